@@ -1,0 +1,166 @@
+"""Everything the package asks of other processes. No other file imports `torch.distributed`.
+
+With one process (or before a process group exists) every function is the identity, so callers never branch.
+Tensors may have a different first dimension on each rank: the last batch of an epoch rarely divides evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_initialized() -> bool:
+    """Whether a process group of more than one process is up."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    """This process's number, 0 when alone."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many processes take part, 1 when alone."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this process writes files and talks to the user."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait until every process is here."""
+    if is_initialized():
+        dist.barrier()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Any picklable value of every rank, in rank order, on every rank."""
+    if not is_initialized():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """The main process's value, on every rank."""
+    if not is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def rank_sizes(local_size: int, device: torch.device) -> list[int]:
+    """The first dimension of every rank's tensor, in rank order."""
+    if not is_initialized():
+        return [local_size]
+    own = torch.tensor([local_size], device=device)
+    sizes = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(sizes, own)
+    return [int(size) for size in sizes]
+
+
+def rank_slice(total: int, of_rank: int | None = None, of_world: int | None = None) -> slice:
+    """The contiguous part of `range(total)` that a rank works on; sizes differ by one at most."""
+    of_rank = rank() if of_rank is None else of_rank
+    of_world = world_size() if of_world is None else of_world
+    share, extra = divmod(total, of_world)
+    start = of_rank * share + min(of_rank, extra)
+    return slice(start, start + share + (of_rank < extra))
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Concatenate a tensor of shape (b, ...) over ranks to (B, ...), without gradient; b may differ by rank."""
+    if not is_initialized():
+        return tensor.detach()
+    return _all_gather(tensor.detach(), rank_sizes(tensor.shape[0], tensor.device))
+
+
+def gather_with_grad(tensor: Tensor) -> Tensor:
+    """Concatenate (b, ...) over ranks to (B, ...) so that gradients flow back to the rank that owns a row.
+
+    The backward pass sums what every rank's loss says about a row. Together with `average_gradients`, and losses
+    whose average over ranks is the global loss, the result is the gradient of one process with the global batch.
+    """
+    return _GatherWithGrad.apply(tensor) if is_initialized() else tensor
+
+
+def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
+    """A new tensor with the element-wise "sum", "mean", "max" or "min" over ranks, without gradient."""
+    result = tensor.detach().clone()
+    if not is_initialized():
+        return result
+    dist.all_reduce(result, op=_OPS["sum" if op == "mean" else op])
+    return result / world_size() if op == "mean" else result
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter], bucket_elements: int = 2**24) -> None:
+    """Replace every gradient by its average over ranks, in flat buckets; a missing gradient counts as zero.
+
+    The whole list must be the same on every rank. A parameter unused on all ranks keeps no gradient.
+    """
+    if not is_initialized():
+        return
+    trainable = [p for p in parameters if p.requires_grad]
+    if not trainable:
+        return
+    used = torch.tensor([p.grad is not None for p in trainable], device=trainable[0].device, dtype=torch.int32)
+    used = all_reduce(used, "max")
+    bucket: list[torch.nn.Parameter] = []
+    for parameter, is_used in zip(trainable, used.tolist(), strict=True):
+        if not is_used:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if bucket and not _fits(bucket, parameter, bucket_elements):
+            _average_bucket(bucket)
+            bucket = []
+        bucket.append(parameter)
+    _average_bucket(bucket)
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def _fits(bucket: list[torch.nn.Parameter], parameter: torch.nn.Parameter, bucket_elements: int) -> bool:
+    alike = bucket[0].dtype == parameter.dtype and bucket[0].device == parameter.device
+    return alike and sum(p.numel() for p in bucket) + parameter.numel() <= bucket_elements
+
+
+def _average_bucket(bucket: list[torch.nn.Parameter]) -> None:
+    gradients = [p.grad for p in bucket if p.grad is not None]
+    if not gradients:
+        return
+    flat = all_reduce(torch.cat([g.reshape(-1) for g in gradients]), "mean")
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def _all_gather(tensor: Tensor, sizes: list[int]) -> Tensor:
+    """Pad to the longest rank (gloo and NCCL want equal shapes), gather, cut the padding away."""
+    padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded.contiguous())
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+class _GatherWithGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        sizes = rank_sizes(tensor.shape[0], tensor.device)
+        start = sum(sizes[: rank()])
+        ctx.own = slice(start, start + sizes[rank()])
+        return _all_gather(tensor, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return all_reduce(grad_outputs[0].contiguous(), "sum")[ctx.own]

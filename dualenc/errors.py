@@ -1,0 +1,14 @@
+"""The one exception that a user's mistake raises."""
+
+from __future__ import annotations
+
+
+class DualencError(ValueError):
+    """A mistake in data, files or arguments, told in one line: what is wrong, where, and how to mend it.
+
+    The command line prints the line and exits with code 2; Python callers may catch it as a `ValueError`.
+    """
+
+
+class BadSample(DualencError):
+    """One sample cannot be used (undecodable image, empty text). Readers skip and count it, or raise it."""
