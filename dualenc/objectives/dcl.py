@@ -1,0 +1,19 @@
+"""DCL: the softmax over the batch, positive excluded."""
+
+from __future__ import annotations
+
+import torch
+
+from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.base import AnchorLosses, Encode, Objective
+
+
+class DCL(Objective):
+    """−s⁺/τ + log Σ_c exp(s_c/τ) over the negatives c of the batch (Yeh et al. 2022, decoupled contrastive loss)."""
+
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+        alone = (anchors.num_negatives == 0)[:, None]
+        # An anchor without negatives only pulls its positive; a row of -inf would have a NaN gradient.
+        logits = torch.where(alone, torch.zeros_like(anchors.logits), anchors.logits)
+        loss = torch.logsumexp(logits, dim=1) - anchors.positive_logits
+        return AnchorLosses(loss, loss.detach())

@@ -1,0 +1,61 @@
+"""Memory per training item, identical on every rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dualenc import distributed
+
+
+class LogAverages(nn.Module):
+    """A moving average u of a positive quantity per item, kept as log u so that exp never overflows.
+
+    Args:
+        num_items: N, the number of items.
+    """
+
+    log_u: Tensor
+
+    def __init__(self, num_items: int) -> None:
+        super().__init__()
+        # NaN marks an item that was never visited: its first value is taken whole, whatever the batch around it.
+        self.register_buffer("log_u", torch.full((num_items,), torch.nan))
+
+    def track(self, ids: Tensor, log_values: Tensor, rate: float) -> Tensor:
+        """u ← (1 − rate)·u + rate·value for the rows of this rank; the table takes the rows of all ranks.
+
+        An item that stands in several rows of the batch (two views, several captions) gets each row's own average
+        back, and stores their mean.
+
+        Args:
+            ids: (A,) the rows' items.
+            log_values: (A,) log of the new values; -inf (a row without negatives) leaves its item untouched.
+            rate: share of the new value, in (0, 1].
+
+        Returns:
+            (A,) the updated log u of each row, without gradient.
+        """
+        log_values = log_values.detach()
+        updated = self._blend(ids, log_values, rate)
+        all_ids, all_updated = distributed.gather(ids), distributed.gather(updated)
+        usable = torch.isfinite(all_updated)
+        self._store_mean(all_ids[usable], all_updated[usable])
+        return updated
+
+    def _blend(self, ids: Tensor, log_values: Tensor, rate: float) -> Tensor:
+        old = self.log_u[ids].to(log_values)
+        if rate >= 1:
+            return torch.where(torch.isfinite(log_values), log_values, old)
+        share = torch.tensor(rate, dtype=log_values.dtype, device=log_values.device)
+        blended = torch.logaddexp(old + torch.log1p(-share), log_values + share.log())
+        blended = torch.where(torch.isnan(old), log_values, blended)
+        return torch.where(torch.isfinite(log_values), blended, old)
+
+    def _store_mean(self, ids: Tensor, log_u: Tensor) -> None:
+        """Write the mean (of u, not of log u) over the rows of each item."""
+        items, row_item, count = torch.unique(ids, return_inverse=True, return_counts=True)
+        peak = torch.full_like(log_u[: len(items)], -torch.inf)
+        peak = peak.scatter_reduce(0, row_item, log_u, reduce="amax")
+        total = torch.zeros_like(peak).index_add(0, row_item, torch.exp(log_u - peak[row_item]))
+        self.log_u[items] = (peak + (total / count).log()).to(self.log_u)
