@@ -1,0 +1,212 @@
+"""Metrics against matrices worked by hand, a slow loop, trec_eval, sentence-transformers and scikit-learn."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import pytrec_eval
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualenc.errors import DualencError
+from dualenc.evaluation.metrics import (
+    best_positive_ranks,
+    mean_scores,
+    recall_at,
+    remove_self_matches,
+    score_queries,
+)
+
+DOCS = [f"d{i}" for i in range(12)]
+# A few values only, so that ties abound; grades run from -1 (junk) over 0 to 3.
+runs = st.dictionaries(
+    st.sampled_from(["q1", "q2", "q3", "d4", "unjudged"]),
+    st.dictionaries(st.sampled_from(DOCS), st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0])),
+)
+judgements = st.dictionaries(
+    st.sampled_from(["q1", "q2", "q3", "d4"]),
+    st.dictionaries(st.sampled_from(DOCS), st.integers(-1, 3), min_size=1),
+    min_size=1,
+)
+
+
+def slow_scores(grades: dict[str, int], scores: dict[str, float], k: int) -> dict[str, float]:
+    """The definitions of trec_eval, one query, written out."""
+    ranking = sorted(scores, key=lambda doc: (scores[doc], doc), reverse=True)[:k]
+    gains = [max(grades.get(doc, 0), 0) for doc in ranking]
+    ideal = sorted((max(grade, 0) for grade in grades.values()), reverse=True)[:k]
+    relevant = sum(grade >= 1 for grade in grades.values())
+    hits = [gain >= 1 for gain in gains]
+    precisions = [sum(hits[: i + 1]) / (i + 1) for i in range(len(hits)) if hits[i]]
+
+    def dcg(values: list[int]) -> float:
+        return sum(value / math.log2(i + 2) for i, value in enumerate(values))
+
+    return {
+        f"ndcg@{k}": dcg(gains) / dcg(ideal) if any(ideal) else 0.0,
+        f"recall@{k}": sum(hits) / relevant if relevant else 0.0,
+        f"map@{k}": sum(precisions) / relevant if relevant else 0.0,
+        f"precision@{k}": sum(hits) / k,
+        f"hit@{k}": float(any(hits)),
+        f"mrr@{k}": 1 / (hits.index(True) + 1) if any(hits) else 0.0,
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(judgements, runs)
+def test_equals_the_definitions_written_out(qrels: dict, run: dict) -> None:
+    scored = score_queries(qrels, run, (1, 3, 10))
+    assert list(scored) == list(qrels)
+    for query, grades in qrels.items():
+        retrieved = {doc: score for doc, score in run.get(query, {}).items() if doc != query}
+        for k in (1, 3, 10):
+            expected = slow_scores(grades, retrieved, k)
+            assert {name: scored[query][name] for name in expected} == pytest.approx(expected, abs=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(judgements, runs)
+def test_equals_trec_eval_and_counts_missing_queries_as_zero(qrels: dict, run: dict) -> None:
+    means = mean_scores(score_queries(qrels, run, (1, 3, 10), keep_self_matches=True))
+    trec = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.1,3,10", "map_cut.1,3,10", "recall.1,3,10"})
+    per_query = trec.evaluate(run)
+    for ours, theirs in {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall"}.items():
+        for k in (1, 3, 10):
+            total = sum(scores[f"{theirs}_{k}"] for scores in per_query.values())
+            assert means[f"{ours}@{k}"] == pytest.approx(total / len(qrels))
+
+
+def test_a_ranking_worked_by_hand() -> None:
+    """Ranking d3 (0), d2 (2), d1 (1), with d9 (3) missed; d1 and d4 tie, and the higher id d4 goes first."""
+    qrels = {"q": {"d1": 1, "d2": 2, "d9": 3, "d4": 0}}
+    run = {"q": {"d3": 0.9, "d2": 0.8, "d1": 0.7, "d4": 0.7}}
+    scores = score_queries(qrels, run, (2, 4))["q"]
+    ideal = 3 + 2 / math.log2(3) + 1 / 2
+    assert scores["ndcg@4"] == pytest.approx((2 / math.log2(3) + 1 / math.log2(5)) / ideal)
+    assert scores["recall@2"] == pytest.approx(1 / 3)
+    assert scores["recall@4"] == pytest.approx(2 / 3)
+    assert scores["map@4"] == pytest.approx((1 / 2 + 2 / 4) / 3)
+    assert scores["mrr@2"] == pytest.approx(1 / 2)
+    assert scores["precision@4"] == pytest.approx(1 / 2)
+    assert (scores["hit@2"], scores["hit@4"]) == (1, 1)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7, 49, 100])
+def test_mrr_is_cut_exactly_at_k(rank: int) -> None:
+    run = {"q": {f"d{i}": 1.0 / i for i in range(1, 101)}}
+    scores = score_queries({"q": {f"d{rank}": 1}}, run, tuple(k for k in (rank - 1, rank) if k))["q"]
+    assert scores[f"mrr@{rank}"] == pytest.approx(1 / rank)
+    assert scores.get(f"mrr@{rank - 1}", 0.0) == 0.0
+
+
+def test_a_document_with_the_id_of_the_query_is_removed() -> None:
+    run = {"a": {"a": 3.0, "b": 2.0}, "b": {"c": 1.0}}
+    assert remove_self_matches(run) == {"a": {"b": 2.0}, "b": {"c": 1.0}}
+    qrels = {"a": {"b": 1}}
+    assert score_queries(qrels, run, (1,))["a"]["recall@1"] == 1.0
+    assert score_queries(qrels, run, (1,), keep_self_matches=True)["a"]["recall@1"] == 0.0
+
+
+def test_equals_sentence_transformers_where_the_definitions_agree() -> None:
+    """Binary grades, no ties, one relevant document or more; MAP only when k ≥ |R|."""
+    import torch
+    from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+
+    generator = np.random.default_rng(0)
+    matrix = generator.permuted(np.tile(np.linspace(0, 1, 40), (15, 1)), axis=1)
+    relevant = {f"q{i}": {f"d{j}" for j in generator.choice(40, 1 + i % 6, replace=False)} for i in range(15)}
+    texts = {f"q{i}": str(i) for i in range(15)}, {f"d{j}": str(j) for j in range(40)}
+    evaluator = InformationRetrievalEvaluator(
+        *texts,
+        relevant,
+        accuracy_at_k=[1, 10],
+        precision_recall_at_k=[1, 10],
+        mrr_at_k=[1, 10],
+        ndcg_at_k=[1, 10],
+        map_at_k=[10],
+        write_csv=False,
+        score_functions={"given": lambda queries, docs: torch.from_numpy(matrix)},
+    )
+    theirs = evaluator.compute_all_metrics(_NumberEncoder())["given"]
+    run = {f"q{i}": {f"d{j}": matrix[i, j] for j in range(40)} for i in range(15)}
+    ours = mean_scores(score_queries({q: dict.fromkeys(docs, 1) for q, docs in relevant.items()}, run, (1, 10)))
+    names = {
+        "ndcg": "ndcg@k",
+        "recall": "recall@k",
+        "precision": "precision@k",
+        "mrr": "mrr@k",
+        "hit": "accuracy@k",
+    }
+    for name, their_name in names.items():
+        for k in (1, 10):
+            assert ours[f"{name}@{k}"] == pytest.approx(theirs[their_name][k]), name
+    assert ours["map@10"] == pytest.approx(theirs["map@k"][10])
+
+
+class _NumberEncoder:
+    """Stands where a SentenceTransformer would: the scores are given, so the embeddings do not matter."""
+
+    def encode_query(self, sentences: list[str], **_: object) -> object:
+        import torch
+
+        return torch.zeros(len(sentences), 1)
+
+    encode_document = encode_query
+
+
+def test_ranks_on_a_matrix_worked_by_hand() -> None:
+    """Three images, two captions each; they find a caption of theirs at rank 1, 2 and 5."""
+    captions = np.eye(6, dtype=np.float32)
+    images = np.array(
+        [[0.9, 0.1, 0.5, 0.4, 0.3, 0.2], [0.0, 0.9, 0.8, 0.1, 0.2, 0.3], [0.9, 0.8, 0.7, 0.6, 0.1, 0.2]],
+        np.float32,
+    )
+    ranks = best_positive_ranks(images, captions, [[0, 1], [2, 3], [4, 5]])
+    assert ranks.tolist() == [1, 2, 5]
+    assert recall_at(ranks, (1, 2, 5)) == pytest.approx({"recall@1": 1 / 3, "recall@2": 2 / 3, "recall@5": 1.0})
+    # The other way: caption 0 ties between images 0 and 2, caption 5 too: a tie counts against the model.
+    owners = [[0], [0], [1], [1], [2], [2]]
+    assert best_positive_ranks(captions, images, owners).tolist() == [2, 3, 1, 3, 3, 3]
+
+
+def test_a_collapsed_encoder_gets_no_credit() -> None:
+    same = np.ones((4, 2), np.float32)
+    assert best_positive_ranks(same, same, [[0], [1], [2], [3]]).tolist() == [4] * 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 9), st.integers(1, 9), st.integers(1, 5))
+def test_ranks_equal_a_loop_whatever_the_block(seed: int, rows: int, columns: int, block: int) -> None:
+    generator = np.random.default_rng(seed)
+    queries = generator.integers(-2, 3, (rows, 3)).astype(np.float32)
+    candidates = generator.integers(-2, 3, (columns, 3)).astype(np.float32)
+    positives = [generator.choice(columns, generator.integers(0, columns + 1), replace=False) for _ in range(rows)]
+    padded = [[*chosen, -1] for chosen in positives]
+    for row, rank in enumerate(best_positive_ranks(queries, candidates, padded, block=block)):
+        scores = candidates @ queries[row]
+        own = set(positives[row].tolist())
+        best = max((scores[i] for i in own), default=-np.inf)
+        assert rank == 1 + sum(scores[i] >= best for i in range(columns) if i not in own)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: score_queries({}, {}), "empty"),
+        (lambda: score_queries({"q": {}}, {}), "empty"),
+        (lambda: score_queries({"q": {"d": 1}}, {}, (0,)), "1 or more"),
+        (lambda: score_queries({"q": {"d": 1}}, {"q": {"d": math.nan}}), "query q"),
+        (lambda: mean_scores({}), "no query"),
+        (lambda: best_positive_ranks(np.ones((2, 3)), np.ones((2, 4)), [[0], [1]]), "same dimension"),
+        (lambda: best_positive_ranks(np.ones((2, 3)), np.ones((2, 3)), [[0]]), "one list per query"),
+        (lambda: best_positive_ranks(np.ones((1, 3)), np.ones((2, 3)), [[2]]), "out of range"),
+        (lambda: best_positive_ranks(np.full((1, 3), np.nan), np.ones((2, 3)), [[0]]), "not finite"),
+        (lambda: recall_at(np.zeros(0, np.int64)), "empty"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(call: object, message: str) -> None:
+    with pytest.raises(DualencError, match=message) as caught:
+        call()  # type: ignore[operator]
+    assert "\n" not in str(caught.value)
