@@ -1,0 +1,169 @@
+"""Training pairs: which left item belongs to which right item, by stable ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from dualenc.data.ragged import Ragged
+from dualenc.errors import DualencError
+
+Modality = Literal["text", "image"]
+Side = Literal["left", "right"]
+
+
+class Items(Protocol):
+    """Raw items by position: `str` for text, RGB `PIL.Image` for images. A list is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Pair(NamedTuple):
+    """One training pair with its raw items.
+
+    Attributes:
+        index: the pair's stable number in [0, M).
+        left_id: the left item's stable number in [0, num_left).
+        right_id: the right item's stable number in [0, num_right).
+        left: the left raw item.
+        right: the right raw item.
+        negatives: raw right items mined as hard negatives of this pair's left item.
+        negative_ids: their right ids.
+    """
+
+    index: int  # type: ignore[assignment]  # also the name of a tuple method
+    left_id: int
+    right_id: int
+    left: Any
+    right: Any
+    negatives: tuple[Any, ...] = ()
+    negative_ids: tuple[int, ...] = ()
+
+
+class PairDataset:
+    """M training pairs over two collections of items; a map-style dataset whose row `i` is pair `i`.
+
+    Usable as it is with items in memory; every reader of this package is a subclass whose items lie in files.
+    A collection may hold items that no pair names: they are still candidates of the global loss.
+
+    Args:
+        left_items: raw left items by left id, (num_left,).
+        right_items: raw right items by right id, (num_right,).
+        left_id: each pair's left id, (M,); by default 0, 1, 2, …
+        right_id: each pair's right id, (M,); by default 0, 1, 2, …
+        negatives: each pair's mined negatives as right ids, M rows; none by default.
+        left_modality: "text" or "image".
+        right_modality: "text" or "image".
+
+    Attributes:
+        views: True when left and right are the same image, to be augmented twice (unimodal training).
+        skipped: how many bad samples the reader left out.
+
+    Raises:
+        DualencError: ids out of range, unequal lengths, or no pair at all.
+    """
+
+    views: bool = False
+    skipped: int = 0
+
+    def __init__(
+        self,
+        left_items: Items,
+        right_items: Items,
+        left_id: Sequence[int] | np.ndarray | None = None,
+        right_id: Sequence[int] | np.ndarray | None = None,
+        *,
+        negatives: Ragged | Sequence[Sequence[int]] | None = None,
+        left_modality: Modality = "text",
+        right_modality: Modality = "text",
+    ) -> None:
+        self.left_items, self.right_items = left_items, right_items
+        self.left_modality, self.right_modality = left_modality, right_modality
+        self.left_id = _checked_ids("left_id", left_id, len(left_items))
+        self.right_id = _checked_ids("right_id", right_id, len(right_items))
+        if len(self.left_id) != len(self.right_id):
+            raise DualencError(
+                f"left_id has {len(self.left_id)} rows but right_id has {len(self.right_id)}; give one of each per pair"
+            )
+        if not len(self.left_id):
+            raise DualencError("no pairs: the data holds no row with a left and a right item")
+        self.negatives = _checked_negatives(negatives, len(self), self.num_right)
+        self._positives: dict[Side, Ragged] = {}
+
+    @property
+    def num_left(self) -> int:
+        """How many left items there are."""
+        return len(self.left_items)
+
+    @property
+    def num_right(self) -> int:
+        """How many right items there are: the whole corpus."""
+        return len(self.right_items)
+
+    def __len__(self) -> int:
+        return len(self.left_id)
+
+    def __getitem__(self, index: int) -> Pair:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"pair {index} of {len(self)}")
+        index = int(index) % len(self)
+        left_id, right_id = int(self.left_id[index]), int(self.right_id[index])
+        left = self.item("left", left_id)
+        right = left if self.views else self.item("right", right_id)
+        negative_ids = () if self.negatives is None else tuple(self.negatives.row(index).tolist())
+        negatives = tuple(self.item("right", i) for i in negative_ids)
+        return Pair(index, left_id, right_id, left, right, negatives, negative_ids)
+
+    def item(self, side: Side, item_id: int) -> Any:
+        """The raw item of one side by its id.
+
+        Raises:
+            BadSample: the item cannot be read (an image that does not decode).
+        """
+        return (self.left_items if side == "left" else self.right_items)[int(item_id)]
+
+    def positives(self, side: Side, ids: np.ndarray) -> np.ndarray:
+        """All opposite-side ids that are positive with each id.
+
+        Args:
+            side: the side that `ids` belong to.
+            ids: (n,) item ids.
+
+        Returns:
+            (n, K) int64, ascending, padded with -1; K is the largest number of positives among `ids`.
+        """
+        if side not in self._positives:
+            left = (self.left_id, self.right_id, self.num_left)
+            right = (self.right_id, self.left_id, self.num_right)
+            self._positives[side] = Ragged.from_pairs(*(left if side == "left" else right))
+        return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
+
+
+def _checked_ids(name: str, ids: Sequence[int] | np.ndarray | None, num_items: int) -> np.ndarray:
+    result = np.arange(num_items) if ids is None else np.asarray(ids)
+    if result.ndim != 1 or (result.size and not np.issubdtype(result.dtype, np.integer)):
+        raise DualencError(f"{name}: give whole numbers of shape (M,), not {result.dtype} of shape {result.shape}")
+    _check_range(name, result, num_items)
+    return result.astype(np.int64)
+
+
+def _check_range(name: str, ids: np.ndarray, num_items: int) -> None:
+    wrong = np.flatnonzero((ids < 0) | (ids >= num_items))
+    if wrong.size:
+        raise DualencError(f"{name}: {ids[wrong[0]]} at row {wrong[0]} is outside [0, {num_items}); ids are positions")
+
+
+def _checked_negatives(
+    negatives: Ragged | Sequence[Sequence[int]] | None, num_pairs: int, num_right: int
+) -> Ragged | None:
+    if negatives is None:
+        return None
+    ragged = negatives if isinstance(negatives, Ragged) else Ragged.from_rows(negatives)
+    if len(ragged.offsets) != num_pairs + 1:
+        raise DualencError(f"negatives has {len(ragged.offsets) - 1} rows for {num_pairs} pairs; give one row per pair")
+    _check_range("negatives", ragged.values, num_right)
+    return ragged

@@ -1,0 +1,38 @@
+"""What all tests share: one thread, no network, caches that vanish, and real data where it is at hand."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+# Before torch, datasets or transformers are imported: they read these once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="dualenc-tests-")
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+# Wall-clock limits per example say nothing on a machine that does other work beside.
+settings.register_profile(
+    "dualenc", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.load_profile("dualenc")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with the real data sets: $DUALENC_TEST_DATA, or `../shared/data` beside the checkout."""
+    default = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("DUALENC_TEST_DATA", default))
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder}; set DUALENC_TEST_DATA to the folder that holds scifact, cifar10, …")
+    return folder
