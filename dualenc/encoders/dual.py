@@ -1,0 +1,129 @@
+"""Two towers that share a space: what is trained, saved and loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from dualenc.encoders.tower import SIDES, Side, Tower
+from dualenc.errors import DualencError
+from dualenc.files import atomic_path
+
+Kind = Literal["image-text", "query-document", "image"]
+
+MODEL_FILES = ("dualenc.json", "modules.json", "open_clip_config.json", "config.json")
+"""Files by which a folder is known to hold a model."""
+
+
+class DualEncoder(nn.Module):
+    """A left and a right tower; one weight may belong to both.
+
+    Left is the query or image tower, right the document or text tower; with `views` both are the same tower.
+    A new model is in evaluation mode; whoever trains it calls `train()`.
+
+    Args:
+        left: tower of the left items.
+        right: tower of the right items: the same object, one over the same weights, or an independent one.
+        kind: which of the three kinds of model this is.
+        views: whether both sides of a pair are augmentations of one image.
+
+    Raises:
+        DualencError: the towers' dimensions differ.
+    """
+
+    left: Tower
+    right: Tower
+
+    def __init__(self, left: Tower, right: Tower, kind: Kind, views: bool = False) -> None:
+        super().__init__()
+        if left.dim != right.dim:
+            raise DualencError(f"left tower has dimension {left.dim}, right tower {right.dim}: give both the same")
+        self.kind = kind
+        self.views = views
+        self.left = left
+        if _same_weights(left, right):
+            # Registered once, so parameters() and state_dict() name each shared weight once.
+            object.__setattr__(self, "right", right)
+        else:
+            self.right = right
+        self.eval()
+
+    @property
+    def dim(self) -> int:
+        """D, the size of the vectors."""
+        return self.left.dim
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether both towers are made of the same weights."""
+        return "right" not in self._modules
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights, shared ones counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    @property
+    def num_trainable_parameters(self) -> int:
+        """Number of weights that training changes."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    def train(self, mode: bool = True) -> DualEncoder:
+        """Switch between training and evaluation mode, on both sides."""
+        super().train(mode)
+        self.right.train(mode)
+        return self
+
+    def tower(self, side: Side) -> Tower:
+        """The tower of a side, "left" or "right"."""
+        if side not in SIDES:
+            raise DualencError(f"side is {side!r}: choose 'left' or 'right'")
+        return self.left if side == "left" else self.right
+
+    def encode(self, side: Side, inputs: dict[str, Tensor]) -> Tensor:
+        """Encode B prepared items of one side to (B, D) unit-norm float32."""
+        return self.tower(side)(inputs)
+
+    def forward(self, side: Side, inputs: dict[str, Tensor]) -> Tensor:
+        """As `encode`, so that wrappers around a module's call see every forward."""
+        return self.encode(side, inputs)
+
+    def save(self, folder: str | os.PathLike[str], card: dict[str, Any] | None = None) -> None:
+        """Write the model folder: the ecosystem's own format, weights as safetensors, and a model card.
+
+        Args:
+            folder: where; an earlier model there is replaced only once the new one is complete.
+            card: what the README says beyond the architecture, see `dualenc.encoders.card.model_card`.
+
+        Raises:
+            DualencError: the folder holds something that is not a model.
+        """
+        folder = Path(folder)
+        if folder.exists() and not _replaceable(folder):
+            raise DualencError(f"{folder}: exists and holds no model; choose an empty or new folder")
+        with atomic_path(folder) as beside:
+            beside.mkdir()
+            self.write(beside)
+            self.write_card(beside, folder.name, card or {})
+
+    def write(self, folder: Path) -> None:
+        """Write configuration, preprocessing and weights into an empty folder."""
+        raise TypeError(f"{type(self).__name__} does not define write")
+
+    def write_card(self, folder: Path, name: str, card: dict[str, Any]) -> None:
+        """Write README.md beside the weights."""
+        raise TypeError(f"{type(self).__name__} does not define write_card")
+
+
+def _same_weights(left: Tower, right: Tower) -> bool:
+    weights = [p.data_ptr() for p in left.parameters()]
+    return left is right or (bool(weights) and weights == [p.data_ptr() for p in right.parameters()])
+
+
+def _replaceable(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    return not any(folder.iterdir()) or any((folder / name).is_file() for name in MODEL_FILES)

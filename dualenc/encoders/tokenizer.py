@@ -1,0 +1,91 @@
+"""Tokenizers: trained from text, or loaded from a folder or the hub."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from dualenc.errors import DualencError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SPECIAL_TOKENS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, max_length: int = 512, min_frequency: int = 2
+) -> PreTrainedTokenizerBase:
+    """Train a lower-casing WordPiece tokenizer, in the manner of BERT.
+
+    Args:
+        texts: what to learn from; read once.
+        vocab_size: largest number of tokens, special ones included.
+        max_length: longest input in tokens that the tokenizer recommends.
+        min_frequency: how often a piece must occur to become a token.
+
+    Returns:
+        A tokenizer whose `save_pretrained(folder)` loads in transformers and sentence-transformers.
+
+    Raises:
+        DualencError: there is no text, or `vocab_size` leaves no room beside the special tokens.
+    """
+    from tokenizers import BertWordPieceTokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size <= len(SPECIAL_TOKENS):
+        raise DualencError(f"vocab_size is {vocab_size}: ask for more than the {len(SPECIAL_TOKENS)} special tokens")
+    trainer = BertWordPieceTokenizer(lowercase=True)
+    trainer.train_from_iterator(
+        texts,
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=list(SPECIAL_TOKENS.values()),
+        show_progress=False,
+    )
+    if trainer.get_vocab_size() <= len(SPECIAL_TOKENS):
+        raise DualencError("the texts to train a tokenizer on are empty: give some text")
+    inner = trainer._tokenizer
+    inner.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, inner.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=max_length, **SPECIAL_TOKENS)
+
+
+def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A tokenizer of our own to configure: loaded from a folder or hub name, or a copy of the one given.
+
+    A tokenizer without padding token pads with its end token, as is usual for decoder-only models.
+
+    Raises:
+        DualencError: there is no tokenizer at the source, or it cannot pad.
+    """
+    tokenizer = copy.deepcopy(source) if not isinstance(source, (str, os.PathLike)) else _from_pretrained(source)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise DualencError(f"tokenizer {source} has no padding token: set its pad_token and save it again")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _from_pretrained(source: str | os.PathLike[str]) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DualencError(
+            f"{source}: no tokenizer loads from there ({reason}); give a folder that has tokenizer.json"
+        ) from error
