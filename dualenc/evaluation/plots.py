@@ -1,0 +1,114 @@
+"""Figures of the reports, drawn with matplotlib; each function returns a figure and keeps no global state."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe & Ito's palette, told apart by colour-blind readers too.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+
+
+def bars(groups: Mapping[str, Mapping[str, float]], *, ylabel: str = "") -> Figure:
+    """Bars side by side.
+
+    Args:
+        groups: Height by label, for each series; every series has the same labels.
+        ylabel: What the heights are.
+    """
+    figure, axes = _axes(ylabel=ylabel)
+    labels = list(next(iter(groups.values()), {}))
+    width = 0.8 / max(len(groups), 1)
+    for number, (name, heights) in enumerate(groups.items()):
+        positions = [i + (number - (len(groups) - 1) / 2) * width for i in range(len(labels))]
+        drawn = axes.bar(positions, [heights[label] for label in labels], width, label=name, color=_colour(number))
+        if len(labels) * len(groups) <= 12:
+            axes.bar_label(drawn, fmt="%.3f", fontsize=8, padding=2)
+    axes.set_xticks(range(len(labels)), labels, rotation=30 if len(labels) > 6 else 0)
+    _legend(axes, len(groups))
+    return figure
+
+
+def lines(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    xlabel: str = "",
+    ylabel: str = "",
+    log_y: bool = False,
+) -> Figure:
+    """Curves of (x, y) points.
+
+    Args:
+        series: The x and the y values by name of the curve.
+        xlabel: What x is.
+        ylabel: What y is.
+        log_y: Draw y on a logarithmic scale.
+    """
+    figure, axes = _axes(xlabel=xlabel, ylabel=ylabel)
+    for number, (name, (x, y)) in enumerate(series.items()):
+        axes.plot(x, y, label=name, color=_colour(number), marker="o" if len(x) <= 30 else None, markersize=4)
+    if log_y:
+        axes.set_yscale("log")
+    _legend(axes, len(series))
+    return figure
+
+
+def histograms(
+    values: Mapping[str, Sequence[float]], *, xlabel: str = "", ylabel: str = "share", bins: int = 40
+) -> Figure:
+    """Histograms over one another on common bins, each of total height 1, so that sets of different size compare.
+
+    Args:
+        values: The numbers by name of the set; empty sets are left out.
+        xlabel: What the numbers are.
+        ylabel: What the heights are.
+        bins: Number of bins over the range of all sets.
+    """
+    import numpy as np
+
+    figure, axes = _axes(xlabel=xlabel, ylabel=ylabel)
+    kept = {name: np.asarray(numbers, float) for name, numbers in values.items() if len(numbers)}
+    if kept:
+        edges = np.histogram_bin_edges(np.concatenate(list(kept.values())), bins=bins)
+        for number, (name, numbers) in enumerate(kept.items()):
+            weights = np.full(len(numbers), 1 / len(numbers))
+            axes.hist(numbers, edges.tolist(), weights=weights, label=name, color=_colour(number), alpha=0.6)
+    _legend(axes, len(kept))
+    return figure
+
+
+def as_svg(figure: Figure) -> str:
+    """The figure as SVG text, the same for the same figure on every run."""
+    import matplotlib
+
+    stream = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "dualenc", "svg.fonttype": "none"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    return stream.getvalue()
+
+
+def _axes(xlabel: str = "", ylabel: str = "") -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", alpha=0.3)
+    return figure, axes
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _legend(axes: Axes, series: int) -> None:
+    if series > 1:
+        axes.legend(frameon=False)

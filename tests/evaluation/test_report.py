@@ -1,0 +1,99 @@
+"""The report: whole in one file, safe against what texts contain, shown without fault by a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dualenc.evaluation import plots
+from dualenc.evaluation.report import Entry, Figure, Gallery, Item, snippet, thumbnail, write_report
+from dualenc.evaluation.tables import Table
+
+NASTY = "<script>document.title='owned'</script> & \"quotes\""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (200, 300, 3), dtype=np.uint8))
+    results = [Item(NASTY, note="d1 · 0.91", relevant=True), Item("a picture", picture, "d2", relevant=False)]
+    return write_report(
+        tmp_path / "report.html",
+        "Retrieval on toy",
+        facts={"model": "toy & co", "documents": 12345},
+        tables=[Table("Metrics", [{"data": "toy", "ndcg@10": 0.5}, {"data": "mean", "ndcg@10": 0.25}])],
+        figures=[
+            Figure("Bars", plots.bars({"ours": {"ndcg": 0.5}, "BM25": {"ndcg": 0.25}})),
+            Figure("Lines", plots.lines({"run": ([1, 2, 3], [3, 2, 1])}, log_y=True)),
+            Figure("Histograms", plots.histograms({"positive": [0.5, 0.75], "none": []})),
+        ],
+        galleries=[Gallery("Best queries", [Entry(Item("what?", note="q1"), results)])],
+    )
+
+
+def test_the_page_shows_what_it_was_given_and_loads_nothing(page: Path) -> None:
+    html = page.read_text(encoding="utf-8")
+    for expected in ("Retrieval on toy", "toy &amp; co", "12,345", "0.5000", "Best queries", "what?", "d1 · 0.91"):
+        assert expected in html
+    assert "<script" not in html
+    sources = re.findall(r'(?:src|href)="([^"]{0,30})', html)
+    assert len(sources) == 4
+    assert all(source.startswith("data:image/") for source in sources)
+
+
+def test_the_same_content_gives_the_same_bytes() -> None:
+    assert plots.as_svg(plots.bars({"a": {"x": 1.0}})) == plots.as_svg(plots.bars({"a": {"x": 1.0}}))
+
+
+def test_histograms_of_sets_of_different_size_have_the_same_area() -> None:
+    axes = plots.histograms({"few": [0.0, 1.0], "many": list(np.linspace(0, 1, 1000))}, bins=10).axes[0]
+    heights = [patch.get_height() for patch in axes.patches]
+    assert sum(heights[:10]) == pytest.approx(1)
+    assert sum(heights[10:]) == pytest.approx(1)
+
+
+def test_a_failure_leaves_the_old_page(page: Path) -> None:
+    before = page.read_bytes()
+    with pytest.raises(TypeError):
+        write_report(page, "Broken", tables=[Table("Bad", [None])])  # type: ignore[list-item]
+    assert page.read_bytes() == before
+    assert [file.name for file in page.parent.iterdir()] == ["report.html"]
+
+
+def test_snippets_are_one_line_and_cut_at_a_word() -> None:
+    assert snippet("a  b\nc") == "a b c"
+    assert snippet("alpha beta gamma", 12) == "alpha beta …"
+
+
+@pytest.mark.parametrize(("size", "shown"), [((640, 480), (160, 120)), ((32, 32), (128, 128)), ((1000, 1), (160, 1))])
+def test_thumbnails_fit_and_tiny_pictures_are_enlarged(size: tuple[int, int], shown: tuple[int, int]) -> None:
+    import base64
+    import io
+
+    uri = thumbnail(Image.new("L", size))
+    assert Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).size == shown
+
+
+def test_a_browser_shows_every_image_and_asks_for_no_resource(page: Path, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium or google-chrome in PATH; install one to look at the report in a browser")
+    probe = """<script>addEventListener('load', () => {
+        const images = [...document.images];
+        document.body.innerHTML = JSON.stringify({
+            title: document.title, shown: images.filter(image => image.naturalWidth > 0).length, all: images.length,
+            loaded: performance.getEntriesByType('resource').filter(e => !e.name.startsWith('data:')).length,
+            overflow: document.documentElement.scrollWidth > document.documentElement.clientWidth});
+    })</script></body>"""
+    probed = tmp_path / "probed.html"
+    probed.write_text(page.read_text(encoding="utf-8").replace("</body>", probe), encoding="utf-8")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--virtual-time-budget=5000", "--window-size=900,1200", "--dump-dom", probed.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    expected = '"title":"Retrieval on toy","shown":4,"all":4,"loaded":0,"overflow":false'
+    assert expected in done.stdout

@@ -1,0 +1,30 @@
+"""Tables: columns of all rows, numbers readable, nothing cut off in a pipe."""
+
+from __future__ import annotations
+
+import pytest
+
+from dualenc.evaluation.tables import Table, as_text, print_table
+
+
+def test_columns_are_those_of_all_rows_in_order() -> None:
+    table = Table("", [{"name": "a", "ndcg@10": 0.5}, {"name": "b", "map@10": 0.25}])
+    assert table.columns == ["name", "ndcg@10", "map@10"]
+    assert table.cells() == [["a", "0.5000", ""], ["b", "", "0.2500"]]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.64512, "0.6451"), (12345, "12,345"), (12345.6, "12,346"), (None, "–"), ("x", "x"), (True, "True")],
+)
+def test_values_as_a_reader_wants_them(value: object, text: str) -> None:
+    assert as_text(value) == text
+
+
+def test_a_wide_table_is_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"some-long-metric@{k}" for k in range(30)]
+    print_table(Table("Wide [bold]", [dict.fromkeys(names, 0.125)]))
+    printed = capsys.readouterr().out
+    assert "Wide [bold]" in printed
+    assert all(name in printed for name in names)
+    assert printed.count("0.1250") == 30
