@@ -2,7 +2,23 @@
 
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.objectives.dcl import DCL
+from dualenc.objectives.exact_global import ExactGlobal
+from dualenc.objectives.hcl import HCL
 from dualenc.objectives.infonce import InfoNCE
+from dualenc.objectives.isogclr import ISogCLR
+from dualenc.objectives.saclr import SACLR
+from dualenc.objectives.siglip import SigLIP
 from dualenc.objectives.sogclr import SogCLR
 
-__all__ = ["DCL", "InfoNCE", "Objective", "ObjectiveOutput", "SogCLR"]
+__all__ = [
+    "DCL",
+    "HCL",
+    "SACLR",
+    "ExactGlobal",
+    "ISogCLR",
+    "InfoNCE",
+    "Objective",
+    "ObjectiveOutput",
+    "SigLIP",
+    "SogCLR",
+]

@@ -7,7 +7,6 @@ against all candidates of the global batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -37,7 +36,7 @@ class Batch:
     negative_id: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Anchors:
     """This rank's anchors of one direction against the candidates of the global batch.
 
@@ -55,6 +54,10 @@ class Anchors:
         positive_ids: (A, K) every id of the candidate side that is never a negative, padded with -1.
         temperature: scalar τ, with gradient when learned.
         num_in_batch: the first so many candidates are the batch itself; the rest are mined negatives.
+        views: candidates are first all left, then all right views of the batch.
+        positive_logits: (A,) s(x, y)/τ.
+        logits: (A, C) s/τ, -inf where a candidate is no negative.
+        num_negatives: (A,) how many candidates are negatives.
     """
 
     side: Side
@@ -70,22 +73,16 @@ class Anchors:
     positive_ids: Tensor
     temperature: Tensor
     num_in_batch: int
-    views: bool = field(default=False)
+    views: bool = False
 
-    @cached_property
-    def positive_logits(self) -> Tensor:
-        """(A,) s(x, y)/τ."""
-        return self.positive_similarities / self.temperature
+    positive_logits: Tensor = field(init=False)
+    logits: Tensor = field(init=False)
+    num_negatives: Tensor = field(init=False)
 
-    @cached_property
-    def logits(self) -> Tensor:
-        """(A, C) s/τ, with -inf where a candidate is no negative."""
-        return (self.similarities / self.temperature).masked_fill(~self.allowed, -torch.inf)
-
-    @cached_property
-    def num_negatives(self) -> Tensor:
-        """(A,) how many candidates are negatives."""
-        return self.allowed.sum(dim=1)
+    def __post_init__(self) -> None:
+        self.positive_logits = self.positive_similarities / self.temperature
+        self.logits = (self.similarities / self.temperature).masked_fill(~self.allowed, -torch.inf)
+        self.num_negatives = self.allowed.sum(dim=1)
 
     def is_negative(self, ids: Tensor) -> Tensor:
         """(A, n) or (A, 1): whether items outside the batch, ids (n,) or one per anchor (A, 1), are negatives."""

@@ -119,7 +119,7 @@ class Objective(nn.Module):
             left_id, right_id: (b,) integer ids in [0, num_left) and [0, num_right); without right_id pairs share
                 one index. Items with equal ids are never negatives of one another's partners.
             encode: `encode(side, ids (n,)) -> (n, D)`, asked for items outside the batch by objectives that need
-                them; honours `torch.is_grad_enabled()`.
+                them; honours `torch.is_grad_enabled()`. With views, "left" and "right" are an image's two views.
             left_positives: (b, K) right ids known to be relevant to each left item, padded with -1.
             right_positives: (b, K) left ids known to be relevant to each right item, padded with -1.
             negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of left anchors.
@@ -130,6 +130,7 @@ class Objective(nn.Module):
             raise DualencError(
                 f"{type(self).__name__}: encode is missing; pass encode(side, ids) -> (n, D) that embeds items by id"
             )
+        encode = _as_called(encode, left.device.type)
         with torch.autocast(left.device.type, enabled=False):
             build = view_anchors if self.views else pair_anchors
             directions = build(batch, self.temperature.to(batch.left.dtype))
@@ -237,3 +238,16 @@ class Objective(nn.Module):
 
     def _fail(self, argument: str, problem: str) -> None:
         raise DualencError(f"{type(self).__name__}: {argument} {problem}")
+
+
+def _as_called(encode: Encode | None, device: str) -> Encode | None:
+    """`encode` under the autocast setting of the caller: objectives compute in full precision, encoders do not."""
+    if encode is None or not torch.is_autocast_enabled(device):
+        return encode
+    dtype = torch.get_autocast_dtype(device)
+
+    def wrapped(side: Side, ids: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=dtype):
+            return encode(side, ids)
+
+    return wrapped

@@ -54,8 +54,17 @@ class LogAverages(nn.Module):
 
     def _store_mean(self, ids: Tensor, log_u: Tensor) -> None:
         """Write the mean (of u, not of log u) over the rows of each item."""
-        items, row_item, count = torch.unique(ids, return_inverse=True, return_counts=True)
-        peak = torch.full_like(log_u[: len(items)], -torch.inf)
-        peak = peak.scatter_reduce(0, row_item, log_u, reduce="amax")
-        total = torch.zeros_like(peak).index_add(0, row_item, torch.exp(log_u - peak[row_item]))
-        self.log_u[items] = (peak + (total / count).log()).to(self.log_u)
+        if not len(ids):
+            return
+        # Every row is scaled by the peak of the batch's rows for its item, so that exp stays in range.
+        items, row_item = torch.unique(ids, return_inverse=True)
+        peak = log_u.new_full((len(items),), -torch.inf).scatter_reduce(0, row_item, log_u, reduce="amax")
+        _, mean = mean_per_item(ids, torch.exp(log_u - peak[row_item]))
+        self.log_u[items] = (peak + mean.log()).to(self.log_u)
+
+
+def mean_per_item(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct items of the rows (A,), and the mean of the rows' values for each: a row order that ranks agree on."""
+    items, row_item, count = torch.unique(ids, return_inverse=True, return_counts=True)
+    total = torch.zeros_like(values[: len(items)]).index_add(0, row_item, values)
+    return items, total / count

@@ -1,0 +1,77 @@
+"""HCL: harder negatives weigh more, and false negatives are discounted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualenc.errors import DualencError
+from dualenc.objectives.anchors import Anchors, log_mean_exp
+from dualenc.objectives.base import AnchorLosses, Encode, Objective
+
+
+class HCL(Objective):
+    """InfoNCE with negatives re-weighted by exp(β_h·s/τ) (mean weight 1) and debiased by the class prior τ⁺.
+
+        −log( e⁺ / (e⁺ + G) ),   G = max( (Σ_c w_c e_c − n·τ⁺·e⁺) / (1 − τ⁺), n·exp(−1/τ) )
+
+    with e = exp(s/τ), w_c = exp(β_h·s_c/τ) / mean over c. Source: Robinson et al. 2021, Eq. 2 (hard negatives) and
+    Chuang et al. 2020 (β_h = 0, debiased); both at zero give InfoNCE. The paper's Fig. 5 writes β·e for the weight;
+    Eq. 2 (and the authors) mean exp(β_h·s/τ), which is what stands here.
+
+    Args:
+        hardness: β_h ≥ 0, concentration on hard negatives.
+        class_prior: τ⁺ in [0, 1), probability that a random candidate is a hidden positive.
+        annealing_steps: ℓ, the number of equal steps in which β_h falls to 0 over the training; 0 keeps it.
+        **common: see `Objective`.
+    """
+
+    def __init__(
+        self, *, hardness: float = 1.0, class_prior: float = 0.1, annealing_steps: int = 0, **common: Any
+    ) -> None:
+        super().__init__(**common)
+        if hardness < 0:
+            raise DualencError(f"HCL: hardness is {hardness}; it must be 0 or more")
+        if not 0 <= class_prior < 1:
+            raise DualencError(f"HCL: class_prior is {class_prior}; it must lie in [0, 1)")
+        if annealing_steps < 0:
+            raise DualencError(f"HCL: annealing_steps is {annealing_steps}; it must be 0 or more")
+        self.initial_hardness = hardness
+        self.hardness = hardness
+        self.class_prior = class_prior
+        self.annealing_steps = annealing_steps
+
+    def set_progress(self, fraction: float) -> None:
+        if self.annealing_steps:
+            passed = math.floor(min(max(fraction, 0.0), 1.0) * self.annealing_steps)
+            self.hardness = self.initial_hardness * (1 - passed / self.annealing_steps)
+
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+        positive = anchors.positive_logits
+        alone = anchors.num_negatives == 0
+        masked = ~(anchors.allowed | alone[:, None])
+        scores = anchors.similarities / anchors.temperature
+        importance = (self.hardness * scores).masked_fill(masked, -torch.inf)
+        weighted = ((1 + self.hardness) * scores).masked_fill(masked, -torch.inf)
+        hard = torch.logsumexp(weighted, dim=1) - log_mean_exp(importance)
+        log_negatives = self._debiased(hard, positive, anchors)
+        loss = torch.logaddexp(positive, log_negatives) - positive
+        loss = torch.where(alone, positive - positive, loss)
+        return AnchorLosses(loss, loss.detach())
+
+    def _debiased(self, log_sum: Tensor, positive: Tensor, anchors: Anchors) -> Tensor:
+        """log G in the log domain: the difference of exponentials only where it exceeds the floor."""
+        if self.class_prior == 0:
+            return log_sum
+        log_count = anchors.num_negatives.clamp(min=1).to(positive.dtype).log()
+        log_hidden = log_count + math.log(self.class_prior) + positive
+        gap = log_hidden - log_sum
+        above = gap < 0
+        # The inner where keeps log1p finite on rows that take the floor, so that their gradient is 0, not NaN.
+        shrink = torch.log1p(-torch.exp(torch.where(above, gap, -torch.ones_like(gap))))
+        difference = log_sum + shrink - math.log1p(-self.class_prior)
+        floor = log_count - 1 / anchors.temperature
+        return torch.where(above & (difference > floor), difference, floor)

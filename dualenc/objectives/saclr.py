@@ -1,0 +1,119 @@
+"""SACLR: an unnormalised kernel whose scale is tracked instead of a softmax."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dualenc import distributed
+from dualenc.errors import DualencError
+from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.base import AnchorLosses, Encode, Objective
+from dualenc.objectives.random import SharedRandom
+from dualenc.objectives.tables import LogAverages
+
+
+class SACLR(Objective):
+    """−log q⁺ + s·(q⁺ + n·mean_{c ∈ M} q_c) per anchor, with q an unnormalised kernel and 1/s a moving average.
+
+    The I-divergence between the matrix of positives and s·q (saclr.txt, "Stochastic approximation to contrastive
+    learning"): row form Eq. 11 and Algorithm 1 (one scale per item), matrix form Eq. 6 and Algorithm 2 (one scale).
+    The scale follows Eq. 4,
+
+        1/s ← ρ/s + (1 − ρ)·ξ,   ξ = (α·N + 1 − α)·q⁺ + (1 − α)·n·mean_{c ∈ M} q_c,
+
+    N items, n of them negatives. The positive stands once in the repulsive sum, as in Eq. 10, and not among the
+    sampled negatives; so α = 0, all candidates and an exact scale are SimCLR (Theorem 1). The matrix form's 1/s is the
+    mean of ξ over anchors: Eq. 7's sum over rows as well would leave the repulsion N times too weak against the
+    attraction, which sums to N rather than, as in its source (SCE), to 1.
+
+    Args:
+        form: "row" keeps a scale per item, "matrix" one for all.
+        negatives: "all" candidates of the batch, or 1 drawn uniformly per anchor (with views, both its views).
+        alpha: share of the positives in the scale, in [0, 1].
+        rho: forgetting rate in [0, 1): share of the old scale. An item's first visit sets its scale.
+        kernel: "gaussian" exp(−‖x − z‖²/(2τ)), or "cauchy" 1/(1 + ‖x − z‖²/(2τ)).
+        **common: see `Objective`.
+    """
+
+    needs_num_left = True
+
+    def __init__(
+        self,
+        *,
+        form: Literal["row", "matrix"] = "row",
+        negatives: Literal[1, "all"] = "all",
+        alpha: float = 0.125,
+        rho: float = 0.9,
+        kernel: Literal["gaussian", "cauchy"] = "gaussian",
+        **common: Any,
+    ) -> None:
+        super().__init__(**common)
+        if not 0 <= alpha <= 1:
+            raise DualencError(f"SACLR: alpha is {alpha}; it must lie in [0, 1]")
+        if not 0 <= rho < 1:
+            raise DualencError(f"SACLR: rho is {rho}; it must lie in [0, 1)")
+        self.form, self.negatives, self.alpha, self.rho, self.kernel = form, negatives, alpha, rho, kernel
+        self.left_scales = LogAverages(self.num_left or 1 if form == "row" else 1)
+        self.right_scales = LogAverages(self.num_right or 1 if form == "row" else 1)
+        if self.views:
+            self.right_scales = self.left_scales
+        self.random = SharedRandom(self.seed)
+
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+        log_positive = self._log_kernel(anchors.positive_similarities, anchors.temperature)
+        log_negatives = self._log_sum_of_negatives(anchors)
+        log_inverse_scale = self._scale(anchors, log_positive.detach(), log_negatives.detach())
+        log_sum = torch.logaddexp(log_positive, log_negatives)
+        repulsion = torch.exp(log_sum - log_inverse_scale)
+        # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1 (Eq. 13).
+        value = log_inverse_scale + repulsion - 1 - log_positive
+        return AnchorLosses(repulsion - log_positive, value.detach())
+
+    def _log_kernel(self, similarities: Tensor, temperature: Tensor) -> Tensor:
+        """log q; on the unit sphere ‖x − z‖²/2 = 1 − s."""
+        distance = (1 - similarities) / temperature
+        return -distance if self.kernel == "gaussian" else -torch.log1p(distance.clamp(min=0))
+
+    def _log_sum_of_negatives(self, anchors: Anchors) -> Tensor:
+        """(A,) log of n·mean of q over the anchor's sampled negatives; very small where it has none."""
+        log_q = self._log_kernel(anchors.similarities, anchors.temperature)
+        sampled = anchors.allowed if self.negatives == "all" else anchors.allowed & self._one_each(anchors)
+        count = sampled.sum(dim=1)
+        # A finite floor: a row of -inf has a NaN gradient.
+        lowest = torch.full_like(log_q, -1e4)
+        log_mean = torch.logsumexp(torch.where(sampled, log_q, lowest), dim=1) - count.clamp(min=1).log().to(log_q)
+        return log_mean + torch.where(count > 0, self.log_corpus_size(anchors), 0.0)
+
+    def _one_each(self, anchors: Anchors) -> Tensor:
+        """(A, C): one negative pair per anchor, uniform among the allowed; with views, both views of one image."""
+        pairs = anchors.num_in_batch // 2 if anchors.views else anchors.allowed.shape[1]
+        allowed = anchors.allowed[:, :pairs]
+        draws = self.random.uniform(anchors.num_global, like=anchors.similarities)[anchors.rows]
+        count = allowed.sum(dim=1)
+        rank_of_drawn = (draws * count).long().clamp(max=(count - 1).clamp(min=0))
+        drawn = allowed & (allowed.cumsum(dim=1) - 1 == rank_of_drawn[:, None])
+        return torch.cat([drawn, drawn], dim=1) if anchors.views else drawn
+
+    def _scale(self, anchors: Anchors, log_positive: Tensor, log_negatives: Tensor) -> Tensor:
+        """(A,) log(1/s) in use this step, before the update by this step's ξ; an unvisited item uses ξ itself."""
+        total = self.num_items(anchors.candidate_side) or 1
+        log_new = log_positive + math.log(self.alpha * total + 1 - self.alpha)
+        if self.alpha < 1:
+            log_new = torch.logaddexp(log_new, log_negatives + math.log1p(-self.alpha))
+        table = self.left_scales if anchors.side == "left" else self.right_scales
+        ids = anchors.ids if self.form == "row" else torch.zeros_like(anchors.ids)
+        if self.form == "matrix":
+            log_new = _mean_over_anchors(log_new, anchors.num_global)
+        old = table.log_u[ids].to(log_new)
+        table.track(ids, log_new, 1 - self.rho)
+        return torch.where(torch.isnan(old), log_new, old)
+
+
+def _mean_over_anchors(log_values: Tensor, num_global: int) -> Tensor:
+    """(A,) every entry the log of the mean of exp over the anchors of all ranks."""
+    everyone = distributed.gather(log_values)
+    return (torch.logsumexp(everyone, dim=0) - math.log(max(num_global, 1))).expand_as(log_values)
