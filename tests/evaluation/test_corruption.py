@@ -1,0 +1,148 @@
+"""Every corruption is the library's, and a pure function of image, name, severity, image id and seed."""
+
+import random
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from dualenc.errors import DualencError
+from dualenc.evaluation.corruption import ALL, STANDARD, GeneratedCorruptions, check_corruptions, corrupt, stable_seed
+
+SEEDED_BY_ARGUMENT = ("impulse_noise", "glass_blur")
+
+
+def picture(size: int, seed: int = 0) -> np.ndarray:
+    """A smooth image with detail: a few waves of colour and a little grain."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:size, :size] / size
+    waves = [np.sin(2 * np.pi * (a * x + b * y)) for a, b in rng.uniform(-3, 3, (3, 2))]
+    return np.uint8(np.clip(128 + 90 * np.stack(waves, -1) + rng.normal(0, 8, (size, size, 3)), 0, 255))
+
+
+def test_the_names_are_those_of_the_library_in_its_order() -> None:
+    from imagecorruptions import get_corruption_names
+
+    assert list(ALL) == get_corruption_names("all")
+    assert list(STANDARD) == get_corruption_names("common")
+
+
+@pytest.mark.parametrize("size", [32, 64, 96])
+@pytest.mark.parametrize("name", ALL)
+def test_the_pixels_are_those_of_the_library_under_the_same_seeds(name: str, size: int) -> None:
+    import imagecorruptions
+
+    image = picture(size)
+    for severity in (1, 5):
+        own = stable_seed(3, 7, name, severity)
+        np.random.seed(own)  # noqa: NPY002
+        keywords = {"seed": own} if name in SEEDED_BY_ARGUMENT else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            expected = imagecorruptions.corrupt(image, severity, name, **keywords)
+        ours = corrupt(image, name, severity, image_id=7, seed=3)
+        assert ours.dtype == np.uint8
+        assert ours.shape == image.shape
+        # Where no drop falls, spatter of the library is 0/0, cast to an unspecified byte: ours is the image.
+        assert (ours == expected).all() or (name == "spatter" and (ours == image).all())
+        assert (ours != image).any() or name == "spatter"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_generators_in_any_state_make_no_difference_and_are_left_alone(name: str) -> None:
+    image = picture(32)
+    first = corrupt(image, name, 3, image_id=1)
+    np.random.seed(5)  # noqa: NPY002
+    random.seed(5)
+    torch.manual_seed(5)
+    before = np.random.get_state()[1].tolist(), random.getstate(), torch.get_rng_state().tolist()  # noqa: NPY002
+    assert (corrupt(image, name, 3, image_id=1) == first).all()
+    after = np.random.get_state()[1].tolist(), random.getstate(), torch.get_rng_state().tolist()  # noqa: NPY002
+    assert before == after
+    assert (image == picture(32)).all(), "the image itself was changed"
+
+
+@settings(max_examples=10)
+@given(order=st.permutations([(name, image, severity) for name in ALL for image in (0, 1) for severity in (1, 4)]))
+def test_the_order_makes_no_difference(order: list[tuple[str, int, int]]) -> None:
+    expected = {key: corrupt(picture(32, key[1]), key[0], key[2], image_id=key[1]) for key in sorted(order)}
+    for name, image, severity in order:
+        again = corrupt(picture(32, image), name, severity, image_id=image)
+        assert (again == expected[name, image, severity]).all()
+
+
+@pytest.mark.parametrize("name", ["gaussian_noise", "impulse_noise", "glass_blur", "elastic_transform", "fog"])
+def test_another_image_severity_or_seed_gives_other_noise(name: str) -> None:
+    image = picture(32)
+    base = corrupt(image, name, 2, image_id=0, seed=0)
+    assert (corrupt(image, name, 2, image_id=1, seed=0) != base).any()
+    assert (corrupt(image, name, 3, image_id=0, seed=0) != base).any()
+    assert (corrupt(image, name, 2, image_id=0, seed=1) != base).any()
+
+
+class AllCorruptions(Dataset):
+    def __init__(self, source: GeneratedCorruptions):
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.stack([np.asarray(self.source.image(index, name, 1)) for name in self.source.corruptions])
+
+
+def test_any_number_of_workers_gives_the_same_pixels() -> None:
+    source = GeneratedCorruptions([Image.fromarray(picture(32, seed)) for seed in range(4)], seed=2)
+    alone, two = (
+        [pixels.numpy() for pixels in DataLoader(AllCorruptions(source), batch_size=None, num_workers=workers)]
+        for workers in (0, 2)
+    )
+    assert np.array_equal(alone, two)
+
+
+def test_spatter_without_a_drop_leaves_the_image() -> None:
+    unchanged = [seed for seed in range(40) if (corrupt(picture(32), "spatter", 1, seed=seed) == picture(32)).all()]
+    assert 0 < len(unchanged) < 40
+
+
+def test_stable_seed_never_changes() -> None:
+    assert stable_seed(0, "fog", 1) == stable_seed(np.int64(0), "fog", np.int8(1)) == 1019719372
+    assert len({stable_seed(0, image, name, 1) for image in range(500) for name in ALL}) == 500 * len(ALL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"corruption": "gausian_noise"}, "unknown corruption gausian_noise; did you mean gaussian_noise?"),
+        ({"corruption": "qqq"}, "unknown corruption qqq; choose from gaussian_noise, "),
+        ({"severity": 0}, "severity=0"),
+        ({"image": np.zeros((28, 30, 3), np.uint8)}, "image cat is 30x28; corruptions need 32x32"),
+        ({"image": np.zeros((32, 32), np.uint8)}, "shape \\(32, 32\\)"),
+        ({"image": np.zeros((32, 32, 3))}, "of float64"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: dict, line: str) -> None:
+    arguments = {"image": picture(32), "corruption": "fog", "severity": 1, "image_id": "cat"} | arguments
+    with pytest.raises(DualencError, match=line) as error:
+        corrupt(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_library_and_a_wrong_number_of_labels_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DualencError, match="1 images but 2 labels"):
+        GeneratedCorruptions([Image.new("RGB", (32, 32))], labels=np.zeros(2, int))
+    monkeypatch.setitem(sys.modules, "imagecorruptions", None)
+    with pytest.raises(DualencError, match=r"pip install 'dualenc\[corruptions\]'"):
+        GeneratedCorruptions([Image.new("RGB", (32, 32))])
+
+
+def test_only_known_names_pass() -> None:
+    assert check_corruptions(["fog", "snow"]) == ("fog", "snow")
+    with pytest.raises(DualencError, match="did you mean fog"):
+        check_corruptions(["fogg"], known=("fog",))
