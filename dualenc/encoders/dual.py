@@ -14,7 +14,10 @@ from dualenc.files import atomic_path
 
 Kind = Literal["image-text", "query-document", "image"]
 
-MODEL_FILES = ("dualenc.json", "modules.json", "open_clip_config.json", "config.json")
+DUALENC_FILE = "dualenc.json"
+"""What a model folder says beyond its ecosystem's own files; absent where there is nothing to add."""
+
+MODEL_FILES = (DUALENC_FILE, "modules.json", "open_clip_config.json", "config.json")
 """Files by which a folder is known to hold a model."""
 
 

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dualenc.encoders.dual import DualEncoder
+from dualenc.encoders.dual import DUALENC_FILE, DualEncoder
+from dualenc.encoders.hub import model_folder
+from dualenc.encoders.lora import add_lora
 from dualenc.encoders.pooling import POOLINGS, Pooling, pool
-from dualenc.encoders.tokenizer import load_tokenizer
+from dualenc.encoders.sentence_folder import SentenceFolder, read_sentence_folder, write_sentence_files
+from dualenc.encoders.tokenizer import load_tokenizer, lower_casing, save_tokenizer
 from dualenc.encoders.tower import Prepare, Tower, unit_norm
+from dualenc.encoders.transformer import (
+    accepted_inputs,
+    check_length,
+    checkpoint_activations,
+    load_transformer,
+    new_transformer,
+    save_transformer,
+)
 from dualenc.errors import DualencError
+from dualenc.files import write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DEFAULT_MAX_LENGTH = 512
+ROLES = ("query", "document")
+"""Names of the two sides in folders and prompts, left first."""
 
 
 class TextPrepare(Prepare):
@@ -43,10 +57,12 @@ class TextPrepare(Prepare):
             # Workers are parallel already; this also spares tokenizers' warning about forked threads.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         texts = [self.prompt + text for text in items]
-        batch = self.tokenizer(texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt")
-        return dict(batch)
+        return dict(
+            self.tokenizer(texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt")
+        )
 
     def lengths(self, items: Sequence[str]) -> list[int]:
+        """Characters of each text."""
         return [len(text) for text in items]
 
 
@@ -69,6 +85,7 @@ class TextTower(Tower):
         self.dim = self.feature_dim = backbone.config.hidden_size
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Encode B tokenized texts, each (B, T), to (B, D) unit-norm float32."""
         hidden = self.backbone(**inputs).last_hidden_state
         return unit_norm(pool(hidden, inputs["attention_mask"], self.pooling))
 
@@ -77,47 +94,133 @@ class TextEncoder(DualEncoder):
     """Queries and documents through a transformer: shared weights, or one set per side.
 
     Args:
-        config: transformers configuration as a dict with `model_type`; the vocabulary follows the tokenizer.
-        tokenizer: folder, hub name or tokenizer object.
-        pooling: "mean", "cls" or "last".
-        query_prompt: put before every query.
-        document_prompt: put before every document.
-        max_length: longest input in tokens.
-        shared: one transformer for both sides, or two.
+        name: base model: a sentence-transformers or transformers folder, or a hub name. None: from scratch.
+        config: from scratch only: a transformers configuration as a dict with `model_type`.
+        tokenizer: folder, hub name or tokenizer object; the base model's own if None.
+        pooling: "mean", "cls" or "last"; None: as the base model says, otherwise mean.
+        query_prompt: put before every query; None: as the base model says, otherwise nothing.
+        document_prompt: put before every document; likewise.
+        max_length: longest input in tokens; None: as the base model says, otherwise all its positions.
+        shared: one transformer for both sides, or two; None: as the base model says, otherwise one.
+        lora_rank: train adapters of this rank instead of the transformer's own weights; 0 trains the weights.
+        lora_alpha: scale of the adapters, twice the rank if None.
+        lora_dropout: dropout before the adapters.
+        lora_targets: "all-linear", or endings of the names of the layers to adapt.
+        gradient_checkpointing: recompute activations in the backward pass instead of storing them.
 
     Raises:
-        DualencError: an argument is missing or does not fit the others.
+        DualencError: the base model does not load, or an argument is missing or does not fit the others.
     """
+
+    left: TextTower
+    right: TextTower
 
     def __init__(
         self,
+        name: str | None = None,
         *,
-        config: dict[str, Any],
-        tokenizer: str | PreTrainedTokenizerBase,
-        pooling: Pooling = "mean",
-        query_prompt: str = "",
-        document_prompt: str = "",
+        config: dict[str, Any] | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        pooling: Pooling | None = None,
+        query_prompt: str | None = None,
+        document_prompt: str | None = None,
         max_length: int | None = None,
-        shared: bool = True,
+        shared: bool | None = None,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        lora_dropout: float = 0.0,
+        lora_targets: str | list[str] = "all-linear",
+        gradient_checkpointing: bool = False,
     ) -> None:
-        if pooling not in POOLINGS:
+        if pooling is not None and pooling not in POOLINGS:
             raise DualencError(f"pooling is {pooling!r}: choose one of {', '.join(POOLINGS)}")
-        own_tokenizer = load_tokenizer(tokenizer)
-        left = build_backbone(config, own_tokenizer)
-        right = left if shared else build_backbone(config, own_tokenizer)
-        length = max_length or min(DEFAULT_MAX_LENGTH, left.config.max_position_embeddings)
-        towers = [
-            TextTower(backbone, TextPrepare(own_tokenizer, prompt, length), pooling)
-            for backbone, prompt in ((left, query_prompt), (right, document_prompt))
-        ]
-        super().__init__(towers[0], towers[1], kind="query-document")
+        left, right = _bases(name, config, tokenizer, shared)
+        for base in [left] if right is left else [left, right]:
+            if lora_rank:
+                base.backbone = add_lora(base.backbone, lora_rank, lora_alpha, lora_dropout, lora_targets)
+            if gradient_checkpointing:
+                checkpoint_activations(base.backbone)
+        query = left.says.query_prompt if query_prompt is None else query_prompt
+        document = right.says.document_prompt if document_prompt is None else document_prompt
+        super().__init__(
+            left.tower(query, pooling, max_length),
+            right.tower(document, pooling, max_length),
+            kind="query-document",
+        )
+
+    def write(self, folder: Path) -> None:
+        """Write one sentence-transformers folder if the weights are shared, else one below for each side."""
+        towers = dict(zip(ROLES, (self.left, self.right)))
+        prompts = {role: tower.prepare.prompt for role, tower in towers.items()}
+        if self.shares_weights:
+            _write_tower(self.left, prompts, folder)
+            return
+        write_json(folder / DUALENC_FILE, {"kind": self.kind, "towers": list(ROLES)})
+        for role, tower in towers.items():
+            (folder / role).mkdir()
+            _write_tower(tower, {role: prompts[role]}, folder / role)
 
 
-def build_backbone(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A transformer with random weights (torch's generator) that fits the tokenizer."""
-    from transformers import AutoConfig, AutoModel
+@dataclass
+class _Base:
+    """A transformer with its tokenizer, and what its folder says about their use."""
 
-    fields = copy.deepcopy(config)
-    fields.setdefault("vocab_size", len(tokenizer))
-    fields.setdefault("pad_token_id", tokenizer.pad_token_id)
-    return AutoModel.from_config(AutoConfig.for_model(**fields))
+    backbone: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    says: SentenceFolder
+
+    def __post_init__(self) -> None:
+        self.tokenizer.model_input_names = accepted_inputs(self.backbone, self.tokenizer)
+
+    def tower(self, prompt: str, pooling: Pooling | None, max_length: int | None) -> TextTower:
+        length = check_length(max_length or self.says.max_length, self.backbone, self.tokenizer)
+        prepare = TextPrepare(self.tokenizer, prompt, length)
+        return TextTower(self.backbone, prepare, pooling or self.says.pooling or "mean")
+
+
+def _bases(
+    name: str | None,
+    config: dict[str, Any] | None,
+    tokenizer: str | PreTrainedTokenizerBase | None,
+    shared: bool | None,
+) -> tuple[_Base, _Base]:
+    """The base of each side, the same object twice if they share it."""
+    if name is None:
+        if config is None or tokenizer is None:
+            raise DualencError("no base model: give its name, or both config and tokenizer to start from scratch")
+        left = _new_base(config, tokenizer)
+        return left, left if shared is not False else _new_base(config, tokenizer)
+    if config is not None:
+        raise DualencError("both name and config are given: leave one out, config is for starting from scratch")
+    folder = model_folder(name)
+    separate = (folder / DUALENC_FILE).is_file()
+    if separate and shared:
+        raise DualencError(f"{folder}: its towers are separate, so shared cannot be true; leave it out")
+    left = _load_base(folder / ROLES[0] if separate else folder, tokenizer)
+    if shared or (not separate and shared is None):
+        return left, left
+    return left, _load_base(folder / ROLES[1] if separate else folder, tokenizer)
+
+
+def _new_base(config: dict[str, Any], tokenizer: str | PreTrainedTokenizerBase) -> _Base:
+    own = load_tokenizer(tokenizer)
+    return _Base(new_transformer(config, own), own, SentenceFolder(Path()))
+
+
+def _load_base(folder: Path, tokenizer: str | PreTrainedTokenizerBase | None) -> _Base:
+    says = read_sentence_folder(folder)
+    backbone = load_transformer(says.transformer)
+    own = load_tokenizer(says.transformer if tokenizer is None else tokenizer)
+    if len(own) > backbone.config.vocab_size:
+        raise DualencError(
+            f"tokenizer has {len(own)} tokens, {folder} only {backbone.config.vocab_size}: use the model's own"
+        )
+    if says.lower_case:
+        lower_casing(own)
+    return _Base(backbone, own, says)
+
+
+def _write_tower(tower: TextTower, prompts: dict[str, str], folder: Path) -> None:
+    save_transformer(tower.backbone, folder)
+    save_tokenizer(tower.prepare.tokenizer, folder, tower.prepare.max_length)
+    write_sentence_files(folder, tower.dim, tower.pooling, tower.prepare.max_length, prompts)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualenc.encoders.hub import first_line
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
@@ -79,13 +81,30 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase) -> 
     return tokenizer
 
 
+def lower_casing(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make a tokenizer lower-case its input first."""
+    from tokenizers.normalizers import Lowercase, Sequence
+
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = Sequence([Lowercase(), *([backend.normalizer] if backend.normalizer else [])])
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, max_length: int) -> None:
+    """Write a tokenizer without the padding and truncation that its last call left in it."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.model_max_length = max_length
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.no_padding()
+        tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.save_pretrained(folder)
+
+
 def _from_pretrained(source: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
         raise DualencError(
-            f"{source}: no tokenizer loads from there ({reason}); give a folder that has tokenizer.json"
+            f"{source}: no tokenizer loads from there ({first_line(error)}); give a folder that has tokenizer.json"
         ) from error

@@ -1,0 +1,57 @@
+"""Where a model's files are: a folder, or a hub repository fetched into one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dualenc.errors import DualencError
+
+WANTED = ["*.json", "*.safetensors", "*.txt", "*.model"]
+UNWANTED = ["onnx/*", "openvino/*"]
+
+
+def model_folder(name: str | os.PathLike[str]) -> Path:
+    """The local folder of a model: the one named, or the hub's, fetched without anything that could be code.
+
+    Args:
+        name: a folder, `local-dir:FOLDER`, a hub repository `owner/name`, or `hf-hub:owner/name`.
+
+    Raises:
+        DualencError: there is no such folder, and the hub gives nothing under this name.
+    """
+    text = os.fspath(name)
+    if text.startswith("local-dir:"):
+        return _existing(text.removeprefix("local-dir:"))
+    if not text.startswith("hf-hub:") and (os.path.exists(text) or _looks_like_path(text)):
+        return _existing(text)
+    return _fetch(text.removeprefix("hf-hub:"))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's message, to be quoted in ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".:") if lines else type(error).__name__
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith((".", "~", os.sep)) or text.count("/") > 1 or (os.sep == "\\" and "\\" in text)
+
+
+def _existing(text: str) -> Path:
+    folder = Path(text).expanduser()
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "no such folder"
+        raise DualencError(f"{folder}: {what}; give the folder of a model")
+    return folder
+
+
+def _fetch(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+    except Exception as error:
+        raise DualencError(
+            f"{name}: neither a folder here nor a model that the hub gives ({first_line(error)}); check the name"
+        ) from error
