@@ -15,5 +15,6 @@ class DCL(Objective):
         alone = (anchors.num_negatives == 0)[:, None]
         # An anchor without negatives only pulls its positive; a row of -inf would have a NaN gradient.
         logits = torch.where(alone, torch.zeros_like(anchors.logits), anchors.logits)
-        loss = torch.logsumexp(logits, dim=1) - anchors.positive_logits
+        log_partition = torch.logsumexp(logits, dim=1).masked_fill(alone[:, 0], 0.0)
+        loss = log_partition - anchors.positive_logits
         return AnchorLosses(loss, loss.detach())
