@@ -1,0 +1,226 @@
+"""Linear probes on frozen features: full-batch L-BFGS with the regularisation chosen by validation, and few-shot."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import train_test_split
+
+from dualenc.errors import DualencError
+from dualenc.evaluation.knn import Features, Labels, accuracy, check_labels
+
+L2_SWEEP: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+"""λ of λ/2·‖W‖² added to the mean cross-entropy."""
+
+_VALIDATION_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class LinearClassifier:
+    """A linear classifier of standardised features.
+
+    Attributes:
+        mean: (D,) mean of the training features.
+        scale: (D,) their standard deviation.
+        weight: (C, D).
+        bias: (C,).
+        classes: (C,) the class of each row of `weight`.
+    """
+
+    mean: npt.NDArray[np.float32]
+    scale: npt.NDArray[np.float32]
+    weight: npt.NDArray[np.float32]
+    bias: npt.NDArray[np.float32]
+    classes: npt.NDArray[np.int64]
+
+    def predict(self, features: Features) -> npt.NDArray[np.int64]:
+        """Class of each row of (A, D) features."""
+        if features.ndim != 2 or features.shape[1] != len(self.mean):
+            raise DualencError(
+                f"features of shape {features.shape}; the classifier was fit on dimension {len(self.mean)}"
+            )
+        logits = ((features - self.mean) / self.scale) @ self.weight.T + self.bias
+        return self.classes[logits.argmax(axis=1)]
+
+
+@dataclass(frozen=True)
+class LinearProbe:
+    """What `linear_probe` found.
+
+    Attributes:
+        accuracy: on the test images.
+        l2: the λ chosen.
+        validation: accuracy on held-out training images by λ; empty with a single λ.
+        classifier: fit on all training images with that λ.
+    """
+
+    accuracy: float
+    l2: float
+    validation: dict[float, float]
+    classifier: LinearClassifier
+
+
+def linear_probe(
+    train: Features,
+    train_labels: Labels,
+    test: Features,
+    test_labels: Labels,
+    *,
+    l2: Sequence[float] = L2_SWEEP,
+    max_iterations: int = 500,
+    seed: int = 0,
+) -> LinearProbe:
+    """Multinomial logistic regression on standardised features by full-batch L-BFGS (scikit-learn).
+
+    With several λ each is fit on nine tenths of the training images and scored on the rest; the best (the larger
+    of equal ones) is fit on all of them. The test images choose nothing.
+
+    Args:
+        train: (N, D) features.
+        train_labels: (N,) class numbers from 0.
+        test: (A, D) features.
+        test_labels: (A,) class numbers.
+        l2: The λ to try, of λ/2·‖W‖² beside the mean cross-entropy.
+        max_iterations: Of L-BFGS, for each λ.
+        seed: Of the split for validation.
+
+    Raises:
+        DualencError: lengths or dimensions differ, a label is missing, there is one class only, or λ is not positive.
+    """
+    train_labels = check_labels(train, train_labels, "train")
+    test_labels = check_labels(test, test_labels, "test")
+    if not l2 or min(l2) <= 0:
+        raise DualencError(f"l2={list(l2)}: give one or more numbers above 0")
+    validation = {} if len(l2) == 1 else _validate(train, train_labels, l2, max_iterations, seed)
+    best = max(sorted(l2), key=lambda value: (validation.get(value, 0.0), value))
+    classifier = fit_linear(train, train_labels, best, max_iterations)
+    return LinearProbe(accuracy(classifier.predict(test), test_labels), best, validation, classifier)
+
+
+def fit_linear(features: Features, labels: Labels, l2: float, max_iterations: int = 500) -> LinearClassifier:
+    """Fit one classifier to minimise mean cross-entropy + λ/2·‖W‖² on standardised features.
+
+    Args:
+        features: (N, D).
+        labels: (N,) class numbers; two classes at least.
+        l2: λ > 0.
+        max_iterations: Of L-BFGS.
+    """
+    labels = check_labels(features, labels, "train")
+    mean, scale = standardisation(features)
+    return _fit(features, labels, mean, scale, l2, max_iterations)
+
+
+def standardisation(features: Features) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Mean and standard deviation (D,) of each feature; 1 for a feature that never varies."""
+    if not np.isfinite(features).all():
+        raise DualencError("the training features are not finite; did the training end in NaN?")
+    mean, scale = features.mean(axis=0, dtype=np.float64), features.std(axis=0, dtype=np.float64)
+    return mean.astype(np.float32), np.where(scale > 1e-6 * (np.abs(mean) + 1e-12), scale, 1.0).astype(np.float32)
+
+
+def few_shot(
+    train: Features,
+    train_labels: Labels,
+    test: Features,
+    test_labels: Labels,
+    *,
+    shots: Sequence[int] = (1, 5, 10),
+    draws: int = 5,
+    l2: float = 1e-2,
+    seed: int = 0,
+) -> dict[int, tuple[float, float]]:
+    """Accuracy of a linear probe fit on a few images of each class.
+
+    Features are standardised by the statistics of all training images, which use no label.
+
+    Args:
+        train: (N, D) features to draw from.
+        train_labels: (N,) class numbers from 0.
+        test: (A, D) features.
+        test_labels: (A,) class numbers.
+        shots: How many images of each class.
+        draws: How often the images are drawn anew.
+        l2: λ of λ/2·‖W‖² beside the mean cross-entropy.
+        seed: Of the draws.
+
+    Returns:
+        For each number of shots, mean and (sample) standard deviation of the accuracy over the draws.
+
+    Raises:
+        DualencError: a class has too few images, or what `linear_probe` raises.
+    """
+    train_labels = check_labels(train, train_labels, "train")
+    test_labels = check_labels(test, test_labels, "test")
+    mean, scale = standardisation(train)
+    results = {}
+    for count in shots:
+        scores = []
+        for draw in range(draws):
+            rows = draw_per_class(train_labels, count, np.random.default_rng((seed, count, draw)))
+            classifier = _fit(train[rows], train_labels[rows], mean, scale, l2, 500)
+            scores.append(accuracy(classifier.predict(test), test_labels))
+        results[count] = (float(np.mean(scores)), float(np.std(scores, ddof=1)) if draws > 1 else math.nan)
+    return results
+
+
+def draw_per_class(labels: Labels, count: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Rows of `count` different images of every class of `labels` (N,)."""
+    classes, sizes = np.unique(labels, return_counts=True)
+    if count < 1 or sizes.min() < count:
+        smallest = classes[sizes.argmin()]
+        raise DualencError(f"shots={count}: class {smallest} has {sizes.min()} training images; choose 1 to that many")
+    return np.concatenate([rng.choice(np.flatnonzero(labels == c), count, replace=False) for c in classes])
+
+
+def _validate(
+    features: Features, labels: npt.NDArray[np.int64], l2: Sequence[float], max_iterations: int, seed: int
+) -> dict[float, float]:
+    """Accuracy on a held-out tenth of the training images for each λ."""
+    rows = np.arange(len(labels))
+    # Every class must be in the part that is fit; a class of one image cannot be in both.
+    stratify = labels if np.unique(labels, return_counts=True)[1].min() > 1 else None
+    held_out = max(math.ceil(_VALIDATION_SHARE * len(labels)), len(np.unique(labels)))
+    if held_out >= len(labels):
+        raise DualencError(f"{len(labels)} training images are too few to choose λ of {len(l2)}; give one value as l2")
+    fit, check = train_test_split(rows, test_size=held_out, random_state=seed, stratify=stratify)
+    mean, scale = standardisation(features[fit])
+    return {
+        value: accuracy(
+            _fit(features[fit], labels[fit], mean, scale, value, max_iterations).predict(features[check]), labels[check]
+        )
+        for value in l2
+    }
+
+
+def _fit(
+    features: Features,
+    labels: npt.NDArray[np.int64],
+    mean: npt.NDArray[np.float32],
+    scale: npt.NDArray[np.float32],
+    l2: float,
+    max_iterations: int,
+) -> LinearClassifier:
+    num_classes = len(np.unique(labels))
+    if num_classes < 2:
+        raise DualencError(f"all training images have the label {labels[0]}; a probe needs two classes or more")
+    # scikit-learn sums the loss over images: C = 1/(λN). Of two classes it keeps the difference of their rows,
+    # whose squared norm is twice that of both.
+    regression = LogisticRegression(
+        C=(2 if num_classes == 2 else 1) / (l2 * len(labels)), max_iter=max_iterations, tol=1e-5
+    )
+    with warnings.catch_warnings():
+        # A small λ stops at max_iterations by design; validation chooses among what is reached.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        regression.fit((features - mean) / scale, labels)
+    weight, bias = regression.coef_, regression.intercept_
+    if num_classes == 2:
+        weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
+    return LinearClassifier(mean, scale, np.float32(weight), np.float32(bias), regression.classes_)
