@@ -81,19 +81,19 @@ def best_positive_ranks(
     candidates: npt.NDArray[np.floating],
     positives: Sequence[Iterable[int]],
     *,
-    block: int = 256,
+    block: int | None = None,
 ) -> npt.NDArray[np.int64]:
     """Rank, from 1, of the best-scored positive of each query among all candidates, by inner product.
 
     A tie is counted against the model: a candidate that is not positive and scores the same as the best
-    positive goes before it, so that a collapsed encoder gets no credit. Memory grows with `block` × N.
+    positive goes before it, so that a collapsed encoder gets no credit.
 
     Args:
         queries: (A, D) embeddings.
         candidates: (N, D) embeddings.
         positives: For each query the candidates that are right answers, as columns 0…N−1; several captions
             of one image are several positives. Negative numbers are padding.
-        block: Queries scored at once.
+        block: Queries scored at once; by default `rows_at_once`.
 
     Returns:
         (A,) ranks; N + 1 for a query without a positive.
@@ -108,11 +108,17 @@ def best_positive_ranks(
         )
     if len(positives) != len(queries):
         raise DualencError(f"{len(queries)} queries but positives of {len(positives)}; give one list per query")
+    block = block or rows_at_once(len(candidates))
     ranks = [
         _block_ranks(queries[start : start + block], candidates, positives[start : start + block])
         for start in range(0, len(queries), block)
     ]
     return np.concatenate(ranks) if ranks else np.zeros(0, np.int64)
+
+
+def rows_at_once(candidates: int) -> int:
+    """How many queries to score at once against N candidates: 128 MB of float32 scores, and 256 at most."""
+    return max(1, min(256, 2**25 // max(candidates, 1)))
 
 
 def recall_at(ranks: npt.NDArray[np.int64], cutoffs: Sequence[int] = (1, 5, 10)) -> Scores:

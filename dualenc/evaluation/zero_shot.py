@@ -1,0 +1,126 @@
+"""Zero-shot classification: a class is the mean embedding of prompts that name it (Radford et al. 2021, §3.1)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dualenc.errors import DualencError
+from dualenc.evaluation.metrics import Scores, best_positive_ranks
+
+Vectors = npt.NDArray[np.floating]
+
+TEMPLATES: tuple[str, ...] = (
+    "a photo of a {}.",
+    "a picture that shows a {}.",
+    "a small, blurry photo of a {}.",
+    "a sharp close-up of a {}.",
+    "a {} seen from afar.",
+    "part of a {}.",
+    "several {} together.",
+    "a drawing of a {}.",
+)
+"""Prompts for objects of any kind; `{}` stands for the class."""
+
+
+def read_templates(path: str | os.PathLike[str]) -> list[str]:
+    """Prompt templates from a text file, one on each line, `{}` standing for the class; blank lines are left out.
+
+    Raises:
+        DualencError: no such file, no template, or one without exactly one `{}`.
+    """
+    if not Path(path).is_file():
+        raise DualencError(f"{path}: no such file; give a text file with one template on each line")
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        if line.strip() and line.count("{}") != 1:
+            raise DualencError(f"{path}:{number}: a template needs {{}} once, where the class goes; mend the line")
+    templates = [line.strip() for line in lines if line.strip()]
+    if not templates:
+        raise DualencError(f"{path}: holds no template; write one on each line, with {{}} where the class goes")
+    return templates
+
+
+def readable_class(name: str) -> str:
+    """A class name as a prompt wants it: without a WordNet id in front, spaces for underscores."""
+    return re.sub(r"^n\d{8}[\s_-]+(?=\S)", "", name).replace("_", " ").strip()
+
+
+def class_prompts(class_names: Sequence[str], templates: Sequence[str] = TEMPLATES) -> list[str]:
+    """Every template filled with every class, (C · T) texts, all of the first class first."""
+    return [template.replace("{}", name) for name in class_names for template in templates]
+
+
+def class_embeddings(prompts: Vectors, num_classes: int) -> npt.NDArray[np.float32]:
+    """Ensemble the prompts of each class: the mean of their unit vectors, scaled to unit norm.
+
+    Args:
+        prompts: (C · T, D) embeddings of `class_prompts`.
+        num_classes: C.
+
+    Returns:
+        (C, D) unit vectors.
+
+    Raises:
+        DualencError: the number of prompts is no multiple of C.
+    """
+    if num_classes < 1 or len(prompts) % num_classes or len(prompts) == 0:
+        raise DualencError(f"{len(prompts)} prompts cannot be shared among {num_classes} classes; give each as many")
+    rows = _unit(np.asarray(prompts, np.float32))
+    return _unit(rows.reshape(num_classes, -1, rows.shape[1]).mean(axis=1))
+
+
+def zero_shot_ranks(
+    images: Vectors, classes: Vectors, labels: Sequence[int] | npt.NDArray[np.integer]
+) -> npt.NDArray[np.int64]:
+    """Rank, from 1, of each image's own class among all classes; ties count against the model.
+
+    Args:
+        images: (A, D) embeddings.
+        classes: (C, D) embeddings.
+        labels: (A,) class numbers from 0.
+
+    Raises:
+        DualencError: a label is missing (negative) or out of range, or lengths differ.
+    """
+    labels = np.asarray(labels)
+    if labels.shape != (len(images),):
+        raise DualencError(f"{len(images)} images but labels of shape {labels.shape}; give one label per image")
+    if len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
+        row = int(np.argmax((labels < 0) | (labels >= len(classes))))
+        raise DualencError(f"image {row} has the label {labels[row]}; there are the classes 0 to {len(classes) - 1}")
+    return best_positive_ranks(images, classes, labels[:, None].tolist())
+
+
+def zero_shot_accuracy(
+    ranks: npt.NDArray[np.int64],
+    labels: Sequence[int] | npt.NDArray[np.integer],
+    num_classes: int,
+    cutoffs: Sequence[int] = (1, 5),
+) -> Scores:
+    """Share of images whose class is among the first k, and the mean over classes of top-1.
+
+    Args:
+        ranks: (A,) what `zero_shot_ranks` returns.
+        labels: (A,) class numbers.
+        num_classes: C; a cut-off of C or more says nothing and is left out.
+        cutoffs: The k of "top@k".
+
+    Raises:
+        DualencError: there is no image.
+    """
+    labels = np.asarray(labels)
+    if len(ranks) == 0:
+        raise DualencError("no image to classify; the data is empty")
+    scores = {f"top@{k}": float(np.mean(ranks <= k)) for k in cutoffs if k == 1 or k < num_classes}
+    per_class = [float(np.mean(ranks[labels == number] <= 1)) for number in np.unique(labels)]
+    return {**scores, "mean_per_class": float(np.mean(per_class))}
+
+
+def _unit(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float32).tiny)

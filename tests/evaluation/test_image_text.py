@@ -1,0 +1,82 @@
+"""Image-text recall on matrices worked by hand, against torch, and shared among processes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualenc import distributed
+from dualenc.errors import DualencError
+from dualenc.evaluation import image_text
+from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
+
+
+def test_by_hand_with_several_captions() -> None:
+    """Two images, three captions: 0 and 1 describe image 0, 2 describes image 1."""
+    images = np.array([[1.0, 0.0], [0.6, 0.8]], np.float32)
+    texts = np.array([[0.0, 1.0], [0.8, 0.6], [1.0, 0.0]], np.float32)
+    # image 0 scores the texts 0, .8, 1 (its best is second); image 1: .8, .96, .6 (its only one is third).
+    ranks = both_ways_ranks(images, texts, [[0, 1], [2, -1]])
+    assert ranks["image_to_text"].tolist() == [2, 3]
+    assert ranks["text_to_image"].tolist() == [2, 2, 2]
+    scores = both_ways_recall(ranks, (1, 2))
+    assert scores == {
+        "image_to_text_recall@1": 0.0,
+        "image_to_text_recall@2": 0.5,
+        "text_to_image_recall@1": 0.0,
+        "text_to_image_recall@2": 1.0,
+        "mean_recall": pytest.approx(1.5 / 4),
+    }
+
+
+@given(st.integers(0, 2**31), st.integers(2, 12), st.integers(1, 4))
+def test_equals_topk_of_torch(seed: int, count: int, per_image: int) -> None:
+    generator = np.random.default_rng(seed)
+    images = generator.standard_normal((count, 5)).astype(np.float32)
+    texts = generator.standard_normal((count * per_image, 5)).astype(np.float32)
+    captions = np.arange(count * per_image).reshape(count, per_image)
+    scores = both_ways_recall(both_ways_ranks(images, texts, captions), (1, 2))
+    similarity = torch.from_numpy(images @ texts.T)
+    owner = torch.arange(count * per_image) // per_image
+    for k in (1, 2):
+        found = owner[similarity.topk(min(k, similarity.shape[1]), dim=1).indices] == torch.arange(count)[:, None]
+        assert scores[f"image_to_text_recall@{k}"] == pytest.approx(found.any(1).float().mean().item())
+        found = similarity.T.topk(min(k, count), dim=1).indices == owner[:, None]
+        assert scores[f"text_to_image_recall@{k}"] == pytest.approx(found.any(1).float().mean().item())
+
+
+def test_a_caption_of_two_images_is_right_for_both() -> None:
+    images = np.eye(2, dtype=np.float32)
+    ranks = both_ways_ranks(images, np.array([[0.0, 1.0]], np.float32), [[0], [0]])
+    assert ranks["text_to_image"].tolist() == [1]
+
+
+def test_processes_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_text, "rows_at_once", lambda candidates: 3)
+    generator = np.random.default_rng(0)
+    images, texts = generator.standard_normal((10, 4)), generator.standard_normal((20, 4))
+    captions = np.arange(20).reshape(10, 2)
+    alone = both_ways_ranks(images, texts, captions)
+    rank_slice, shares = distributed.rank_slice, []
+    monkeypatch.setattr(distributed, "gather_objects", lambda own: shares.append(own) or [own or [np.zeros(0, int)]])
+    for rank in range(2):
+        monkeypatch.setattr(distributed, "rank_slice", lambda total, rank=rank: rank_slice(total, rank, 2))
+        both_ways_ranks(images, texts, captions)
+    together = [np.concatenate([*shares[direction], *shares[2 + direction]]).tolist() for direction in (0, 1)]
+    assert together == [ranks.tolist() for ranks in alone.values()]
+
+
+@pytest.mark.parametrize(
+    ("texts", "captions", "message"),
+    [
+        (2, [[0, 1], []], "image 1 has no caption"),
+        (1, [[0], [1]], "out of range"),
+        (2, [[0], [0]], "text 1 describes no"),
+    ],
+)
+def test_mistakes(texts: int, captions: list, message: str) -> None:
+    with pytest.raises(DualencError, match=message):
+        both_ways_ranks(np.eye(2, dtype=np.float32), np.ones((texts, 2), np.float32), captions)

@@ -1,0 +1,97 @@
+"""Run files: read back as they were, read by trec_eval's own parser, every broken line told by its place."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytrec_eval
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualenc.errors import DualencError
+from dualenc.evaluation.runs import read_per_query, read_qrels, read_trec, write_per_query, write_trec
+
+names = st.text(st.characters(exclude_categories=["Z", "C"]), min_size=1, max_size=5)
+runs = st.dictionaries(
+    names,
+    st.dictionaries(names, st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=5),
+    max_size=4,
+)
+
+
+@given(runs)
+def test_a_run_reads_back_the_same_here_and_in_pytrec_eval(tmp_path_factory: pytest.TempPathFactory, run: dict) -> None:
+    path = tmp_path_factory.mktemp("runs") / "run.trec"
+    write_trec(path, run)
+    read = read_trec(path)
+    assert read.keys() == run.keys()
+    for query, documents in run.items():
+        assert {doc: np.float32(score) for doc, score in read[query].items()} == documents
+    with open(path, encoding="utf-8") as stream:
+        assert pytrec_eval.parse_run(stream) == read
+
+
+def test_lines_are_ranked_as_trec_eval_ranks_them(tmp_path: Path) -> None:
+    write_trec(tmp_path / "run.trec", {"q1": {"a": 0.5, "b": 0.5, "c": 0.1, "d": 0.9}}, tag="mine")
+    assert (tmp_path / "run.trec").read_text() == (
+        "q1 Q0 d 1 0.9 mine\nq1 Q0 b 2 0.5 mine\nq1 Q0 a 3 0.5 mine\nq1 Q0 c 4 0.1 mine\n"
+    )
+
+
+def test_a_per_query_log_reads_back(tmp_path: Path) -> None:
+    per_query = {"q1": {"ndcg@10": 1 / 3, "mrr@10": 0.5}, "q ü": {"ndcg@10": 0.0, "mrr@10": 1.0}}
+    write_per_query(tmp_path / "log.ndjson", per_query, "toy")
+    assert read_per_query(tmp_path / "log.ndjson") == per_query
+
+
+@pytest.mark.parametrize(
+    "text", ["query-id\tcorpus-id\tscore\nq\td\t2\nq\te\t0\n", "q 0 d 2\nq 0 e 0\n", "q\td\t2\n\nq\te\t0\n"]
+)
+def test_judgements_of_beir_and_trec(text: str, tmp_path: Path) -> None:
+    (tmp_path / "qrels").write_text(text)
+    assert read_qrels(tmp_path / "qrels") == {"q": {"d": 2, "e": 0}}
+
+
+@pytest.mark.parametrize(
+    ("reader", "text", "message"),
+    [
+        (read_trec, "q Q0 d 1 0.5\n", r"file:1: not a line of a TREC run"),
+        (read_trec, "q Q0 d 1 0.5 t\nq Q0 e 1 high t\n", r"file:2: not a line"),
+        (read_trec, "q Q0 d 1 nan t\n", r"file:1: not a line"),
+        (read_trec, "q Q0 d 1 0.5 t\nq Q0 d 2 0.4 t\n", r"file:2: document d stands twice"),
+        (read_qrels, "query-id\tcorpus-id\tscore\n", "empty"),
+        (read_qrels, "q d 1\nq e high\n", "file:2: not a judgement"),
+        (read_qrels, "q d 0.5\n", "file:1: not a judgement"),
+        (read_per_query, "{}\n", "file:1: not a line of a per-query log"),
+        (read_per_query, '{"query": "q", "ndcg@10": 1}\n[]\n', "file:2: not a line"),
+        (read_per_query, '{"query": "q"}\n{"query": "q"}\n', "file:2: query q stands twice"),
+    ],
+)
+def test_a_broken_file_is_told_by_line(reader: object, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(DualencError, match=message) as caught:
+        reader(tmp_path / "file")  # type: ignore[operator]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reader", [read_trec, read_qrels, read_per_query])
+def test_a_missing_file(reader: object, tmp_path: Path) -> None:
+    with pytest.raises(DualencError, match="no such file"):
+        reader(tmp_path / "absent")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("run", [{"q 1": {"d": 1.0}}, {"q": {"d 1": 1.0}}, {"": {"d": 1.0}}])
+def test_ids_that_the_format_cannot_hold_leave_no_file(run: dict, tmp_path: Path) -> None:
+    with pytest.raises(DualencError, match="white space"):
+        write_trec(tmp_path / "run.trec", run)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_float32_scores_survive(tmp_path: Path) -> None:
+    score = float(np.nextafter(np.float32(1), np.float32(2)))
+    write_trec(tmp_path / "run.trec", {"q": {"d": score}})
+    assert np.float32(read_trec(tmp_path / "run.trec")["q"]["d"]) == np.float32(score)
+    assert not math.isclose(score, 1.0, rel_tol=1e-8)

@@ -1,0 +1,91 @@
+"""Zero-shot classification by hand, against scikit-learn, and what templates and labels may get wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.metrics import balanced_accuracy_score, top_k_accuracy_score
+
+from dualenc.errors import DualencError
+from dualenc.evaluation.zero_shot import (
+    TEMPLATES,
+    class_embeddings,
+    class_prompts,
+    read_templates,
+    readable_class,
+    zero_shot_accuracy,
+    zero_shot_ranks,
+)
+
+
+def test_by_hand() -> None:
+    """Three classes on the axes; the third image is nearest to class 0, its own class 2 comes last."""
+    images = np.array([[0.9, 0.1, 0.0], [0.2, 0.9, 0.1], [0.8, 0.5, 0.1], [0.1, 0.5, 0.8]], np.float32)
+    labels = np.array([0, 1, 2, 2])
+    ranks = zero_shot_ranks(images, np.eye(3, dtype=np.float32), labels)
+    assert ranks.tolist() == [1, 1, 3, 1]
+    scores = zero_shot_accuracy(ranks, labels, 3, (1, 2, 5))
+    assert scores == {"top@1": 0.75, "top@2": 0.75, "mean_per_class": pytest.approx((1 + 1 + 0.5) / 3)}
+
+
+def test_equals_scikit_learn() -> None:
+    generator = np.random.default_rng(0)
+    images, classes = generator.standard_normal((200, 8)), generator.standard_normal((10, 8))
+    labels = generator.integers(0, 10, 200)
+    scores = zero_shot_accuracy(zero_shot_ranks(images, classes, labels), labels, 10)
+    similarity = images @ classes.T
+    for k in (1, 5):
+        assert scores[f"top@{k}"] == pytest.approx(top_k_accuracy_score(labels, similarity, k=k))
+    assert scores["mean_per_class"] == pytest.approx(balanced_accuracy_score(labels, similarity.argmax(1)))
+
+
+def test_an_ensemble_is_the_unit_mean_of_unit_prompts() -> None:
+    prompts = np.array([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0], [3.0, 0.0]], np.float32)
+    assert class_embeddings(prompts, 2) == pytest.approx(np.array([[0.5**0.5, 0.5**0.5], [1, 0]]))
+
+
+def test_prompts_are_grouped_by_class() -> None:
+    assert class_prompts(["cat", "{dog}"], ["a {}", "the {}"]) == ["a cat", "the cat", "a {dog}", "the {dog}"]
+    assert all(template.count("{}") == 1 for template in TEMPLATES)
+    assert len(set(TEMPLATES)) == len(TEMPLATES)
+
+
+@pytest.mark.parametrize(
+    ("name", "readable"),
+    [("n01443537 goldfish", "goldfish"), ("n02085620_Chihuahua", "Chihuahua"), ("fire_truck", "fire truck"),
+     ("n01443537", "n01443537"), ("nut", "nut")],
+)  # fmt: skip
+def test_class_names_are_made_readable(name: str, readable: str) -> None:
+    assert readable_class(name) == readable
+
+
+def test_templates_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a photo of {}\n\n  the {} \n")
+    assert read_templates(tmp_path / "prompts.txt") == ["a photo of {}", "the {}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "no template"), ("ok {}\nnone\n", ":2: a template needs"), ("{} {}", ":1:")]
+)
+def test_bad_templates(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text(text)
+    with pytest.raises(DualencError, match=message):
+        read_templates(tmp_path / "prompts.txt")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: read_templates("absent.txt"), "no such file"),
+        (lambda: class_embeddings(np.ones((5, 2)), 2), "5 prompts cannot be shared among 2"),
+        (lambda: zero_shot_ranks(np.ones((2, 2)), np.eye(2), [0]), "one label per image"),
+        (lambda: zero_shot_ranks(np.ones((2, 2)), np.eye(2), [0, -1]), "image 1 has the label -1"),
+        (lambda: zero_shot_ranks(np.ones((2, 2)), np.eye(2), [2, 0]), "image 0 has the label 2"),
+        (lambda: zero_shot_accuracy(np.zeros(0, int), [], 2), "no image"),
+    ],
+)
+def test_mistakes(call: object, message: str) -> None:
+    with pytest.raises(DualencError, match=message):
+        call()  # type: ignore[operator]
