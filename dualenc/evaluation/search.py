@@ -124,7 +124,7 @@ def _float32(vectors: Vectors, what: str) -> npt.NDArray[np.float32]:
 
 
 def _check(queries: Vectors, documents: Vectors, k: int) -> None:
-    if queries.ndim != 2 or documents.ndim != 2 or queries.shape[1] != documents.shape[1]:
+    if len(queries.shape) != 2 or len(documents.shape) != 2 or queries.shape[1] != documents.shape[1]:
         raise DualencError(
             f"embeddings of shapes {queries.shape} and {documents.shape} cannot be compared; "
             "both must be matrices of the same dimension"
