@@ -1,7 +1,28 @@
 """Reading: training pairs, corpora to embed and image views, from every supported format."""
 
+from dualenc.data.beir import BeirPairs, read_beir
 from dualenc.data.corpus import Corpus, RetrievalSet
+from dualenc.data.image_views import ImageFolderViews, ImageViews, TableViews
+from dualenc.data.images import open_image
 from dualenc.data.pairs import Items, Modality, Pair, PairDataset, Side
 from dualenc.data.ragged import Ragged
+from dualenc.data.table_pairs import MinedPairs, TablePairs
 
-__all__ = ["Corpus", "Items", "Modality", "Pair", "PairDataset", "Ragged", "RetrievalSet", "Side"]
+__all__ = [
+    "BeirPairs",
+    "Corpus",
+    "ImageFolderViews",
+    "ImageViews",
+    "Items",
+    "MinedPairs",
+    "Modality",
+    "Pair",
+    "PairDataset",
+    "Ragged",
+    "RetrievalSet",
+    "Side",
+    "TablePairs",
+    "TableViews",
+    "open_image",
+    "read_beir",
+]

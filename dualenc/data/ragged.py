@@ -26,6 +26,11 @@ class Ragged(NamedTuple):
         return cls(_concatenate(arrays), _offsets(np.array([len(a) for a in arrays], dtype=np.int64)))
 
     @classmethod
+    def from_sorted(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
+        """Row `k` holds the values that stand beside key `k`, in their order; `keys` ascend."""
+        return cls(np.asarray(values, dtype=np.int64), _offsets(np.bincount(keys, minlength=num_keys)))
+
+    @classmethod
     def from_pairs(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
         """Row `k` holds, ascending and without repeats, the values that stand beside key `k`.
 
@@ -41,6 +46,23 @@ class Ragged(NamedTuple):
     def row(self, index: int) -> np.ndarray:
         """The integers of one row."""
         return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    def take(self, rows: np.ndarray) -> Ragged:
+        """The given rows, in that order, repeats allowed."""
+        starts = self.offsets[rows]
+        lengths = self.offsets[np.asarray(rows) + 1] - starts
+        offsets = _offsets(lengths)
+        places = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
+        return Ragged(self.values[places], offsets)
+
+    def keep(self, mask: np.ndarray) -> Ragged:
+        """The same rows with only those values for which `mask`, (len(values),) bool, is true."""
+        return Ragged(self.values[mask], np.concatenate([[0], np.cumsum(mask)])[self.offsets])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """How many integers each row holds."""
+        return np.diff(self.offsets)
 
     def padded(self, rows: np.ndarray, fill: int = -1) -> np.ndarray:
         """The given rows as one matrix (n, K), K the longest of them, filled up with `fill`."""

@@ -1,0 +1,187 @@
+"""BEIR folders: corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dualenc.data.arrow_cache import Kind
+from dualenc.data.columns import Picked
+from dualenc.data.corpora import text_corpus
+from dualenc.data.corpus import Corpus, RetrievalSet
+from dualenc.data.pairs import PairDataset
+from dualenc.data.skips import OnError, Skips
+from dualenc.data.tables import open_table
+from dualenc.errors import DualencError
+
+
+class Judgement(NamedTuple):
+    """One line of a qrels file."""
+
+    line: int
+    query: str
+    document: str
+    grade: int
+
+
+class BeirPairs(PairDataset):
+    """The relevant (query, document) pairs of one split, in the order of the qrels file.
+
+    Left ids number the queries of this split that have a relevant document, in the order of queries.jsonl. Right
+    ids are positions in the whole corpus: every document is a candidate of the global loss.
+
+    Args:
+        path: the BEIR folder.
+        split: the qrels file to train on, without `.tsv`.
+        titles: join a document's title to its text.
+        min_grade: lowest grade that counts as relevant.
+        on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
+
+    Attributes:
+        queries: the left items with their ids.
+        corpus: the right items with their ids.
+
+    Raises:
+        DualencError: a missing file or split, nothing usable.
+        BadSample: under on_error="raise", a malformed line, an empty document, a repeated id, or a judgement that
+            names an unknown query or document.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        split: str = "train",
+        *,
+        titles: bool = True,
+        min_grade: int = 1,
+        on_error: OnError = "skip",
+    ) -> None:
+        skips = Skips(path, on_error)
+        file = _qrels_file(Path(path), split)
+        self.corpus = read_corpus(path, "corpus", titles=titles, skips=skips)
+        queries = read_corpus(path, "queries", skips=skips)
+        relevant = [j for j in read_qrels(file, skips) if j.grade >= min_grade]
+        query_rows, right_id = _resolve(file, relevant, queries, self.corpus, skips)
+        skips.demand(len(right_id), "pair")
+        used, left_id = np.unique(query_rows, return_inverse=True)
+        self.queries = _subset(queries, used)
+        super().__init__(self.queries.items, self.corpus.items, left_id, right_id)
+        self.skipped = skips.report()
+
+
+def read_beir(
+    folder: str | Path, split: str = "test", *, titles: bool = True, on_error: OnError = "skip"
+) -> RetrievalSet:
+    """Read a BEIR folder for evaluation.
+
+    Only the queries that the split judges are returned. A judged document that is not in the corpus stays in the
+    judgements, as in trec_eval: it counts as relevant and never found.
+
+    Args:
+        folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may end in .gz.
+        split: the qrels file to read, without `.tsv`.
+        titles: join a document's title to its text.
+        on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
+
+    Raises:
+        DualencError: a missing file or split, nothing usable.
+        BadSample: under on_error="raise", a malformed line, an empty document, a repeated id, or a judgement that
+            names an unknown query or document.
+    """
+    skips = Skips(folder, on_error)
+    file = _qrels_file(Path(folder), split)
+    corpus = read_corpus(folder, "corpus", titles=titles, skips=skips)
+    queries = read_corpus(folder, "queries", skips=skips)
+    row_of = {name: row for row, name in enumerate(queries.ids)}
+    known = set(corpus.ids)
+    qrels: dict[str, dict[str, int]] = {}
+    for line, query, document, grade in read_qrels(file, skips):
+        if query not in row_of:
+            skips.bad("judgement of an unknown query", f"{file}:{line}", f"{query!r} is not in queries.jsonl")
+            continue
+        if document not in known:
+            reason = "judged document that is not in the corpus (kept as never found)"
+            skips.bad(reason, f"{file}:{line}", f"{document!r} is missing")
+        qrels.setdefault(query, {})[document] = grade
+    skips.demand(len(qrels), "judgement")
+    corpus.skipped = skips.report()
+    rows = np.array(sorted(row_of[query] for query in qrels))
+    return RetrievalSet(_subset(queries, rows), corpus, qrels)
+
+
+def is_beir(path: str | Path) -> bool:
+    """Whether a folder looks like BEIR's."""
+    return any((Path(path) / f"corpus.jsonl{end}").is_file() for end in ("", ".gz"))
+
+
+def read_corpus(folder: str | Path, part: str = "corpus", *, titles: bool = True, skips: Skips) -> Corpus:
+    """The documents (part "corpus") or queries (part "queries") of a BEIR folder, in the order of the file.
+
+    Raises:
+        DualencError: the file is missing or has nothing usable.
+        BadSample: a malformed line, an empty text, a repeated id, under on_error="raise".
+    """
+    file = next((f for end in ("", ".gz") if (f := Path(folder) / f"{part}.jsonl{end}").is_file()), None)
+    if file is None:
+        raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/")
+    titles = titles and part == "corpus"
+    columns: dict[str, Kind] = {"_id": "value", "text": "value"}
+    if titles:
+        columns["title"] = "value"
+    table = open_table(file, columns, skips, optional=("title", "text") if titles else ())
+    return text_corpus(table, "text", "title" if titles else None, "_id", "query" if part == "queries" else "document")
+
+
+def read_qrels(file: Path, skips: Skips) -> Iterator[Judgement]:
+    """The judgements of a tab-separated file `query-id, corpus-id, score`, with or without that header.
+
+    Raises:
+        BadSample: a malformed line, or a pair judged twice, under on_error="raise".
+    """
+    seen: set[tuple[str, str]] = set()
+    for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
+        fields = line.split("\t")
+        if not line.strip() or (number == 1 and fields[-1] == "score"):
+            continue
+        if len(fields) != 3 or not fields[2].strip().removeprefix("-").isdecimal():
+            skips.bad("malformed judgement", f"{file}:{number}", "write query-id, corpus-id and a whole score, by tabs")
+        elif (fields[0], fields[1]) in seen:
+            skips.bad("pair judged twice", f"{file}:{number}", "keep one of the lines")
+        else:
+            seen.add((fields[0], fields[1]))
+            yield Judgement(number, fields[0], fields[1], int(fields[2]))
+
+
+def _qrels_file(folder: Path, split: str) -> Path:
+    if not folder.is_dir():
+        raise DualencError(f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/")
+    splits = sorted(file.stem for file in (folder / "qrels").glob("*.tsv"))
+    if split not in splits:
+        there = f"there are: {', '.join(splits)}" if splits else "there is no qrels/*.tsv at all"
+        raise DualencError(f"{folder}: no split {split!r}; {there}")
+    return folder / "qrels" / f"{split}.tsv"
+
+
+def _resolve(
+    file: Path, judgements: list[Judgement], queries: Corpus, corpus: Corpus, skips: Skips
+) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of each judgement's query and document; unknown ones are left out and counted."""
+    query_row = {name: row for row, name in enumerate(queries.ids)}
+    document_row = {name: row for row, name in enumerate(corpus.ids)}
+    rows = []
+    for line, query, document, _ in judgements:
+        if query not in query_row:
+            skips.bad("judgement of an unknown query", f"{file}:{line}", f"{query!r} is not in queries.jsonl")
+        elif document not in document_row:
+            skips.bad("judgement of an unknown document", f"{file}:{line}", f"{document!r} is not in corpus.jsonl")
+        else:
+            rows.append((query_row[query], document_row[document]))
+    pairs = np.array(rows, dtype=np.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def _subset(corpus: Corpus, rows: np.ndarray) -> Corpus:
+    return Corpus([corpus.ids[row] for row in rows], Picked(corpus.items, rows), corpus.modality)

@@ -1,0 +1,51 @@
+"""Class labels: numbers (N,) and their names, from a column or from folder names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from dualenc.data.columns import Column
+
+if TYPE_CHECKING:
+    from dualenc.data.tables import Table
+
+
+class Labels(NamedTuple):
+    """Class numbers (N,) int64, -1 where there is none, and the name of each class number."""
+
+    numbers: np.ndarray
+    names: list[str]
+
+    def take(self, rows: np.ndarray) -> Labels:
+        """The labels of some rows; the classes stay."""
+        return Labels(self.numbers[rows], self.names)
+
+
+def labels_of_names(names: Sequence[str]) -> Labels:
+    """Number class names in sorted order; whole numbers keep their value."""
+    if all(name.removeprefix("-").isdecimal() for name in names):
+        numbers = np.array([int(name) for name in names], dtype=np.int64)
+        return Labels(numbers, [str(i) for i in range(int(numbers.max(initial=-1)) + 1)])
+    classes, numbers = np.unique(np.array(names, dtype=object).astype(str), return_inverse=True)
+    return Labels(numbers.astype(np.int64), classes.tolist())
+
+
+def labels_of_column(table: Table, name: str) -> Labels:
+    """The labels in a column of class numbers or names; `datasets.ClassLabel` brings names to numbers."""
+    values = Column(table.dataset, name).array.to_pylist()
+    known = np.array([value is not None for value in values])
+    labels = labels_of_names([str(value) for value in values if value is not None])
+    numbers = np.full(len(values), -1, dtype=np.int64)
+    numbers[known] = labels.numbers
+    names = getattr(table.dataset.features[name], "names", None)
+    return Labels(numbers, labels.names if names is None else list(names))
+
+
+def labels_of_folders(names: Sequence[str]) -> Labels | None:
+    """The first folder of each relative file name as its class; None unless every file lies in one."""
+    if not all("/" in name for name in names):
+        return None
+    return labels_of_names([name.split("/", 1)[0] for name in names])

@@ -1,0 +1,191 @@
+"""Opening tables: local files, saved datasets and hub names, all as a memory-mapped `datasets.Dataset`."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dualenc.data.arrow_cache import FILE, LINE, Kind, Reshape, check_columns, read_lines
+from dualenc.data.lines import LINE_FORMATS, file_format
+from dualenc.data.skips import Skips
+from dualenc.errors import DualencError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
+
+
+@dataclass
+class Table:
+    """Rows of named columns.
+
+    Attributes:
+        source: as the user named it.
+        dataset: the rows, memory-mapped Arrow.
+        skips: counts the bad samples of these rows.
+        root: where relative image paths start.
+        files: the local files behind it, empty for a hub name.
+    """
+
+    source: str
+    dataset: Dataset
+    skips: Skips
+    root: Path
+    files: list[Path] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def names(self) -> list[str]:
+        """The columns' names."""
+        return [name for name in self.dataset.column_names if name not in (FILE, LINE)]
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a column with at least one value in it."""
+        return name in self.names and self.dataset.data.column(name).null_count < len(self)
+
+    def where(self, row: int) -> str:
+        """Where a row stands: file:line if it was read from lines."""
+        if LINE not in self.dataset.column_names:
+            return f"{self.source} row {row}"
+        place = self.dataset.data.slice(row, 1)
+        return f"{self.files[place.column(FILE)[0].as_py()]}:{place.column(LINE)[0].as_py()}"
+
+
+def open_table(
+    source: str | Path,
+    columns: Mapping[str, Kind],
+    skips: Skips,
+    *,
+    optional: Collection[str] = (),
+    split: str = "train",
+    subset: str | None = None,
+    limit: int | None = None,
+    quotes: bool = True,
+    reshape: Reshape | None = None,
+) -> Table:
+    """Open a table wherever it is.
+
+    Args:
+        source: a .jsonl, .json, .csv, .tsv, .txt or .parquet file, a glob of such files, a folder of them, a folder
+            written by `datasets.save_to_disk`, or the name of a dataset on the Hugging Face hub.
+        columns: the columns to read, and whether each may hold a list; other columns are left alone.
+        skips: is told of malformed lines.
+        optional: columns of these that may be missing.
+        split: which split of a folder, saved dataset or hub name.
+        subset: configuration of a hub dataset.
+        limit: read the first rows only.
+        quotes: whether `"` encloses fields of csv and tsv files.
+        reshape: applied to each record of a line-based file before its columns are taken.
+
+    Raises:
+        DualencError: no such file, column or split; a broken file.
+    """
+    source = str(source)
+    saved = any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    files = [] if saved else find_files(source, split)
+    if saved:
+        dataset = _saved(source, split)
+    elif not files:
+        dataset = _from_hub(source, subset, split)
+    elif file_format(files[0]) == ".parquet":
+        dataset = _from_parquet(files, columns)
+    else:
+        dataset = read_lines(files, columns, optional, skips, quotes, limit, reshape)
+    check_columns(source, dataset.column_names, [name for name in columns if name not in optional])
+    if limit is not None:
+        dataset = dataset.select(range(min(limit, len(dataset))))
+    if dataset._indices is not None:  # rows in another order than stored; columns are read as stored
+        dataset = dataset.flatten_indices()
+    root = files[0].parent if files else Path(source) if Path(source).is_dir() else Path()
+    return Table(source, dataset, skips, root, files)
+
+
+def find_files(source: str, split: str) -> list[Path]:
+    """The local table files that a path, glob or folder means, sorted; none if it can only be a hub name.
+
+    Raises:
+        DualencError: nothing matches, the formats differ, or a folder lacks the split.
+    """
+    path = Path(source)
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        files = _files_of_split(path, split)
+    elif any(c in source for c in "*?["):
+        files = sorted(Path(match) for match in glob.glob(source, recursive=True) if Path(match).is_file())
+    elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and file_format(path) not in TABLE_FORMATS:
+        return []
+    else:
+        files = []
+    if not files:
+        raise DualencError(f"{source}: no such file; give a file, folder or glob of {', '.join(TABLE_FORMATS)}")
+    formats = {file_format(file) for file in files}
+    if len(formats) > 1 or not formats <= set(TABLE_FORMATS):
+        raise DualencError(
+            f"{source}: cannot be read as one table ({', '.join(sorted(formats))}); "
+            f"give files of one format among {', '.join(TABLE_FORMATS)}"
+        )
+    return files
+
+
+def _files_of_split(folder: Path, split: str) -> list[Path]:
+    """Files named SPLIT.*, SPLIT-* or SPLIT_* in a folder or its `data` folder, as the hub lays them out."""
+    inside = [p for f in (folder, folder / "data") if f.is_dir() for p in f.iterdir() if p.is_file()]
+    tables = sorted(p for p in inside if file_format(p) in TABLE_FORMATS)
+    chosen = [p for p in tables if re.split(r"[._-]", p.name)[0] == split]
+    if tables and not chosen:
+        splits = sorted({re.split(r"[._-]", p.name)[0] for p in tables})
+        raise DualencError(f"{folder}: no split {split!r}; there are: {', '.join(splits)}")
+    return chosen
+
+
+def _saved(source: str, split: str) -> Dataset:
+    import datasets
+
+    loaded = datasets.load_from_disk(source)
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DualencError(f"{source}: no split {split!r}; there are: {', '.join(loaded)}")
+        loaded = loaded[split]
+    return loaded
+
+
+def _from_hub(name: str, subset: str | None, split: str) -> Dataset:
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, subset, split=split)
+    except Exception as error:  # the library raises many kinds: network, missing name, subset or split
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DualencError(
+            f"{name}: no such file here, and as a dataset of the hub it does not load ({reason}); "
+            "check the name, subset and split, and the network"
+        ) from error
+
+
+def _from_parquet(files: list[Path], columns: Mapping[str, Kind]) -> Dataset:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names: list[str] = []
+    for file in files:
+        try:
+            present = pq.read_schema(file).names
+        except (pa.ArrowException, OSError) as error:
+            raise DualencError(f"{file}: not a readable parquet file ({error}); fetch it again") from None
+        names = names or [name for name in present if name in columns]
+        check_columns(str(file), present, names)
+    data_files: dict[str, Any] = {"train": [str(file) for file in files]}
+    try:
+        return datasets.load_dataset("parquet", data_files=data_files, split="train", columns=names or None)
+    except datasets.exceptions.DatasetGenerationError as error:
+        cause = str(error.__cause__ or error).splitlines()[0]
+        raise DualencError(f"{files[0]}: cannot be read ({cause}); fetch it again") from None
