@@ -1,0 +1,188 @@
+"""Image-text encoders on open_clip: left the images, right the texts."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dualenc.encoders import open_clip_folder
+from dualenc.encoders.clip_text import ClipTextPrepare, ClipTextTower, end_token
+from dualenc.encoders.clip_tokenizer import Tokenize, config_tokenizer, get_tokenizer
+from dualenc.encoders.dual import DualEncoder
+from dualenc.encoders.hub import model_folder
+from dualenc.encoders.image_prepare import ImagePrepare, Seeded
+from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
+from dualenc.encoders.tower import Tower, unit_norm
+from dualenc.errors import DualencError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ClipImageTower(Tower):
+    """The image half of an open_clip model.
+
+    Args:
+        visual: its `visual`, pixels to (B, D).
+        prepare: its preprocessing.
+        dim: D, the size of the vectors.
+    """
+
+    modality = "image"
+
+    def __init__(self, visual: nn.Module, prepare: ImagePrepare, dim: int) -> None:
+        super().__init__()
+        self.visual = visual
+        self.prepare: ImagePrepare = prepare
+        self.dim = self.feature_dim = dim
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Encode pixels (B, 3, H, W) to (B, D) unit-norm float32."""
+        return unit_norm(self.visual(inputs["image"]))
+
+
+class ImageTextEncoder(DualEncoder):
+    """Images and texts through an open_clip model.
+
+    Args:
+        name: an open_clip name such as "ViT-B-32", a folder (`local-dir:` before it is optional), or a hub name.
+        pretrained: with an open_clip name: the tag or file of its weights; None starts from random ones.
+        config: instead of a name: an open_clip configuration with embed_dim, vision_cfg and text_cfg.
+        tokenizer: with config: folder, hub name or object of a transformers tokenizer; None: open_clip's own.
+        image_size: pixels per side; None: as the model says.
+        context_length: longest text in tokens; None: as the model says.
+        mean: of each colour channel in [0, 1], to normalise by; None: as the model says.
+        std: standard deviation of each channel; likewise.
+        crop_scale: smallest and largest share of an image's area that training crops to.
+        pretrained_towers: load the weights that timm or transformers towers inside the configuration have.
+        gradient_checkpointing: recompute activations in the backward pass instead of storing them.
+
+    Raises:
+        DualencError: the model does not load, or an argument is missing or does not fit the others.
+    """
+
+    left: ClipImageTower
+    right: ClipTextTower
+
+    def __init__(
+        self,
+        name: str | None = None,
+        pretrained: str | None = None,
+        *,
+        config: dict[str, Any] | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        image_size: int | None = None,
+        context_length: int | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        crop_scale: tuple[float, float] = (0.9, 1.0),
+        pretrained_towers: bool = False,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        options = {
+            "force_image_size": image_size,
+            "force_context_length": context_length,
+            "force_preprocess_cfg": {"mean": mean, "std": std},
+            "pretrained_image": pretrained_towers,
+            "pretrained_text": pretrained_towers,
+        }
+        clip, own_config, tokenize = _create(name, pretrained, config, tokenizer, options)
+        if gradient_checkpointing:
+            clip.set_grad_checkpointing(True)
+        visual = clip.visual
+        del clip.visual  # each half belongs to one tower
+        for name in ("logit_scale", "logit_bias"):
+            if getattr(clip, name, None) is not None:
+                getattr(clip, name).requires_grad_(False)  # the objective owns the temperature
+        dim = int(own_config["embed_dim"])
+        super().__init__(
+            ClipImageTower(visual, _image_prepare(visual.preprocess_cfg, crop_scale), dim),
+            ClipTextTower(clip, ClipTextPrepare(tokenize, end_token(clip)), dim),
+            kind="image-text",
+        )
+        self.config = own_config
+
+    @property
+    def temperature(self) -> float:
+        """The temperature by which open_clip divides cosines to get logits."""
+        return math.exp(-float(self.right.encoder.clip.logit_scale))
+
+    def set_temperature(self, temperature: float) -> None:
+        """Record the temperature that training ended with, for those who want open_clip's logits."""
+        with torch.no_grad():
+            self.right.encoder.clip.logit_scale.fill_(-math.log(temperature))
+
+    def write(self, folder: Path) -> None:
+        """Write an open_clip folder, for `local-dir:`."""
+        weights = {f"visual.{name}": value for name, value in self.left.visual.state_dict().items()}
+        weights |= self.right.encoder.clip.state_dict()
+        preprocess = self.left.visual.preprocess_cfg
+        open_clip_folder.write_folder(folder, self.config, preprocess, weights)  # type: ignore[arg-type]
+        tokenizer = self.right.prepare.tokenizer
+        if hasattr(tokenizer, "save_pretrained"):
+            save_tokenizer(tokenizer.tokenizer, folder, tokenizer.context_length)  # type: ignore[attr-defined]
+
+
+def _create(
+    name: str | None,
+    pretrained: str | None,
+    config: dict[str, Any] | None,
+    tokenizer: str | PreTrainedTokenizerBase | None,
+    options: dict[str, Any],
+) -> tuple[Any, dict[str, Any], Tokenize]:
+    """The open_clip model, its configuration, and its tokenizer."""
+    if (name is None) == (config is None):
+        raise DualencError("give either the name of an open_clip model or a config to start from scratch")
+    if tokenizer is not None and config is None:
+        raise DualencError(f"{name} has its own tokenizer: leave tokenizer out, it goes with config")
+    if pretrained is not None and not is_registered(name):
+        raise DualencError(f"pretrained={pretrained} goes with an open_clip name: leave it out")
+    if name is None:
+        own = copy.deepcopy(config or {})
+        open_clip_folder.check_config(own, "config")
+        _override(own, options)
+        tokenize = config_tokenizer(own, None if tokenizer is None else load_tokenizer(tokenizer))
+        return open_clip_folder.create(own, **options), own, tokenize
+    length = options["force_context_length"]
+    if is_registered(name):
+        own = open_clip_folder.registered_config(name)
+        open_clip_folder.check_config(own, name)
+        _override(own, options)
+        clip = open_clip_folder.create(name, pretrained=pretrained, **options)
+        return clip, own, get_tokenizer(name, length)
+    folder = model_folder(name)
+    own = open_clip_folder.folder_config(folder)
+    _override(own, options)
+    clip = open_clip_folder.load_folder(folder, **options)
+    return clip, own, get_tokenizer(f"local-dir:{folder}", length)
+
+
+def _override(config: dict[str, Any], options: dict[str, Any]) -> None:
+    """Write into the configuration what the user sets otherwise."""
+    for section, key in (("vision_cfg", "image_size"), ("text_cfg", "context_length")):
+        if options[f"force_{key}"] is not None:
+            config[section][key] = options[f"force_{key}"]
+
+
+def is_registered(name: str | None) -> bool:
+    """Whether open_clip knows an architecture of this name."""
+    import open_clip
+
+    return name in open_clip.list_models()
+
+
+def _image_prepare(settings: dict[str, Any], crop_scale: tuple[float, float]) -> ImagePrepare:
+    from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
+
+    low, high = crop_scale
+    if not 0 < low <= high <= 1:
+        raise DualencError(f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]")
+    preprocess = PreprocessCfg(**settings)
+    train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=(low, high)))
+    return ImagePrepare(image_transform_v2(preprocess, is_train=False), Seeded(train))
