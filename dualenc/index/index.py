@@ -1,0 +1,235 @@
+"""An index with ids: what is saved, opened and searched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+
+from dualenc.embeddings import Embeddings, Snippets, read_ids, write_ids, write_snippets
+from dualenc.errors import DualencError
+from dualenc.files import atomic_path, checksum, read_json, write_json
+from dualenc.index.build import as_queries, build_faiss, measure
+from dualenc.index.database import Database
+from dualenc.index.factory import Metric, reason
+from dualenc.index.recall import set_parameter
+
+FORMAT = "dualenc index"
+FORMAT_VERSION = 1
+
+
+class Index:
+    """A FAISS index, the ids of its N rows, and what is known about both.
+
+    Make one with `Index.build` or `Index.open`.
+
+    Args:
+        faiss_index: row `i` of it is `ids[i]`.
+        ids: (N,) strings.
+        meta: entries of meta.json: `metric`, `factory`, `recall_at_10`, `model`, …
+        snippets: what to show beside each id, if anything.
+    """
+
+    def __init__(
+        self,
+        faiss_index: Any,
+        ids: Sequence[str],
+        meta: dict[str, Any],
+        snippets: Sequence[str] | Snippets | None = None,
+    ) -> None:
+        self.faiss = faiss_index
+        self.ids = list(ids)
+        self.meta = dict(meta)
+        self.snippets = snippets
+        # One more entry, so that FAISS's row -1 ("nothing found") reads as no id.
+        self._id_of_row = np.array([*self.ids, ""], dtype=object)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def dim(self) -> int:
+        """D, the size of the vectors."""
+        return int(self.faiss.d)
+
+    @classmethod
+    def build(
+        cls,
+        vectors: Embeddings | np.ndarray,
+        ids: Sequence[str] | None = None,
+        factory: str = "auto",
+        *,
+        metric: Metric = "cosine",
+        queries: np.ndarray | None = None,
+        recall_queries: int = 500,
+        target_recall: float = 0.95,
+        nprobe: int | None = None,
+        ef_search: int | None = None,
+        train_rows: int | None = None,
+        threads: int | None = None,
+        seed: int = 0,
+        progress: bool = False,
+    ) -> Index:
+        """Train, fill and measure an index; the database is streamed, never held twice.
+
+        Args:
+            vectors: (N, D) array, or embeddings, whose ids, snippets and meta the index takes over.
+            ids: (N,) strings for an array; by default the row numbers.
+            factory: "auto" (see `choose_factory`) or any FAISS factory string.
+            metric: "cosine" (vectors are normalised) or "ip", the inner product.
+            queries: (Q, D) to measure recall@10 with; by default a sample of the database.
+            recall_queries: how many queries to measure with at most; 0 measures nothing and tunes nothing.
+            target_recall: unless `nprobe` or `ef_search` is given, they are doubled until recall@10 reaches this.
+            nprobe: lists that an IVF index visits.
+            ef_search: candidates that an HNSW index keeps.
+            train_rows: vectors to train on; by default 64 per inverted list, at least 65,536.
+            threads: FAISS's threads from now on; by default as many as it finds.
+            seed: of the samples for training and for queries.
+            progress: show a bar.
+
+        Raises:
+            DualencError: an unknown or unfitting factory string (with FAISS's reason), vectors that are not
+                finite, no vectors at all, or a search parameter that the index does not have.
+        """
+        embeddings = vectors if isinstance(vectors, Embeddings) else _embeddings(vectors, ids)
+        if not len(embeddings):
+            raise DualencError("no vectors to index; give at least one")
+        _set_threads(threads)
+        database = Database(embeddings, metric)
+        index, built = build_faiss(database, factory, train_rows=train_rows, seed=seed, progress=progress)
+        parameters = {name: value for name, value in (("nprobe", nprobe), ("efSearch", ef_search)) if value}
+        measured = measure(
+            index,
+            database,
+            queries,
+            recall_queries=recall_queries,
+            target_recall=target_recall,
+            parameters=parameters,
+            seed=seed,
+        )
+        meta = {**_source(embeddings), "dim": embeddings.dim, "count": len(embeddings), "metric": metric}
+        return cls(index, embeddings.ids, {**meta, **built, **measured}, embeddings.snippets)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the folder: `index.faiss`, `ids.txt`, `meta.json`, and `snippets.jsonl` if there are any.
+
+        Raises:
+            DualencError: the folder holds something that is not an index.
+        """
+        folder = Path(folder)
+        if folder.exists() and not is_index(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+            raise DualencError(f"{folder}: exists and holds no index; choose a new or empty folder")
+        with atomic_path(folder) as beside:
+            beside.mkdir()
+            faiss.write_index(self.faiss, str(beside / "index.faiss"))
+            write_ids(beside / "ids.txt", self.ids)
+            if self.snippets is not None:
+                write_snippets(beside / "snippets.jsonl", (self.snippet(row) for row in range(len(self))))
+            head = {"format": FORMAT, "version": FORMAT_VERSION}
+            write_json(
+                beside / "meta.json",
+                {**head, **self.meta, "faiss": faiss.__version__, "checksum": checksum(beside / "index.faiss")},
+            )
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], verify: bool = True) -> Index:
+        """Read an index folder.
+
+        Args:
+            folder: as `save` or `dualenc index` wrote it.
+            verify: compare the checksum of `index.faiss` with meta.json, which reads the file once more.
+
+        Raises:
+            DualencError: no such folder, or a missing, truncated or corrupt file in it.
+        """
+        folder = Path(folder)
+        meta = _read_meta(folder)
+        path = folder / "index.faiss"
+        if not path.is_file():
+            raise DualencError(f"{path}: missing; build the index again")
+        if verify and checksum(path) != meta.get("checksum"):
+            raise DualencError(f"{path}: corrupt, its checksum is not that of meta.json; build the index again")
+        try:
+            index = faiss.read_index(str(path))
+        except RuntimeError as error:
+            raise DualencError(f"{path}: corrupt ({reason(error)}); build the index again") from None
+        ids = read_ids(folder / "ids.txt", index.ntotal)
+        snippets = folder / "snippets.jsonl"
+        return cls(index, ids, meta, Snippets(snippets) if snippets.exists() else None)
+
+    def search(
+        self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The best ids for a batch of queries.
+
+        Args:
+            queries: (Q, D), or one query (D,).
+            k: how many ids.
+            nprobe: lists that an IVF index visits, from now on; by default what the build chose.
+            ef_search: candidates that an HNSW index keeps, from now on; by default what the build chose.
+
+        Returns:
+            Scores (Q, k) float32, best first, and ids (Q, k) strings; where fewer than k are found, -inf and "".
+
+        Raises:
+            DualencError: another dimension than the index's, queries that are not finite, k below 1, or a search
+                parameter that the index does not have.
+        """
+        scores, rows = self.search_rows(queries, k, nprobe=nprobe, ef_search=ef_search)
+        return np.where(rows < 0, -np.inf, scores), self._id_of_row[rows]
+
+    def search_rows(
+        self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `search`, with row numbers (Q, k) int64 in place of ids; -1 where fewer than k are found."""
+        if k < 1:
+            raise DualencError(f"k is {k}; ask for at least 1 result")
+        if nprobe is not None:
+            set_parameter(self.faiss, "nprobe", nprobe)
+        if ef_search is not None:
+            set_parameter(self.faiss, "efSearch", ef_search)
+        return self.faiss.search(as_queries(queries, self.dim, self.meta["metric"]), k)
+
+    def snippet(self, row: int) -> str:
+        """What to show beside the id of a row; "" if nothing was stored."""
+        return "" if self.snippets is None else self.snippets[row]
+
+
+def is_index(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds an index, told by its meta.json."""
+    path = Path(folder) / "meta.json"
+    return path.is_file() and read_json(path).get("format") == FORMAT
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise DualencError(f"{folder}: no such folder; make an index with `dualenc index MODEL DATA --out {folder}`")
+    meta = read_json(folder / "meta.json")
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise DualencError(f"{folder}: not an index; make one with `dualenc index MODEL DATA --out FOLDER`")
+    if meta["version"] > FORMAT_VERSION:
+        raise DualencError(
+            f"{folder}: written by a newer dualenc (format {meta['version']}); update dualenc to read it"
+        )
+    return meta
+
+
+def _embeddings(vectors: np.ndarray, ids: Sequence[str] | None) -> Embeddings:
+    vectors = np.asarray(vectors)
+    names = [str(row) for row in range(len(vectors))] if ids is None else ids
+    return Embeddings(names, vectors)
+
+
+def _source(embeddings: Embeddings) -> dict[str, Any]:
+    """What the index remembers of the embeddings: which model and side made them, and from what."""
+    kept = ("model", "model_checksum", "side", "modality", "output", "data", "skipped")
+    return {key: embeddings.meta[key] for key in kept if key in embeddings.meta}
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        faiss.omp_set_num_threads(threads)
