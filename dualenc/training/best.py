@@ -1,0 +1,115 @@
+"""Evaluation during training, and which weights end up in the model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from dualenc import distributed
+from dualenc.encoders.dual import DualEncoder
+from dualenc.errors import DualencError
+from dualenc.training.encoding import Autocast
+from dualenc.training.random_state import random_state_kept
+
+Metrics = dict[str, float]
+
+
+class Evaluator(Protocol):
+    """Measures a model in evaluation mode. Every rank calls it and may embed a share; the main process's metrics count.
+
+    Attributes:
+        primary: name of the metric, higher is better, by which the best weights are kept.
+    """
+
+    primary: str
+
+    def __call__(self, model: DualEncoder) -> Metrics: ...
+
+
+class BestModel:
+    """Evaluates, and keeps in the model folder the best weights so far, or the last ones.
+
+    Args:
+        model: what is trained.
+        folder: the model folder.
+        evaluator: None when there is nothing to measure by.
+        keep_best: keep the weights with the best primary metric; otherwise the last.
+        card: makes what the model card says of the training: `card(before, metrics, step)`.
+        autocast: a new mixed precision context per call.
+    """
+
+    def __init__(
+        self,
+        model: DualEncoder,
+        folder: Path,
+        evaluator: Evaluator | None,
+        *,
+        keep_best: bool,
+        card: Callable[[Metrics, Metrics, int], dict[str, Any]],
+        autocast: Autocast = nullcontext,
+    ) -> None:
+        self.model, self.folder, self.evaluator, self.card = model, folder, evaluator, card
+        self.keep_best = keep_best and evaluator is not None
+        self.autocast = autocast
+        self.before: Metrics = {}
+        self.best: Metrics = {}
+        self.last: Metrics = {}
+        self.best_step = -1
+
+    @property
+    def primary(self) -> str:
+        """Name of the metric that decides; "" without an evaluator."""
+        return "" if self.evaluator is None else self.evaluator.primary
+
+    def evaluate(self, step: int) -> Metrics:
+        """Measure the model after so many steps; saves it if it is the best of the trained ones so far."""
+        self.last = self._measure()
+        if step == 0:
+            self.before = self.last
+        elif self.keep_best and self._improves():
+            self.best, self.best_step = self.last, step
+            self._save(step, self.best)
+        return self.last
+
+    def finish(self, step: int) -> Metrics:
+        """Make sure that the model folder holds what it should; returns the metrics of what it holds."""
+        if self.keep_best:
+            return self.best
+        self._save(step, self.last)
+        return self.last
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later decisions depend on."""
+        return {"before": self.before, "best": self.best, "last": self.last, "best_step": self.best_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.before, self.best, self.last = state["before"], state["best"], state["last"]
+        self.best_step = state["best_step"]
+
+    def _measure(self) -> Metrics:
+        if self.evaluator is None:
+            return {}
+        self.model.eval()
+        try:
+            with random_state_kept(), torch.no_grad(), self.autocast():
+                metrics = self.evaluator(self.model)
+        finally:
+            self.model.train()
+        if self.primary not in metrics:
+            raise DualencError(f"evaluator.primary is {self.primary!r}; choose one of {', '.join(metrics)}")
+        return distributed.broadcast_object({name: float(value) for name, value in metrics.items()})
+
+    def _improves(self) -> bool:
+        return not self.best or self.last[self.primary] > self.best[self.primary]
+
+    def _save(self, step: int, metrics: Metrics) -> None:
+        if distributed.is_main():
+            self.model.eval()
+            self.model.save(self.folder, card=self.card(self.before, metrics, step))
+            self.model.train()
+        distributed.barrier()

@@ -1,0 +1,72 @@
+"""One global batch's forwards and the backward pass, whole: the plain way. `gradient_cache` has the other way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dualenc.encoders.batchnorm import frozen_batchnorm
+from dualenc.encoders.dual import DualEncoder
+from dualenc.training.loader import Inputs, Side
+
+Autocast = Callable[[], AbstractContextManager[None]]
+
+
+class Encoding(Protocol):
+    """The forwards of one step, and how a loss on their results reaches the weights."""
+
+    def encode(self, side: Side, inputs: Inputs, frozen: bool = False) -> Tensor:
+        """Encode n prepared items to (n, D); under `torch.no_grad()` without a graph.
+
+        Args:
+            side: which tower.
+            inputs: the tower's inputs, on any device, first dimension n; {} for no item.
+            frozen: BatchNorm uses its running statistics and leaves them alone.
+        """
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of everything that was encoded with a graph."""
+        ...
+
+
+class PlainEncoding:
+    """One forward per call, one backward: memory grows with the batch.
+
+    Args:
+        model: the two towers.
+        device: where they are.
+        autocast: a new mixed precision context per call.
+    """
+
+    def __init__(self, model: DualEncoder, device: torch.device, autocast: Autocast = nullcontext) -> None:
+        self.model, self.device, self.autocast = model, device, autocast
+
+    def encode(self, side: Side, inputs: Inputs, frozen: bool = False) -> Tensor:
+        return forward(self.model, side, to_device(inputs, self.device), self.autocast, frozen)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+def forward(model: DualEncoder, side: Side, inputs: Inputs, autocast: Autocast, frozen: bool) -> Tensor:
+    """(n, D) embeddings of inputs that are on the model's device."""
+    if not inputs:
+        return no_rows(model)
+    with frozen_batchnorm(model.tower(side)) if frozen else nullcontext(), autocast():
+        return model.encode(side, inputs)
+
+
+def no_rows(model: DualEncoder) -> Tensor:
+    """(0, D) with gradient: a rank without items still takes part in the collectives of the backward pass."""
+    weight = next(model.parameters())
+    return torch.zeros(0, model.dim, dtype=weight.dtype, device=weight.device, requires_grad=torch.is_grad_enabled())
+
+
+def to_device(inputs: Inputs, device: torch.device) -> Inputs:
+    """The same tensors on a device; page-locked ones are copied while the device works on."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}

@@ -1,0 +1,126 @@
+"""Gradient caching: the gradient of a large batch in the memory of a small one.
+
+Source: Gao et al. 2021, "Scaling deep contrastive learning batch size under memory limited setup". Encode every
+chunk without a graph; take the loss on the embeddings as leaves; then encode each chunk again, with a graph, and
+send the cached embedding gradients through it. Inputs stay where they are (the CPU) and travel chunk by chunk.
+
+BatchNorm in training mode normalises over what is encoded together, here a chunk: its gradient differs from the
+plain step's, and so do its running statistics. Everything else, dropout included, is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dualenc.encoders.dual import DualEncoder
+from dualenc.errors import DualencError
+from dualenc.training.encoding import Autocast, forward, no_rows, to_device
+from dualenc.training.loader import Inputs, Side
+
+
+@dataclass
+class _Recorded:
+    """What is needed to encode n items once more: the inputs, the random state before each chunk, the leaves."""
+
+    side: Side
+    inputs: Inputs
+    frozen: bool
+    random_states: list[list[Tensor]]
+    leaves: Tensor
+
+
+class CachedEncoding:
+    """Encodes in chunks, twice; memory does not grow with the batch. A drop-in for `PlainEncoding`.
+
+    Args:
+        model: the two towers.
+        device: where they are.
+        autocast: a new mixed precision context per call.
+        chunk_size: items encoded at once.
+
+    Raises:
+        DualencError: chunk_size below 1, or a synchronised BatchNorm, whose ranks would wait for one another.
+    """
+
+    def __init__(
+        self, model: DualEncoder, device: torch.device, autocast: Autocast = nullcontext, chunk_size: int = 32
+    ) -> None:
+        if chunk_size < 1:
+            raise DualencError(f"chunk_size is {chunk_size}; it must be at least 1, or null for no gradient caching")
+        if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+            raise DualencError("chunk_size does not go with SyncBatchNorm; leave chunk_size out or use plain BatchNorm")
+        self.model, self.device, self.autocast = model, device, autocast
+        self.chunk_size = chunk_size
+        self._recorded: list[_Recorded] = []
+
+    def encode(self, side: Side, inputs: Inputs, frozen: bool = False) -> Tensor:
+        if not inputs:
+            return no_rows(self.model)
+        random_states, parts = [], []
+        with torch.no_grad():
+            for chunk in self._chunks(inputs):
+                random_states.append(_random_state(self.device))
+                parts.append(forward(self.model, side, to_device(chunk, self.device), self.autocast, frozen))
+        embeddings = torch.cat(parts)
+        if torch.is_grad_enabled():
+            embeddings.requires_grad_()
+            self._recorded.append(_Recorded(side, inputs, frozen, random_states, embeddings))
+        return embeddings
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        recorded, self._recorded = self._recorded, []
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda), running_statistics_kept(self.model):
+            for record in recorded:
+                if record.leaves.grad is not None:
+                    self._replay(record, record.leaves.grad)
+
+    def _replay(self, record: _Recorded, gradient: Tensor) -> None:
+        parts = gradient.split(self.chunk_size)
+        for chunk, part, state in zip(self._chunks(record.inputs), parts, record.random_states, strict=True):
+            _set_random_state(state, self.device)
+            inputs = to_device(chunk, self.device)
+            embeddings = forward(self.model, record.side, inputs, self.autocast, record.frozen)
+            if embeddings.requires_grad:  # not so for a tower whose weights are all fixed
+                torch.autograd.backward(embeddings, part)
+
+    def _chunks(self, inputs: Inputs) -> Iterator[Inputs]:
+        total = len(next(iter(inputs.values())))
+        for start in range(0, total, self.chunk_size):
+            yield {name: tensor[start : start + self.chunk_size] for name, tensor in inputs.items()}
+
+
+@contextmanager
+def running_statistics_kept(module: nn.Module) -> Iterator[None]:
+    """BatchNorm layers still normalise over the batch, but do not count it: it has been counted before."""
+    layers = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
+    for layer in layers:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Whether a BatchNorm layer looks at the batch in training."""
+    return any(isinstance(m, _BatchNorm) for m in module.modules())
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _set_random_state(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

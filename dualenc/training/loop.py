@@ -1,0 +1,221 @@
+"""The training loop: the only one, and without a word about any particular objective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from dualenc import distributed
+from dualenc.errors import DualencError
+from dualenc.training.best import BestModel
+from dualenc.training.checkpoint import Checkpoints
+from dualenc.training.fresh_pass import fresh_embeddings
+from dualenc.training.loader import Batch, BatchLoader
+from dualenc.training.meter import Meter
+from dualenc.training.run_log import RunLog
+from dualenc.training.selection import BatchPlan
+from dualenc.training.step import Step
+
+
+class Loop:
+    """Steps through the batches; logs, evaluates and saves on the way; starts again anywhere.
+
+    Args:
+        step: one optimizer step.
+        loader: makes this rank's batches.
+        plan: says which pairs form them.
+        best: evaluates and keeps the best model.
+        log: what the user sees.
+        checkpoints: where the state of the run goes.
+        total_steps: optimizer steps of the whole training.
+        accumulation: global batches per optimizer step.
+        evaluate_every: steps between evaluations; None evaluates only at the end.
+        save_every: steps between checkpoints; None writes none.
+        log_every: steps between logs.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        loader: BatchLoader,
+        plan: BatchPlan,
+        best: BestModel,
+        log: RunLog,
+        checkpoints: Checkpoints,
+        *,
+        total_steps: int,
+        accumulation: int = 1,
+        evaluate_every: int | None = None,
+        save_every: int | None = None,
+        log_every: int = 10,
+    ) -> None:
+        self.update, self.loader, self.plan, self.best = step, loader, plan, best
+        self.log, self.checkpoints = log, checkpoints
+        self.total_steps, self.accumulation = total_steps, accumulation
+        self.evaluate_every, self.save_every, self.log_every = evaluate_every, save_every, log_every
+        self.meter = Meter(step.device)
+        self.bad: dict[int, str] = {}
+        self.steps = self.epoch = self.batch = self.batches_done = 0
+        self._seconds, self._samples, self._clock = 0.0, 0, 0.0
+
+    def run(self) -> None:
+        """Train to the last step, from wherever the loop stands."""
+        self.update.model.train()
+        while self.steps < self.total_steps:
+            if self.batch == 0:
+                self._start_epoch()
+            self._run_epoch(self.plan.batches(self.epoch))
+            if self.steps < self.total_steps:
+                self.epoch, self.batch = self.epoch + 1, 0
+
+    def close(self) -> None:
+        """Finish what runs beside the loop: progress bar, trackers, a selection of batches."""
+        self.plan.close()
+        self.log.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the rest of the run depends on; all ranks call it together."""
+        scaler = self.update.accelerator.scaler
+        return {
+            "position": {name: getattr(self, name) for name in _POSITION},
+            "model": self.update.model.state_dict(),
+            "objective": self.update.objective.state_dict(),
+            "optimizer": self.update.optimizer.state_dict(),
+            "schedule": self.update.schedule.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "plan": self.plan.state_dict(),
+            "best": self.best.state_dict(),
+            "meter": self.meter.state_dict(),
+            "bad": self.all_bad(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, whatever the number of processes was then."""
+        for name in _POSITION:
+            setattr(self, name, state["position"][name])
+        parts: dict[str, Any] = {
+            "model": self.update.model,
+            "objective": self.update.objective,
+            "optimizer": self.update.optimizer,
+            "schedule": self.update.schedule,
+            "plan": self.plan,
+            "best": self.best,
+            "meter": self.meter,
+        }
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        if self.update.accelerator.scaler is not None:
+            self.update.accelerator.scaler.load_state_dict(state["scaler"])
+        self.bad = dict(state["bad"])
+        self.log.restart_at(self.steps)
+
+    def all_bad(self) -> dict[int, str]:
+        """Reason by pair index of all samples left out so far, on any rank; all ranks call it together."""
+        return {index: why for bad in distributed.gather_objects(self.bad) for index, why in bad.items()}
+
+    def evaluate(self) -> None:
+        """Measure the model as it is, and log that."""
+        metrics = self.best.evaluate(self.steps)
+        if metrics:
+            self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
+            primary = self.best.primary
+            self.log.say(f"step {self.steps}: {primary} {metrics[primary]:.4f}")
+
+    def _start_epoch(self) -> None:
+        report = self.plan.start_epoch(self.epoch, self.steps, self._fresh_pass)
+        if report:
+            self.log.write(self.steps, {f"selection/{name}": value for name, value in report.items()})
+
+    def _fresh_pass(self) -> tuple[np.ndarray, np.ndarray]:
+        return fresh_embeddings(self.update, self.loader)
+
+    def _run_epoch(self, batches: np.ndarray) -> None:
+        self._clock = time.perf_counter()
+        stream = self.loader.batches(batches, self.epoch, start=self.batch)
+        for group in _grouped(stream, self.accumulation):
+            self._note_bad(group)
+            self._one_step(group)
+            self._seconds += time.perf_counter() - self._clock
+            self._samples += len(group) * batches.shape[1]
+            self._between_steps()
+            self._clock = time.perf_counter()
+            if self.steps == self.total_steps:
+                return
+
+    def _one_step(self, group: list[Batch]) -> None:
+        self.update.objective.set_progress(self.steps / self.total_steps)
+        step = self.steps + 1
+        try:
+            values = self.update(
+                group, self.batches_done, lambda i, left, right: self.plan.observe(i, left, right, step)
+            )
+        except DualencError as error:
+            # What the objective stumbles over may be the work of an earlier step; and not every rank comes here.
+            self._fail_if_bad(self.meter.bad_step(all_ranks=False))
+            raise DualencError(f"step {step}: {error}") from error
+        self.steps, self.batch = step, self.batch + len(group)
+        self.batches_done += len(group)
+        self.meter.add(step, values)
+        self.log.step()
+
+    def _between_steps(self) -> None:
+        last = self.steps == self.total_steps
+        if last or self.steps % self.log_every == 0:
+            self._check_finite()
+            self._write_log()
+        if last or _due(self.steps, self.evaluate_every):
+            self._check_finite()
+            self.evaluate()
+        if self.save_every is not None and (last or _due(self.steps, self.save_every)):
+            self._check_finite()
+            self.checkpoints.save(self.steps, self.state_dict())
+
+    def _write_log(self) -> None:
+        values = self.meter.average()
+        values["epoch"] = self.epoch + 1
+        values["learning_rate"] = self.update.optimizer.param_groups[0]["lr"]
+        values["samples_per_second"] = self._samples / max(self._seconds, 1e-9)
+        self._seconds, self._samples = 0.0, 0
+        self.log.write(self.steps, values)
+
+    def _note_bad(self, group: list[Batch]) -> None:
+        for index, reason in (bad for batch in group for bad in batch.bad):
+            if not self.bad:
+                self.log.say(f"pair {index} is left out: {reason} (further ones are counted)")
+            self.bad[index] = reason
+
+    def _check_finite(self) -> None:
+        self._fail_if_bad(self.meter.bad_step())
+
+    def _fail_if_bad(self, step: int | None) -> None:
+        if step is None:
+            return
+        rate = self.update.optimizer.param_groups[0]["initial_lr"]
+        kept = self.checkpoints.complete()
+        raise DualencError(
+            f"step {step}: the loss is not finite; lower learning_rate (now {rate:g}), lengthen warmup, set "
+            f"max_gradient_norm, or use mixed_precision=no; "
+            + (f"the checkpoint {kept[-1][1]} is from before" if kept else "nothing was saved")
+        )
+
+
+_POSITION = ("steps", "epoch", "batch", "batches_done")
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _grouped(stream: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+    """Consecutive batches, `size` at a time; the last group of an epoch may be smaller."""
+    group: list[Batch] = []
+    for batch in stream:
+        group.append(batch)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group

@@ -1,0 +1,133 @@
+"""Optimizers and learning-rate schedules: torch's, and LARS, over the weights of a model and its objective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from dualenc.errors import DualencError
+from dualenc.training.lars import LARS
+
+OptimizerName = Literal["adamw", "sgd", "lars"]
+ScheduleName = Literal["cosine", "linear", "constant"]
+
+
+def build_optimizer(
+    modules: Iterable[nn.Module],
+    name: OptimizerName = "adamw",
+    learning_rate: float = 1e-4,
+    weight_decay: float = 0.01,
+    momentum: float = 0.9,
+    betas: tuple[float, float] = (0.9, 0.999),
+) -> Optimizer:
+    """An optimizer over all trainable parameters of some modules.
+
+    Parameters with fewer than two dimensions (norms, biases, the temperature) get no weight decay, and under LARS
+    no layer-wise rate.
+
+    Args:
+        modules: the model and the objective; a shared parameter counts once.
+        name: "adamw", "sgd" (Nesterov momentum when momentum > 0) or "lars".
+        learning_rate: peak learning rate.
+        weight_decay: of parameters with two or more dimensions.
+        momentum: of "sgd" and "lars".
+        betas: of "adamw".
+
+    Raises:
+        DualencError: an unknown name, an argument out of range, or nothing to train.
+    """
+    if not learning_rate > 0 or weight_decay < 0:
+        raise DualencError(
+            f"learning_rate {learning_rate} must be above 0 and weight_decay {weight_decay} at least 0; change them"
+        )
+    builders: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
+        "adamw": lambda groups: torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=_fusable(groups)),
+        "sgd": lambda groups: torch.optim.SGD(
+            groups, lr=learning_rate, momentum=momentum, nesterov=momentum > 0, fused=_fusable(groups)
+        ),
+        "lars": lambda groups: LARS(groups, lr=learning_rate, momentum=momentum),
+    }
+    if name not in builders:
+        raise DualencError(f"optimizer is {name!r}; choose one of {', '.join(builders)}")
+    return builders[name](parameter_groups(modules, weight_decay))
+
+
+def trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """All parameters that training changes, each once, in a fixed order."""
+    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    return list(found.values())
+
+
+def parameter_groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: weights that decay and, under LARS, adapt their rate; and the rest."""
+    parameters = trainable_parameters(modules)
+    if not parameters:
+        raise DualencError("nothing to train: every weight of the model is fixed; unfreeze a tower")
+    decayed = [p for p in parameters if p.dim() >= 2]
+    others = [p for p in parameters if p.dim() < 2]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay, "adapt": True},
+        {"params": others, "weight_decay": 0.0, "adapt": False},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_schedule(
+    optimizer: Optimizer,
+    name: ScheduleName,
+    total_steps: int,
+    warmup: int | float = 0,
+    final_fraction: float = 0.0,
+) -> LambdaLR:
+    """A linear warm-up, then the schedule; one `step()` per optimizer step.
+
+    Args:
+        optimizer: whose learning rate it drives.
+        name: "cosine" or "linear" decay to `final_fraction` of the peak, or "constant".
+        total_steps: optimizer steps of the whole training.
+        warmup: steps of warm-up (int), or their share of total_steps (float in [0, 1)).
+        final_fraction: learning rate at the end, as a share of the peak.
+
+    Raises:
+        DualencError: an unknown name or a warm-up out of range.
+    """
+    if name not in _DECAYS:
+        raise DualencError(f"schedule is {name!r}; choose one of {', '.join(_DECAYS)}")
+    steps = warmup_steps(warmup, total_steps)
+    decay = _DECAYS[name]
+
+    def factor(step: int) -> float:
+        if step < steps:
+            return (step + 1) / steps
+        progress = min(1.0, (step - steps) / max(1, total_steps - steps))
+        return final_fraction + (1 - final_fraction) * decay(progress)
+
+    return LambdaLR(optimizer, factor)
+
+
+def warmup_steps(warmup: int | float, total_steps: int) -> int:
+    """Steps of warm-up from a number or a share of all steps."""
+    if isinstance(warmup, float) and 0 <= warmup < 1:
+        return round(warmup * total_steps)
+    if warmup < 0 or warmup != int(warmup):
+        raise DualencError(f"warmup is {warmup}; give a number of steps, or a share of all steps below 1")
+    return int(warmup)
+
+
+_DECAYS: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "constant": lambda progress: 1.0,
+}
+
+
+def _fusable(groups: list[dict[str, Any]]) -> bool:
+    """One kernel for all weights: there is one for CUDA and, in recent torch, for the CPU."""
+    parameters = [p for group in groups for p in group["params"]]
+    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)

@@ -1,0 +1,104 @@
+"""Setting up a training process through accelerate: device, mixed precision, trackers, other processes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.tracking import get_available_trackers
+from torch import nn
+
+from dualenc import distributed
+from dualenc.encoders.dual import DualEncoder
+from dualenc.errors import DualencError
+from dualenc.training.gradient_cache import uses_batch_statistics
+
+MixedPrecision = Literal["no", "bf16", "fp16"]
+
+
+def start(mixed_precision: MixedPrecision, trackers: Sequence[str], folder: Path) -> Accelerator:
+    """The accelerator of one training run; several runs may follow one another in a process.
+
+    Args:
+        mixed_precision: "no", "bf16" or "fp16".
+        trackers: names of accelerate's trackers, such as "tensorboard" or "wandb".
+        folder: where trackers that write files write them.
+
+    Raises:
+        DualencError: the device has no such precision, or a tracker's package is not installed.
+    """
+    if mixed_precision not in ("no", "bf16", "fp16"):
+        raise DualencError(f"mixed_precision is {mixed_precision!r}; choose no, bf16 or fp16")
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for tracker in trackers:
+        if tracker not in available:
+            raise DualencError(f"tracker {tracker!r} is not installed or unknown; install it (pip install {tracker})")
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed_precision:
+        AcceleratorState._reset_state()  # the processes stay as they are; only the precision changes
+    try:
+        accelerator = Accelerator(
+            mixed_precision=mixed_precision,
+            cpu=not torch.accelerator.is_available(),
+            log_with=list(trackers) or None,
+            project_dir=folder,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise DualencError(f"mixed_precision={mixed_precision}: {error}") from error
+    if mixed_precision == "fp16" and accelerator.scaler is None:
+        raise DualencError(f"mixed_precision=fp16 does not work on {accelerator.device.type}; use bf16 or no")
+    _warn_if_alone()
+    return accelerator
+
+
+def place(model: DualEncoder, device: torch.device, chunk_size: int | None) -> DualEncoder:
+    """Move a model to its device, give every rank the main process's weights, and settle BatchNorm.
+
+    On several GPUs BatchNorm takes its statistics over the global batch (`SyncBatchNorm`), except with gradient
+    caching, where they are those of a chunk.
+    """
+    if uses_batch_statistics(model):
+        if chunk_size is not None:
+            message = f"BatchNorm with chunk_size takes its statistics over {chunk_size} items, not over the batch"
+            warnings.warn(message, stacklevel=2)
+        elif device.type == "cuda" and distributed.world_size() > 1:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model.to(device)
+    if distributed.world_size() > 1:
+        for tensor in model.state_dict().values():
+            tensor.copy_(distributed.broadcast_object(tensor.cpu()))
+    return model
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool, device: torch.device) -> Iterator[None]:
+    """Same seed, same run on a GPU too, where some default kernels add numbers up in no fixed order."""
+    if not (enabled and device.type == "cuda"):
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+def _warn_if_alone() -> None:
+    """`accelerate launch --cpu --num_processes N` starts one process unless it is given MPI; say so."""
+    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
+    if asked and distributed.world_size() == 1 and "RANK" not in os.environ:
+        warnings.warn(
+            "accelerate launch --cpu has started a single process; for several on CPU set ACCELERATE_USE_CPU=true "
+            "and launch with --multi_gpu --num_processes N",
+            stacklevel=2,
+        )

@@ -1,0 +1,307 @@
+"""The trainer: puts the parts of a training run together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from dualenc import distributed
+from dualenc.batching.random_batches import RandomBatches
+from dualenc.batching.selector import BatchSelector
+from dualenc.data.pairs import PairDataset
+from dualenc.encoders.dual import DualEncoder
+from dualenc.errors import DualencError
+from dualenc.objectives.base import Objective
+from dualenc.training import process, run_folder
+from dualenc.training.best import BestModel, Evaluator
+from dualenc.training.card import TrainingCard
+from dualenc.training.checkpoint import Checkpoints
+from dualenc.training.fingerprint import fingerprint, flatten
+from dualenc.training.items import ItemEncoder
+from dualenc.training.loader import BatchLoader, OnError
+from dualenc.training.loop import Loop
+from dualenc.training.optimizers import OptimizerName, ScheduleName, build_optimizer, build_schedule
+from dualenc.training.random_state import seed_everything
+from dualenc.training.run_log import RunLog
+from dualenc.training.selection import BatchPlan, EmbeddingSource
+from dualenc.training.step import Step
+
+
+class TrainingResult(NamedTuple):
+    """What a training run ended with.
+
+    Attributes:
+        model_folder: where the model is.
+        steps: optimizer steps done.
+        loss: mean training loss in the last line of the log.
+        before: the evaluator's metrics of the untrained model; empty without an evaluator.
+        metrics: the evaluator's metrics of the model in `model_folder`; empty without an evaluator.
+        seconds: of this call.
+        skipped: how many samples were left out because they could not be read.
+    """
+
+    model_folder: Path
+    steps: int
+    loss: float
+    before: dict[str, float]
+    metrics: dict[str, float]
+    seconds: float
+    skipped: int
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Trains any dual encoder with any objective, on one process or many.
+
+        Trainer(output="run", epochs=3).fit(model, pairs, objective)
+
+    Args:
+        output: folder of the run: checkpoints, metrics.jsonl and, at the end, `model`.
+        batch_size: pairs in a global batch, over all processes.
+        epochs: passes over the data; 1 when max_steps is not given either.
+        max_steps: optimizer steps at which to stop, whatever the epochs.
+        learning_rate: peak learning rate.
+        optimizer: "adamw", "sgd" or "lars".
+        weight_decay: of weights with two or more dimensions.
+        momentum: of "sgd" and "lars".
+        betas: of "adamw".
+        warmup: steps of linear warm-up, or their share of all steps when it is a fraction below 1.
+        schedule: "cosine", "linear" or "constant" after the warm-up.
+        final_fraction: learning rate at the end as a share of the peak.
+        max_gradient_norm: gradients are scaled down to this norm; null leaves them.
+        mixed_precision: "no", "bf16" or "fp16".
+        gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
+        chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch. null: off.
+        evaluate_every: steps between evaluations; null evaluates before and after training only.
+        keep_best: the model folder gets the weights with the best evaluation, otherwise the last ones.
+        save_every: steps between checkpoints, and one at the end; null writes none.
+        keep_checkpoints: how many of the latest stay.
+        log_every: steps between lines of metrics.jsonl.
+        seed: of augmentation, dropout and batches.
+        num_workers: processes per rank that decode and prepare the data.
+        on_error: "skip" leaves out samples that cannot be read and counts them, "raise" stops at the first.
+        selection_embeddings: for batchings that use embeddings: "epoch" takes those of the last epoch's batches,
+            "fresh" makes an evaluation-mode pass at the start of every epoch.
+        selected_share: share of the selected batches that are used as they are, in [0, 1]; the rest are random.
+        selection_background: select while training goes on, one epoch late; false waits for it.
+        tracker: accelerate's trackers, such as tensorboard or wandb; several separated by commas.
+        project: what trackers call the project.
+        deterministic: same seed, same run on a GPU too.
+        overwrite: start anew in a folder that holds a run.
+        progress: show a progress bar.
+
+    Raises:
+        DualencError: an argument out of range.
+    """
+
+    output: str | os.PathLike[str]
+    batch_size: int = 32
+    epochs: int | None = None
+    max_steps: int | None = None
+    learning_rate: float = 1e-4
+    optimizer: OptimizerName = "adamw"
+    weight_decay: float = 0.01
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup: int | float = 0.1
+    schedule: ScheduleName = "cosine"
+    final_fraction: float = 0.0
+    max_gradient_norm: float | None = 1.0
+    mixed_precision: process.MixedPrecision = "no"
+    gradient_accumulation: int = 1
+    chunk_size: int | None = None
+    evaluate_every: int | None = None
+    keep_best: bool = True
+    save_every: int | None = 1000
+    keep_checkpoints: int = 2
+    log_every: int = 10
+    seed: int = 0
+    num_workers: int = 0
+    on_error: OnError = "skip"
+    selection_embeddings: EmbeddingSource = "epoch"
+    selected_share: float = 1.0
+    selection_background: bool = True
+    tracker: str | None = None
+    project: str = "dualenc"
+    deterministic: bool = True
+    overwrite: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        at_least_one = ("batch_size", "epochs", "max_steps", "gradient_accumulation", "chunk_size", "evaluate_every")
+        for name in (*at_least_one, "save_every", "keep_checkpoints", "log_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DualencError(f"{name} is {value}; it must be at least 1")
+        if self.seed < 0 or self.num_workers < 0:
+            raise DualencError(f"seed {self.seed} and num_workers {self.num_workers} must be at least 0")
+        if self.on_error not in ("skip", "raise"):
+            raise DualencError(f"on_error is {self.on_error!r}; choose 'skip' or 'raise'")
+
+    def fit(
+        self,
+        model: DualEncoder,
+        pairs: PairDataset,
+        objective: Objective,
+        batching: BatchSelector | None = None,
+        evaluator: Evaluator | None = None,
+        resume: bool = False,
+        recipe: Mapping[str, Any] | None = None,
+    ) -> TrainingResult:
+        """Train, and leave the model in `output/model`.
+
+        Args:
+            model: trained in place; ends with the weights of the last step.
+            pairs: the training pairs.
+            objective: the loss; its learnable parameters are trained too.
+            batching: who meets whom; by default random batches.
+            evaluator: measures the model before, during and after training.
+            resume: go on, exactly, from the latest checkpoint in `output`; from the start if there is none.
+            recipe: where all of this came from, for the model card and to recognise checkpoints of other recipes.
+
+        Raises:
+            DualencError: the folder holds a run already, the checkpoint is of another recipe, the loss is not
+                finite, or the arguments do not fit one another.
+        """
+        start = time.perf_counter()
+        if self.batch_size > len(pairs):
+            raise DualencError(f"batch_size is {self.batch_size} but there are {len(pairs)} pairs; make it smaller")
+        batching = batching or RandomBatches(len(pairs), self.batch_size, seed=self.seed)
+        accelerator = process.start(self.mixed_precision, self._trackers(), Path(self.output))
+        run_folder.claim(self.output, resume=resume, overwrite=self.overwrite)
+        with process.deterministic_algorithms(self.deterministic, accelerator.device):
+            loop = self._assemble(accelerator, model, pairs, objective, batching, evaluator, recipe or {})
+            try:
+                self._start_or_resume(loop, resume)
+                loop.run()
+                metrics = loop.best.finish(loop.steps)
+            finally:
+                loop.close()
+        last = run_folder.last_logged(self.output, "loss")
+        seconds = time.perf_counter() - start
+        skipped = len(loop.all_bad())
+        return TrainingResult(loop.best.folder, loop.steps, last, loop.best.before, metrics, seconds, skipped)
+
+    def _assemble(
+        self,
+        accelerator: Accelerator,
+        model: DualEncoder,
+        pairs: PairDataset,
+        objective: Objective,
+        batching: BatchSelector,
+        evaluator: Evaluator | None,
+        recipe: Mapping[str, Any],
+    ) -> Loop:
+        device, output = accelerator.device, Path(self.output)
+        model = process.place(model, device, self.chunk_size)
+        objective.to(device).set_counts(*(_counts(pairs, side).to(device) for side in ("left", "right")))
+        plan = self._plan(batching, len(pairs), device)
+        total_steps = self._total_steps(plan)
+        described = {"trainer": self._decisive_settings(), "recipe": recipe}
+        return Loop(
+            self._step(accelerator, model, pairs, objective, total_steps),
+            self._loader(model, pairs, device),
+            plan,
+            BestModel(
+                model,
+                output / "model",
+                evaluator,
+                keep_best=self.keep_best,
+                card=TrainingCard(pairs, objective, asdict(self), recipe),
+                autocast=accelerator.autocast,
+            ),
+            RunLog(output / "metrics.jsonl", accelerator, total_steps, self.progress),
+            Checkpoints(
+                output / "checkpoints",
+                self.keep_checkpoints,
+                fingerprint(described, model, objective, pairs, batching),
+            ),
+            total_steps=total_steps,
+            accumulation=self.gradient_accumulation,
+            evaluate_every=self.evaluate_every,
+            save_every=self.save_every,
+            log_every=self.log_every,
+        )
+
+    def _step(
+        self, accelerator: Accelerator, model: DualEncoder, pairs: PairDataset, objective: Objective, total_steps: int
+    ) -> Step:
+        optimizer = build_optimizer(
+            [model, objective], self.optimizer, self.learning_rate, self.weight_decay, self.momentum, self.betas
+        )
+        schedule = build_schedule(optimizer, self.schedule, total_steps, self.warmup, self.final_fraction)
+        items = ItemEncoder(model, pairs, seed=self.seed, on_error=self.on_error)
+        return Step(
+            model,
+            objective,
+            optimizer,
+            schedule,
+            items,
+            accelerator,
+            chunk_size=self.chunk_size,
+            max_gradient_norm=self.max_gradient_norm,
+        )
+
+    def _loader(self, model: DualEncoder, pairs: PairDataset, device: torch.device) -> BatchLoader:
+        return BatchLoader(
+            pairs,
+            model.left.prepare,
+            model.right.prepare,
+            seed=self.seed,
+            num_workers=self.num_workers,
+            on_error=self.on_error,
+            pin_memory=device.type == "cuda",
+        )
+
+    def _plan(self, batching: BatchSelector, num_pairs: int, device: torch.device) -> BatchPlan:
+        return BatchPlan(
+            batching,
+            num_pairs,
+            Path(self.output) / "selection",
+            embeddings=self.selection_embeddings,
+            share=self.selected_share,
+            background=self.selection_background,
+            seed=self.seed,
+            device=device,
+        )
+
+    def _total_steps(self, plan: BatchPlan) -> int:
+        if self.max_steps is not None and self.epochs is None:
+            return self.max_steps
+        batches = [plan.num_batches(epoch) for epoch in range(self.epochs or 1)]
+        steps = sum(-(-count // self.gradient_accumulation) for count in batches)
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def _decisive_settings(self) -> dict[str, Any]:
+        """The settings that the weights depend on."""
+        free = ("output", "num_workers", "save_every", "keep_checkpoints", "log_every", "tracker", "project")
+        return {k: v for k, v in asdict(self).items() if k not in (*free, "overwrite", "progress")}
+
+    def _trackers(self) -> list[str]:
+        return [name.strip() for name in (self.tracker or "").split(",") if name.strip()]
+
+    def _start_or_resume(self, loop: Loop, resume: bool) -> None:
+        seed_everything(self.seed, distributed.rank())
+        loop.log.start_trackers(self.project, flatten(asdict(self)))
+        state = loop.checkpoints.load_latest(self.seed) if resume else None
+        if state is not None:
+            loop.load_state_dict(state)
+            return loop.log.say(f"resuming at step {loop.steps} of {loop.total_steps}")
+        if resume:
+            loop.log.say(f"{loop.checkpoints.folder}: no checkpoint to resume from; starting at step 0")
+        loop.log.restart_at(0)
+        return loop.evaluate()
+
+
+def _counts(pairs: PairDataset, side: str) -> torch.Tensor:
+    """How many pairs each item of a side is in."""
+    ids, total = (pairs.left_id, pairs.num_left) if side == "left" else (pairs.right_id, pairs.num_right)
+    return torch.from_numpy(np.bincount(ids, minlength=total))

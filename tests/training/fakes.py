@@ -1,0 +1,131 @@
+"""A dual encoder and pairs so small that a training run takes a fraction of a second, in float64 if wanted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dualenc.data.pairs import PairDataset
+from dualenc.encoders.dual import DualEncoder
+from dualenc.encoders.tower import Prepare, Tower
+from dualenc.errors import BadSample
+from dualenc.objectives.infonce import InfoNCE
+
+WIDTH = 6
+
+
+class NumbersPrepare(Prepare):
+    """Texts of numbers to float rows; with seeds, each item gets noise that is a function of its seed."""
+
+    modality = "text"
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        self.dtype = dtype
+
+    def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
+        rows = torch.tensor([[float(x) for x in item.split()] for item in items], dtype=self.dtype)
+        if seeds is not None:
+            draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+            rows += 0.1 * torch.stack([torch.randn(WIDTH, generator=draw, dtype=self.dtype) for draw in draws])
+        return {"rows": rows}
+
+
+class TinyTower(Tower):
+    """Linear, optional BatchNorm, optional dropout, linear, unit norm; in whatever precision its weights have."""
+
+    modality = "text"
+
+    def __init__(self, dim: int = 5, dropout: float = 0.0, batchnorm: bool = False) -> None:
+        super().__init__()
+        self.dim = self.feature_dim = dim
+        self.prepare = NumbersPrepare()
+        norm = nn.BatchNorm1d(8) if batchnorm else nn.Identity()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 8), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, dim))
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        rows = inputs["rows"].to(self.layers[0].weight.dtype)
+        vectors = self.layers(rows)
+        return nn.functional.normalize(vectors if vectors.dtype == torch.float64 else vectors.float(), dim=-1)
+
+
+class TinyEncoder(DualEncoder):
+    """Two `TinyTower`s, or one for both sides, that save their weights and card as plain files."""
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        dropout: float = 0.0,
+        batchnorm: bool = False,
+        shared: bool = False,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        left = TinyTower(dropout=dropout, batchnorm=batchnorm)
+        right = left if shared else TinyTower(dropout=dropout, batchnorm=batchnorm)
+        torch.set_rng_state(state)
+        super().__init__(left, right, kind="query-document")
+        self.to(dtype)
+
+    def write(self, folder: Path) -> None:
+        torch.save(self.state_dict(), folder / "weights.pt")
+        (folder / "dualenc.json").write_text("{}")
+
+    def write_card(self, folder: Path, name: str, card: dict[str, Any]) -> None:
+        (folder / "card.json").write_text(json.dumps(card, default=str))
+
+
+class NumberItems(list[str]):
+    """Items by position; those listed as bad cannot be read, and one can be deadly."""
+
+    bad: tuple[int, ...] = ()
+
+    def __getitem__(self, index: int) -> str:  # type: ignore[override]
+        if index in self.bad:
+            raise BadSample(f"row {index}: not readable")
+        return super().__getitem__(index)
+
+
+def tiny_pairs(num_pairs: int = 24, seed: int = 0, bad: tuple[int, ...] = (), **arguments: Any) -> PairDataset:
+    """Pairs of noisy copies of the same numbers."""
+    draw = np.random.default_rng(seed)
+    rows = draw.normal(size=(num_pairs, WIDTH))
+    sides = [rows + 0.1 * draw.normal(size=rows.shape) for _ in range(2)]
+    items = [NumberItems(" ".join(f"{x:.6f}" for x in row) for row in side) for side in sides]
+    items[0].bad = bad
+    return PairDataset(items[0], items[1], **arguments)
+
+
+def tiny_objective(pairs: PairDataset, **arguments: Any) -> InfoNCE:
+    """InfoNCE with a learnable temperature, in float64."""
+    settings = {"temperature": 0.2, "learnable_temperature": True, **arguments}
+    return InfoNCE(num_left=pairs.num_left, num_right=pairs.num_right, **settings).double()
+
+
+def gradients(*modules: nn.Module) -> list[Tensor]:
+    """A copy of every gradient."""
+    return [p.grad.clone() for m in modules for p in m.parameters() if p.grad is not None]
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """The weights that a run has written."""
+    return torch.load(folder / "model" / "weights.pt", weights_only=True)
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Whether two sets of weights are equal bit for bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+def kill_this_process() -> None:
+    """What no handler can catch."""
+    os.kill(os.getpid(), signal.SIGKILL)
