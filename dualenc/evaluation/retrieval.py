@@ -114,6 +114,16 @@ def summary_rows(results: Sequence[Result], metrics: Sequence[str] = HEADLINES) 
     return rows
 
 
+def cutoff_rows(results: Sequence[Result]) -> list[dict[str, object]]:
+    """A table row for each metric of each result, with a column for each cut-off."""
+    return [
+        {"data": result.dataset, "system": result.system, "metric": metric}
+        | {f"@{k}": result.means[f"{metric}@{k}"] for k in CUTOFFS}
+        for result in results
+        for metric in dict.fromkeys(name.partition("@")[0] for name in result.means)
+    ]
+
+
 def means_over_datasets(results: Sequence[Result], metrics: Sequence[str] | None = None) -> Scores:
     """The mean over collections, each weighing the same, of each metric of one system."""
     if not results:

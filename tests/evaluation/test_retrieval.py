@@ -11,6 +11,7 @@ import pytrec_eval
 from dualenc.errors import DualencError
 from dualenc.evaluation.retrieval import (
     Result,
+    cutoff_rows,
     first_documents,
     means_over_datasets,
     metrics_document,
@@ -80,6 +81,10 @@ def test_the_summary_has_a_mean_row_for_each_system_over_several_collections() -
         ("mean", "BM25", 1.0),
     ]
     assert len(summary_rows([good, bm25[0]])) == 2
+    by_metric = {row["metric"]: row for row in cutoff_rows([good])}
+    assert by_metric["precision"] == {"data": "one", "system": "model", "metric": "precision"} | {
+        f"@{k}": 1 / k for k in (1, 3, 5, 10, 100)
+    }
     document = metrics_document([good, bad])
     assert document["model"]["mean"]["ndcg@10"] == 0.5
     assert document["model"]["datasets"]["one"]["metrics"] == good.means
