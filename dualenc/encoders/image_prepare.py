@@ -23,15 +23,19 @@ class ImagePrepare(Prepare):
     Args:
         evaluate: RGB image to pixels (3, H, W).
         augment: the same for training, as a pure function of image and seed.
+        grey: give both of them grey images, of one channel.
     """
 
     modality = "image"
 
-    def __init__(self, evaluate: Callable[[Image.Image], Tensor], augment: Augment) -> None:
+    def __init__(self, evaluate: Callable[[Image.Image], Tensor], augment: Augment, grey: bool = False) -> None:
         self.evaluate = evaluate
         self.augment = augment
+        self.grey = grey
 
     def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
+        if self.grey:
+            items = [item.convert("L") for item in items]
         if seeds is None:
             return {"image": torch.stack([self.evaluate(item) for item in items])}
         return {"image": torch.stack([self.augment(item, seed) for item, seed in zip(items, seeds, strict=True)])}
