@@ -1,0 +1,147 @@
+"""What every selector promises."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualenc.batching import BatchSelector, OSGDBatches, RandomBatches, SpectralBatches
+from dualenc.errors import DualencError
+from tests.batching.clusters import random_pairs
+
+Make = Callable[..., BatchSelector]
+
+
+def bisection(*args: int, **kwargs: object) -> BatchSelector:
+    return SpectralBatches(*args, method="bisection", **kwargs)
+
+
+def spectral(*args: int, **kwargs: object) -> BatchSelector:
+    return SpectralBatches(*args, method="spectral", k=3, **kwargs)
+
+
+def bandwidth(*args: int, **kwargs: object) -> BatchSelector:
+    return SpectralBatches(*args, method="bandwidth", **kwargs)
+
+
+def ordered(*args: int, **kwargs: object) -> BatchSelector:
+    return OSGDBatches(*args, k=2, q=1, **kwargs)
+
+
+PARTITIONS = [RandomBatches, bisection, spectral, bandwidth]
+ALL = [*PARTITIONS, ordered]
+
+sizes = st.tuples(st.integers(1, 90), st.integers(1, 12)).filter(lambda pair: pair[0] >= pair[1])
+
+
+def degenerate(kind: str, num_pairs: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Embeddings without, or with too much, structure."""
+    left, right = random_pairs(num_pairs, 6, seed)
+    if kind == "duplicates":
+        few = np.random.default_rng(seed).integers(0, 3, num_pairs) % num_pairs
+        return left[few], right[few]
+    if kind == "collinear":
+        sign = np.random.default_rng(seed).choice(np.float32([-1, 1]), (num_pairs, 1))
+        return sign * left[:1], sign * left[:1]
+    if kind == "zeros":
+        return 0 * left, 0 * right
+    return left, right
+
+
+@pytest.mark.parametrize("make", PARTITIONS)
+@given(size=sizes, kind=st.sampled_from(["random", "duplicates", "collinear", "zeros"]), seed=st.integers(0, 99))
+def test_each_pair_appears_exactly_once_and_the_remainder_is_dropped(
+    make: Make, size: tuple[int, int], kind: str, seed: int
+) -> None:
+    num_pairs, batch_size = size
+    selector = make(num_pairs, batch_size, seed=seed)
+    batches = selector.select(0, *degenerate(kind, num_pairs, seed))
+    assert batches.shape == (num_pairs // batch_size, batch_size)
+    assert batches.shape[0] == selector.num_batches
+    assert batches.dtype == np.int64
+    assert len(np.unique(batches)) == batches.size
+    assert batches.min() >= 0
+    assert batches.max() < num_pairs
+    assert selector.left_out(batches) == num_pairs % batch_size
+
+
+@pytest.mark.parametrize("make", PARTITIONS)
+@given(size=sizes, seed=st.integers(0, 99))
+def test_wrap_uses_every_pair_and_repeats_none_within_a_batch(make: Make, size: tuple[int, int], seed: int) -> None:
+    num_pairs, batch_size = size
+    selector = make(num_pairs, batch_size, seed=seed, remainder="wrap")
+    batches = selector.select(1, *random_pairs(num_pairs, 6, seed))
+    counts = np.bincount(batches.ravel(), minlength=num_pairs)
+    assert batches.shape == (selector.num_batches, batch_size) == (-(-num_pairs // batch_size), batch_size)
+    assert counts.min() == 1
+    assert counts.max() <= 2
+    assert all(len(set(batch)) == batch_size for batch in batches.tolist())
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_batches_are_a_function_of_seed_epoch_and_embeddings(make: Make) -> None:
+    left, right = random_pairs(60, 8)
+    first = make(60, 5, seed=3).select(2, left, right)
+    np.random.seed(1)  # noqa: NPY002 - the global generator must make no difference
+    restored = pickle.loads(pickle.dumps(make(60, 5, seed=3)))
+    np.testing.assert_array_equal(first, restored.select(2, left.astype(np.float64), right))
+    assert not np.array_equal(first, make(60, 5, seed=3).select(3, left, right))
+    assert not np.array_equal(first, make(60, 5, seed=4).select(2, left, right))
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_without_embeddings_batches_are_random(make: Make) -> None:
+    np.testing.assert_array_equal(make(50, 6, seed=1).select(4), RandomBatches(50, 6, seed=1).select(4))
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_right_defaults_to_left(make: Make) -> None:
+    left, _ = random_pairs(48, 8)
+    np.testing.assert_array_equal(make(48, 4).select(0, left), make(48, 4).select(0, left, left.copy()))
+
+
+@pytest.mark.parametrize("make", ALL[1:])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_non_finite_embedding_is_named_in_one_line(make: Make, value: float) -> None:
+    left, right = random_pairs(40, 8)
+    right[17, 3] = value
+    with pytest.raises(DualencError, match=r"^right embeddings hold a NaN or an infinity in row 17; [^\n]+$"):
+        make(40, 4).select(0, left, right)
+
+
+@pytest.mark.parametrize("make", ALL[1:])
+def test_embeddings_of_another_shape_are_refused(make: Make) -> None:
+    left, right = random_pairs(40, 8)
+    with pytest.raises(DualencError, match=r"left embeddings have shape \(39, 8\); expected \(40, D\)"):
+        make(40, 4).select(0, left[:-1], right)
+    with pytest.raises(DualencError, match=r"left embeddings have shape \(40, 8\) and right \(40, 7\)"):
+        make(40, 4).select(0, left, right[:, :-1])
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_arguments_out_of_range_are_refused(make: Make) -> None:
+    with pytest.raises(DualencError, match="batch_size 9 exceeds num_pairs 8; choose a batch_size of at most 8"):
+        make(8, 9)
+    with pytest.raises(DualencError, match="batch_size is 0; choose at least 1"):
+        make(8, 0)
+    with pytest.raises(DualencError, match="remainder is 'dorp'; did you mean 'drop'"):
+        make(8, 2, remainder="dorp")
+    with pytest.raises(DualencError, match="epoch is -1"):
+        make(8, 2).select(-1)
+
+
+def test_only_selectors_that_use_embeddings_ask_for_them() -> None:
+    assert not RandomBatches.needs_embeddings
+    assert OSGDBatches.needs_embeddings
+    assert SpectralBatches.needs_embeddings
+
+
+def test_random_batches_are_uniform() -> None:
+    selector = RandomBatches(6, 2)
+    together = np.mean([[{0, 5} == set(batch) for batch in selector.select(epoch)] for epoch in range(3000)]) * 3
+    assert together == pytest.approx(1 / 5, abs=0.03)
