@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualenc.data.arrow_cache import FILE, LINE, Kind, Reshape, check_columns, read_lines
-from dualenc.data.lines import LINE_FORMATS, file_format
+from dualenc.data.lines import LINE_FORMATS, file_format, read_records
 from dualenc.data.skips import Skips
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset
 
 TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
+
+_BAR_BYTES = 256 << 20  # parquet files below that are read in a moment
 
 
 @dataclass
@@ -88,7 +92,7 @@ def open_table(
         DualencError: no such file, column or split; a broken file.
     """
     source = str(source)
-    saved = any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    saved = _is_saved(source)
     files = [] if saved else find_files(source, split)
     if saved:
         dataset = _saved(source, split)
@@ -105,6 +109,25 @@ def open_table(
         dataset = dataset.flatten_indices()
     root = files[0].parent if files else Path(source) if Path(source).is_dir() else Path()
     return Table(source, dataset, skips, root, files)
+
+
+def peek_columns(source: str | Path, split: str = "train", subset: str | None = None) -> dict[str, Kind]:
+    """The columns a table has and whether they hold lists, without reading it whole; of records, the first counts.
+
+    Raises:
+        DualencError: no such file or split; a broken file.
+    """
+    source = str(source)
+    files = [] if _is_saved(source) else find_files(source, split)
+    if files and file_format(files[0]) != ".parquet":
+        record = next((record for _, record in read_records(files[0], Skips(source))), {})
+        return {name: "list" if isinstance(value, list) else "value" for name, value in record.items()}
+    if files:
+        schema = _parquet_schema(files[0])
+    else:
+        dataset = _saved(source, split) if _is_saved(source) else _from_hub(source, subset, split)
+        schema = dataset.data.schema
+    return {field.name: "list" if "list" in str(field.type).partition("<")[0] else "value" for field in schema}
 
 
 def find_files(source: str, split: str) -> list[Path]:
@@ -146,6 +169,11 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     return chosen
 
 
+def _is_saved(source: str) -> bool:
+    """Whether `datasets.save_to_disk` wrote this folder."""
+    return any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
 def _saved(source: str, split: str) -> Dataset:
     import datasets
 
@@ -172,20 +200,39 @@ def _from_hub(name: str, subset: str | None, split: str) -> Dataset:
 
 def _from_parquet(files: list[Path], columns: Mapping[str, Kind]) -> Dataset:
     import datasets
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    names: list[str] = []
+    names = [name for name in _parquet_schema(files[0]).names if name in columns]
     for file in files:
-        try:
-            present = pq.read_schema(file).names
-        except (pa.ArrowException, OSError) as error:
-            raise DualencError(f"{file}: not a readable parquet file ({error}); fetch it again") from None
-        names = names or [name for name in present if name in columns]
-        check_columns(str(file), present, names)
+        check_columns(str(file), _parquet_schema(file).names, names)
     data_files: dict[str, Any] = {"train": [str(file) for file in files]}
+    short = sum(file.stat().st_size for file in files) < _BAR_BYTES
     try:
-        return datasets.load_dataset("parquet", data_files=data_files, split="train", columns=names or None)
+        with _no_bars() if short else nullcontext():
+            return datasets.load_dataset("parquet", data_files=data_files, split="train", columns=names or None)
     except datasets.exceptions.DatasetGenerationError as error:
         cause = str(error.__cause__ or error).splitlines()[0]
         raise DualencError(f"{files[0]}: cannot be read ({cause}); fetch it again") from None
+
+
+def _parquet_schema(file: Path) -> pa.Schema:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_schema(file)
+    except (pa.ArrowException, OSError) as error:
+        raise DualencError(f"{file}: not a readable parquet file ({error}); fetch it again") from None
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Hide the progress bars of `datasets`, which it shows for the smallest file."""
+    import datasets
+
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()

@@ -1,0 +1,188 @@
+"""Opening whatever the user points at: the kind of source is told from what lies there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dualenc.data.arrow_cache import Kind
+from dualenc.data.beir import BeirPairs, is_beir, read_corpus
+from dualenc.data.corpora import image_corpus, text_corpus
+from dualenc.data.corpus import Corpus
+from dualenc.data.folders import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs
+from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
+from dualenc.data.labels import labels_of_folders
+from dualenc.data.pairs import Modality, PairDataset
+from dualenc.data.skips import OnError, Skips
+from dualenc.data.table_pairs import MinedPairs, TablePairs
+from dualenc.data.tables import TABLE_FORMATS, file_format, open_table, peek_columns
+from dualenc.data.webdataset import WebDatasetPairs, is_tars, tar_corpus
+from dualenc.errors import DualencError
+
+_SURELY_IMAGES = ("image", "img", "image_path")
+_TEXTS = ("text", "contents", "content", "passage", "document", "body", "abstract", "query", "question", "sentence")
+_QUERIES = ("query", "question", "anchor", "sentence1", "title")
+_DOCUMENTS = ("document", "positive", "passage", "answer", "sentence2", "text", "abstract")
+_IDS = ("_id", "id", "docid", "doc_id", "document_id")
+
+
+def open_corpus(
+    path: str | Path,
+    *,
+    part: str = "corpus",
+    modality: Modality | None = None,
+    text_column: str | None = None,
+    title_column: str | None = None,
+    image_column: str | None = None,
+    id_column: str | None = None,
+    label_column: str | None = None,
+    split: str = "train",
+    subset: str | None = None,
+    limit: int | None = None,
+    on_error: OnError = "skip",
+) -> Corpus:
+    """Open items to embed: a BEIR folder, a table, a folder of images, tars, a text file with an item per line.
+
+    Args:
+        path: file, folder, glob, or hub name.
+        part: "corpus" or "queries" of a BEIR folder.
+        modality: "text" or "image", where a table or tar holds both; images are preferred by default.
+        text_column: by default `text` or another usual name, or the only column. A list of texts gives several items.
+        title_column: joined in front of the text; by default `title`, if there is one beside a default text column.
+        image_column: by default `image` or another usual name.
+        id_column: ids; by default `_id` or another usual name, and the row's number if there is none.
+        label_column: classes of images; by default `label`.
+        split: of a folder of tables, saved data set or hub name.
+        subset: configuration of a hub data set.
+        limit: read the first rows of a table only.
+        on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
+
+    Returns:
+        The items; `labels` and `class_names` are set for labelled images, also from the names of subfolders.
+
+    Raises:
+        DualencError: nothing there, nothing usable, or no telling which column to take.
+        BadSample: an empty item, a missing or repeated id, a malformed line, under on_error="raise".
+    """
+    skips = Skips(path, on_error)
+    if is_beir(path):
+        corpus = read_corpus(path, part, skips=skips)
+    elif is_tars(path):
+        return tar_corpus(path, **({"member": "txt"} if modality == "text" else {}), on_error=on_error)
+    elif is_image_folder(path):
+        return image_folder_corpus(path)
+    else:
+        kinds = peek_columns(path, split, subset)
+        main, modality = _main_column(str(path), kinds, modality, text_column, image_column)
+        if text_column is None:
+            title_column = title_column or _known(kinds, ("title",), but=main)
+        id_column = id_column or _known(kinds, _IDS, but=main)
+        label_column = label_column or _known(kinds, ("label",), but=main)
+        beside = [title_column, id_column] if modality == "text" else [id_column, label_column]
+        columns: dict[str, Kind] = {main: kinds.get(main, "value")}
+        columns.update({name: "value" for name in beside if name is not None})
+        table = open_table(path, columns, skips, split=split, subset=subset, limit=limit)
+        if modality == "text":
+            corpus = text_corpus(table, main, title_column, id_column)
+        else:
+            corpus = image_corpus(table, main, id_column, label_column)
+    corpus.skipped = skips.report()
+    return corpus
+
+
+def open_pairs(
+    path: str | Path,
+    left_column: str | None = None,
+    right_column: str | None = None,
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    deduplicate: bool = True,
+    limit: int | None = None,
+    on_error: OnError = "skip",
+) -> PairDataset:
+    """Open training pairs: a BEIR folder, tars, a folder of images with captions, mined negatives, or a table.
+
+    Args:
+        path: file, folder, glob, or hub name.
+        left_column: of a table; by default `image` or `query` or another usual name.
+        right_column: of a table; by default `captions`, `document` or another usual name.
+        split: of a BEIR folder, a folder of tables, a saved data set or a hub name.
+        subset: configuration of a hub data set.
+        deduplicate: equal texts of a table are the same item and share an id.
+        limit: read the first rows of a table only.
+        on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
+
+    Raises:
+        DualencError: nothing there, nothing usable, or no telling which columns to take.
+        BadSample: what the reader of the format raises, under on_error="raise".
+    """
+    if is_beir(path):
+        return BeirPairs(path, split, on_error=on_error)
+    if is_tars(path):
+        return WebDatasetPairs(path, deduplicate=deduplicate, on_error=on_error)
+    if is_image_folder(path):
+        return ImageFolderPairs(path, deduplicate=deduplicate, on_error=on_error)
+    kinds = peek_columns(path, split, subset)
+    if left_column is None and right_column is None and {"pos", "positive_passages"} & kinds.keys():
+        return MinedPairs(path, limit=limit, on_error=on_error)
+    left = left_column or _known(kinds, (*_SURELY_IMAGES, *_QUERIES, "file_name"))
+    right = right_column or _known(kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), but=left)
+    if left is None or right is None:
+        missing = "left_column" if left is None else "right_column"
+        raise DualencError(f"{path}: no telling which column is {missing}; name it (columns: {', '.join(kinds)})")
+    return TablePairs(
+        path, left, right, split=split, subset=subset, deduplicate=deduplicate, limit=limit, on_error=on_error
+    )
+
+
+def image_folder_corpus(path: str | Path) -> Corpus:
+    """All images of a folder, sorted; ids are relative paths, and the first subfolder, if any, is the class.
+
+    Raises:
+        DualencError: no such folder, or no image in it.
+    """
+    names = find_images(path)
+    numbers, classes = labels_of_folders(names) or (None, None)
+    return Corpus(names, ImageFiles(path, names), "image", labels=numbers, class_names=classes)
+
+
+def is_image_folder(path: str | Path) -> bool:
+    """Whether a folder has no table in it but images, or nothing but folders."""
+    folder = Path(path)
+    if not folder.is_dir() or (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return False
+    entries = list(folder.iterdir())
+    images = any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in entries)
+    tables = any(entry.is_file() and file_format(entry) in TABLE_FORMATS for entry in entries)
+    return images or (not tables and not (folder / "data").is_dir())
+
+
+def _main_column(
+    source: str,
+    kinds: dict[str, Kind],
+    modality: Modality | None,
+    text_column: str | None,
+    image_column: str | None,
+) -> tuple[str, Modality]:
+    """The column to embed and what it holds."""
+    if text_column is not None and modality != "image":
+        return text_column, "text"
+    if image_column is not None:
+        return image_column, "image"
+    image, text = _known(kinds, _SURELY_IMAGES), _known(kinds, _TEXTS)
+    if image is not None and modality != "text":
+        return image, "image"
+    text = text or _known(kinds, CAPTION_NAMES)
+    if text is not None and modality != "image":
+        return text, "text"
+    image = _known(kinds, IMAGE_NAMES)
+    if image is not None and modality != "text":
+        return image, "image"
+    if len(kinds) == 1:
+        return next(iter(kinds)), modality or "text"
+    argument = {"text": "text_column", "image": "image_column", None: "text_column or image_column"}[modality]
+    raise DualencError(f"{source}: no telling which column to read; name {argument} (columns: {', '.join(kinds)})")
+
+
+def _known(kinds: dict[str, Kind], names: tuple[str, ...], but: str | None = None) -> str | None:
+    return next((name for name in names if name in kinds and name != but), None)
