@@ -1,0 +1,1 @@
+"""The main job on data that every machine has: its own documentation."""
