@@ -141,7 +141,9 @@ def test_training_mode_is_left_for_embedding_and_restored() -> None:
 
 def test_features_are_what_probes_use(tmp_path: Path) -> None:
     tower = LetterTower()
-    for embeddings in (embed(tower, corpus(), out, output="features", progress=False) for out in (None, tmp_path / "f")):
+    for embeddings in (
+        embed(tower, corpus(), out, output="features", progress=False) for out in (None, tmp_path / "f")
+    ):
         assert embeddings.dim == 7
         assert embeddings.meta["output"] == "features"
         assert not embeddings.meta["normalized"]
@@ -191,10 +193,8 @@ def test_bad_samples_are_left_out_counted_and_named(tmp_path: Path, num_workers:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_bad_sample_can_stop_everything(tmp_path: Path, num_workers: int) -> None:
-    with pytest.raises(BadSample, match="^image 3: does not decode; replace it$"):
-        embed(
-            PixelTower(), images(broken=(3, 88)), tmp_path, on_error="raise", num_workers=num_workers, progress=False
-        )
+    with pytest.raises(BadSample, match=r"^image 3: does not decode; replace it$"):
+        embed(PixelTower(), images(broken=(3, 88)), tmp_path, on_error="raise", num_workers=num_workers, progress=False)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -232,7 +232,9 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
     resumed = embed(tower, corpus(3000), folder, progress=False)
     assert (folder / "shard-00000.npy").stat().st_mtime_ns == first
     assert sum(rows for rows, _ in tower.widths) <= 2000
-    np.testing.assert_array_equal(np.asarray(resumed.vectors), embed(LetterTower(), corpus(3000), progress=False).vectors)
+    np.testing.assert_array_equal(
+        np.asarray(resumed.vectors), embed(LetterTower(), corpus(3000), progress=False).vectors
+    )
 
 
 def test_a_finished_folder_costs_nothing_again(tmp_path: Path) -> None:

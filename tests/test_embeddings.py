@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -100,7 +101,7 @@ def test_shards_cover_every_row_once(num_items: int) -> None:
     ranges = shard_ranges(num_items)
     assert ranges[0].start == 0
     assert ranges[-1].stop == num_items
-    assert all(a.stop == b.start for a, b in zip(ranges, ranges[1:]))
+    assert all(a.stop == b.start for a, b in itertools.pairwise(ranges))
     assert max(map(len, ranges)) <= 16384
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
 
@@ -150,7 +151,9 @@ def test_a_shard_of_pickled_objects_is_never_loaded(tmp_path: Path) -> None:
 def test_a_shard_of_another_shape_is_named(tmp_path: Path) -> None:
     write(tmp_path / "emb")
     np.save(tmp_path / "emb" / "shard-00000.npy", vectors(834, 5))
-    with pytest.raises(DualencError, match=r"float32 of shape \(834, 5\) instead of float32 of shape \(834, 3\)") as error:
+    with pytest.raises(
+        DualencError, match=r"float32 of shape \(834, 5\) instead of float32 of shape \(834, 3\)"
+    ) as error:
         Embeddings.open(tmp_path / "emb")
     one_line(error)
 

@@ -12,8 +12,8 @@ from dualenc.errors import DualencError
 from dualenc.index.database import Database
 from dualenc.index.factory import reason
 
-SCORE_TOLERANCE = 1e-5
-"""Relative difference below which two scores are a tie: sums in another order differ by this much."""
+SCORE_TOLERANCE = 1e-6
+"""Two scores are a tie if they differ by less than this times both norms: sums in another order differ so much."""
 
 
 class Probe(NamedTuple):
@@ -66,8 +66,8 @@ def recall(index: Any, database: Database, probe: Probe) -> float:
     found = np.take_along_axis(found, own_last, axis=1)
     vectors = database.rows(np.maximum(found, 0).ravel()).reshape(*found.shape, -1)
     scores = np.einsum("qd,qkd->qk", probe.queries, vectors, dtype=np.float64)
-    slack = SCORE_TOLERANCE * np.maximum(np.abs(probe.threshold), 1e-3)
-    hits = (found >= 0) & (scores >= (probe.threshold - slack)[:, None])
+    slack = SCORE_TOLERANCE * np.linalg.norm(probe.queries, axis=1)[:, None] * np.linalg.norm(vectors, axis=2)
+    hits = (found >= 0) & (scores >= probe.threshold[:, None] - slack)
     return float(hits.mean())
 
 

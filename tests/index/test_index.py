@@ -1,0 +1,241 @@
+"""Building, saving, opening and searching an index; plain faiss opens it."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import pytest
+
+from dualenc.embedding_writer import EmbeddingWriter
+from dualenc.embeddings import Embeddings
+from dualenc.errors import DualencError
+from dualenc.index import Index, is_index
+from tests.index.clusters import clustered, exact_rows
+
+IDS = [f"doc {i}" for i in range(2000)]
+
+
+def on_disk(folder: Path, vectors: np.ndarray, **identity: Any) -> Embeddings:
+    names = [f"doc {i}" for i in range(len(vectors))]
+    writer = EmbeddingWriter(folder, names, vectors.shape[1], "float32", identity, {"model": "models/m"})
+    for number in writer.missing():
+        rows = writer.ranges[number]
+        writer.write(number, vectors[rows.start : rows.stop])
+    return writer.finish(lambda row: f"text {row}")
+
+
+@pytest.mark.parametrize("metric", ["cosine", "ip"])
+def test_exact_search_with_ids(metric: Any) -> None:
+    vectors, queries = clustered(2000, unit=False), clustered(30, seed=1, unit=False)
+    index = Index.build(vectors, IDS, metric=metric)
+    scores, ids = index.search(queries, 5)
+    if metric == "cosine":
+        vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        queries = queries / np.linalg.norm(queries, axis=1, keepdims=True)
+    rows = exact_rows(vectors, queries, 5)
+    assert ids.tolist() == [[IDS[row] for row in line] for line in rows]
+    np.testing.assert_allclose(scores, np.take_along_axis(queries @ vectors.T, rows, axis=1), rtol=1e-4)
+    assert index.meta["factory"] == "Flat"
+    assert index.meta["recall_at_10"] == 1.0
+    assert index.meta["metric"] == metric
+
+
+@pytest.mark.parametrize("factory", ["IVF16,Flat", "HNSW16", "PCA8,IVF16,SQ8", "PQ4x4"])
+def test_the_same_as_raw_faiss_with_the_same_factory_string(factory: str) -> None:
+    vectors, queries = clustered(2000), clustered(30, seed=1)
+    ours = Index.build(vectors, IDS, factory)
+    raw = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
+    raw.train(vectors)
+    raw.add(vectors)
+    for name, value in ours.meta["search_parameters"].items():
+        faiss.ParameterSpace().set_index_parameter(raw, name, value)
+    np.testing.assert_array_equal(ours.search_rows(queries)[1], raw.search(queries, 10)[1])
+
+
+def test_plain_faiss_opens_what_was_saved_tuned_as_it_was(tmp_path: Path) -> None:
+    vectors = clustered(2000)
+    ours = Index.build(vectors, IDS, "IVF32,Flat", target_recall=0.99)
+    ours.save(tmp_path / "index")
+    plain = faiss.read_index(str(tmp_path / "index" / "index.faiss"))
+    meta = json.loads((tmp_path / "index" / "meta.json").read_text())
+    assert plain.nprobe == meta["search_parameters"]["nprobe"] > 1
+    assert meta["recall_at_10"] >= 0.99
+    np.testing.assert_array_equal(plain.search(vectors[:9], 10)[1], ours.search_rows(vectors[:9])[1])
+
+
+def test_saved_and_opened(tmp_path: Path) -> None:
+    embeddings = on_disk(tmp_path / "emb", clustered(2000), side="right", model_checksum="abc")
+    built = Index.build(embeddings, factory="HNSW8")
+    built.save(tmp_path / "index")
+    opened = Index.open(tmp_path / "index")
+    assert is_index(tmp_path / "index")
+    assert len(opened) == 2000
+    assert opened.ids == embeddings.ids
+    assert opened.meta.items() >= built.meta.items()
+    assert opened.meta["model"] == "models/m"
+    assert opened.meta["side"] == "right"
+    assert opened.snippet(1999) == "text 1999"
+    for ours, theirs in zip(built.search(clustered(5)), opened.search(clustered(5))):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_an_index_is_replaced_only_by_an_index(tmp_path: Path) -> None:
+    Index.build(clustered(20), IDS[:20]).save(tmp_path / "index")
+    Index.build(clustered(30), IDS[:30]).save(tmp_path / "index")
+    assert len(Index.open(tmp_path / "index")) == 30
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("years of work")
+    with pytest.raises(DualencError, match="holds no index"):
+        Index.build(clustered(20), IDS[:20]).save(tmp_path / "thesis")
+    assert (tmp_path / "thesis" / "thesis.tex").exists()
+
+
+def test_the_database_is_streamed(tmp_path: Path) -> None:
+    """More vectors do not take more of numpy's memory: they are never held beside FAISS's own copy."""
+
+    def peak(num_vectors: int) -> int:
+        embeddings = on_disk(tmp_path / str(num_vectors), clustered(num_vectors, 128), side="right")
+        tracemalloc.start()
+        Index.build(embeddings, factory="Flat", recall_queries=10)
+        result = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return result
+
+    assert peak(70_000) - peak(35_000) < 0.3 * 35_000 * 128 * 4
+
+
+def test_fewer_results_than_asked_for() -> None:
+    index = Index.build(clustered(3), IDS[:3])
+    scores, ids = index.search(clustered(2, seed=1), 5)
+    assert ids[:, 3:].tolist() == [["", ""], ["", ""]]
+    assert np.isneginf(scores[:, 3:]).all()
+    assert set(ids[0, :3]) == set(IDS[:3])
+
+
+def test_one_query_is_a_batch_of_one() -> None:
+    index = Index.build(clustered(50), IDS[:50])
+    assert index.search(clustered(50)[7], 1)[1].tolist() == [[IDS[7]]]
+
+
+def test_search_parameters_change_the_search() -> None:
+    index = Index.build(clustered(2000), IDS, "IVF64,Flat", nprobe=1)
+    few = index.search(clustered(200, seed=1))[1]
+    all_lists = index.search(clustered(200, seed=1), nprobe=64)[1]
+    exact = exact_rows(clustered(2000), clustered(200, seed=1), 10)
+    assert (all_lists == np.array(IDS, dtype=object)[exact]).mean() > 0.99
+    assert (few != all_lists).any()
+    assert index.meta["search_parameters"] == {"nprobe": 1}
+
+
+def test_half_precision_and_row_numbers_as_ids() -> None:
+    index = Index.build(clustered(100).astype(np.float16))
+    assert index.search(clustered(100)[:5], 1)[1].ravel().tolist() == list("01234")
+
+
+def test_zero_vectors_have_cosine_zero() -> None:
+    vectors = clustered(20)
+    vectors[3] = 0
+    index = Index.build(vectors, IDS[:20])
+    scores, ids = index.search(vectors[0], 20)
+    assert scores[0][ids[0] == "doc 3"] == 0
+
+
+def test_nothing_is_measured_when_not_asked_to() -> None:
+    meta = Index.build(clustered(200), IDS[:200], "HNSW8", recall_queries=0).meta
+    assert "recall_at_10" not in meta
+
+
+class TestErrors:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        Index.build(clustered(200), IDS[:200]).save(tmp_path / "index")
+        return tmp_path / "index"
+
+    @pytest.mark.parametrize(
+        ("damage", "verify"),
+        [
+            (lambda b: b[:-50], True),
+            (lambda b: b[:-50], False),
+            (lambda b: b"", True),
+            (lambda b: b"", False),
+            # One byte of one vector: FAISS reads it, only the checksum can tell.
+            (lambda b: b[:99] + b"x" + b[100:], True),
+        ],
+    )
+    def test_a_corrupt_file(self, folder: Path, damage: Any, verify: bool) -> None:
+        path = folder / "index.faiss"
+        path.write_bytes(damage(path.read_bytes()))
+        with pytest.raises(DualencError, match=r"index\.faiss: corrupt.*build the index again") as error:
+            Index.open(folder, verify=verify)
+        assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize("name", ["index.faiss", "ids.txt", "meta.json"])
+    def test_a_missing_file(self, folder: Path, name: str) -> None:
+        (folder / name).unlink()
+        with pytest.raises(DualencError, match=name):
+            Index.open(folder)
+
+    def test_ids_of_another_index(self, folder: Path) -> None:
+        (folder / "ids.txt").write_text("a\nb\n")
+        with pytest.raises(DualencError, match="2 ids for 200 vectors"):
+            Index.open(folder)
+
+    def test_no_index_at_all(self, tmp_path: Path) -> None:
+        with pytest.raises(DualencError, match="no such folder; make an index with"):
+            Index.open(tmp_path / "nowhere")
+        (tmp_path / "meta.json").write_text('{"format": "dualenc embeddings"}')
+        with pytest.raises(DualencError, match="not an index"):
+            Index.open(tmp_path)
+
+    def test_a_newer_format(self, folder: Path) -> None:
+        meta = json.loads((folder / "meta.json").read_text())
+        (folder / "meta.json").write_text(json.dumps({**meta, "version": 99}))
+        with pytest.raises(DualencError, match="newer dualenc"):
+            Index.open(folder)
+
+    def test_queries_of_another_dimension(self, folder: Path) -> None:
+        with pytest.raises(DualencError, match=r"\(5, 8\) for an index of dimension 16; embed them with the model"):
+            Index.open(folder).search(clustered(5, 8))
+
+    def test_queries_that_are_not_finite(self, folder: Path) -> None:
+        queries = clustered(5)
+        queries[2, 3] = np.nan
+        with pytest.raises(DualencError, match="row 2 is not finite"):
+            Index.open(folder).search(queries)
+
+    def test_vectors_that_are_not_finite(self) -> None:
+        vectors = clustered(200)
+        vectors[150, 3] = np.inf
+        with pytest.raises(DualencError, match="the vector of 'doc 150' is not finite"):
+            Index.build(vectors, IDS[:200])
+
+    def test_k_below_one(self, folder: Path) -> None:
+        with pytest.raises(DualencError, match="k is 0"):
+            Index.open(folder).search(clustered(1), 0)
+
+    def test_a_parameter_of_another_kind_of_index(self, folder: Path) -> None:
+        with pytest.raises(DualencError, match="nprobe=8 does not apply"):
+            Index.open(folder).search(clustered(1), nprobe=8)
+        with pytest.raises(DualencError, match="efSearch=8 does not apply"):
+            Index.build(clustered(20), IDS[:20], ef_search=8)
+
+    def test_more_lists_than_vectors(self) -> None:
+        with pytest.raises(
+            DualencError, match=r"'IVF1000,Flat' cannot be trained on 200 vectors: Number of training"
+        ) as e:
+            Index.build(clustered(200), IDS[:200], "IVF1000,Flat")
+        assert "\n" not in str(e.value)
+        assert ".cpp" not in str(e.value)
+
+    def test_no_vectors(self) -> None:
+        with pytest.raises(DualencError, match="no vectors"):
+            Index.build(np.empty((0, 4), np.float32), [])
+
+    def test_one_id_per_vector(self) -> None:
+        with pytest.raises(DualencError, match="3 ids for 200 vectors"):
+            Index.build(clustered(200), IDS[:3])

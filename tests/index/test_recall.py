@@ -1,0 +1,115 @@
+"""Recall against an exact search that is written out here, and the tuning of search parameters."""
+
+from __future__ import annotations
+
+import faiss
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualenc.embeddings import Embeddings
+from dualenc.errors import DualencError
+from dualenc.index.database import Database
+from dualenc.index.recall import exact_probe, parameter_range, recall, set_parameter, tune
+from tests.index.clusters import clustered, exact_rows
+
+
+def database(vectors: np.ndarray) -> Database:
+    return Database(Embeddings([str(i) for i in range(len(vectors))], vectors), "ip")
+
+
+def filled(vectors: np.ndarray, factory: str) -> faiss.Index:
+    index = faiss.index_factory(vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors)
+    index.add(vectors)
+    return index
+
+
+def by_sets(index: faiss.Index, vectors: np.ndarray, rows: np.ndarray, k: int) -> float:
+    """Mean share of the exact k neighbours of database rows that the index returns, a row not its own neighbour."""
+    found = index.search(vectors[rows], k + 1)[1]
+    exact = exact_rows(vectors, vectors[rows], k + 1)
+    without = [([a for a in f if a != r][:k], [a for a in e if a != r][:k]) for f, e, r in zip(found, exact, rows)]
+    return float(np.mean([len(set(f) & set(e)) / k for f, e in without]))
+
+
+@pytest.mark.parametrize("factory", ["Flat", "IVF32,Flat", "HNSW8", "PQ4x4", "IVF16,PQ4x4"])
+def test_recall_is_the_overlap_with_the_exact_neighbours(factory: str) -> None:
+    vectors = clustered(2000)
+    index, rows = filled(vectors, factory), np.arange(0, 2000, 20)
+    probe = exact_probe(database(vectors), vectors[rows], rows)
+    assert probe is not None
+    assert recall(index, database(vectors), probe) == pytest.approx(by_sets(index, vectors, rows, 10), abs=2e-3)
+
+
+def test_queries_from_elsewhere() -> None:
+    vectors, queries = clustered(2000), clustered(50, seed=1)
+    index = filled(vectors, "IVF32,Flat")
+    probe = exact_probe(database(vectors), queries, np.full(50, -1))
+    assert probe is not None
+    exact, found = exact_rows(vectors, queries, 10), index.search(queries, 10)[1]
+    expected = np.mean([len(set(e) & set(f)) / 10 for e, f in zip(exact, found)])
+    assert recall(index, database(vectors), probe) == pytest.approx(expected)
+
+
+@given(st.integers(1, 30), st.integers(1, 3))
+def test_an_exact_index_has_recall_one_even_with_duplicates(num_vectors: int, repeats: int) -> None:
+    vectors = np.repeat(clustered(num_vectors, 4), repeats, axis=0)
+    rows = np.arange(len(vectors))
+    probe = exact_probe(database(vectors), vectors, rows)
+    if probe is None:
+        assert len(vectors) == 1
+    else:
+        assert recall(filled(vectors, "Flat"), database(vectors), probe) == 1.0
+
+
+def test_a_lonely_vector_has_no_neighbours() -> None:
+    assert exact_probe(database(clustered(1)), clustered(1), np.array([0])) is None
+
+
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [
+        ("IVF64,Flat", "nprobe"),
+        ("PCA8,IVF64,Flat", "nprobe"),
+        ("IVF64_HNSW8,SQ8", "nprobe"),
+        ("HNSW8", "efSearch"),
+        ("PCA8,HNSW8", "efSearch"),
+        ("HNSW8,SQ8,RFlat", "efSearch"),
+        ("Flat", None),
+        ("PQ4x4", None),
+    ],
+)
+def test_the_parameter_that_buys_recall(factory: str, name: str | None) -> None:
+    index = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
+    found = parameter_range(index)
+    assert (found and found[0]) == name
+    if name is not None:
+        set_parameter(index, name, 7)
+
+
+def test_tuning_reaches_the_target_with_the_smallest_power_of_two() -> None:
+    vectors, rows = clustered(4000, 32), np.arange(200)
+    index = filled(vectors, "IVF64,Flat")
+    probe = exact_probe(database(vectors), vectors[rows], rows)
+    assert probe is not None
+    chosen = tune(index, database(vectors), probe, target=0.9)["nprobe"]
+    assert index.nprobe == chosen
+    assert recall(index, database(vectors), probe) >= 0.9
+    set_parameter(index, "nprobe", chosen // 2)
+    assert recall(index, database(vectors), probe) < 0.9
+
+
+def test_tuning_stops_where_quantization_is_the_limit() -> None:
+    vectors, rows = clustered(4000, 32), np.arange(200)
+    index = filled(vectors, "IVF64,PQ4x4")
+    probe = exact_probe(database(vectors), vectors[rows], rows)
+    assert probe is not None
+    assert tune(index, database(vectors), probe, target=0.99)["nprobe"] < 64
+
+
+def test_a_parameter_that_does_not_apply() -> None:
+    with pytest.raises(DualencError, match="nprobe=4 does not apply to this index") as error:
+        set_parameter(faiss.IndexFlatIP(4), "nprobe", 4)
+    assert "\n" not in str(error.value)
