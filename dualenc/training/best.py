@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from dualenc import distributed
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
-from dualenc.training.encoding import Autocast
+from dualenc.training.evaluators import Evaluator, Metrics
 from dualenc.training.random_state import random_state_kept
-
-Metrics = dict[str, float]
-
-
-class Evaluator(Protocol):
-    """Measures a model in evaluation mode. Every rank calls it and may embed a share; the main process's metrics count.
-
-    Attributes:
-        primary: name of the metric, higher is better, by which the best weights are kept.
-    """
-
-    primary: str
-
-    def __call__(self, model: DualEncoder) -> Metrics: ...
 
 
 class BestModel:
@@ -39,7 +24,6 @@ class BestModel:
         evaluator: None when there is nothing to measure by.
         keep_best: keep the weights with the best primary metric; otherwise the last.
         card: makes what the model card says of the training: `card(before, metrics, step)`.
-        autocast: a new mixed precision context per call.
     """
 
     def __init__(
@@ -50,11 +34,9 @@ class BestModel:
         *,
         keep_best: bool,
         card: Callable[[Metrics, Metrics, int], dict[str, Any]],
-        autocast: Autocast = nullcontext,
     ) -> None:
         self.model, self.folder, self.evaluator, self.card = model, folder, evaluator, card
         self.keep_best = keep_best and evaluator is not None
-        self.autocast = autocast
         self.before: Metrics = {}
         self.best: Metrics = {}
         self.last: Metrics = {}
@@ -96,7 +78,7 @@ class BestModel:
             return {}
         self.model.eval()
         try:
-            with random_state_kept(), torch.no_grad(), self.autocast():
+            with random_state_kept(), torch.no_grad():
                 metrics = self.evaluator(self.model)
         finally:
             self.model.train()

@@ -21,9 +21,10 @@ from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.objectives.base import Objective
 from dualenc.training import process, run_folder
-from dualenc.training.best import BestModel, Evaluator
+from dualenc.training.best import BestModel
 from dualenc.training.card import TrainingCard
 from dualenc.training.checkpoint import Checkpoints
+from dualenc.training.evaluators import Evaluator
 from dualenc.training.fingerprint import fingerprint, flatten
 from dualenc.training.items import ItemEncoder
 from dualenc.training.loader import BatchLoader, OnError
@@ -216,7 +217,6 @@ class Trainer:
                 evaluator,
                 keep_best=self.keep_best,
                 card=TrainingCard(pairs, objective, asdict(self), recipe),
-                autocast=accelerator.autocast,
             ),
             RunLog(output / "metrics.jsonl", accelerator, total_steps, self.progress),
             Checkpoints(

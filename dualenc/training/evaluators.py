@@ -1,0 +1,195 @@
+"""What measures a model during training: thin glue between embedding and the pure functions of `evaluation`."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dualenc.data.beir import read_beir
+from dualenc.data.columns import Picked
+from dualenc.data.corpus import Corpus, RetrievalSet
+from dualenc.data.image_views import ImageViews
+from dualenc.data.pairs import PairDataset
+from dualenc.encoders.dual import DualEncoder
+from dualenc.errors import DualencError
+from dualenc.training.loader import OnError, Side
+
+if TYPE_CHECKING:
+    from dualenc.embed import Output
+    from dualenc.embeddings import Embeddings
+
+Metrics = dict[str, float]
+
+
+class Evaluator(ABC):
+    """Measures a model in evaluation mode; any callable with a `primary` will do.
+
+    Attributes:
+        primary: name of the metric, higher is better, by which the best weights are kept.
+    """
+
+    primary: str
+
+    @abstractmethod
+    def __call__(self, model: DualEncoder) -> Metrics:
+        """Metrics by name. Every rank calls it together; what the main process returns counts."""
+
+
+class RetrievalEvaluator(Evaluator):
+    """Retrieval of right items by left items: nDCG@10, recall@10 and @100, MRR@10, MAP@100.
+
+    Args:
+        path: BEIR folder; or give pairs.
+        split: its judgements, qrels/SPLIT.tsv.
+        pairs: held-out pairs; the right items that they bring are the corpus.
+        titles: put a document's title in front of its text.
+        max_queries: measure on the first so many queries only.
+        batch_size: items encoded at once.
+        primary: the metric to keep the best weights by.
+
+    Raises:
+        DualencError: neither or both of path and pairs are given, or the data cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        split: str = "test",
+        pairs: PairDataset | None = None,
+        titles: bool = True,
+        max_queries: int | None = None,
+        batch_size: int = 64,
+        primary: str = "ndcg@10",
+    ) -> None:
+        if (path is None) == (pairs is None):
+            raise DualencError("RetrievalEvaluator: give either path, a BEIR folder, or held-out pairs")
+        whole = read_beir(str(path), split, titles=titles) if pairs is None else held_out(pairs)
+        self.collection = whole if max_queries is None else _first_queries(whole, max_queries)
+        self.batch_size, self.primary = batch_size, primary
+
+    def __call__(self, model: DualEncoder) -> Metrics:
+        from dualenc.evaluation.retrieval import HEADLINES, Result, retrieve
+
+        queries = embed_side(model, "left", self.collection.queries, self.batch_size)
+        documents = embed_side(model, "right", self.collection.corpus, self.batch_size)
+        run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors)
+        means = Result("model", "held-out", run, self.collection.qrels, len(documents.ids)).means
+        return {name: means[name] for name in (*HEADLINES, self.primary) if name in means}
+
+
+class ImageTextEvaluator(Evaluator):
+    """Recall@1, @5 and @10 of captions by images and of images by captions.
+
+    Args:
+        pairs: held-out (image, text) pairs; captions with the same left id are of the same image.
+        batch_size: items encoded at once.
+        primary: the metric to keep the best weights by.
+    """
+
+    def __init__(self, pairs: PairDataset, *, batch_size: int = 64, primary: str = "mean_recall") -> None:
+        self.images, left_rows = _used_items(pairs, "left")
+        self.texts, right_rows = _used_items(pairs, "right")
+        self.captions: list[list[int]] = [[] for _ in range(len(self.images))]
+        for image, text in sorted(set(zip(left_rows.tolist(), right_rows.tolist(), strict=True))):
+            self.captions[image].append(text)
+        self.batch_size, self.primary = batch_size, primary
+
+    def __call__(self, model: DualEncoder) -> Metrics:
+        from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
+
+        images = embed_side(model, "left", self.images, self.batch_size, on_error="raise")
+        texts = embed_side(model, "right", self.texts, self.batch_size, on_error="raise")
+        return both_ways_recall(both_ways_ranks(images.vectors, texts.vectors, self.captions))
+
+
+class KNNEvaluator(Evaluator):
+    """Accuracy of a nearest-neighbour vote on the backbone's features (Wu et al. 2018).
+
+    Args:
+        train: labelled images that vote.
+        test: labelled images to classify.
+        k: neighbours that vote.
+        temperature: weight exp(s/τ) of a vote; null counts votes equally.
+        batch_size: images encoded at once.
+
+    Raises:
+        DualencError: images without labels.
+    """
+
+    primary = "knn_accuracy"
+
+    def __init__(
+        self,
+        train: ImageViews,
+        test: ImageViews,
+        *,
+        k: int = 20,
+        temperature: float | None = 0.07,
+        batch_size: int = 256,
+    ) -> None:
+        self.train, self.train_labels = _labelled(train, "train")
+        self.test, self.test_labels = _labelled(test, "test")
+        self.k, self.temperature, self.batch_size = k, temperature, batch_size
+
+    def __call__(self, model: DualEncoder) -> Metrics:
+        from dualenc.evaluation.knn import accuracy, knn_predict
+
+        sides = [
+            embed_side(model, "left", corpus, self.batch_size, output="features", on_error="raise")
+            for corpus in (self.train, self.test)
+        ]
+        train, test = (side.vectors for side in sides)
+        predicted = knn_predict(train, self.train_labels, test, k=self.k, temperature=self.temperature)
+        return {"knn_accuracy": accuracy(predicted, self.test_labels)}
+
+
+def embed_side(
+    model: DualEncoder,
+    side: Side,
+    corpus: Corpus,
+    batch_size: int,
+    output: Output = "embedding",
+    on_error: OnError = "skip",
+) -> Embeddings:
+    """Embed a corpus in memory, every rank a share; all get the whole."""
+    from dualenc.embed import embed
+
+    return embed(model.tower(side), corpus, batch_size=batch_size, output=output, on_error=on_error, progress=False)
+
+
+def held_out(pairs: PairDataset) -> RetrievalSet:
+    """Held-out pairs as a retrieval test: left items are the queries, the right items of all pairs the corpus."""
+    queries, left_rows = _used_items(pairs, "left")
+    corpus, right_rows = _used_items(pairs, "right")
+    qrels: dict[str, dict[str, int]] = {name: {} for name in queries.ids}
+    for left, right in zip(left_rows.tolist(), right_rows.tolist(), strict=True):
+        qrels[queries.ids[left]][corpus.ids[right]] = 1
+    return RetrievalSet(queries, corpus, qrels)
+
+
+def _used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
+    """The items of a side that a pair names, and each pair's row among them."""
+    left = side == "left"
+    ids, items = (pairs.left_id, pairs.left_items) if left else (pairs.right_id, pairs.right_items)
+    modality = pairs.left_modality if left else pairs.right_modality
+    used, rows = np.unique(ids, return_inverse=True)
+    # Ids of the two sides must differ: a document with the id of the query would be taken for a copy of it.
+    return Corpus([f"{side}-{item}" for item in used], Picked(items, used), modality), rows
+
+
+def _first_queries(collection: RetrievalSet, count: int) -> RetrievalSet:
+    kept = collection.queries.ids[:count]
+    items = Picked(collection.queries.items, np.arange(len(kept)))
+    queries = Corpus(kept, items, collection.queries.modality)
+    return RetrievalSet(queries, collection.corpus, {name: collection.qrels[name] for name in kept})
+
+
+def _labelled(images: ImageViews, name: str) -> tuple[Corpus, np.ndarray]:
+    if images.labels is None:
+        raise DualencError(f"KNNEvaluator: {name} has no labels; name its label column or sort images into folders")
+    ids = [str(row) for row in range(len(images))]
+    return Corpus(ids, images.left_items, "image"), images.labels

@@ -1,0 +1,149 @@
+"""Gradient caching: the plain gradient, dropout replayed, whatever the chunk."""
+
+import pytest
+import torch
+
+from dualenc.errors import DualencError
+from dualenc.objectives.infonce import InfoNCE
+from dualenc.training.encoding import PlainEncoding
+from dualenc.training.gradient_cache import CachedEncoding
+from dualenc.training.items import ItemEncoder
+from tests.training.fakes import WIDTH, TinyEncoder, gradients, tiny_objective, tiny_pairs
+
+CPU = torch.device("cpu")
+BATCH = 11
+
+
+@pytest.fixture
+def inputs():
+    draw = torch.Generator().manual_seed(1)
+    return [{"rows": torch.randn(BATCH, WIDTH, generator=draw, dtype=torch.float64)} for _ in range(2)]
+
+
+def run(encoding, model, inputs, objective=None, extra=None):
+    """Gradients of InfoNCE (with the items that `extra` brings as negatives) on one batch."""
+    model.zero_grad()
+    objective = objective or tiny_objective(tiny_pairs())
+    left, right = encoding.encode("left", inputs[0]), encoding.encode("right", inputs[1])
+    ids = torch.arange(BATCH)
+    negatives = None if extra is None else extra(encoding)
+    negative_id = None if negatives is None else torch.arange(BATCH, BATCH + len(negatives))
+    out = objective(left, right, ids, ids, negatives=negatives, negative_id=negative_id)
+    encoding.backward(out.loss)
+    return out.loss.detach(), gradients(model, objective)
+
+
+def close(first, second, tolerance=1e-10):
+    return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 11, 64])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_gradient_is_that_of_the_plain_step(inputs, chunk_size, shared):
+    model = TinyEncoder(shared=shared).train()
+    plain_loss, plain = run(PlainEncoding(model, CPU), model, inputs)
+    cached_loss, cached = run(CachedEncoding(model, CPU, chunk_size=chunk_size), model, inputs)
+    assert torch.allclose(plain_loss, cached_loss, rtol=1e-12)
+    assert close(plain, cached)
+
+
+class ChunkedGraph(PlainEncoding):
+    """The slow way to the same thing: every chunk with its graph, all of them kept."""
+
+    def encode(self, side, inputs, frozen=False):
+        parts = inputs["rows"].split(4)
+        return torch.cat([super(ChunkedGraph, self).encode(side, {"rows": part}, frozen) for part in parts])
+
+
+def test_dropout_is_replayed(inputs):
+    model = TinyEncoder(dropout=0.4).train()
+    torch.manual_seed(5)
+    slow_loss, slow = run(ChunkedGraph(model, CPU), model, inputs)
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    cached_loss, cached = run(CachedEncoding(model, CPU, chunk_size=4), model, inputs)
+    assert slow_loss == cached_loss
+    assert close(slow, cached)
+    assert torch.equal(after, torch.get_rng_state())  # the replay itself draws nothing that others would notice
+    torch.manual_seed(6)
+    assert not close(slow, run(CachedEncoding(model, CPU, chunk_size=4), model, inputs)[1])
+
+
+def test_items_asked_for_by_id_get_their_gradient_too(inputs):
+    pairs = tiny_pairs()
+    model = TinyEncoder().train()
+    items = ItemEncoder(model, pairs)
+
+    def extra(encoding):
+        return items.bind(encoding, step=7)("right", torch.arange(BATCH, BATCH + 5))
+
+    plain = run(PlainEncoding(model, CPU), model, inputs, extra=extra)[1]
+    cached = run(CachedEncoding(model, CPU, chunk_size=2), model, inputs, extra=extra)[1]
+    assert close(plain, cached)
+    assert not close(plain, run(PlainEncoding(model, CPU), model, inputs)[1])
+
+
+def test_items_encoded_without_gradient_are_not_replayed(inputs):
+    model = TinyEncoder().train()
+    encoding = CachedEncoding(model, CPU, chunk_size=4)
+    with torch.no_grad():
+        assert not encoding.encode("left", inputs[0]).requires_grad
+    assert close(run(PlainEncoding(model, CPU), model, inputs)[1], run(encoding, model, inputs)[1])
+
+
+def test_frozen_towers_are_left_out(inputs):
+    model = TinyEncoder().train()
+    model.left.requires_grad_(False)
+    plain = run(PlainEncoding(model, CPU), model, inputs)[1]
+    assert close(plain, run(CachedEncoding(model, CPU, chunk_size=4), model, inputs)[1])
+
+
+def test_mixed_precision_is_replayed(inputs):
+    model = TinyEncoder(dtype=torch.float32).train()
+    rows = [{"rows": part["rows"].float()} for part in inputs]
+
+    def autocast():
+        return torch.autocast("cpu", torch.bfloat16)
+
+    losses, found = zip(
+        run(PlainEncoding(model, CPU, autocast), model, rows, InfoNCE(num_left=24)),
+        run(CachedEncoding(model, CPU, autocast, chunk_size=4), model, rows, InfoNCE(num_left=24)),
+        strict=True,
+    )
+    assert losses[0] == losses[1]
+    assert close(*found, tolerance=2e-2)
+
+
+def test_running_statistics_count_every_item_once(inputs):
+    plain, cached = (TinyEncoder(batchnorm=True).train() for _ in range(2))
+    run(PlainEncoding(plain, CPU), plain, inputs)
+    run(CachedEncoding(cached, CPU, chunk_size=BATCH), cached, inputs)
+    for (name, first), (_, second) in zip(plain.named_buffers(), cached.named_buffers(), strict=True):
+        assert torch.equal(first, second), name
+
+
+def test_memory_of_the_graph_is_that_of_a_chunk(inputs):
+    """What autograd saves between the first forward and the backward pass does not grow with the batch."""
+    sizes = {}
+    for rows in (8, 64):
+        saved = 0
+
+        def pack(tensor):
+            nonlocal saved
+            saved += tensor.numel()
+            return tensor
+
+        model = TinyEncoder().train()
+        encoding = CachedEncoding(model, CPU, chunk_size=8)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            encoding.encode("left", {"rows": torch.randn(rows, WIDTH, dtype=torch.float64)})
+        sizes[rows] = saved
+    assert sizes == {8: 0, 64: 0}
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(DualencError, match="chunk_size is 0"):
+        CachedEncoding(TinyEncoder(), CPU, chunk_size=0)
+    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(TinyEncoder(batchnorm=True))
+    with pytest.raises(DualencError, match="SyncBatchNorm"):
+        CachedEncoding(model, CPU, chunk_size=4)
