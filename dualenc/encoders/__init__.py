@@ -2,17 +2,22 @@
 
 from dualenc.encoders.batchnorm import frozen_batchnorm
 from dualenc.encoders.dual import DualEncoder
-from dualenc.encoders.text import TextEncoder, TextTower
+from dualenc.encoders.image import ImageEncoder
+from dualenc.encoders.image_text import ImageTextEncoder
+from dualenc.encoders.load import load_model
+from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.tokenizer import load_tokenizer, train_tokenizer
 from dualenc.encoders.tower import Prepare, Tower
 
 __all__ = [
     "DualEncoder",
+    "ImageEncoder",
+    "ImageTextEncoder",
     "Prepare",
     "TextEncoder",
-    "TextTower",
     "Tower",
     "frozen_batchnorm",
+    "load_model",
     "load_tokenizer",
     "train_tokenizer",
 ]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from dualenc.encoders.card import model_card
 from dualenc.encoders.tower import SIDES, Side, Tower
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
@@ -110,15 +111,15 @@ class DualEncoder(nn.Module):
         with atomic_path(folder) as beside:
             beside.mkdir()
             self.write(beside)
-            self.write_card(beside, folder.name, card or {})
+            (beside / "README.md").write_text(model_card(self, folder.name, card or {}), encoding="utf-8")
 
     def write(self, folder: Path) -> None:
         """Write configuration, preprocessing and weights into an empty folder."""
         raise TypeError(f"{type(self).__name__} does not define write")
 
-    def write_card(self, folder: Path, name: str, card: dict[str, Any]) -> None:
-        """Write README.md beside the weights."""
-        raise TypeError(f"{type(self).__name__} does not define write_card")
+    def describe(self) -> dict[str, str]:
+        """What the model is, as rows of a table."""
+        return {"Vector size": str(self.dim), "Weights": f"{self.num_parameters:,}"}
 
 
 def _same_weights(left: Tower, right: Tower) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualenc.encoders import timm_folder
+from dualenc.encoders import small_stem, timm_folder
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder
 from dualenc.encoders.hub import model_folder
 from dualenc.encoders.image_prepare import Augment, ImagePrepare, Normalized, Seeded
@@ -139,11 +139,27 @@ class ImageEncoder(DualEncoder):
         from safetensors.torch import save_file
 
         tower = self.left
-        timm_folder.write_folder(folder, tower.backbone, self.backbone_args, self.data_config)
-        extra = {"kind": self.kind, "small_image_stem": self.small_image_stem, "projector": self.projector_sizes}
+        timm_folder.write_folder(folder, tower.backbone, self.backbone_args, self.data_config, self.small_image_stem)
+        extra = {
+            "kind": self.kind,
+            "projector": self.projector_sizes,
+            "small_image_stem": self.small_image_stem,
+            "preprocessing": self.data_config,
+        }
         write_json(folder / DUALENC_FILE, extra)
         if self.projector_sizes is not None:
             save_file(tower.projector.state_dict(), folder / PROJECTOR_FILE)
+
+    def describe(self) -> dict[str, str]:
+        """What the model is, as rows of a table."""
+        backbone: Any = self.left.backbone
+        stem = ", small-image stem" if self.small_image_stem else ""
+        return {
+            "Backbone": backbone.pretrained_cfg["architecture"] + stem,
+            "Image size": "×".join(str(side) for side in self.data_config["input_size"][1:]),
+            "Feature size": str(self.left.feature_dim),
+            **super().describe(),
+        }
 
 
 def _backbone(
@@ -154,16 +170,16 @@ def _backbone(
         model: Any = timm_folder.create_backbone(name, pretrained=pretrained, **options)
         if small is None:
             size = options["image_size"] or model.pretrained_cfg["input_size"][-1]
-            small = size <= SMALL and timm_folder.is_plain_resnet(model)
+            small = size <= SMALL and small_stem.is_plain_resnet(model)
         if small:
-            timm_folder.replace_stem(model)
+            small_stem.replace_stem(model)
         return model, options["args"], small
     folder = model_folder(name)
     model = timm_folder.load_backbone(folder, **options)
     has = timm_folder.has_small_stem(folder)
     if small is not None and small != has:
         raise DualencError(f"{folder}: small_image_stem is {has} in this folder; leave it out")
-    return model, {**read_json(folder / "config.json").get("model_args", {}), **options["args"]}, has
+    return model, {**timm_folder.saved_args(folder), **options["args"]}, has
 
 
 def _data_config(

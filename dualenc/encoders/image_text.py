@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dualenc.encoders import open_clip_folder
 from dualenc.encoders.clip_text import ClipTextPrepare, ClipTextTower, end_token
-from dualenc.encoders.clip_tokenizer import Tokenize, config_tokenizer, get_tokenizer
+from dualenc.encoders.clip_tokenizer import CONTEXT_LENGTH, Tokenize, config_tokenizer, get_tokenizer
 from dualenc.encoders.dual import DualEncoder
 from dualenc.encoders.hub import model_folder
 from dualenc.encoders.image_prepare import ImagePrepare, Seeded
@@ -127,6 +127,16 @@ class ImageTextEncoder(DualEncoder):
         tokenizer = self.right.prepare.tokenizer
         if hasattr(tokenizer, "save_pretrained"):
             save_tokenizer(tokenizer.tokenizer, folder, tokenizer.context_length)  # type: ignore[attr-defined]
+
+    def describe(self) -> dict[str, str]:
+        """What the model is, as rows of a table."""
+        size = self.left.visual.preprocess_cfg["size"]  # type: ignore[index]
+        return {
+            "Image size": "×".join(map(str, size)) if isinstance(size, (tuple, list)) else str(size),
+            "Longest text": f"{self.config['text_cfg'].get('context_length', CONTEXT_LENGTH)} tokens",
+            "Temperature": f"{self.temperature:.4g}",
+            **super().describe(),
+        }
 
 
 def _create(

@@ -160,6 +160,20 @@ class TextEncoder(DualEncoder):
             (folder / role).mkdir()
             _write_tower(tower, {role: prompts[role]}, folder / role)
 
+    def describe(self) -> dict[str, str]:
+        """What the model is, as rows of a table."""
+        tower = self.left
+        sides = zip(ROLES, (self.left, self.right))
+        prompts = {role: repr(side.prepare.prompt) for role, side in sides if side.prepare.prompt}
+        return {
+            "Transformer": tower.backbone.config.model_type,
+            "Towers": "shared" if self.shares_weights else "separate",
+            "Pooling": f"{tower.pooling}, normalised",
+            "Longest input": f"{tower.prepare.max_length} tokens",
+            **{f"{role} prompt".capitalize(): prompt for role, prompt in prompts.items()},
+            **super().describe(),
+        }
+
 
 @dataclass
 class _Base:

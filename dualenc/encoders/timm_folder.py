@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dualenc.encoders import small_stem
 from dualenc.encoders.dual import DUALENC_FILE
 from dualenc.encoders.hub import first_line
 from dualenc.errors import DualencError
@@ -54,7 +55,7 @@ def load_backbone(folder: Path, *, image_size: int | None, in_chans: int | None,
     Args:
         folder: config.json and model.safetensors.
         image_size: pixels per side; None: as the folder says.
-        in_chans: channels of the images; None: as the model says.
+        in_chans: channels of the images; None: as the folder says.
         args: further arguments of the architecture.
 
     Raises:
@@ -62,15 +63,19 @@ def load_backbone(folder: Path, *, image_size: int | None, in_chans: int | None,
     """
     if not (folder / WEIGHTS_FILE).is_file():
         raise DualencError(f"{folder}: no {WEIGHTS_FILE}; convert its weights to safetensors first")
-    if "architecture" not in read_json(folder / "config.json"):
+    config = read_json(folder / "config.json")
+    if "architecture" not in config:
         raise DualencError(f"{folder / 'config.json'}: names no timm architecture; give another folder")
-    small = has_small_stem(folder)
-    options = {"image_size": image_size, "in_chans": in_chans, "args": args}
-    backbone = create_backbone(f"local-dir:{folder}", pretrained=not small, **options)  # type: ignore[arg-type]
-    if small:
-        replace_stem(backbone)
-        load_weights(backbone, folder / WEIGHTS_FILE)
-    return backbone
+    if has_small_stem(folder):
+        return _load_small(folder, config["architecture"], {**saved_args(folder), **args})
+    return create_backbone(f"local-dir:{folder}", pretrained=True, image_size=image_size, in_chans=in_chans, args=args)
+
+
+def saved_args(folder: Path) -> dict[str, Any]:
+    """The arguments of the architecture that a folder was saved with."""
+    args = read_json(folder / "config.json").get("model_args", {})
+    own = small_stem.TIMM_ARGS if has_small_stem(folder) else {}
+    return {name: value for name, value in args.items() if name not in own}
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
@@ -91,34 +96,6 @@ def has_small_stem(folder: Path) -> bool:
     return path.is_file() and bool(read_json(path).get("small_image_stem"))
 
 
-def is_plain_resnet(backbone: nn.Module) -> bool:
-    """Whether this is a ResNet that begins with one 7×7 convolution and a max-pooling."""
-    stem = getattr(backbone, "conv1", None)
-    return (
-        isinstance(stem, nn.Conv2d)
-        and stem.kernel_size == (7, 7)
-        and isinstance(getattr(backbone, "maxpool", None), nn.MaxPool2d)
-    )
-
-
-def replace_stem(backbone: nn.Module) -> None:
-    """Give a ResNet the stem for small images: a 3×3 convolution of stride 1, no pooling (SimCLR, appendix B.9).
-
-    Raises:
-        DualencError: the backbone is no plain ResNet.
-    """
-    if not is_plain_resnet(backbone):
-        raise DualencError(
-            f"{type(backbone).__name__} has no stem that small_image_stem could replace: leave it out, "
-            "or set backbone_args such as patch_size"
-        )
-    old: Any = backbone.conv1
-    new = nn.Conv2d(old.in_channels, old.out_channels, 3, stride=1, padding=1, bias=False)
-    nn.init.kaiming_normal_(new.weight, mode="fan_out", nonlinearity="relu")
-    backbone.conv1 = new
-    backbone.maxpool = nn.Identity()
-
-
 def data_config(backbone: Any, **settings: Any) -> dict[str, Any]:
     """timm's description of a model's preprocessing, with those settings replaced that are not None."""
     from timm.data import resolve_data_config
@@ -131,10 +108,11 @@ def data_config(backbone: Any, **settings: Any) -> dict[str, Any]:
     if channels == 1:
         # A grey image is the mean of the channels, and so is what to normalise it by.
         given = {key: [sum(known[key]) / len(known[key])] for key in ("mean", "std")} | given
-    return resolve_data_config(given, pretrained_cfg=known)
+    config = resolve_data_config(given, pretrained_cfg=known)
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
 
 
-def write_folder(folder: Path, backbone: Any, args: dict[str, Any], config: dict[str, Any]) -> None:
+def write_folder(folder: Path, backbone: Any, args: dict[str, Any], config: dict[str, Any], small: bool) -> None:
     """Write a timm folder, for `local-dir:`.
 
     Args:
@@ -142,12 +120,17 @@ def write_folder(folder: Path, backbone: Any, args: dict[str, Any], config: dict
         backbone: a timm model without classifier.
         args: the arguments of its architecture beside image size and channels.
         config: its `data_config`.
+        small: whether it has the small-image stem, which timm is given in layers of its own.
     """
     from safetensors.torch import save_file
 
-    known = backbone.pretrained_cfg
-    preprocessing = {**config, "fixed_input_size": bool(known.get("fixed_input_size")), "num_classes": 0}
+    known, weights = backbone.pretrained_cfg, backbone.state_dict()
     layers = {key: known[key] for key in ("first_conv", "classifier") if known.get(key)}
+    if small:
+        weights, args = small_stem.to_timm(weights), {**args, **small_stem.TIMM_ARGS}
+        config = {**config, "input_size": _enlarged(config["input_size"]), "interpolation": "nearest"}
+        layers["first_conv"] = "conv1.0"
+    fixed = bool(known.get("fixed_input_size"))
     write_json(
         folder / "config.json",
         {
@@ -155,10 +138,10 @@ def write_folder(folder: Path, backbone: Any, args: dict[str, Any], config: dict
             "num_classes": 0,
             "num_features": backbone.num_features,
             "model_args": args,
-            "pretrained_cfg": {**preprocessing, **layers},
+            "pretrained_cfg": {**config, "fixed_input_size": fixed, "num_classes": 0, **layers},
         },
     )
-    tensors = {name: tensor.contiguous() for name, tensor in backbone.state_dict().items()}
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
@@ -169,6 +152,23 @@ def feature_size(backbone: Any, config: dict[str, Any]) -> int:
         size = backbone.eval()(torch.zeros(1, *config["input_size"])).shape[-1]
     backbone.train(mode)
     return int(size)
+
+
+def _load_small(folder: Path, architecture: str, args: dict[str, Any]) -> nn.Module:
+    from safetensors.torch import load_file
+
+    preprocessing = read_json(folder / DUALENC_FILE)["preprocessing"]
+    channels = preprocessing["input_size"][0]
+    backbone: Any = create_backbone(architecture, pretrained=False, image_size=None, in_chans=channels, args=args)
+    small_stem.replace_stem(backbone)
+    with _explained(str(folder / WEIGHTS_FILE)):
+        backbone.load_state_dict(small_stem.from_timm(load_file(folder / WEIGHTS_FILE)))
+    backbone.pretrained_cfg = {**backbone.pretrained_cfg, **preprocessing}
+    return backbone
+
+
+def _enlarged(size: Sequence[int]) -> list[int]:
+    return [size[0], *(small_stem.ENLARGEMENT * side for side in size[1:])]
 
 
 def _has_fixed_size(name: str) -> bool:

@@ -1,0 +1,150 @@
+"""The model card: a README.md that says what a model is, what it was trained on, and how to load it anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from dualenc.encoders.dual import DualEncoder
+
+
+class _Ecosystem(NamedTuple):
+    """How one kind of model is known to the world."""
+
+    library: str
+    pipeline: str
+    tags: tuple[str, ...]
+    usage: str
+
+
+_TEXT = """\
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("{name}")
+queries = model.encode_query(["a question"])
+documents = model.encode_document(["a text"])
+print(queries @ documents.T)
+"""
+
+_TWO_TEXTS = """\
+from sentence_transformers import SentenceTransformer
+
+queries = SentenceTransformer("{name}/query").encode_query(["a question"])
+documents = SentenceTransformer("{name}/document").encode_document(["a text"])
+print(queries @ documents.T)
+"""
+
+_IMAGE_TEXT = """\
+import open_clip
+
+model, _, preprocess = open_clip.create_model_and_transforms("local-dir:{name}")
+tokenizer = open_clip.get_tokenizer("local-dir:{name}")
+model.eval()
+texts = model.encode_text(tokenizer(["a caption"]), normalize=True)
+# images = model.encode_image(preprocess(image).unsqueeze(0), normalize=True)
+"""
+
+_IMAGE = """\
+import timm
+
+model = timm.create_model("local-dir:{name}", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+# features = model(transform(image).unsqueeze(0))
+"""
+
+_OWN = """\
+from dualenc.encoders import load_model
+
+model = load_model("{name}")
+vectors = model.encode("right", model.right.prepare({items}))
+"""
+
+ECOSYSTEMS = {
+    "query-document": _Ecosystem(
+        "sentence-transformers", "sentence-similarity", ("sentence-transformers", "feature-extraction"), _TEXT
+    ),
+    "image-text": _Ecosystem("open_clip", "zero-shot-image-classification", ("open_clip", "clip"), _IMAGE_TEXT),
+    "image": _Ecosystem("timm", "image-feature-extraction", ("timm", "image-feature-extraction"), _IMAGE),
+}
+
+SECTIONS = {"task": "Task", "data": "Training data", "recipe": "Recipe", "metrics": "Metrics"}
+FRONT = ("base_model", "datasets", "language", "license")
+"""Keys of a card that go to its front matter, where the hub looks for them."""
+
+
+def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
+    """Write the text of a model's README.md.
+
+    Args:
+        model: what the card describes.
+        name: of its folder; stands for it in the examples.
+        card: what the model itself cannot know: `task` and `data` as text, `recipe` as text or mapping, `metrics` as
+            {metric: number} or {metric: {column: number}}; `base_model`, `datasets`, `language` and `license` for
+            the front matter. Further keys become sections of their own.
+    """
+    ecosystem = ECOSYSTEMS[model.kind]
+    parts = [_front_matter(ecosystem, card), f"# {name}", _introduction(model, ecosystem)]
+    named = {**dict.fromkeys(SECTIONS), **{key: card[key] for key in card if key not in FRONT}}
+    for key, value in named.items():
+        if value is not None:
+            title = SECTIONS.get(key, str(key).replace("_", " ").capitalize())
+            parts.append(f"## {title}\n\n{_metrics(value) if key == 'metrics' else _text(value)}")
+    parts.append(_usage(model, ecosystem, name))
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(ecosystem: _Ecosystem, card: Mapping[str, Any]) -> str:
+    import yaml
+
+    fields = {
+        "library_name": ecosystem.library,
+        "pipeline_tag": ecosystem.pipeline,
+        "tags": [*ecosystem.tags, "dualenc"],
+        **{key: card[key] for key in FRONT if card.get(key) is not None},
+    }
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
+
+
+def _introduction(model: DualEncoder, ecosystem: _Ecosystem) -> str:
+    rows = {"Kind": f"{model.kind} dual encoder", "Format": ecosystem.library, **model.describe()}
+    return "Trained with dualenc.\n\n" + _table(["", ""], [[key, value] for key, value in rows.items()])
+
+
+def _usage(model: DualEncoder, ecosystem: _Ecosystem, name: str) -> str:
+    separate = model.kind == "query-document" and not model.shares_weights
+    items = '["a text"]' if model.right.modality == "text" else "images"
+    blocks = {
+        ecosystem.library: (_TWO_TEXTS if separate else ecosystem.usage).format(name=name),
+        "dualenc": _OWN.format(name=name, items=items),
+    }
+    shown = [f"With {tool}:\n\n```python\n{code}```" for tool, code in blocks.items()]
+    return "## Use\n\n" + "\n\n".join(shown)
+
+
+def _metrics(value: Any) -> str:
+    """A table with one row per metric, and one column per name in nested mappings."""
+    if not isinstance(value, Mapping):
+        return _text(value)
+    nested = {metric: v if isinstance(v, Mapping) else {"value": v} for metric, v in value.items()}
+    columns = list(dict.fromkeys(column for row in nested.values() for column in row))
+    rows = [[metric, *(_number(row.get(column)) for column in columns)] for metric, row in nested.items()]
+    return _table(["metric", *map(str, columns)], rows)
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value.strip()
+    return f"```json\n{json.dumps(value, indent=2, ensure_ascii=False, default=str)}\n```"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
