@@ -52,6 +52,8 @@ def read_records(path: Path, skips: Skips, quotes: bool = True) -> Iterator[Numb
         raise DualencError(f"{path}: unknown format {suffix!r}; give one of {', '.join(LINE_FORMATS)}") from None
     except UnicodeDecodeError as error:
         raise DualencError(f"{path}: not UTF-8 text ({error.reason}); convert the file to UTF-8") from None
+    except csv.Error as error:
+        raise DualencError(f"{path}:1: malformed header ({error}); its first line must name the columns") from None
     except (gzip.BadGzipFile, EOFError) as error:
         raise DualencError(f"{path}: broken gzip file ({error}); fetch it again") from None
 
@@ -135,15 +137,16 @@ def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quote
     if header is None:
         raise DualencError(f"{path}: empty file; its first line must name the columns")
     while True:
+        before = rows.line_num
         try:
             row = next(rows)
+            fault = f"{len(row)} fields under a header of {len(header)}"
         except StopIteration:
             return
         except csv.Error as error:
-            skips.bad(f"malformed line ({error})", f"{path}:{rows.line_num}", "mend it, pass quotes=False")
-            continue
+            row, fault = ["?"] * (len(header) + 1), str(error)
         if len(row) == len(header):
             yield rows.line_num, dict(zip(header, row, strict=True))
-        elif row:
-            found = f"{len(row)} fields under a header of {len(header)}"
-            skips.bad("wrong number of fields", f"{path}:{rows.line_num}", f"{found}; quote the delimiter")
+        elif row:  # a stray quote swallows lines up to the next one: all of them are lost
+            mend = f"{fault}: quote fields that hold the delimiter, or pass quotes=False if quotes are characters"
+            skips.bad("malformed line", f"{path}:{before + 1}", mend, rows.line_num - before)

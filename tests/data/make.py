@@ -1,0 +1,57 @@
+"""Small files that the data tests read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+def write_jsonl(path: Path, records: Iterable[Any]) -> Path:
+    """One JSON value per line; strings are written as they are, to write broken lines."""
+    lines = (record if isinstance(record, str) else json.dumps(record) for record in records)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]], delimiter: str = ",") -> Path:
+    """A table as the csv module writes it."""
+    with open(path, "w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream, delimiter=delimiter).writerows([header, *rows])
+    return path
+
+
+def picture(shade: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
+    """An RGB image of one colour that tells pictures apart."""
+    return Image.new("RGB", size, (shade, 255 - shade, 7))
+
+
+def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
+    """The image as the contents of a file."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def shade_of(image: Image.Image) -> int:
+    """What `picture` was given."""
+    return int(np.asarray(image)[0, 0, 0])
+
+
+def write_beir(
+    folder: Path, documents: Iterable[Any], queries: Iterable[Any], qrels: dict[str, Sequence[Sequence[Any]]]
+) -> Path:
+    """A BEIR folder; documents and queries are records or broken lines, qrels are rows by split."""
+    (folder / "qrels").mkdir(parents=True)
+    write_jsonl(folder / "corpus.jsonl", documents)
+    write_jsonl(folder / "queries.jsonl", queries)
+    for split, rows in qrels.items():
+        lines = ["query-id\tcorpus-id\tscore", *("\t".join(map(str, row)) for row in rows)]
+        (folder / "qrels" / f"{split}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder

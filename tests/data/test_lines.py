@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualenc.data.lines import read_records
+from dualenc.data.skips import Skips
+from dualenc.errors import BadSample, DualencError
+
+from .make import write_csv, write_jsonl
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r\0"), max_size=12)
+RECORDS = st.lists(st.dictionaries(st.sampled_from("abc"), TEXT, min_size=1), max_size=6)
+
+
+def read(path: Path, on_error: str = "raise", **options: bool) -> list:
+    return list(read_records(path, Skips(path, on_error), **options))  # type: ignore[arg-type]
+
+
+@given(RECORDS)
+def test_jsonl_gives_what_json_gives(tmp_path_factory: pytest.TempPathFactory, records: list[dict]) -> None:
+    path = write_jsonl(tmp_path_factory.mktemp("lines") / "x.jsonl", records)
+    assert read(path) == list(enumerate(records, 1))
+
+
+@given(st.lists(st.tuples(TEXT, TEXT), max_size=6), st.sampled_from([(".csv", ","), (".tsv", "\t")]))
+def test_csv_and_tsv_give_what_the_csv_module_wrote(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], kind: tuple[str, str]
+) -> None:
+    path = write_csv(tmp_path_factory.mktemp("lines") / f"x{kind[0]}", ["a", "b"], rows, kind[1])
+    assert [record for _, record in read(path)] == [{"a": a, "b": b} for a, b in rows]
+
+
+@pytest.mark.parametrize("name", ["list.json", "lines.json"])
+def test_json_holds_a_list_or_lines(tmp_path: Path, name: str) -> None:
+    records = [{"a": 1}, {"a": 2}]
+    path = tmp_path / name
+    path.write_text(json.dumps(records, indent=1) if name == "list.json" else "\n".join(map(json.dumps, records)))
+    assert read(path) == [(1, {"a": 1}), (2, {"a": 2})]
+
+
+def test_gzip_byte_order_mark_and_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress('\ufeff{"a": "é"}\n\n{"a": "b"}\n'.encode()))
+    assert read(path) == [(1, {"a": "é"}), (3, {"a": "b"})]
+
+
+def test_text_files_hold_one_text_per_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("one\n\n  two \n")
+    assert read(path) == [(1, {"text": "one"}), (3, {"text": "  two "})]
+
+
+def test_documents_longer_than_the_csv_modules_limit(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "x.csv", ["a"], [["y" * 300_000]])
+    assert len(read(path)[0][1]["a"]) == 300_000
+
+
+def test_quotes_can_be_ordinary_characters(tmp_path: Path) -> None:
+    path = tmp_path / "x.tsv"
+    path.write_text('a\tb\n"5 inches\tsix"\n')
+    assert read(path, quotes=False) == [(2, {"a": '"5 inches', "b": 'six"'})]
+    with pytest.raises(BadSample, match="quotes=False"):
+        read(path)
+
+
+def test_lines_swallowed_by_a_stray_quote_are_all_counted(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text('a,b\n1,2\n"3,4\n5,6\n"7,8\n9,10\n')
+    skips = Skips(path)
+    good = [record["a"] for _, record in read_records(path, skips)]
+    assert len(good) + skips.total == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", '{"a": 1}\n{"a": \n', "x.jsonl:2: malformed JSON line"),
+        ("x.jsonl", '{"a": 1}\n{"a": "\xff"}\n', "x.jsonl:2: malformed JSON line"),
+        ("x.jsonl", "[1]\n", "x.jsonl:1: not a JSON object"),
+        ("x.csv", "a,b\n1,2\n1,2,3\n", "x.csv:3: malformed line; 3 fields under a header of 2"),
+    ],
+)
+def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content: str, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(BadSample) as error:
+        read(path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    skips = Skips(path)
+    good = content.count("\n") - (2 if name == "x.csv" else 1)
+    assert len(list(read_records(path, skips))) == good
+    assert skips.total == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.xml", b"<a>", "unknown format '.xml'"),
+        ("x.csv", b"", "its first line must name the columns"),
+        ("x.csv", b"a\n\xff\xfe\n", "not UTF-8"),
+        ("x.json", b'[{"a": 1},]', "malformed JSON"),
+        ("x.jsonl.gz", b"no gzip", "broken gzip"),
+        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-20], "broken gzip"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DualencError) as error:
+        read(tmp_path / name)
+    assert message in str(error.value)
+    assert str(tmp_path / name) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DualencError, match=r"nowhere\.jsonl: cannot be read"):
+        read(tmp_path / "nowhere.jsonl")

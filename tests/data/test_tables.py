@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import datasets
+import pytest
+
+from dualenc.data.arrow_cache import Kind
+from dualenc.data.skips import Skips
+from dualenc.data.tables import Table, open_table, peek_columns
+from dualenc.errors import DualencError
+
+from .make import write_csv, write_jsonl
+
+ROWS = {"query": ["q0", "q1", "q2"], "documents": [["a", "b"], ["c"], []]}
+COLUMNS: dict[str, Kind] = {"query": "value", "documents": "list"}
+
+
+def read(source: Path | str, columns: dict[str, Kind] = COLUMNS, **options) -> Table:  # noqa: ANN003
+    return open_table(source, columns, Skips(source, "raise"), **options)
+
+
+def save(folder: Path, kind: str) -> Path:
+    data = datasets.Dataset.from_dict(ROWS)
+    path = folder / f"train.{kind}"
+    if kind == "parquet":
+        data.to_parquet(path)
+    elif kind == "jsonl":
+        data.to_json(path)
+    elif kind == "jsonl.gz":
+        data.to_json(folder / "plain.jsonl")
+        path.write_bytes(gzip.compress((folder / "plain.jsonl").read_bytes()))
+    else:
+        data.save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "saved"])
+def test_every_format_that_datasets_writes_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+    path = save(tmp_path, kind)
+    table = read(path)
+    assert {name: table.dataset[name][:] for name in COLUMNS} == ROWS
+    assert peek_columns(path) == COLUMNS
+    assert sorted(table.names) == sorted(COLUMNS)
+
+
+def test_rows_know_where_they_stand(tmp_path: Path) -> None:
+    for part in (1, 2):
+        write_jsonl(tmp_path / f"part{part}.jsonl", [{"query": "q"}, {"query": "q"}])
+    assert read(tmp_path / "part*.jsonl", {"query": "value"}).where(3) == f"{tmp_path}/part2.jsonl:2"
+    assert read(save(tmp_path, "parquet")).where(2).endswith("train.parquet row 2")
+
+
+def test_globs_join_files_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        datasets.Dataset.from_dict({"query": [name]}).to_parquet(tmp_path / f"{name}.parquet")
+    assert read(str(tmp_path / "*.parquet"), {"query": "value"}).dataset["query"][:] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("layout", ["train.csv test.csv", "train-00000-of-00001.csv test-00000-of-00001.csv"])
+@pytest.mark.parametrize("inside", [".", "data"])
+def test_a_folder_holds_splits(tmp_path: Path, layout: str, inside: str) -> None:
+    folder = tmp_path / inside
+    folder.mkdir(exist_ok=True)
+    for name in layout.split():
+        write_csv(folder / name, ["query"], [[name.partition(".")[0].partition("-")[0]]])
+    assert read(tmp_path, {"query": "value"}, split="test").dataset["query"][:] == ["test"]
+    with pytest.raises(DualencError, match="no split 'dev'; there are: test, train"):
+        read(tmp_path, {"query": "value"}, split="dev")
+
+
+def test_a_saved_dataset_with_splits(tmp_path: Path) -> None:
+    datasets.DatasetDict(train=datasets.Dataset.from_dict(ROWS)).save_to_disk(tmp_path / "saved")
+    assert len(read(tmp_path / "saved")) == 3
+    with pytest.raises(DualencError, match="no split 'test'; there are: train"):
+        read(tmp_path / "saved", split="test")
+
+
+def test_a_shuffled_saved_dataset_keeps_its_order(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_dict(ROWS).select([2, 0])
+    data.save_to_disk(tmp_path / "saved")
+    assert read(tmp_path / "saved").dataset["query"][:] == ["q2", "q0"]
+
+
+def test_a_hub_name_goes_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(*args: object, **options: object) -> datasets.Dataset:
+        asked.append((args, options))
+        return datasets.Dataset.from_dict(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert len(read("owner/name", split="dev[:3]", subset="small", limit=2)) == 2
+    assert asked == [(("owner/name", "small"), {"split": "dev[:3]"})]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nowhere.csv", "no such file; give a file, folder or glob of"),
+        ("no/such/*.parquet", "no such file"),
+        ("owner/nothing", "as a dataset of the hub it does not load"),
+    ],
+)
+def test_a_source_that_is_not_there(source: str, message: str) -> None:
+    with pytest.raises(DualencError) as error:
+        read(source)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_column_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(DualencError, match=r"no column 'quary'; did you mean 'query'\? \(columns: query, documents\)"):
+        read(save(tmp_path, "parquet"), {"quary": "value"})
+
+
+def test_files_of_several_formats_are_no_table(tmp_path: Path) -> None:
+    write_csv(tmp_path / "train.csv", ["query"], [["a"]])
+    write_jsonl(tmp_path / "train.jsonl", [{"query": "a"}])
+    with pytest.raises(DualencError, match=r"cannot be read as one table \(\.csv, \.jsonl\)"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [20, 400])
+def test_a_broken_parquet_file_is_named(tmp_path: Path, cut: int) -> None:
+    path = save(tmp_path, "parquet")
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(DualencError, match=r"train\.parquet: not a readable parquet file") as error:
+        read(path)
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_parquet_pages_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    datasets.Dataset.from_dict({"query": [f"text {i}" for i in range(2000)]}).to_parquet(path)
+    data = bytearray(path.read_bytes())
+    data[4:2000] = bytes(1996)
+    path.write_bytes(data)
+    with pytest.raises(DualencError, match=r"train\.parquet: cannot be read"):
+        read(path, {"query": "value"})
