@@ -45,11 +45,24 @@ _OWN_GENERATOR = ("impulse_noise", "glass_blur")
 _LOCK = threading.Lock()
 
 
+class Images(Protocol):
+    """N RGB images by number; a list is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Image.Image: ...
+
+
 class CorruptedImages(Protocol):
     """Corrupted versions of the same N images, made or read one at a time."""
 
     corruptions: tuple[str, ...]
     severities: tuple[int, ...]
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """Name of each class number, where they are known."""
+        ...
 
     @property
     def labels(self) -> npt.NDArray[np.int64] | None:
@@ -71,6 +84,7 @@ class GeneratedCorruptions:
         corruptions: Names from `ALL`; all 19 by default.
         seed: Of the noise.
         labels: (N,) class numbers, where there are any.
+        class_names: Name of each class number.
 
     Raises:
         DualencError: unknown corruption, labels of another length, or the library is not installed.
@@ -80,11 +94,12 @@ class GeneratedCorruptions:
 
     def __init__(
         self,
-        images: Sequence[Image.Image],
+        images: Images,
         corruptions: Sequence[str] = ALL,
         *,
         seed: int = 0,
         labels: npt.NDArray[np.integer] | None = None,
+        class_names: list[str] | None = None,
     ):
         if labels is not None and len(labels) != len(images):
             raise DualencError(f"{len(images)} images but {len(labels)} labels; give one label per image")
@@ -92,6 +107,7 @@ class GeneratedCorruptions:
             _function(name)
         self.images, self.corruptions, self.seed = images, tuple(corruptions), seed
         self.labels: npt.NDArray[np.int64] | None = None if labels is None else np.asarray(labels, np.int64)
+        self.class_names = class_names
         self._last: tuple[int, Pixels] | None = None
 
     def __len__(self) -> int:

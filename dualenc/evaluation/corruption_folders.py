@@ -52,6 +52,7 @@ class CifarC:
     """
 
     severities = SEVERITIES
+    class_names = None
 
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
         self.path = Path(path)
@@ -113,8 +114,8 @@ class TinyImageNetC:
         for corruption in self.corruptions:
             for severity in SEVERITIES:
                 self._compare(corruption, severity)
-        self.classes = sorted({name.split("/")[0] for name in self.names})
-        number = {wnid: position for position, wnid in enumerate(self.classes)}
+        self.class_names: list[str] | None = sorted({name.split("/")[0] for name in self.names})
+        number = {wnid: position for position, wnid in enumerate(self.class_names)}
         self.labels: npt.NDArray[np.int64] = np.array([number[name.split("/")[0]] for name in self.names])
 
     def __len__(self) -> int:

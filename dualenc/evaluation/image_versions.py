@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dualenc.errors import BadSample, DualencError
-from dualenc.evaluation.corruption import CorruptedImages, stable_seed
+from dualenc.evaluation.corruption import CorruptedImages, Images, stable_seed
 
 Inputs = dict[str, Tensor]
 Prepare = Callable[..., Inputs]
@@ -34,13 +34,16 @@ class CleanImages:
     Args:
         images: The N images, RGB.
         labels: (N,) class numbers, where there are any.
+        class_names: Name of each class number.
     """
 
     corruptions = (CLEAN[0],)
     severities = (CLEAN[1],)
 
-    def __init__(self, images: Sequence[Image.Image], labels: npt.NDArray[np.int64] | None = None):
-        self.images, self.labels = images, labels
+    def __init__(
+        self, images: Images, labels: npt.NDArray[np.int64] | None = None, class_names: list[str] | None = None
+    ):
+        self.images, self.labels, self.class_names = images, labels, class_names
 
     def __len__(self) -> int:
         return len(self.images)
@@ -121,6 +124,7 @@ def encode_versions(
     *,
     indices: Iterable[int] | None = None,
     num_workers: int = 0,
+    images_at_once: int | None = None,
 ) -> Iterator[Encoded]:
     """Encode all versions of each image, a few images at a time, in order; the same for any number of workers.
 
@@ -129,6 +133,7 @@ def encode_versions(
         encode: Inputs with first dimension B to (B, D).
         indices: Numbers of the images to do; all by default.
         num_workers: Processes that corrupt and augment; 0 does it in this process.
+        images_at_once: n; by default so many that about 256 versions are encoded together.
 
     Raises:
         DualencError: an image is too small to be corrupted, or `encode` gives another shape.
@@ -137,7 +142,7 @@ def encode_versions(
     shape = (max(versions.views, 1), len(versions.conditions))
     loader = DataLoader(
         versions,
-        batch_size=max(1, _VERSIONS_PER_FORWARD // (shape[0] * shape[1])),
+        batch_size=images_at_once or max(1, _VERSIONS_PER_FORWARD // (shape[0] * shape[1])),
         sampler=order,
         num_workers=num_workers,
         collate_fn=_collate,

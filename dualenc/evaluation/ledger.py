@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,9 @@ class Ledger:
             self.values.update(_read(part)[1])
         distributed.barrier()
 
-    def missing(self, count: int) -> list[int]:
-        """Numbers in [0, count) without a value, those that this process should do."""
-        left = [index for index in range(count) if index not in self.values]
+    def missing(self, indices: Iterable[int]) -> list[int]:
+        """Those of the image numbers without a value that this process should do."""
+        left = [index for index in indices if index not in self.values]
         return left[distributed.rank_slice(len(left))]
 
     def add(self, values: dict[int, Any]) -> None:

@@ -94,14 +94,29 @@ def linear_probe(
     Raises:
         DualencError: lengths or dimensions differ, a label is missing, there is one class only, or λ is not positive.
     """
-    train_labels = check_labels(train, train_labels, "train")
     test_labels = check_labels(test, test_labels, "test")
+    classifier, best, validation = fit_best(train, train_labels, l2, max_iterations=max_iterations, seed=seed)
+    return LinearProbe(accuracy(classifier.predict(test), test_labels), best, validation, classifier)
+
+
+def fit_best(
+    features: Features, labels: Labels, l2: Sequence[float] = L2_SWEEP, *, max_iterations: int = 500, seed: int = 0
+) -> tuple[LinearClassifier, float, dict[float, float]]:
+    """The classifier of `linear_probe`, with the λ chosen and the validation accuracy of each.
+
+    Args:
+        features: (N, D).
+        labels: (N,) class numbers from 0.
+        l2: The λ to try.
+        max_iterations: Of L-BFGS, for each λ.
+        seed: Of the split for validation.
+    """
+    labels = check_labels(features, labels, "train")
     if not l2 or min(l2) <= 0:
         raise DualencError(f"l2={list(l2)}: give one or more numbers above 0")
-    validation = {} if len(l2) == 1 else _validate(train, train_labels, l2, max_iterations, seed)
+    validation = {} if len(l2) == 1 else _validate(features, labels, l2, max_iterations, seed)
     best = max(sorted(l2), key=lambda value: (validation.get(value, 0.0), value))
-    classifier = fit_linear(train, train_labels, best, max_iterations)
-    return LinearProbe(accuracy(classifier.predict(test), test_labels), best, validation, classifier)
+    return fit_linear(features, labels, best, max_iterations), best, validation
 
 
 def fit_linear(features: Features, labels: Labels, l2: float, max_iterations: int = 500) -> LinearClassifier:

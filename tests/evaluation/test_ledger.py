@@ -12,11 +12,11 @@ SIGNATURE = {"model": "abc", "severity": 1, "corruptions": ("fog", "snow")}
 
 def test_values_come_back_and_only_the_rest_is_missing(tmp_path: Path) -> None:
     first = Ledger(tmp_path, SIGNATURE)
-    assert first.missing(4) == [0, 1, 2, 3]
+    assert first.missing(range(4)) == [0, 1, 2, 3]
     first.add({2: [1, 0], 0: [0, 0]})
     first.add({1: [5, 5]})
     again = Ledger(tmp_path, SIGNATURE)
-    assert again.missing(4) == [3]
+    assert again.missing(range(4)) == [3]
     assert again.all_values() == {0: [0, 0], 1: [5, 5], 2: [1, 0]}
     assert list(again.all_values()) == [0, 1, 2]
 
@@ -26,7 +26,7 @@ def test_a_line_cut_short_is_done_again_and_harms_no_other(tmp_path: Path) -> No
     (part,) = tmp_path.iterdir()
     part.write_bytes(part.read_bytes().rstrip()[:-4])
     again = Ledger(tmp_path, SIGNATURE)
-    assert again.missing(3) == [1, 2]
+    assert again.missing(range(3)) == [1, 2]
     again.add({1: 11})
     assert Ledger(tmp_path, SIGNATURE).all_values() == {0: 10, 1: 11}
 
@@ -44,7 +44,7 @@ def test_even_the_first_line_may_be_cut_short(tmp_path: Path, keep: int) -> None
 def test_another_evaluation_starts_anew(tmp_path: Path) -> None:
     Ledger(tmp_path, SIGNATURE).add({0: 10})
     other = Ledger(tmp_path, SIGNATURE | {"severity": 2})
-    assert other.missing(2) == [0, 1]
+    assert other.missing(range(2)) == [0, 1]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -55,7 +55,7 @@ def test_any_number_of_processes_shares_the_rest(tmp_path: Path, monkeypatch: py
     for rank in (0, 1):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         ledger = Ledger(tmp_path, SIGNATURE)
-        shares.append(ledger.missing(6))
+        shares.append(ledger.missing(range(6)))
         ledger.add({index: index for index in shares[-1]} if rank == 1 else {})
     assert shares == [[0, 1, 2], [4, 5]]
     assert Ledger(tmp_path, SIGNATURE).all_values() == {3: 0, 4: 4, 5: 5}

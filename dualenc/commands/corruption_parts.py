@@ -1,0 +1,235 @@
+"""The parts of `dualenc evaluate corrupted`: retrieval among versions, retrieval among images, the robustness table."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from dualenc import distributed
+from dualenc.commands.images import align_labels, encoder_of, recorded
+from dualenc.errors import DualencError
+from dualenc.evaluation import plots
+from dualenc.evaluation.corrupted_retrieval import confusions, is_right, nearest_images, nearest_versions, summarise
+from dualenc.evaluation.corruption import CorruptedImages
+from dualenc.evaluation.image_versions import CLEAN, CleanImages, ImageVersions, Prepare, encode_versions
+from dualenc.evaluation.probe import LinearClassifier
+from dualenc.evaluation.report import Entry, Figure, Gallery, Item
+from dualenc.evaluation.robustness import (
+    as_mapping,
+    error_rates,
+    from_mapping,
+    mean_corruption_error,
+    robustness_rows,
+)
+from dualenc.evaluation.tables import Table
+from dualenc.files import read_json
+
+if TYPE_CHECKING:
+    from dualenc.encoders import Tower
+
+GALLERY_IMAGES = 4
+
+
+class Setup(NamedTuple):
+    """What all parts work on.
+
+    Attributes:
+        tower: encodes the images.
+        source: their corrupted versions.
+        rows: numbers of the images to use.
+        clean: the images without corruption, if they are at hand.
+        clean_rows: numbers of those to use.
+        out: folder for unfinished work.
+        signature: model, data and seed, as plain values.
+        seed: of corruption and augmentation.
+        num_workers: processes that corrupt and augment.
+    """
+
+    tower: Tower
+    source: CorruptedImages
+    rows: list[int]
+    clean: CleanImages | None
+    clean_rows: list[int]
+    out: Path
+    signature: dict[str, Any]
+    seed: int
+    num_workers: int
+
+
+class Part(NamedTuple):
+    """What came out of a part: numbers for metrics.json, and what to show."""
+
+    metrics: dict[str, Any]
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+    galleries: Sequence[Gallery] = ()
+
+
+def versions_part(setup: Setup, prepare: Prepare, severity: int) -> Part:
+    """Retrieval of the other view among the corrupted versions of the same image."""
+    names = setup.source.corruptions
+    conditions = [(name, severity) for name in names]
+    found = recorded(
+        setup.out / "versions",
+        {**setup.signature, "conditions": conditions, "task": "versions"},
+        ImageVersions(setup.source, conditions, prepare, views=2, seed=setup.seed),
+        encoder_of(setup.tower, "embedding"),
+        lambda indices, features: nearest_versions(features).tolist(),
+        indices=setup.rows,
+        num_workers=setup.num_workers,
+        what="corrupted retrieval",
+    )
+    array = np.array(list(found.values()), dtype=np.int64)
+    metrics = summarise(array, names)
+    by_version = {name: metrics[f"top1/{name}"] for name in names}
+    row = {"task": f"among {len(names)} versions of the image", "images": len(array), **_headline(metrics)}
+    table = Table("Retrieval of the other view", [row])
+    mistaken = Table("By corruption", _mistaken_rows(array, names))
+    figure = Figure("Top-1 accuracy by corruption", plots.bars({"top-1": by_version}, ylabel="accuracy"))
+    galleries = _galleries(setup.source, list(found), array, severity) if distributed.is_main() else []
+    return Part({"images": len(array), "severity": severity, **metrics}, [table, mistaken], [figure], galleries)
+
+
+def plain_part(setup: Setup, prepare: Prepare) -> Part:
+    """Retrieval of the other view among all clean images."""
+    assert setup.clean is not None
+    versions = ImageVersions(setup.clean, [CLEAN], prepare, views=2, seed=setup.seed)
+    own = setup.clean_rows[distributed.rank_slice(len(setup.clean_rows))]
+    encode = encoder_of(setup.tower, "embedding")
+    blocks = [
+        block.features[:, :, 0]
+        for block in encode_versions(versions, encode, indices=own, num_workers=setup.num_workers)
+        if block.indices
+    ]
+    everything = [block for part in distributed.gather_objects(blocks) for block in part]
+    if not everything:
+        raise DualencError("none of the clean images can be read; check the data")
+    found = nearest_images(np.concatenate(everything))
+    metrics = summarise(found)
+    row = {"task": "among all images, not corrupted", "images": len(found), **_headline(metrics)}
+    return Part({"images": len(found), **metrics}, [Table("Retrieval of the other view", [row])])
+
+
+def robustness_part(
+    setup: Setup,
+    classifier: LinearClassifier,
+    severities: Sequence[int],
+    class_names: Sequence[str] | None,
+    baseline: str | None,
+) -> Part:
+    """Accuracy of a linear probe under every corruption at every severity."""
+    names = setup.source.corruptions
+    conditions = [(name, severity) for name in names for severity in severities]
+    right = _right(setup, setup.source, setup.rows, conditions, classifier, class_names)
+    errors = error_rates(right.reshape(len(right), len(names), len(severities)))
+    metrics: dict[str, Any] = {"images": len(right), "mean_corruption_error": mean_corruption_error(errors)}
+    if setup.clean is not None and setup.clean.labels is not None:
+        clean = _right(setup, setup.clean, setup.clean_rows, [CLEAN], classifier, class_names)
+        metrics["clean_accuracy"] = float(clean.mean())
+    if baseline is not None:
+        theirs = from_mapping(_baseline_errors(baseline), names, severities)
+        metrics["relative_to_baseline"] = mean_corruption_error(errors, theirs)
+    summary = Table("Robustness of a linear probe", [dict(metrics)])
+    table = Table("Accuracy by corruption and severity", robustness_rows(errors, names, severities))
+    curve = {"mean over corruptions": (list(severities), (1 - errors.mean(axis=0)).tolist())}
+    figures = [
+        Figure("Accuracy by corruption, mean over severities", plots.bars({"accuracy": _means(errors, names)})),
+        Figure("Accuracy by severity", plots.lines(curve, xlabel="severity", ylabel="accuracy")),
+    ]
+    return Part({**metrics, "errors": as_mapping(errors, names, severities)}, [summary, table], figures)
+
+
+def _right(
+    setup: Setup,
+    source: CorruptedImages | CleanImages,
+    rows: list[int],
+    conditions: list[tuple[str, int]],
+    classifier: LinearClassifier,
+    class_names: Sequence[str] | None,
+) -> np.ndarray:
+    """(n, C) whether the classifier is right about each image under each condition."""
+    if source.labels is None:
+        raise DualencError("the images to test have no labels, which the robustness table needs; give a label column")
+    labels = align_labels(source.labels, source.class_names, class_names, "the images to test")
+    digest = hashlib.sha256(classifier.weight.tobytes() + classifier.bias.tobytes() + classifier.mean.tobytes())
+
+    def is_correct(indices: list[int], features: np.ndarray) -> list[list[int]]:
+        predicted = classifier.predict(features.reshape(-1, features.shape[-1])).reshape(len(indices), -1)
+        return (predicted == labels[indices][:, None]).astype(int).tolist()
+
+    clean = conditions == [CLEAN]
+    found = recorded(
+        setup.out / ("clean" if clean else "robustness"),
+        {**setup.signature, "conditions": conditions, "classifier": digest.hexdigest(), "task": "robustness"},
+        ImageVersions(source, conditions, setup.tower.prepare),
+        encoder_of(setup.tower, "features"),
+        is_correct,
+        indices=rows,
+        num_workers=setup.num_workers,
+        what="clean images" if clean else "robustness",
+    )
+    if not found:
+        raise DualencError("none of the images to test can be read; check the data")
+    return np.array(list(found.values()), dtype=bool)
+
+
+def _headline(metrics: dict[str, float]) -> dict[str, float]:
+    return {
+        "top-1": metrics["top1"],
+        "first to second": metrics["top1_first_to_second"],
+        "second to first": metrics["top1_second_to_first"],
+    }
+
+
+def _mistaken_rows(found: np.ndarray, names: Sequence[str]) -> list[dict[str, object]]:
+    """Of each version, how often it is found, and what it is most often taken for."""
+    rates = confusions(found)
+    rows = []
+    for number, name in enumerate(names):
+        others = np.where(np.arange(len(names)) == number, -1.0, rates[number])
+        other = int(others.argmax())
+        row = {"corruption": name, "top-1": float(rates[number, number])}
+        rows.append({**row, "most often taken for": names[other], "share": float(others[other])})
+    return rows
+
+
+def _galleries(source: CorruptedImages, rows: list[int], found: np.ndarray, severity: int) -> list[Gallery]:
+    """The images whose versions are told apart best and worst, and what each first view found."""
+    share = is_right(found).mean(axis=(1, 2))
+    order = np.argsort(-share, kind="stable")
+    count = min(GALLERY_IMAGES, len(order) // 2 or 1)
+
+    def entry(place: int) -> Entry:
+        row = rows[place]
+        items = [
+            Item(
+                "" if got == number else f"took it for {source.corruptions[got] if got >= 0 else 'several'}",
+                image=source.image(row, name, severity),
+                note=name,
+                relevant=got == number,
+            )
+            for number, (name, got) in enumerate(zip(source.corruptions, found[place, 0].tolist()))
+        ]
+        query = Item(f"image {row}", note=f"{share[place]:.0%} of its views find their pair")
+        return Entry(query, items)
+
+    return [
+        Gallery("Images whose versions are told apart best", [entry(int(place)) for place in order[:count]]),
+        Gallery("Images whose versions are told apart worst", [entry(int(place)) for place in order[::-1][:count]]),
+    ]
+
+
+def _means(errors: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+    return {name: float(1 - row.mean()) for name, row in zip(names, errors)}
+
+
+def _baseline_errors(path: str) -> dict[str, dict[str, float]]:
+    found = read_json(path)
+    errors = found.get("robustness", {}).get("errors") if isinstance(found, dict) else None
+    if not isinstance(errors, dict):
+        raise DualencError(f"{path}: holds no corruption errors; give the metrics.json of an evaluation with --train")
+    return errors

@@ -1,0 +1,200 @@
+"""`dualenc evaluate corrupted`: retrieval among corrupted versions of an image, and accuracy under corruptions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from dualenc import distributed
+from dualenc.commands.corruption_parts import Part, Setup, plain_part, robustness_part, versions_part
+from dualenc.commands.evaluation import display_name, start_processes
+from dualenc.commands.images import (
+    labelled_features,
+    open_image_tower,
+    open_images,
+    require_labels,
+    simclr_prepare,
+)
+from dualenc.errors import DualencError
+from dualenc.evaluation.corruption import ALL, SEVERITIES, CorruptedImages, GeneratedCorruptions
+from dualenc.evaluation.corruption_folders import is_corrupted_folder, read_corrupted
+from dualenc.evaluation.image_versions import CleanImages
+from dualenc.evaluation.probe import LinearClassifier, fit_best
+from dualenc.evaluation.report import write_report
+from dualenc.evaluation.tables import Table, print_table
+from dualenc.files import write_json
+
+if TYPE_CHECKING:
+    from dualenc.encoders import Tower
+
+
+TRAIN_BATCH = 256
+
+
+class _Training(NamedTuple):
+    """What the linear probe of the robustness table is trained on, and at which severities it is tested."""
+
+    data: str
+    split: str
+    limit: int | None
+    severities: list[int]
+    baseline: str | None
+
+
+def corrupted(
+    model: str,
+    data: str,
+    *,
+    out: str,
+    split: str = "test",
+    clean: str | None = None,
+    corruptions: list[str] | None = None,
+    severity: int = 1,
+    train: str | None = None,
+    train_split: str = "train",
+    train_limit: int | None = None,
+    severities: list[int] | None = None,
+    baseline: str | None = None,
+    label_column: str | None = None,
+    augmentation: Literal["simclr", "model"] = "simclr",
+    seed: int = 0,
+    limit: int | None = None,
+    num_workers: int = 2,
+    device: str | None = None,
+) -> None:
+    """Find the other view of an image among its own corrupted versions, and among all images.
+
+    With TRAIN, also the accuracy of a linear probe under every corruption and severity. Writes metrics.json and
+    report.html; finished images are kept below OUT, so that an interrupted evaluation goes on where it stopped.
+
+    Args:
+        model: model folder or name, of kind image or image-text.
+        data: clean images, corrupted on the fly; or a CIFAR-C or Tiny-ImageNet-C folder.
+        out: folder to write.
+        split: which split of the clean images.
+        clean: with a CIFAR-C or Tiny-ImageNet-C folder: the images without corruption.
+        corruptions: their names; by default all 19, or all that the folder has.
+        severity: of the corruptions in retrieval, 1 to 5.
+        train: labelled images to train the linear probe on.
+        train_split: which split of them.
+        train_limit: train on so many images, chosen at random.
+        severities: of the corruptions in the robustness table; by default 1 to 5.
+        baseline: metrics.json of another model's evaluation, to divide the corruption errors by.
+        label_column: of a table; by default `label`.
+        augmentation: SimCLR's, or the training augmentation that the model folder knows.
+        seed: of corruptions and augmentation.
+        limit: use so many images, chosen at random.
+        num_workers: processes that corrupt and augment.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+    """
+    device_to_use = start_processes(device)
+    _check_severities([severity, *(severities or [])])
+    source, images = _open(data, split, clean, corruptions or [], seed, label_column)
+    tower = open_image_tower(model, device_to_use)
+    setup = _setup(tower, source, images, Path(out), {"data": data, "split": split, "seed": seed}, limit, num_workers)
+    prepare = simclr_prepare(tower.prepare) if augmentation == "simclr" else tower.prepare
+    setup.signature["augmentation"] = augmentation
+    parts = {"corrupted": versions_part(setup, prepare, severity)}
+    if images is not None:
+        parts["plain"] = plain_part(setup, prepare)
+    if train is not None:
+        training = _Training(train, train_split, train_limit, severities or list(SEVERITIES), baseline)
+        parts["robustness"] = _robustness(setup, training, label_column)
+    if distributed.is_main():
+        facts = {"model": model, "data": data, "split": split, "augmentation": augmentation, "seed": seed}
+        _conclude(parts, Path(out), facts)
+    distributed.barrier()
+
+
+def _check_severities(severities: list[int]) -> None:
+    for severity in severities:
+        if severity not in SEVERITIES:
+            raise DualencError(f"severity {severity}: choose from 1, 2, 3, 4, 5")
+
+
+def _open(
+    data: str, split: str, clean: str | None, corruptions: list[str], seed: int, label_column: str | None
+) -> tuple[CorruptedImages, CleanImages | None]:
+    """The corrupted images, and the clean ones if they are at hand."""
+    if is_corrupted_folder(data):
+        images = None if clean is None else open_images(clean, split, label_column=label_column)
+        source = read_corrupted(data, corruptions)
+    else:
+        if clean is not None:
+            raise DualencError(f"{data}: is no CIFAR-C or Tiny-ImageNet-C folder but clean images; leave --clean out")
+        images = open_images(data, split, label_column=label_column)
+        source = GeneratedCorruptions(
+            images.items, corruptions or ALL, seed=seed, labels=images.labels, class_names=images.class_names
+        )
+    return source, None if images is None else CleanImages(images.items, images.labels, images.class_names)
+
+
+def _setup(
+    tower: Tower,
+    source: CorruptedImages,
+    images: CleanImages | None,
+    out: Path,
+    signature: dict[str, object],
+    limit: int | None,
+    num_workers: int,
+) -> Setup:
+    from dualenc.embed import tower_checksum
+
+    return Setup(
+        tower=tower,
+        source=source,
+        rows=_choose(len(source), limit),
+        clean=images,
+        clean_rows=[] if images is None else _choose(len(images), limit),
+        out=out / "finished",
+        signature={**signature, "images": len(source), "model": tower_checksum(tower)},
+        seed=int(str(signature["seed"])),
+        num_workers=num_workers,
+    )
+
+
+def _choose(total: int, limit: int | None) -> list[int]:
+    """All numbers below `total`, or `limit` of them, always the same: images may be sorted by class."""
+    chosen = np.random.default_rng(0).permutation(total)[:limit]
+    return sorted(chosen.tolist())
+
+
+def _robustness(setup: Setup, training: _Training, label_column: str | None) -> Part:
+    classifier, class_names = _train_probe(setup, training, label_column)
+    return robustness_part(setup, classifier, training.severities, class_names, training.baseline)
+
+
+def _train_probe(
+    setup: Setup, training: _Training, label_column: str | None
+) -> tuple[LinearClassifier, list[str] | None]:
+    """A linear classifier of clean features, the same on all processes, and the names of its classes."""
+    source = (training.data, training.split, training.limit)
+    images = open_images(training.data, training.split, label_column=label_column, limit=training.limit)
+    labels = require_labels(images, f"{training.data} ({training.split})")
+    train = labelled_features(
+        setup.tower, images, labels, setup.out / "train-features", source, TRAIN_BATCH, setup.num_workers
+    )
+    classifier = fit_best(train.features, train.labels)[0] if distributed.is_main() else None
+    return distributed.broadcast_object(classifier), images.class_names
+
+
+def _conclude(parts: dict[str, Part], out: Path, facts: dict[str, object]) -> None:
+    """Write and print what came out."""
+    write_json(out / "metrics.json", {"task": "corrupted", **facts, **{name: p.metrics for name, p in parts.items()}})
+    everything = list(parts.values())
+    rows = [row for name, part in parts.items() if name != "robustness" for row in part.tables[0].rows]
+    tables = [Table("Retrieval of the other view", rows)]
+    tables += [t for name, part in parts.items() for t in (part.tables if name == "robustness" else part.tables[1:])]
+    write_report(
+        out / "report.html",
+        f"Corrupted images: {display_name(str(facts['model']))} on {facts['data']}",
+        facts=facts,
+        tables=tables,
+        figures=[figure for part in everything for figure in part.figures],
+        galleries=[gallery for part in everything for gallery in part.galleries],
+    )
+    for table in tables:
+        print_table(table)
+    print(f"metrics and report.html are in {out}")

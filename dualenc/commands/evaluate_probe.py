@@ -1,0 +1,230 @@
+"""`dualenc evaluate probe`: what a linear classifier and nearest neighbours can read from frozen image features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from dualenc import distributed
+from dualenc.commands.evaluation import display_name, start_processes
+from dualenc.commands.images import (
+    AugmentedPrepare,
+    Labelled,
+    Source,
+    align_labels,
+    crop_and_flip,
+    encoder_of,
+    labelled_features,
+    open_image_tower,
+    open_images,
+    require_labels,
+)
+from dualenc.evaluation import plots
+from dualenc.evaluation.corruption import stable_seed
+from dualenc.evaluation.geometry import SimilarityHistogram, effective_rank, label_similarities, uniformity
+from dualenc.evaluation.image_versions import CLEAN, CleanImages, ImageVersions, encode_versions
+from dualenc.evaluation.knn import accuracy, knn_predict
+from dualenc.evaluation.probe import L2_SWEEP, few_shot, linear_probe
+from dualenc.evaluation.report import Figure, write_report
+from dualenc.evaluation.sgd_probe import Batches, feature_batches, predict, sgd_probe
+from dualenc.evaluation.tables import Table, print_table
+from dualenc.files import write_json
+
+if TYPE_CHECKING:
+    from dualenc.data import Corpus
+    from dualenc.encoders import Tower
+
+Row = dict[str, object]
+
+NEIGHBOURS, TEMPERATURE = 20, 0.07
+SHOTS, DRAWS = (1, 5, 10), 5
+SGD_BATCH = 256
+
+
+def probe(
+    model: str,
+    data: str,
+    *,
+    out: str,
+    split: str = "test",
+    train: str | None = None,
+    train_split: str = "train",
+    label_column: str | None = None,
+    limit: int | None = None,
+    train_limit: int | None = None,
+    l2: list[float] | None = None,
+    shots: list[int] | None = None,
+    sgd: Literal["no", "features", "images"] = "no",
+    sgd_epochs: int = 100,
+    seed: int = 0,
+    batch_size: int = 256,
+    num_workers: int = 2,
+    device: str | None = None,
+) -> None:
+    """Probe the frozen image features of a model: linear, nearest neighbours, few-shot.
+
+    Writes metrics.json and report.html. Features are kept below OUT, so that an interrupted evaluation goes on
+    where it stopped.
+
+    Args:
+        model: model folder or name, of kind image or image-text.
+        data: images with labels: parquet or other table, hub name, or a folder of class folders.
+        out: folder to write.
+        split: which split is tested.
+        train: images to train probes on, if they are not a split of the same data.
+        train_split: which split is trained on.
+        label_column: of a table; by default `label`.
+        limit: test so many images, chosen at random.
+        train_limit: train on so many images, chosen at random.
+        l2: penalties to try in the linear probe, chosen on a tenth of the training images; by default 1e-6 to 0.1.
+        shots: images of each class in the few-shot probes; by default 1, 5, 10, as far as there are so many.
+        sgd: also train a linear probe by SGD (lr 0.3, momentum 0.9, cosine to zero): on features computed once, or
+            on images cropped and flipped anew in every epoch, as papers do.
+        sgd_epochs: epochs of it.
+        seed: of validation split, draws and SGD.
+        batch_size: images encoded at once.
+        num_workers: processes that decode images.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+
+    Raises:
+        DualencError: the model has no image tower, labels are missing, or the classes of the two splits differ.
+    """
+    device_to_use = start_processes(device)
+    sources = {"train": (train or data, train_split, train_limit), "test": (data, split, limit)}
+    opened = _open(sources, label_column)
+    tower = open_image_tower(model, device_to_use)
+    fitted, tested = (
+        labelled_features(tower, *opened[part], Path(out) / "features" / part, sources[part], batch_size, num_workers)
+        for part in ("train", "test")
+    )
+    if distributed.is_main():
+        rows = _knn(fitted, tested) + _linear(fitted, tested, l2 or L2_SWEEP, seed)
+        rows += _few_shot(fitted, tested, shots, seed)
+        if sgd != "no":
+            rows.append(_sgd(tower, fitted, tested, sgd == "images", sgd_epochs, seed, num_workers))
+        facts: dict[str, object] = {"model": model, "data": data, "split": split, "train": train or data}
+        facts |= {"train_split": train_split, "train_images": len(fitted.labels), "test_images": len(tested.labels)}
+        _conclude(rows, tested, Path(out), facts)
+    distributed.barrier()
+
+
+def _open(sources: dict[str, Source], label_column: str | None) -> dict[str, tuple[Corpus, np.ndarray]]:
+    """Images and labels of both parts, in the class numbers of the training images."""
+    images = {
+        part: open_images(data, split, label_column=label_column, limit=limit)
+        for part, (data, split, limit) in sources.items()
+    }
+    names = {part: f"{data} ({split})" for part, (data, split, _) in sources.items()}
+    labels = {part: require_labels(images[part], names[part]) for part in images}
+    labels["test"] = align_labels(
+        labels["test"], images["test"].class_names, images["train"].class_names, names["test"]
+    )  # fmt: skip
+    return {part: (images[part], labels[part]) for part in images}
+
+
+def _knn(train: Labelled, test: Labelled) -> list[Row]:
+    k = min(NEIGHBOURS, len(train.labels))
+    settings: dict[str, Any] = {"1-NN": {"k": 1}, f"{k}-NN, weighted": {"k": k, "temperature": TEMPERATURE}}
+    predicted = {
+        name: knn_predict(train.features, train.labels, test.features, **setting) for name, setting in settings.items()
+    }
+    return [{"probe": name, "accuracy": accuracy(found, test.labels)} for name, found in predicted.items()]
+
+
+def _linear(train: Labelled, test: Labelled, l2: Sequence[float], seed: int) -> list[Row]:
+    found = linear_probe(train.features, train.labels, test.features, test.labels, l2=l2, seed=seed)
+    return [{"probe": "linear, L-BFGS", "accuracy": found.accuracy, "note": f"l2={found.l2:g}"}]
+
+
+def _few_shot(train: Labelled, test: Labelled, shots: list[int] | None, seed: int) -> list[Row]:
+    if shots is None:
+        smallest = int(np.unique(train.labels, return_counts=True)[1].min())
+        shots = [count for count in SHOTS if count <= smallest]
+    results = few_shot(
+        train.features, train.labels, test.features, test.labels, shots=shots, draws=DRAWS, seed=seed
+    )  # fmt: skip
+    return [
+        {"probe": f"{count}-shot, linear", "accuracy": mean, "sd": deviation, "note": f"{DRAWS} draws"}
+        for count, (mean, deviation) in results.items()
+    ]
+
+
+def _sgd(
+    tower: Tower, train: Labelled, test: Labelled, on_images: bool, epochs: int, seed: int, num_workers: int
+) -> Row:
+    """The protocol of saclr.txt A.1.4."""
+    if on_images:
+        batches = _augmented_batches(tower, train, seed, num_workers)
+    else:
+        batches = feature_batches(train.features, train.labels, batch_size=SGD_BATCH, seed=seed)
+    classifier = sgd_probe(
+        batches,
+        train.features.shape[1],
+        int(train.labels.max()) + 1,
+        steps_per_epoch=-(-len(train.labels) // SGD_BATCH),
+        epochs=epochs,
+        device=next(tower.parameters()).device,
+    )
+    found = accuracy(predict(classifier, test.features), test.labels)
+    what = "crops and flips" if on_images else "fixed features"
+    return {"probe": "linear, SGD", "accuracy": found, "note": f"{epochs} epochs, {what}"}
+
+
+def _augmented_batches(tower: Tower, train: Labelled, seed: int, num_workers: int) -> Callable[[int], Batches]:
+    """Features of freshly augmented training images for each epoch."""
+    import torch
+
+    encode = encoder_of(tower, "features")
+    prepare = AugmentedPrepare(tower.prepare, crop_and_flip)
+
+    def batches(epoch: int) -> Batches:
+        order = np.random.default_rng((seed, epoch)).permutation(len(train.labels))
+        images = CleanImages(train.items)
+        versions = ImageVersions(images, [CLEAN], prepare, views=1, seed=stable_seed(seed, epoch))
+        stream = encode_versions(
+            versions, encode, indices=order.tolist(), num_workers=num_workers, images_at_once=SGD_BATCH
+        )
+        for block in stream:
+            yield torch.from_numpy(block.features[:, 0, 0]), torch.from_numpy(train.labels[block.indices])
+
+    return batches
+
+
+def _conclude(rows: list[Row], test: Labelled, out: Path, facts: dict[str, object]) -> None:
+    """Write and print what came out."""
+    similar = label_similarities(test.features, test.labels) if len(np.unique(test.labels)) > 1 else None
+    shape: Row = {"effective_rank": effective_rank(test.features), "uniformity": uniformity(test.features)}
+    if similar is not None:
+        shape |= {
+            "same_label_cosine": similar.positive_mean,
+            "different_label_cosine": similar.negative_mean,
+            "overlap": similar.overlap,
+        }
+    write_json(out / "metrics.json", {"task": "probe", **facts, "accuracy": _named(rows), "features": shape})
+    tables = [Table("Probes", rows), Table("Features of the test images", [shape])]
+    heights = {"accuracy": {str(row["probe"]): float(str(row["accuracy"])) for row in rows}}
+    figures = [Figure("Accuracy by probe", plots.bars(heights, ylabel="accuracy"))]
+    if similar is not None:
+        figures.append(similarity_figure(similar, "same label", "different label", "Cosine of pairs of test images"))
+    title = f"Probes: {display_name(str(facts['model']))} on {facts['data']}"
+    write_report(out / "report.html", title, facts=facts, tables=tables, figures=figures)
+    for table in tables:
+        print_table(table)
+    print(f"metrics and report.html are in {out}")
+
+
+def similarity_figure(found: SimilarityHistogram, positives: str, negatives: str, caption: str) -> Figure:
+    """Histograms of similarities of positive and negative pairs, each of total height 1."""
+    centres = ((found.edges[:-1] + found.edges[1:]) / 2).tolist()
+    shares = {
+        positives: (centres, (found.positives / found.positives.sum()).tolist()),
+        negatives: (centres, (found.negatives / found.negatives.sum()).tolist()),
+    }
+    return Figure(f"{caption}; overlap {found.overlap:.3f}", plots.lines(shares, xlabel="cosine", ylabel="share"))
+
+
+def _named(rows: list[Row]) -> dict[str, dict[str, object]]:
+    return {str(row["probe"]): {key: value for key, value in row.items() if key != "probe"} for row in rows}
