@@ -63,9 +63,22 @@ def open_model(model: str, kind: str, device: torch.device) -> DualEncoder:
 
 
 def embed_into(
-    folder: Path, encoder: DualEncoder, side: Side, corpus: Corpus, model: str, batch_size: int
+    folder: Path, encoder: DualEncoder, side: Side, corpus: Corpus, model: str, batch_size: int, source: str = ""
 ) -> Embeddings:
-    """Embed one side into a folder; finished shards of an interrupted run of the same model and data are kept."""
+    """Embed one side into a folder; finished shards of an interrupted run of the same model and data are kept.
+
+    Args:
+        folder: Where to keep the embeddings.
+        encoder: The model.
+        side: Which tower encodes.
+        corpus: What to encode.
+        model: What the user called the model.
+        batch_size: Items encoded at once.
+        source: Where images come from; texts are told apart by their content, images by this.
+
+    Raises:
+        DualencError: the folder holds embeddings of another model or of other data.
+    """
     from dualenc.embed import embed
 
     return embed(
@@ -73,7 +86,7 @@ def embed_into(
         corpus,
         folder,
         batch_size=batch_size,
-        identity={"side": side},
+        identity={"side": side, "source": source},
         notes={"model": model},
         progress=distributed.is_main(),
     )

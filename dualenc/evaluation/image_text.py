@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,54 @@ from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Scores, best_positive_ranks, recall_at, rows_at_once
 
 Vectors = npt.NDArray[np.floating]
+
+
+class Matched(NamedTuple):
+    """Which embedded images and texts belong together.
+
+    Attributes:
+        image_rows: (I,) rows of the image embeddings that have a text.
+        text_rows: (T,) rows of the text embeddings that have an image.
+        captions: For each of the I images its texts, counted among the T.
+        text_of_pair: (M,) for each pair its text, counted among the T; a caption that stands twice is twice a query.
+    """
+
+    image_rows: npt.NDArray[np.int64]
+    text_rows: npt.NDArray[np.int64]
+    captions: list[list[int]]
+    text_of_pair: npt.NDArray[np.int64]
+
+
+def match_captions(
+    left_id: npt.NDArray[np.integer],
+    right_id: npt.NDArray[np.integer],
+    image_ids: Sequence[int],
+    text_ids: Sequence[int],
+) -> Matched:
+    """Match pairs of image and text with embeddings; a pair that lost a side to a bad sample is left out.
+
+    Args:
+        left_id: Image id of each pair.
+        right_id: Text id of each pair.
+        image_ids: Id of each row of the image embeddings.
+        text_ids: Id of each row of the text embeddings.
+
+    Raises:
+        DualencError: no pair is left.
+    """
+    image_row = {number: row for row, number in enumerate(image_ids)}
+    text_row = {number: row for row, number in enumerate(text_ids)}
+    pairs = zip(left_id.tolist(), right_id.tolist(), strict=True)
+    rows = np.array([(image_row.get(left, -1), text_row.get(right, -1)) for left, right in pairs]).reshape(-1, 2)
+    rows = rows[rows.min(axis=1, initial=0) >= 0].astype(np.int64)
+    if len(rows) == 0:
+        raise DualencError("no image is left that has a caption; check the columns of the data")
+    image_rows, image_of = np.unique(rows[:, 0], return_inverse=True)
+    text_rows, text_of = np.unique(rows[:, 1], return_inverse=True)
+    captions: list[list[int]] = [[] for _ in image_rows]
+    for image, text in sorted(set(zip(image_of.tolist(), text_of.tolist()))):
+        captions[image].append(text)
+    return Matched(image_rows, text_rows, captions, text_of)
 
 
 def both_ways_ranks(
@@ -32,21 +81,31 @@ def both_ways_ranks(
         DualencError: the shapes do not fit, an image has no caption or a text no image.
     """
     texts_of = [[text for text in own if text >= 0] for own in captions]
-    owners: list[list[int]] = [[] for _ in range(len(texts))]
-    for image, own in enumerate(texts_of):
+    owners = owners_of(texts_of, len(texts))
+    return {
+        "image_to_text": _shared_ranks(images, texts, texts_of),
+        "text_to_image": _shared_ranks(texts, images, owners),
+    }
+
+
+def owners_of(captions: Sequence[Sequence[int]], num_texts: int) -> list[list[int]]:
+    """For each text its images, from the texts of each image.
+
+    Raises:
+        DualencError: an image has no caption, a text no image, or a number is out of range.
+    """
+    owners: list[list[int]] = [[] for _ in range(num_texts)]
+    for image, own in enumerate(captions):
         if not own:
             raise DualencError(f"image {image} has no caption; leave it out")
-        if max(own) >= len(texts):
-            raise DualencError(f"image {image}: caption {max(own)} is out of range: there are {len(texts)} texts")
+        if max(own) >= num_texts:
+            raise DualencError(f"image {image}: caption {max(own)} is out of range: there are {num_texts} texts")
         for text in own:
             owners[text].append(image)
     lonely = next((text for text, own in enumerate(owners) if not own), None)
     if lonely is not None:
         raise DualencError(f"text {lonely} describes no image; leave it out")
-    return {
-        "image_to_text": _shared_ranks(images, texts, texts_of),
-        "text_to_image": _shared_ranks(texts, images, owners),
-    }
+    return owners
 
 
 def both_ways_recall(ranks: dict[str, npt.NDArray[np.int64]], cutoffs: Sequence[int] = (1, 5, 10)) -> Scores:

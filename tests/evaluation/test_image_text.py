@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.evaluation import image_text
-from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
+from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions
 
 
 def test_by_hand_with_several_captions() -> None:
@@ -52,6 +52,18 @@ def test_a_caption_of_two_images_is_right_for_both() -> None:
     images = np.eye(2, dtype=np.float32)
     ranks = both_ways_ranks(images, np.array([[0.0, 1.0]], np.float32), [[0], [0]])
     assert ranks["text_to_image"].tolist() == [1]
+
+
+def test_captions_are_matched_by_id_and_pairs_that_lost_a_side_are_left_out() -> None:
+    """Image 1 and text 12 could not be read; image 2 had only text 12; text 11 only image 1; 10 stands twice."""
+    left, right = np.array([0, 0, 1, 2, 3, 0]), np.array([10, 13, 11, 12, 13, 10])
+    matched = match_captions(left, right, [0, 2, 3], [13, 11, 10])
+    assert matched.image_rows.tolist() == [0, 2]  # rows of images 0 and 3
+    assert matched.text_rows.tolist() == [0, 2]  # rows of texts 13 and 10
+    assert matched.captions == [[0, 1], [0]]
+    assert matched.text_of_pair.tolist() == [1, 0, 0, 1]  # of the pairs (0, 10), (0, 13), (3, 13), (0, 10)
+    with pytest.raises(DualencError, match="no image is left"):
+        match_captions(left, right, [7], [13])
 
 
 def test_processes_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,112 @@
+"""`dualenc evaluate compare`: is run B better than run A, beyond the luck of the queries?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dualenc.errors import DualencError
+from dualenc.evaluation import plots
+from dualenc.evaluation.compare import Comparison, compare_runs
+from dualenc.evaluation.metrics import CUTOFFS, Scores, score_queries
+from dualenc.evaluation.report import Figure, write_report
+from dualenc.evaluation.retrieval import HEADLINES
+from dualenc.evaluation.runs import read_per_query, read_qrels, read_trec
+from dualenc.evaluation.tables import Table, print_table
+from dualenc.files import write_json
+
+LOG = "per_query.ndjson"
+
+Logs = dict[str, dict[str, Scores]]
+"""Per-query scores by collection ("" if there is one) and query id."""
+
+
+def compare(
+    run_a: str,
+    run_b: str,
+    *,
+    qrels: str | None = None,
+    metrics: str | None = None,
+    samples: int = 10_000,
+    confidence: float = 0.95,
+    seed: int = 0,
+    out: str | None = None,
+) -> None:
+    """Compare two runs by the paired bootstrap over queries: difference, confidence interval, p-value.
+
+    Args:
+        run_a: output folder of `dualenc evaluate …`, a per-query log (.ndjson), or a TREC run file (needs qrels).
+        run_b: the same for the run to compare with it.
+        qrels: judgements of TREC run files, in BEIR's or TREC's format.
+        metrics: names separated by commas; by default the usual ones among those that both runs have.
+        samples: number of bootstrap resamples.
+        confidence: share of the resamples inside the interval.
+        seed: of the resampling.
+        out: folder for comparison.json and report.html; by default the table is only printed.
+
+    Raises:
+        DualencError: a run cannot be read, the runs have different queries, or no such metric.
+    """
+    judgements = None if qrels is None else read_qrels(qrels)
+    a, b = (_read_run(Path(path), judgements) for path in (run_a, run_b))
+    if a.keys() != b.keys():
+        raise DualencError(f"{run_a} has the collections {sorted(a)}, {run_b} has {sorted(b)}; compare the same ones")
+    rows, differences = [], {}
+    for name in a:
+        chosen = _metrics(a[name], b[name], metrics)
+        found = compare_runs(a[name], b[name], chosen, samples=samples, confidence=confidence, seed=seed)
+        rows += [_row(name, metric, comparison) for metric, comparison in found.items()]
+        differences[name or chosen[0]] = [b[name][query][chosen[0]] - a[name][query][chosen[0]] for query in a[name]]
+    facts = {"A": run_a, "B": run_b, "samples": samples, "confidence": confidence, "seed": seed}
+    table = Table(f"B against A, {confidence:.0%} intervals of the paired bootstrap", rows)
+    if out is not None:
+        _write(Path(out), facts, table, differences)
+    print_table(table)
+
+
+def _read_run(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Logs:
+    if path.is_dir():
+        logs = [path / LOG] if (path / LOG).is_file() else sorted(path.glob(f"*/{LOG}"))
+        if not logs:
+            raise DualencError(f"{path}: holds no {LOG}; give the output folder of `dualenc evaluate`")
+        return {"" if log.parent == path else log.parent.name: read_per_query(log) for log in logs}
+    if path.suffix == ".ndjson":
+        return {"": read_per_query(path)}
+    if qrels is None:
+        raise DualencError(f"{path}: a TREC run needs judgements to be scored; give them with --qrels FILE")
+    return {"": score_queries(qrels, read_trec(path), CUTOFFS)}
+
+
+def _metrics(a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: str | None) -> list[str]:
+    """The metrics asked for, or the usual ones that both runs have, or all of those."""
+    if metrics is not None:
+        return [name.strip() for name in metrics.split(",")]
+    of_b = next(iter(b.values()), {})
+    shared = [name for name in next(iter(a.values()), {}) if name in of_b]
+    if not shared:
+        raise DualencError("the runs have no metric in common; evaluate both with the same command")
+    return [name for name in HEADLINES if name in shared] or shared
+
+
+def _row(collection: str, metric: str, comparison: Comparison) -> dict[str, object]:
+    return {
+        **({"data": collection} if collection else {}),
+        "metric": metric,
+        "queries": comparison.queries,
+        "A": comparison.mean_a,
+        "B": comparison.mean_b,
+        "B − A": comparison.difference,
+        "low": comparison.low,
+        "high": comparison.high,
+        "p": comparison.p_value,
+        "better": comparison.better,
+        "worse": comparison.worse,
+    }
+
+
+def _write(out: Path, facts: dict[str, object], table: Table, differences: dict[str, list[float]]) -> None:
+    write_json(out / "comparison.json", {"task": "compare", **facts, "comparisons": list(table.rows)})
+    caption = "Difference B − A over queries, first metric"
+    figure = Figure(caption, plots.histograms(differences, xlabel="B − A", ylabel="share of queries"))
+    write_report(out / "report.html", "Comparison of two runs", facts=facts, tables=[table], figures=[figure])
+    print(f"comparison.json and report.html are in {out}")
