@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
+
+import yaml
 
 from dualenc.data.pairs import PairDataset
 from dualenc.objectives.base import Objective
@@ -23,18 +26,32 @@ class TrainingCard:
         self, pairs: PairDataset, objective: Objective, settings: Mapping[str, Any], recipe: Mapping[str, Any]
     ) -> None:
         self.pairs, self.objective = pairs, objective
-        self.settings, self.recipe = dict(settings), dict(recipe)
+        self.settings, self.recipe = _plain(settings), _plain(recipe)
 
     def __call__(self, before: dict[str, float], metrics: dict[str, float], step: int) -> dict[str, Any]:
         """The card of the model after so many steps, with its metrics and those of the untrained model."""
+        recipe = yaml.safe_dump(self.recipe or {"trainer": self.settings}, sort_keys=False, allow_unicode=True)
         return {
             "data": (
                 f"{type(self.pairs).__name__}: {len(self.pairs)} pairs of {self.pairs.num_left} left and "
-                f"{self.pairs.num_right} right items"
+                f"{self.pairs.num_right} right items."
             ),
-            "objective": type(self.objective).__name__,
-            "steps": step,
-            "metrics": metrics,
-            "metrics_before": before,
-            "recipe": self.recipe or {"trainer": self.settings},
+            "training": f"{type(self.objective).__name__}, {step} steps with batches of {self.settings['batch_size']}.",
+            "metrics": _columns(before, metrics) or None,
+            "recipe": f"```yaml\n{recipe}```",
         }
+
+
+def _columns(before: dict[str, float], metrics: dict[str, float]) -> dict[str, dict[str, float]]:
+    """One row per metric: untrained and trained."""
+    untrained = {name: {"untrained": before[name]} if name in before else {} for name in metrics}
+    return {name: {**untrained[name], "trained": value} for name, value in metrics.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Tuples and paths as YAML has them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, os.PathLike) else value

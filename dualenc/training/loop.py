@@ -59,7 +59,7 @@ class Loop:
         self.meter = Meter(step.device)
         self.bad: dict[int, str] = {}
         self.steps = self.epoch = self.batch = self.batches_done = 0
-        self._seconds, self._samples, self._clock = 0.0, 0, 0.0
+        self._seconds, self._samples, self._clock, self._rate = 0.0, 0, 0.0, 0.0
 
     def run(self) -> None:
         """Train to the last step, from wherever the loop stands."""
@@ -147,6 +147,7 @@ class Loop:
 
     def _one_step(self, group: list[Batch]) -> None:
         self.update.objective.set_progress(self.steps / self.total_steps)
+        self._rate = self.update.optimizer.param_groups[0]["lr"]
         step = self.steps + 1
         try:
             values = self.update(
@@ -176,7 +177,7 @@ class Loop:
     def _write_log(self) -> None:
         values = self.meter.average()
         values["epoch"] = self.epoch + 1
-        values["learning_rate"] = self.update.optimizer.param_groups[0]["lr"]
+        values["learning_rate"] = self._rate
         values["samples_per_second"] = self._samples / max(self._seconds, 1e-9)
         self._seconds, self._samples = 0.0, 0
         self.log.write(self.steps, values)

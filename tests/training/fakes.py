@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Sequence
@@ -57,7 +56,7 @@ class TinyTower(Tower):
 
 
 class TinyEncoder(DualEncoder):
-    """Two `TinyTower`s, or one for both sides, that save their weights and card as plain files."""
+    """Two `TinyTower`s, or one for both sides, that save their weights as a plain file."""
 
     def __init__(
         self,
@@ -79,9 +78,6 @@ class TinyEncoder(DualEncoder):
     def write(self, folder: Path) -> None:
         torch.save(self.state_dict(), folder / "weights.pt")
         (folder / "dualenc.json").write_text("{}")
-
-    def write_card(self, folder: Path, name: str, card: dict[str, Any]) -> None:
-        (folder / "card.json").write_text(json.dumps(card, default=str))
 
 
 class NumberItems(list[str]):

@@ -1,0 +1,129 @@
+"""A run that is killed and resumed ends with the same weights, bit for bit."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from dualenc.errors import DualencError
+from dualenc.training.run_log import read_metrics
+from tests.training.fakes import kill_this_process, same, weights
+from tests.training.runs import run_and_die, train, train_and_die
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    train(folder)
+    return folder
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("killed_at", [1, 4, 6])
+def test_killed_and_resumed_equals_unbroken(tmp_path, unbroken, num_workers, killed_at):
+    assert run_and_die(train_and_die, tmp_path, killed_at, {"num_workers": num_workers}) == -signal.SIGKILL
+    assert not (tmp_path / "model").exists()
+    train(tmp_path, resume=True, num_workers=num_workers)
+    assert same(weights(tmp_path), weights(unbroken))
+
+
+def test_killed_again_and_again(tmp_path, unbroken):
+    for _ in range(4):  # each life reaches three more batches than its checkpoint
+        assert run_and_die(train_and_die, tmp_path, 4, {"resume": True}) == -signal.SIGKILL
+    train(tmp_path, resume=True)
+    assert same(weights(tmp_path), weights(unbroken))
+
+
+def die_while_writing(output: Path, at_save: int) -> None:
+    """Be killed after half of a checkpoint's first file is written."""
+    save, calls = torch.save, 0
+
+    def half_save(state, path):
+        nonlocal calls
+        calls += path.name == "state.pt"
+        save(state, path)
+        if calls == at_save and path.name == "state.pt":
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+            kill_this_process()
+
+    torch.save = half_save
+    train(output)
+
+
+def test_a_kill_in_the_middle_of_writing_leaves_the_checkpoint_before(tmp_path, unbroken):
+    assert run_and_die(die_while_writing, tmp_path, 3) == -signal.SIGKILL
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names[1:] == ["step-00000002", "step-00000004"]
+    assert names[0].startswith(".step-00000006.part-")
+    train(tmp_path, resume=True)
+    assert same(weights(tmp_path), weights(unbroken))
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, unbroken):
+    assert run_and_die(train_and_die, tmp_path, 8, {}) == -signal.SIGKILL
+    latest = tmp_path / "checkpoints" / "step-00000006" / "state.pt"
+    latest.write_bytes(latest.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match="not complete and is passed over"):
+        train(tmp_path, resume=True)
+    assert same(weights(tmp_path), weights(unbroken))
+
+
+def test_the_log_of_a_resumed_run_is_that_of_an_unbroken_one(tmp_path, unbroken):
+    run_and_die(train_and_die, tmp_path, 8, {})
+    train(tmp_path, resume=True)
+    logs = [read_metrics(folder / "metrics.jsonl") for folder in (tmp_path, unbroken)]
+    assert [line["step"] for line in logs[0]] == [3, 6, 9, 12]
+    for ours, theirs in zip(*logs, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
+        assert ours["learning_rate"] == theirs["learning_rate"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_accumulation": 3},
+        {"optimizer": "lars", "chunk_size": 2},
+        {"optimizer": "sgd", "mixed_precision": "bf16"},
+    ],
+)
+def test_resume_is_exact_with_other_settings(tmp_path, changes):
+    train(tmp_path / "whole", **changes)
+    run_and_die(train_and_die, tmp_path / "broken", 8, changes)
+    train(tmp_path / "broken", resume=True, **changes)
+    assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path, unbroken):
+    train(tmp_path)
+    result = train(tmp_path, resume=True)
+    assert result.steps == 12
+    assert same(weights(tmp_path), weights(unbroken))
+
+
+def test_resuming_nothing_starts_from_the_beginning(tmp_path, unbroken):
+    train(tmp_path, resume=True)
+    assert same(weights(tmp_path), weights(unbroken))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": 0.03}, "trainer.learning_rate was 0.02 and is now 0.03"),
+        ({"batch_size": 8}, "trainer.batch_size was 6 and is now 8"),
+        ({"seed": 1}, "trainer.seed was 0 and is now 1"),
+    ],
+)
+def test_a_checkpoint_of_another_recipe_is_refused_in_one_line(tmp_path, unbroken, changes, message):
+    with pytest.raises(DualencError, match=message) as raised:
+        train(unbroken, resume=True, **changes)
+    assert "another recipe" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_another_model_is_another_recipe(unbroken):
+    from tests.training.fakes import TinyEncoder
+
+    with pytest.raises(DualencError, match="model was .* and is now"):
+        train(unbroken, resume=True, model=TinyEncoder(shared=True))
