@@ -22,7 +22,7 @@ def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def read(path: Path, skips: Skips | None = None, **options):  # noqa: ANN003, ANN201
+def read(path: Path, skips: Skips | None = None, **options):
     return read_lines([path], {"text": "value"}, (), skips or Skips(path), **options)
 
 

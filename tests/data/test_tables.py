@@ -17,7 +17,7 @@ ROWS = {"query": ["q0", "q1", "q2"], "documents": [["a", "b"], ["c"], []]}
 COLUMNS: dict[str, Kind] = {"query": "value", "documents": "list"}
 
 
-def read(source: Path | str, columns: dict[str, Kind] = COLUMNS, **options) -> Table:  # noqa: ANN003
+def read(source: Path | str, columns: dict[str, Kind] = COLUMNS, **options) -> Table:
     return open_table(source, columns, Skips(source, "raise"), **options)
 
 
