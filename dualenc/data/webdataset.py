@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 IMAGES = "jpg;jpeg;png;webp"
+_IMAGE_ENDS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 
 
 class WebDatasetPairs(PairDataset):
@@ -132,7 +133,7 @@ class _Files:
         self.samples: pa.ChunkedArray = shards.table["sample"]
         values = [pc.list_flatten(shards.table[name]).to_numpy() for name in ("offset", "size")]
         self.offset, self.size = (np.where(chosen >= 0, v[chosen] if len(v) else -1, -1) for v in values)
-        images = [f".{e}" in IMAGE_SUFFIXES for e in spec.partition(":")[0].lower().split(";")]
+        images = [extension.endswith(_IMAGE_ENDS) for extension in spec.partition(":")[0].lower().split(";")]
         self.modality: Modality = "image" if all(images) else "text"
         if field and not spec.lower().startswith("json:"):
             raise DualencError(f"{spec!r}: a field is named, but only JSON files have fields; write json:{field}")

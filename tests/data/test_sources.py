@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import datasets
+import pytest
+
+from dualenc.data import (
+    BeirPairs,
+    ImageFolderPairs,
+    MinedPairs,
+    TablePairs,
+    WebDatasetPairs,
+    open_corpus,
+    open_pairs,
+)
+from dualenc.data.corpus import Corpus
+from dualenc.errors import BadSample, DualencError
+
+from .make import encoded, picture, shade_of, write_beir, write_csv, write_jsonl
+
+
+def texts(corpus: Corpus) -> dict[str, str]:
+    return {name: corpus[i] for i, name in enumerate(corpus.ids)}
+
+
+@pytest.fixture
+def beir(tmp_path: Path) -> Path:
+    documents = [{"_id": "a", "title": "T", "text": "x"}, {"_id": "b", "title": "", "text": "y"}]
+    return write_beir(tmp_path / "beir", documents, [{"_id": "q", "text": "why"}], {"train": [("q", "a", 1)]})
+
+
+def test_beir_folders(beir: Path) -> None:
+    assert texts(open_corpus(beir)) == {"a": "T x", "b": "y"}
+    assert texts(open_corpus(beir, part="queries")) == {"q": "why"}
+    assert texts(open_corpus(beir / "corpus.jsonl")) == {"a": "T x", "b": "y"}
+    assert isinstance(open_pairs(beir), BeirPairs)
+
+
+def test_text_files_and_tables_of_one_column(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("one\n\ntwo\n")
+    assert texts(open_corpus(tmp_path / "x.txt")) == {"0": "one", "1": "two"}
+    assert texts(open_corpus(write_csv(tmp_path / "x.csv", ["thing"], [["a"]]))) == {"0": "a"}
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
+def test_tables_with_usual_names(tmp_path: Path, kind: str) -> None:
+    rows = [{"id": "x1", "title": "T", "text": "one"}, {"id": "x2", "title": "", "text": "two"}]
+    path = tmp_path / f"x.{kind}"
+    if kind == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    elif kind == "jsonl":
+        write_jsonl(path, rows)
+    else:
+        write_csv(path, list(rows[0]), [list(row.values()) for row in rows], "," if kind == "csv" else "\t")
+    assert texts(open_corpus(path)) == {"x1": "T one", "x2": "two"}
+    assert texts(open_corpus(path, text_column="title")) == {"x1": "T"}
+    assert open_corpus(path, text_column="title").skipped == 1
+    assert texts(open_corpus(path, text_column="text", title_column="title", limit=1)) == {"x1": "T one"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_lists_of_texts_have_numbered_ids(tmp_path: Path, kind: str) -> None:
+    rows = [{"id": "i", "captions": ["a", "", "b"]}, {"id": "j", "captions": ["c"]}]
+    path = tmp_path / f"x.{kind}"
+    if kind == "jsonl":
+        write_jsonl(path, rows)
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    assert texts(open_corpus(path, text_column="captions")) == {"i#0": "a", "i#2": "b", "j#0": "c"}
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    features = datasets.Features(
+        image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"]), caption=datasets.Value("string")
+    )
+    shades = [{"bytes": encoded(picture(s)), "path": None} for s in (1, 2)]
+    rows = {"image": shades, "label": [1, 0], "caption": ["one", "two"]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
+    return tmp_path / "train.parquet"
+
+
+def test_tables_of_labelled_images(images: Path) -> None:
+    corpus = open_corpus(images)
+    assert corpus.labels is not None
+    assert (corpus.modality, corpus.labels.tolist(), corpus.class_names) == ("image", [1, 0], ["cat", "dog"])
+    assert shade_of(corpus[1]) == 2
+    assert texts(open_corpus(images, modality="text")) == {"0": "one", "1": "two"}
+    assert texts(open_corpus(images, text_column="caption")) == {"0": "one", "1": "two"}
+    assert isinstance(open_pairs(images), TablePairs)
+
+
+def test_folders_of_images(tmp_path: Path) -> None:
+    for name in ("dog/1.png", "cat/2.png"):
+        (tmp_path / name).parent.mkdir()
+        picture(int(name[-5])).save(tmp_path / name)
+        (tmp_path / name).with_suffix(".txt").write_text(name)
+    corpus = open_corpus(tmp_path)
+    assert corpus.labels is not None
+    assert (corpus.ids, corpus.labels.tolist()) == (["cat/2.png", "dog/1.png"], [0, 1])
+    assert (corpus.class_names, shade_of(corpus[0])) == (["cat", "dog"], 2)
+    assert isinstance(open_pairs(tmp_path), ImageFolderPairs)
+
+
+def test_tars(tmp_path: Path) -> None:
+    picture(5).save(tmp_path / "k.png")
+    (tmp_path / "k.txt").write_text("five")
+    (tmp_path / "shards").mkdir()
+    with tarfile.open(tmp_path / "shards" / "x.tar", "w") as archive:
+        archive.add(tmp_path / "k.png", "k.png")
+        archive.add(tmp_path / "k.txt", "k.txt")
+    assert shade_of(open_corpus(tmp_path / "shards")[0]) == 5
+    assert texts(open_corpus(tmp_path / "shards" / "x.tar", modality="text")) == {"k": "five"}
+    assert isinstance(open_pairs(tmp_path / "shards"), WebDatasetPairs)
+
+
+def test_pairs_by_usual_and_by_given_names(tmp_path: Path) -> None:
+    mined = write_jsonl(tmp_path / "mined.jsonl", [{"query": "q", "pos": ["p"], "neg": []}])
+    assert isinstance(open_pairs(mined), MinedPairs)
+    path = write_csv(tmp_path / "x.csv", ["question", "answer", "note"], [["q", "a", "n"]])
+    assert open_pairs(path)[0].right == "a"
+    assert open_pairs(path, right_column="note")[0].right == "n"
+    other = write_csv(tmp_path / "y.csv", ["question", "reply"], [["q", "a"]])
+    with pytest.raises(DualencError, match=r"no telling which column is right_column; .*columns: question, reply"):
+        open_pairs(other)
+
+
+def test_unknown_columns_are_asked_for(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "x.csv", ["first", "second"], [["a", "b"]])
+    with pytest.raises(DualencError, match="name text_column or image_column"):
+        open_corpus(path)
+    with pytest.raises(DualencError, match="name text_column"):
+        open_corpus(path, modality="text")
+    assert texts(open_corpus(path, text_column="second", id_column="first")) == {"a": "b"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"id": "b", "text": " "}, "x.jsonl:2: empty document"),
+        ({"id": "a", "text": "y"}, "x.jsonl:2: document with an id used before; 'a' stands twice"),
+        ({"text": "y"}, "x.jsonl:2: document without an id"),
+        ("{broken", "x.jsonl:2: malformed JSON line"),
+    ],
+)
+def test_a_bad_document_is_named_or_skipped(tmp_path: Path, row: object, message: str) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [{"id": "a", "text": "x"}, row])
+    with pytest.raises(BadSample) as error:
+        open_corpus(path, on_error="raise")
+    assert message in str(error.value)
+    corpus = open_corpus(path)
+    assert (texts(corpus), corpus.skipped) == ({"a": "x"}, 1)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "x.jsonl"):
+        with pytest.raises(DualencError):
+            open_corpus(path)

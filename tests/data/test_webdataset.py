@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import webdataset
+
+from dualenc.data import WebDatasetPairs
+from dualenc.data import tars as tars_module
+from dualenc.data.webdataset import tar_corpus
+from dualenc.errors import BadSample, DualencError
+
+from .make import encoded, picture, shade_of
+
+
+def write_tar(path: Path, files: Iterable[tuple[str, bytes]], mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for name, data in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def sample(key: str, shade: int, text: str) -> list[tuple[str, bytes]]:
+    return [(f"{key}.png", encoded(picture(shade))), (f"{key}.txt", text.encode())]
+
+
+def contents(pairs: WebDatasetPairs) -> list[tuple[int, str]]:
+    return [(shade_of(p.left), p.right) for p in pairs]
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Two shards as the webdataset package writes them, five samples."""
+    with webdataset.ShardWriter(str(tmp_path / "s-%03d.tar"), maxcount=3, verbose=0) as sink:
+        for i in range(5):
+            record = {"caption": f"json {i}", "list": [1]}
+            sink.write({"__key__": f"{i:03d}", "png": picture(i), "txt": f"text {i}", "json": record})
+    return tmp_path
+
+
+def test_the_pairs_that_webdataset_reads(shards: Path) -> None:
+    urls = sorted(str(path) for path in shards.glob("*.tar"))
+    other = webdataset.WebDataset(urls, shardshuffle=False, empty_check=False).decode("pil").to_tuple("png", "txt")
+    expected = [(shade_of(image), text) for image, text in other]
+    assert expected == [(i, f"text {i}") for i in range(5)]
+    assert contents(WebDatasetPairs(shards)) == expected
+    assert contents(WebDatasetPairs(str(shards / "s-*.tar"))) == expected
+    assert contents(WebDatasetPairs(shards / "s-001.tar")) == expected[3:]
+
+
+def test_names_with_dots_folders_and_capitals_are_grouped_as_webdataset_does(tmp_path: Path) -> None:
+    files = [
+        ("__meta__/x.txt", b"none"),
+        ("./a.b/1.left.png", encoded(picture(1))),
+        ("./a.b/1.TXT", b"one"),
+        ("noextension", b"none"),
+        ("c/2.png", encoded(picture(2))),
+        ("c/2.left.png", encoded(picture(3))),
+        ("c/2.txt", b"two"),
+    ]
+    path = write_tar(tmp_path / "x.tar", files)
+    other = webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False).decode("pil")
+    expected = [(shade_of(s["left.png"]), s["txt"]) for s in other]
+    assert contents(WebDatasetPairs(path, left="left.png")) == expected == [(1, "one"), (3, "two")]
+
+
+def test_json_fields_and_the_first_extension_that_a_sample_has(shards: Path) -> None:
+    pairs = WebDatasetPairs(shards, left="jpg;png", right="json:caption")
+    assert contents(pairs) == [(i, f"json {i}") for i in range(5)]
+    with pytest.raises(BadSample, match=r"s-000\.tar: 000: 'json:list' holds no text"):
+        WebDatasetPairs(shards, right="json:list")[0]
+    with pytest.raises(BadSample, match="'json:title' is no JSON object with a field 'title'"):
+        WebDatasetPairs(shards, right="json:title")[0]
+    with pytest.raises(DualencError, match="write json:caption"):
+        WebDatasetPairs(shards, right="txt:caption")
+
+
+def test_the_index_is_written_once_and_read_afterwards(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = contents(WebDatasetPairs(shards))
+    assert (shards / "s-000.tar.index").is_file()
+    monkeypatch.setattr(tars_module, "_members", lambda *_: pytest.fail("scanned again"))
+    assert contents(WebDatasetPairs(shards)) == first
+
+
+def test_a_changed_tar_is_indexed_again(shards: Path) -> None:
+    WebDatasetPairs(shards)
+    os.utime(write_tar(shards / "s-000.tar", sample("x", 77, "new")), (1, 1))
+    assert contents(WebDatasetPairs(shards))[0] == (77, "new")
+
+
+def test_the_index_can_lie_elsewhere(
+    shards: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, cache = tmp_path_factory.mktemp("chosen"), tmp_path_factory.mktemp("cache")
+    first = contents(WebDatasetPairs(shards, index_folder=chosen))
+    assert len(list(chosen.iterdir())) == 2
+    assert not list(shards.glob("*.index"))
+    # Where the folder of the tars cannot be written to, the cache folder serves.
+    monkeypatch.setattr(tars_module, "cache_folder", lambda: cache)
+    (shards / "s-000.tar.index").mkdir()
+    monkeypatch.setattr(tars_module, "atomic_path", _refuse_beside(shards))
+    assert contents(WebDatasetPairs(shards)) == first
+    assert len(list(cache.iterdir())) == 2
+
+
+def _refuse_beside(folder: Path):
+    from dualenc.files import atomic_path
+
+    def refuse(path: Path):
+        if path.parent == folder:
+            raise PermissionError(13, "read-only", str(path))
+        return atomic_path(path)
+
+    return refuse
+
+
+def test_equal_captions_can_share_an_id(tmp_path: Path) -> None:
+    files = sample("1", 1, "same") + sample("2", 2, "same\n") + sample("3", 3, "other") + sample("4", 4, " ")
+    path = write_tar(tmp_path / "x.tar", files)
+    pairs = WebDatasetPairs(path, deduplicate=True)
+    assert (pairs.right_id.tolist(), pairs.num_right, pairs.skipped) == ([0, 0, 1], 2, 1)
+    assert WebDatasetPairs(path).right_id.tolist() == [0, 1, 2, 3]
+    assert contents(pairs) == [(1, "same"), (2, "same"), (3, "other")]
+
+
+BROKEN = [
+    ([("9.png", encoded(picture(9)))], "x.tar: 9: sample without right file 'txt'"),
+    ([("9.txt", b"nine")], "x.tar: 9: sample without left file 'jpg;jpeg;png;webp'"),
+    ([("9.png", encoded(picture(9))), ("9.txt", b"")], "x.tar: 9: empty right file 'txt'"),
+    ([("1.txt", b"again")], "x.tar: 1.txt: file that stands twice in a tar"),
+]
+
+
+@pytest.mark.parametrize(("extra", "message"), BROKEN)
+def test_a_bad_sample_is_named_or_skipped(tmp_path: Path, extra: list, message: str) -> None:
+    path = write_tar(tmp_path / "x.tar", sample("1", 1, "one") + extra)
+    with pytest.raises(BadSample) as error:
+        WebDatasetPairs(path, on_error="raise")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    for _ in range(2):  # told again from the index
+        pairs = WebDatasetPairs(path)
+        assert (contents(pairs), pairs.skipped) == ([(1, "one")], 1)
+
+
+def test_a_truncated_tar_keeps_its_whole_samples(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", [*sample("1", 1, "one"), ("2.png", bytes(50_000))])
+    path.write_bytes(path.read_bytes()[:-30_000])
+    with pytest.raises(BadSample, match=r"x\.tar: truncated or broken tar"):
+        WebDatasetPairs(path, on_error="raise")
+    for _ in range(2):
+        pairs = WebDatasetPairs(path)
+        assert (contents(pairs), pairs.skipped) == ([(1, "one")], 1)
+
+
+def test_tars_that_cannot_be_read_at_random(tmp_path: Path) -> None:
+    with pytest.raises(DualencError, match="decompress it first"):
+        WebDatasetPairs(write_tar(tmp_path / "x.tar", sample("1", 1, "one"), "w:gz"))
+    with pytest.raises(DualencError, match="no such tar"):
+        WebDatasetPairs(tmp_path / "no-*.tar")
+
+
+def _shades(pickled: bytes) -> list[int]:
+    return [shade_of(pair.left) for pair in pickle.loads(pickled)]
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_worker_processes_read_for_themselves(shards: Path, start: str) -> None:
+    pairs = WebDatasetPairs(shards)
+    assert shade_of(pairs[4].left) == 4  # opens a file before the fork
+    with multiprocessing.get_context(start).Pool(2) as pool:
+        assert pool.map(_shades, [pickle.dumps(pairs)] * 4) == [[0, 1, 2, 3, 4]] * 4
+
+
+def test_many_tars_do_not_exhaust_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tars_module.Tars, "_MOST_OPEN", 2)
+    for i in range(5):
+        write_tar(tmp_path / f"{i}.tar", sample("k", i, str(i)))
+    pairs = WebDatasetPairs(tmp_path)
+    assert [shade_of(pairs[i].left) for i in (0, 4, 1, 3, 2, 0)] == [0, 4, 1, 3, 2, 0]
+    assert len(pairs.left_items.items.tars._open) <= 2  # type: ignore[attr-defined]
+
+
+def test_corpora_take_the_names_of_samples_as_ids(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    corpus = tar_corpus(shards)
+    assert (corpus.ids, corpus.modality, shade_of(corpus[3])) == (["000", "001", "002", "003", "004"], "image", 3)
+    assert tar_corpus(shards, "txt").text(2) == "text 2"
+    folder = tmp_path_factory.mktemp("alike")
+    for name in ("a", "b"):
+        write_tar(folder / f"{name}.tar", [("1.json", json.dumps({"t": name}).encode())])
+    alike = tar_corpus(folder, "json:t")
+    assert (alike.ids, [alike[i] for i in range(2)]) == (["a/1", "b/1"], ["a", "b"])
