@@ -82,7 +82,8 @@ def _checked_class(
 
 def argument_names(function: Any) -> list[str]:
     """Names that a class or function takes, those behind `**arguments` of its base classes included."""
-    constructors = [c.__init__ for c in inspect.getmro(function)] if inspect.isclass(function) else [function]
+    classes = inspect.getmro(function) if inspect.isclass(function) else ()
+    constructors = [vars(c)["__init__"] for c in classes if "__init__" in vars(c)] or [function]
     names: dict[str, None] = {}
     for constructor in constructors:
         parameters = inspect.signature(constructor).parameters.values()

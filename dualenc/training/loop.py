@@ -125,7 +125,9 @@ class Loop:
             self.log.say(f"step {self.steps}: {primary} {metrics[primary]:.4f}")
 
     def _start_epoch(self) -> None:
-        report = self.plan.start_epoch(self.epoch, self.steps, self._fresh_pass)
+        to_come = self.accumulation * (self.total_steps - self.steps)
+        last = to_come <= self.plan.num_batches(self.epoch)
+        report = self.plan.start_epoch(self.epoch, self.steps, self._fresh_pass, last)
         if report:
             self.log.write(self.steps, {f"selection/{name}": value for name, value in report.items()})
 

@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 
 VIEWS = {"left": 0, "right": 1}
-_STREAMS = {"batch": 0, "item": 1, "rank": 2, "table": 3, "mix": 4, "order": 5}
+_STREAMS = {"batch": 0, "item": 1, "rank": 2, "table": 3, "compare": 4}
 
-Stream = Literal["batch", "item", "rank", "table", "mix", "order"]
+Stream = Literal["batch", "item", "rank", "table", "compare"]
 
 
 def derive_seed(stream: Stream, *parts: int) -> int:

@@ -19,7 +19,6 @@ from dualenc import distributed
 from dualenc.batching.selector import BatchSelector
 from dualenc.errors import DualencError
 from dualenc.training.embedding_table import EmbeddingTable
-from dualenc.training.seeds import generator
 from dualenc.training.selection_job import SelectionJob
 
 EmbeddingSource = Literal["epoch", "fresh"]
@@ -35,9 +34,8 @@ class BatchPlan:
         folder: for the background process to work in.
         embeddings: "epoch", those of the last epoch's batches as they were trained; "fresh", an evaluation-mode
             pass at the start of every epoch.
-        share: in [0, 1], of the selected batches that are used; the pairs of the others meet at random.
         background: select while training goes on, one epoch late; False waits for the selection and uses it at once.
-        seed: of the mixture and of the order of batches.
+        seed: of what stands for embeddings of pairs not seen yet.
         device: what the process group communicates on.
     """
 
@@ -48,30 +46,28 @@ class BatchPlan:
         folder: Path,
         *,
         embeddings: EmbeddingSource = "epoch",
-        share: float = 1.0,
         background: bool = True,
         seed: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        if not 0 <= share <= 1:
-            raise DualencError(f"selected_share is {share}; it must lie in [0, 1]")
         if embeddings not in ("epoch", "fresh"):
             raise DualencError(f"selection_embeddings is {embeddings!r}; choose 'epoch' or 'fresh'")
         self.selector, self.folder = selector, folder
-        self.embeddings, self.share, self.background, self.seed = embeddings, share, background, seed
+        self.embeddings, self.background, self.seed = embeddings, background, seed
         self.device = device or torch.device("cpu")
         self.uses_embeddings = selector.needs_embeddings
         self.table = EmbeddingTable(num_pairs, seed)
         self.selected: np.ndarray | None = None
         self.job: SelectionJob | None = None
 
-    def start_epoch(self, epoch: int, step: int, fresh: FreshPass) -> dict[str, float]:
+    def start_epoch(self, epoch: int, step: int, fresh: FreshPass, last: bool = False) -> dict[str, float]:
         """Take what was selected meanwhile, and set the next selection going; all ranks call it together.
 
         Args:
             epoch: the epoch that begins.
             step: optimizer steps done, for the age of the embeddings.
             fresh: makes the evaluation-mode pass; returns (M, D) and (M, D) on the main process.
+            last: no epoch follows.
 
         Returns:
             A report on the selection that takes effect now: loss, random_loss, seconds, staleness in steps.
@@ -79,7 +75,8 @@ class BatchPlan:
         if not self.uses_embeddings:
             return {}
         report = self._collect(step)
-        if self._has_embeddings():
+        useless = last and self.background
+        if not useless and self._has_embeddings():
             self._launch(epoch + self.background, step, fresh)
             if not self.background:
                 report = self._collect(step)
@@ -87,9 +84,7 @@ class BatchPlan:
 
     def batches(self, epoch: int) -> np.ndarray:
         """(num_batches, B) pair indices of an epoch, in order."""
-        if self.selected is None:
-            return np.asarray(self.selector.select(epoch), dtype=np.int64)
-        return mix(self.selected, self.share, self.seed, epoch)
+        return np.asarray(self.selector.select(epoch), dtype=np.int64) if self.selected is None else self.selected
 
     def num_batches(self, epoch: int) -> int:
         """How many batches an epoch will have, told before it begins: a selection may leave pairs out."""
@@ -157,22 +152,3 @@ class BatchPlan:
         self.selected, report = outcome.batches, dict(outcome.report)
         report["staleness"] = step - outcome.seen_at
         return report
-
-
-def mix(selected: np.ndarray, share: float, seed: int, epoch: int) -> np.ndarray:
-    """Keep a random share of the selected batches, let the pairs of the others meet at random, shuffle the order.
-
-    Args:
-        selected: (num_batches, B) pair indices.
-        share: of the batches that stay as they are.
-        seed: of the draw.
-        epoch: each epoch draws anew.
-
-    Returns:
-        (num_batches, B): the same pairs, each as often as before.
-    """
-    draw = generator("mix", seed, epoch)
-    order = draw.permutation(len(selected))
-    kept = selected[order[: round(share * len(selected))]]
-    others = draw.permutation(selected[order[len(kept) :]].reshape(-1)).reshape(-1, selected.shape[1])
-    return draw.permutation(np.concatenate([kept, others]))

@@ -52,7 +52,7 @@ def select(
     start = time.perf_counter()
     batches = np.asarray(selector.select(epoch, left, right), dtype=np.int64)
     seconds = time.perf_counter() - start
-    order = np.resize(generator("mix", seed, epoch).permutation(len(left)), batches.shape)
+    order = np.resize(generator("compare", seed, epoch).permutation(len(left)), batches.shape)
     temperature = float(getattr(selector, "temperature", 0.1))
     report = {
         "seconds": seconds,

@@ -91,7 +91,6 @@ class Trainer:
         on_error: "skip" leaves out samples that cannot be read and counts them, "raise" stops at the first.
         selection_embeddings: for batchings that use embeddings: "epoch" takes those of the last epoch's batches,
             "fresh" makes an evaluation-mode pass at the start of every epoch.
-        selected_share: share of the selected batches that are used as they are, in [0, 1]; the rest are random.
         selection_background: select while training goes on, one epoch late; false waits for it.
         tracker: accelerate's trackers, such as tensorboard or wandb; several separated by commas.
         project: what trackers call the project.
@@ -128,7 +127,6 @@ class Trainer:
     num_workers: int = 0
     on_error: OnError = "skip"
     selection_embeddings: EmbeddingSource = "epoch"
-    selected_share: float = 1.0
     selection_background: bool = True
     tracker: str | None = None
     project: str = "dualenc"
@@ -267,7 +265,6 @@ class Trainer:
             num_pairs,
             Path(self.output) / "selection",
             embeddings=self.selection_embeddings,
-            share=self.selected_share,
             background=self.selection_background,
             seed=self.seed,
             device=device,

@@ -181,7 +181,7 @@ def test_a_run_is_not_overwritten_by_accident(tmp_path):
         ({"mixed_precision": "half"}, "choose no, bf16 or fp16"),
         ({"tracker": "tensorbord"}, "tracker 'tensorbord' is not installed or unknown"),
         ({"on_error": "stop"}, "choose 'skip' or 'raise'"),
-        ({"selected_share": 1.5}, "selected_share is 1.5"),
+        ({"selection_embeddings": "now"}, "selection_embeddings is 'now'; choose 'epoch' or 'fresh'"),
     ],
 )
 def test_mistakes_are_told_in_one_line(tmp_path, changes, message):
