@@ -23,7 +23,7 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
     text = os.fspath(name)
     if text.startswith("local-dir:"):
         return _existing(text.removeprefix("local-dir:"))
-    if not text.startswith("hf-hub:") and (os.path.exists(text) or _looks_like_path(text)):
+    if not text.startswith("hf-hub:") and (os.path.exists(text) or looks_like_path(text)):
         return _existing(text)
     return _fetch(text.removeprefix("hf-hub:"))
 
@@ -34,7 +34,8 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(".:") if lines else type(error).__name__
 
 
-def _looks_like_path(text: str) -> bool:
+def looks_like_path(text: str) -> bool:
+    """Whether a name can only be meant as a path, and not as `owner/name` on the hub."""
     return text.startswith((".", "~", os.sep)) or text.count("/") > 1 or (os.sep == "\\" and "\\" in text)
 
 

@@ -10,7 +10,7 @@ from typing import cast, get_args
 import torch
 
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Kind
-from dualenc.encoders.hub import first_line, model_folder
+from dualenc.encoders.hub import first_line, looks_like_path, model_folder
 from dualenc.encoders.image import ImageEncoder
 from dualenc.encoders.image_text import ImageTextEncoder
 from dualenc.encoders.text import TextEncoder
@@ -77,7 +77,7 @@ def _from_folder(folder: Path) -> DualEncoder:
 
 def _named(name: str) -> DualEncoder | None:
     """A model that open_clip or timm know by name, if no folder is called so."""
-    if os.path.exists(name):
+    if os.path.exists(name) or looks_like_path(name):
         return None
     from dualenc.encoders import image_text, timm_folder
 

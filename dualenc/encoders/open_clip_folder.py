@@ -131,6 +131,8 @@ def _explained(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise DualencError(f"{where}: open_clip cannot make the model ({first_line(error)}); mend that") from error
+        raise DualencError(
+            f"{where}: open_clip says: {first_line(error)}; check name, weights and configuration"
+        ) from error
     finally:
         logging.disable(disabled)

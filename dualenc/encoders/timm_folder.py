@@ -188,4 +188,4 @@ def _explained(where: str) -> Iterator[None]:
     except DualencError:
         raise
     except Exception as error:
-        raise DualencError(f"{where}: timm cannot make the model ({first_line(error)}); mend that") from error
+        raise DualencError(f"{where}: timm says: {first_line(error)}; check name, weights and arguments") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualenc.encoders.hub import first_line
+from dualenc.encoders.wordpiece import learn_pieces
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def train_tokenizer(
     """Train a lower-casing WordPiece tokenizer, in the manner of BERT.
 
     Args:
-        texts: what to learn from; read once.
+        texts: what to learn from; read once. Equal texts in equal order give an equal tokenizer.
         vocab_size: largest number of tokens, special ones included.
         max_length: longest input in tokens that the tokenizer recommends.
         min_frequency: how often a piece must occur to become a token.
@@ -41,27 +42,15 @@ def train_tokenizer(
         DualencError: there is no text, or `vocab_size` leaves no room beside the special tokens.
     """
     from tokenizers import BertWordPieceTokenizer
-    from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size <= len(SPECIAL_TOKENS):
-        raise DualencError(f"vocab_size is {vocab_size}: ask for more than the {len(SPECIAL_TOKENS)} special tokens")
-    trainer = BertWordPieceTokenizer(lowercase=True)
-    trainer.train_from_iterator(
-        texts,
-        vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        special_tokens=list(SPECIAL_TOKENS.values()),
-        show_progress=False,
-    )
-    if trainer.get_vocab_size() <= len(SPECIAL_TOKENS):
+    special = list(SPECIAL_TOKENS.values())
+    if vocab_size <= len(special):
+        raise DualencError(f"vocab_size is {vocab_size}: ask for more than the {len(special)} special tokens")
+    pieces = learn_pieces(texts, vocab_size, special, min_frequency)
+    if len(pieces) <= len(special):
         raise DualencError("the texts to train a tokenizer on are empty: give some text")
-    inner = trainer._tokenizer
-    inner.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[(token, inner.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
-    )
+    inner = BertWordPieceTokenizer(vocab=pieces, lowercase=True)._tokenizer
     return PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=max_length, **SPECIAL_TOKENS)
 
 
