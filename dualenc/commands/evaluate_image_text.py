@@ -36,8 +36,8 @@ def image_text(
     *,
     out: str,
     split: str = "test",
-    image_column: str | None = None,
-    caption_column: str | None = None,
+    left_column: str | None = None,
+    right_column: str | None = None,
     batch_size: int = 64,
     device: str | None = None,
 ) -> None:
@@ -52,8 +52,8 @@ def image_text(
             folder of images.
         out: folder to write.
         split: of a folder or hub name.
-        image_column: of a table; by default `image` or another usual name.
-        caption_column: of a table, one caption or a list of them in each row; by default `captions` or another usual
+        left_column: of a table; by default `image` or another usual name.
+        right_column: of a table, one caption or a list of them in each row; by default `captions` or another usual
             name.
         batch_size: items encoded at once.
         device: such as cpu or cuda:0; by default a GPU if there is one.
@@ -62,7 +62,7 @@ def image_text(
         DualencError: the model is of another kind, or the data has no such split or columns.
     """
     device_to_use = start_processes(device)
-    pairs = _read_pairs(data, split, image_column, caption_column)
+    pairs = _read_pairs(data, split, left_column, right_column)
     encoder = open_model(model, "image-text", device_to_use)
     folder = Path(out) / "embeddings"
     source = f"{data}:{split}"
@@ -89,14 +89,14 @@ class _Side(NamedTuple):
         return _Side([self.ids[row] for row in rows], self.vectors[rows])
 
 
-def _read_pairs(data: str, split: str, image_column: str | None, caption_column: str | None) -> PairDataset:
+def _read_pairs(data: str, split: str, left_column: str | None, right_column: str | None) -> PairDataset:
     from dualenc.data import open_pairs
 
-    pairs = open_pairs(data, image_column, caption_column, split=split)
+    pairs = open_pairs(data, left_column, right_column, split=split)
     if (pairs.left_modality, pairs.right_modality) != ("image", "text"):
         raise DualencError(
             f"{data}: pairs of {pairs.left_modality} and {pairs.right_modality}, not of image and text; "
-            "name the columns with --image-column and --caption-column"
+            "name the columns with --left_column and --right_column"
         )
     return pairs
 

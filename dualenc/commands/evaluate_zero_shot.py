@@ -106,7 +106,7 @@ def _class_names(images: Corpus, data: str, file: str | None) -> list[str]:
             raise DualencError(f"{file}: no such file; give a text file with one class name on each line")
         names = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
     if names is None or all(name.isdecimal() for name in names):
-        raise DualencError(f"{data}: the classes have no names; give them with --class-names FILE, one on each line")
+        raise DualencError(f"{data}: the classes have no names; give them with --class_names FILE, one on each line")
     highest = -1 if images.labels is None else int(images.labels.max(initial=-1))
     if highest >= len(names):
         raise DualencError(
@@ -154,7 +154,7 @@ def _conclude(ranks: Ranks, shown: _Shown, galleries: Sequence[Gallery], out: Pa
         out / "report.html",
         f"Zero-shot classification: {display_name(facts['model'])} on {data}",
         facts=facts,
-        tables=[summary, Table("By class", by_class)],
+        tables=[summary, Table("By class, hardest first", sorted(by_class, key=lambda row: row["top@1"]))],
         figures=[Figure("Accuracy over classes", spread)],
         galleries=galleries,
     )

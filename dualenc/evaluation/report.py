@@ -146,7 +146,7 @@ _PAGE = """<!doctype html>
   h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; }
   dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: 0; color: #57606a; }
   dd { margin: 0; overflow-wrap: anywhere; }
-  .scroll { overflow-x: auto; }
+  .scroll { overflow: auto; max-height: 32rem; }
   table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
   th, td { padding: .3rem .8rem; border-bottom: 1px solid #d8dee4; text-align: left; }
   th { border-bottom: 2px solid #8c959f; }
@@ -156,8 +156,9 @@ _PAGE = """<!doctype html>
   figcaption { color: #57606a; max-width: 34rem; }
   .entry { border: 1px solid #d8dee4; border-radius: .5rem; padding: .75rem 1rem; margin: 0 0 1rem; }
   .query { font-weight: 600; }
-  .results { display: flex; flex-wrap: wrap; gap: .5rem; margin: .5rem 0 0; padding: 0; list-style: none; }
-  .results li { flex: 1 1 12rem; max-width: 24rem; border-left: 4px solid #d8dee4; padding: 0 .6rem;
+  .results { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .5rem;
+             margin: .5rem 0 0; padding: 0; list-style: none; }
+  .results li { border-left: 4px solid #d8dee4; padding: 0 .6rem;
                 font-size: .85rem; overflow-wrap: anywhere; }
   .results li.right { border-color: #009e73; background: #f0faf6; }
   .results li.wrong { border-color: #d55e00; }

@@ -1,0 +1,69 @@
+"""`dualenc evaluate image-text` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dualenc.cli import main
+from dualenc.embeddings import Embeddings
+from dualenc.evaluation.runs import read_per_query
+from tests.commands.toy import image_text_model, text_model, write_beir, write_captioned
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_text_model(tmp_path_factory.mktemp("models") / "toy-clip")
+
+
+def evaluate(model: Path, *rest: object) -> int:
+    return main(["evaluate", "image-text", str(model), *map(str, rest)])
+
+
+def test_recall_both_ways_from_the_embeddings(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """6 images with 2 captions each; 3 images share one caption, so there are 10 texts and 12 queries."""
+    data, out = write_captioned(tmp_path / "data"), tmp_path / "out"
+    assert evaluate(model, data, "--out", out) == 0
+    measured = json.loads((out / "metrics.json").read_text())
+    assert (measured["images"], measured["texts"]) == (6, 12)
+    images = np.asarray(Embeddings.open(out / "embeddings" / "images-test").vectors)
+    texts = np.asarray(Embeddings.open(out / "embeddings" / "texts-test").vectors)
+    assert len(texts) == 10
+    captions = [[0, 1], [2, 3], [4, 5], [2, 6], [7, 8], [2, 9]]  # in order of appearance; text 2 is shared
+    similarity = images @ texts.T
+    hits = [bool(set(np.argsort(-similarity[i])[:5]) & set(captions[i])) for i in range(6)]
+    assert measured["metrics"]["image_to_text_recall@5"] == pytest.approx(np.mean(hits))
+    queries = [(text, image) for image, own in enumerate(captions) for text in own]
+    owners = {text: {image for image, own in enumerate(captions) if text in own} for text, _ in queries}
+    hits = [np.argmax(similarity[:, text]) in owners[text] for text, _ in queries]
+    assert measured["metrics"]["text_to_image_recall@1"] == pytest.approx(np.mean(hits))
+    assert len(read_per_query(out / "text_to_image" / "per_query.ndjson")) == 12
+    assert "data:image/jpeg" in (out / "report.html").read_text()
+    assert "text to image" in capsys.readouterr().out
+
+
+def test_an_image_that_cannot_be_read_is_left_out(model: Path, tmp_path: Path) -> None:
+    data, out = write_captioned(tmp_path / "data"), tmp_path / "out"
+    (data / "pictures" / "4.png").write_bytes(b"not a picture")
+    assert evaluate(model, data, "--out", out) == 0
+    measured = json.loads((out / "metrics.json").read_text())
+    assert (measured["images"], measured["texts"]) == (5, 10)
+
+
+def test_mistakes_are_told_in_one_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_captioned(tmp_path / "data")
+    texts = text_model(tmp_path / "text")
+    for words, message in [
+        ((model, data, "--split", "dev"), "no split 'dev'"),
+        ((model, data, "--right_column", "caption"), "caption"),
+        ((model, write_beir(tmp_path / "beir")), "pairs of text and text, not of image and text"),
+        ((texts, data), "needs kind image-text; use `dualenc evaluate retrieval`"),
+        ((tmp_path / "absent", data), "absent"),
+    ]:
+        assert evaluate(*words, "--out", tmp_path / "out") == 2  # type: ignore[arg-type]
+        error = capsys.readouterr().err.strip().splitlines()
+        assert message in error[-1], error
+        assert not (tmp_path / "out").exists()

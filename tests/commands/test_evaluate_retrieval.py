@@ -1,0 +1,126 @@
+"""`dualenc evaluate retrieval` as a user runs it: files, numbers, resumption, processes, mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import pytrec_eval
+
+from dualenc.cli import main
+from dualenc.evaluation.runs import read_per_query, read_qrels, read_trec
+from tests.commands.toy import image_text_model, text_model, write_beir
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_model(tmp_path_factory.mktemp("models") / "toy-text")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_beir(tmp_path_factory.mktemp("data") / "toy")
+
+
+def evaluate(model: Path, *rest: object) -> int:
+    return main(["evaluate", "retrieval", str(model), *map(str, rest)])
+
+
+def test_one_folder(model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(model, data, "--out", tmp_path, "--bm25") == 0
+    measured = json.loads((tmp_path / "metrics.json").read_text())
+    scores = measured["systems"]["toy-text"]["datasets"]["toy"]
+    assert (scores["queries"], scores["documents"]) == (8, 40)
+    qrels = read_qrels(data / "qrels" / "test.tsv")
+    for folder, system in ((tmp_path, "toy-text"), (tmp_path / "bm25", "BM25")):
+        trec = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.10"}).evaluate(read_trec(folder / "run.trec"))
+        expected = sum(query["ndcg_cut_10"] for query in trec.values()) / len(qrels)
+        assert measured["systems"][system]["mean"]["ndcg@10"] == pytest.approx(expected)
+        assert read_per_query(folder / "per_query.ndjson").keys() == qrels.keys()
+    # A query is a part of its document, so BM25 all but solves this; random weights do not.
+    assert measured["systems"]["BM25"]["mean"]["recall@10"] > 0.8
+    assert all(query not in found for query, found in read_trec(tmp_path / "run.trec").items())
+    report = (tmp_path / "report.html").read_text()
+    assert "Best queries (toy, toy-text, by ndcg@10)" in report
+    printed = capsys.readouterr().out
+    assert "toy-text" in printed
+    assert f"{scores['metrics']['ndcg@10']:.4f}" in printed
+
+
+def test_several_folders_have_a_mean(model: Path, data: Path, tmp_path: Path) -> None:
+    other = write_beir(tmp_path / "other", seed=1)
+    assert evaluate(model, data, other, "--out", tmp_path / "out") == 0
+    system = json.loads((tmp_path / "out" / "metrics.json").read_text())["systems"]["toy-text"]
+    values = [system["datasets"][name]["metrics"]["mrr@10"] for name in ("toy", "other")]
+    assert system["mean"]["mrr@10"] == pytest.approx(sum(values) / 2)
+    assert (tmp_path / "out" / "other" / "run.trec").is_file()
+
+
+def test_self_matches_can_be_kept(model: Path, data: Path, tmp_path: Path) -> None:
+    assert evaluate(model, data, "--out", tmp_path, "--keep_self_matches", "--depth", "100") == 0
+    assert all(query in found for query, found in read_trec(tmp_path / "run.trec").items())
+
+
+def test_finished_embeddings_are_not_computed_again(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert evaluate(model, data, "--out", tmp_path) == 0
+    first = (tmp_path / "run.trec").read_bytes()
+    (tmp_path / "run.trec").unlink()
+    (tmp_path / "embeddings" / "queries-test" / "shard-00000.npy").unlink()  # as if killed before it was written
+    encoded = []
+    from dualenc import embed as module
+
+    encode = module._Encoder._encode
+    monkeypatch.setattr(module._Encoder, "_encode", lambda *given: encoded.append(1) or encode(*given))
+    assert evaluate(model, data, "--out", tmp_path) == 0
+    assert len(encoded) == 1  # the queries, not the documents
+    assert (tmp_path / "run.trec").read_bytes() == first
+
+
+def test_two_processes_write_what_one_writes(model: Path, data: Path, tmp_path: Path) -> None:
+    assert evaluate(model, data, "--out", tmp_path / "one") == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["evaluate", "retrieval", str(model), str(data), "--out", str(tmp_path / "two"), "--device", "cpu"]
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared["ACCELERATE_USE_CPU"] = "true"
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "dualenc", *words], env={**shared, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    assert [process.wait(timeout=240) for process in processes] == [0, 0]
+    for name in ("run.trec", "per_query.ndjson"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+def test_mistakes_are_told_in_one_line_and_leave_nothing(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spaced = write_beir(tmp_path / "spaced")
+    (spaced / "queries.jsonl").write_text('{"_id": "a b", "text": "wing"}\n')
+    (spaced / "qrels" / "test.tsv").write_text("a b\td1\t1\n")
+    unjudged = write_beir(tmp_path / "unjudged")
+    (unjudged / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n")
+    twin = write_beir(tmp_path / "twin" / "toy")
+    clip = image_text_model(tmp_path / "clip")
+    out = tmp_path / "out"
+    for words, message in [
+        ((model, data, "--split", "dev"), "no split 'dev'; there are: test"),
+        ((model, tmp_path / "absent"), "no such folder"),
+        ((model, unjudged), "no usable judgement"),
+        ((model, spaced), "'a b' is empty or holds white space"),
+        ((model, data, twin), "two folders are named toy"),
+        ((model, data, "--depth", "10"), "depth=10"),
+        ((clip, data), "needs kind query-document; use `dualenc evaluate image-text`"),
+    ]:
+        assert evaluate(*words, "--out", out) == 2  # type: ignore[arg-type]
+        error = capsys.readouterr().err.strip().splitlines()
+        assert message in error[-1], error
+        assert not out.exists()

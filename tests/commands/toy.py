@@ -1,0 +1,97 @@
+"""Small models and data on disk, for the evaluation commands: random weights, seconds to run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dualenc.encoders import ImageTextEncoder, TextEncoder, train_tokenizer
+
+WORDS = ("wing", "flow", "shock", "heat", "plate", "layer", "slip", "stream", "cone", "drag", "lift", "jet")
+COLOURS = {"red": (220, 30, 30), "green": (30, 220, 30), "blue": (30, 30, 220)}
+
+
+def write_beir(folder: Path, documents: int = 40, queries: int = 8, split: str = "test", seed: int = 0) -> Path:
+    """A collection in which a query is a part of its relevant document; ids of queries and documents overlap."""
+    generator = np.random.default_rng(seed)
+    texts = [" ".join(generator.choice(WORDS, 6)) for _ in range(documents)]
+    (folder / "qrels").mkdir(parents=True)
+    rows = [{"_id": f"d{i}", "title": f"title {i}", "text": text} for i, text in enumerate(texts)]
+    _write_lines(folder / "corpus.jsonl", rows)
+    # Not the documents with the ids of queries: those are taken for copies of the queries.
+    chosen = (queries + generator.choice(documents - queries, queries, replace=False)).tolist()
+    parts = [" ".join(texts[document].split()[:5]) for document in chosen]
+    _write_lines(folder / "queries.jsonl", [{"_id": f"d{i}", "text": part} for i, part in enumerate(parts)])
+    lines = [f"d{i}\td{document}\t1" for i, document in enumerate(chosen)]
+    (folder / "qrels" / f"{split}.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]) + "\n")
+    return folder
+
+
+def write_captioned(folder: Path, images: int = 6) -> Path:
+    """Pictures of one colour, two captions each; the first caption of every other picture is the same."""
+    (folder / "pictures").mkdir(parents=True)
+    names = list(COLOURS)
+    rows = []
+    for number in range(images):
+        colour = names[number % len(names)]
+        _picture(COLOURS[colour], number).save(folder / "pictures" / f"{number}.png")
+        captions = ["a plain picture" if number % 2 else f"picture {number}", f"{colour} number {number}"]
+        rows.append({"image": f"pictures/{number}.png", "captions": captions})
+    _write_lines(folder / "test.jsonl", rows)
+    return folder
+
+
+def write_classes(folder: Path, per_class: int = 4) -> Path:
+    """A folder of pictures for each colour."""
+    for colour, rgb in COLOURS.items():
+        (folder / colour).mkdir(parents=True)
+        for number in range(per_class):
+            _picture(rgb, number).save(folder / colour / f"{number}.png")
+    return folder
+
+
+def text_model(folder: Path, seed: int = 0) -> Path:
+    """A query-document model with random weights, as a model folder."""
+    torch.manual_seed(seed)
+    config = {
+        "model_type": "bert",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+    }
+    TextEncoder(config=config, tokenizer=_tokenizer(), max_length=32).save(folder)
+    return folder
+
+
+def image_text_model(folder: Path) -> Path:
+    """An image-text model with random weights, as a model folder."""
+    torch.manual_seed(0)
+    tokenizer = _tokenizer()
+    config = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
+        "text_cfg": {"context_length": 16, "vocab_size": len(tokenizer), "width": 32, "heads": 2, "layers": 1},
+    }
+    ImageTextEncoder(config=config, tokenizer=tokenizer).save(folder)
+    return folder
+
+
+def _tokenizer():  # type: ignore[no-untyped-def]
+    texts = [" ".join(WORDS), "title picture plain number a of the photo", " ".join(COLOURS), "0 1 2 3 4 5 6 7 8 9"]
+    return train_tokenizer(texts, 200, max_length=32, min_frequency=1)
+
+
+def _picture(rgb: tuple[int, int, int], seed: int):  # type: ignore[no-untyped-def]
+    from PIL import Image
+
+    noise = np.random.default_rng(seed).integers(-30, 30, (32, 32, 3))
+    return Image.fromarray(np.clip(np.array(rgb) + noise, 0, 255).astype(np.uint8))
+
+
+def _write_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
