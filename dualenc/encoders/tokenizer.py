@@ -23,6 +23,9 @@ SPECIAL_TOKENS = {
     "mask_token": "[MASK]",
 }
 
+VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+"""One of these is in every folder that has a tokenizer."""
+
 
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, max_length: int = 512, min_frequency: int = 2
@@ -91,6 +94,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, max_length:
 def _from_pretrained(source: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer
 
+    if os.path.isdir(source) and not any(any(Path(source).glob(name)) for name in VOCABULARY_FILES):
+        # transformers would make an empty one
+        raise DualencError(f"{source}: no tokenizer loads from there; give a folder that has tokenizer.json")
     try:
         return AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
     except Exception as error:

@@ -33,7 +33,7 @@ def test_splits_as_well_as_what_the_trainer_of_tokenizers_learns(corpus: list[st
     assert len(pieces) == 90
     ours = BertWordPieceTokenizer(vocab=pieces, lowercase=True)
     expected, found = (sum(len(t.encode(text, add_special_tokens=False)) for text in corpus) for t in (reference, ours))
-    assert found == pytest.approx(expected, rel=0.03)
+    assert found <= 1.02 * expected
 
 
 def test_inner_pieces_are_marked_and_numbers_are_dense(corpus: list[str]) -> None:
