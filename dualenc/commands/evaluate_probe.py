@@ -10,6 +10,7 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.commands.evaluation import display_name, start_processes
+from dualenc.commands.figures import similarity_figure
 from dualenc.commands.images import (
     AugmentedPrepare,
     Labelled,
@@ -24,7 +25,7 @@ from dualenc.commands.images import (
 )
 from dualenc.evaluation import plots
 from dualenc.evaluation.corruption import stable_seed
-from dualenc.evaluation.geometry import SimilarityHistogram, effective_rank, label_similarities, uniformity
+from dualenc.evaluation.geometry import effective_rank, label_similarities, uniformity
 from dualenc.evaluation.image_versions import CLEAN, CleanImages, ImageVersions, encode_versions
 from dualenc.evaluation.knn import accuracy, knn_predict
 from dualenc.evaluation.probe import L2_SWEEP, few_shot, linear_probe
@@ -131,7 +132,7 @@ def _knn(train: Labelled, test: Labelled) -> list[Row]:
     predicted = {
         name: knn_predict(train.features, train.labels, test.features, **setting) for name, setting in settings.items()
     }
-    return [{"probe": name, "accuracy": accuracy(found, test.labels)} for name, found in predicted.items()]
+    return [{"probe": name, "accuracy": accuracy(found, test.labels), "sd": None} for name, found in predicted.items()]
 
 
 def _linear(train: Labelled, test: Labelled, l2: Sequence[float], seed: int) -> list[Row]:
@@ -214,16 +215,6 @@ def _conclude(rows: list[Row], test: Labelled, out: Path, facts: dict[str, objec
     for table in tables:
         print_table(table)
     print(f"metrics and report.html are in {out}")
-
-
-def similarity_figure(found: SimilarityHistogram, positives: str, negatives: str, caption: str) -> Figure:
-    """Histograms of similarities of positive and negative pairs, each of total height 1."""
-    centres = ((found.edges[:-1] + found.edges[1:]) / 2).tolist()
-    shares = {
-        positives: (centres, (found.positives / found.positives.sum()).tolist()),
-        negatives: (centres, (found.negatives / found.negatives.sum()).tolist()),
-    }
-    return Figure(f"{caption}; overlap {found.overlap:.3f}", plots.lines(shares, xlabel="cosine", ylabel="share"))
 
 
 def _named(rows: list[Row]) -> dict[str, dict[str, object]]:

@@ -102,15 +102,20 @@ class SimilarityHistogram:
 
 
 def pair_similarities(
-    left: Features, right: Features, left_group: Labels | None = None, right_group: Labels | None = None
+    left: Features,
+    right: Features,
+    left_id: Labels | None = None,
+    right_id: Labels | None = None,
+    left_positives: Labels | None = None,
 ) -> SimilarityHistogram:
     """Cosines of row i of `left` with row i of `right` (positives) and with every other row (negatives).
 
     Args:
         left: (M, D) embeddings; scaled to unit norm here.
         right: (M, D) embedding of the positive of each.
-        left_group: (M,) ids: rows of one id are never negatives of one another's partners. Rows differ by default.
-        right_group: (M,) ids of the right side, in the same way.
+        left_id: (M,) ids: items of one id are never negatives of one another's partners. Rows differ by default.
+        right_id: (M,) ids of the right side, in the same way.
+        left_positives: (M, K) right ids that are positive with each left item, padded with −1.
 
     Raises:
         DualencError: the shapes differ, or there is no negative pair.
@@ -118,12 +123,15 @@ def pair_similarities(
     if left.shape != right.shape:
         raise DualencError(f"left has shape {left.shape}, right {right.shape}; row i of each must be a pair")
     rows, columns = unit_rows(left, "left embeddings"), unit_rows(right, "right embeddings")
-    groups = [np.arange(len(rows)) if ids is None else np.asarray(ids) for ids in (left_group, right_group)]
+    groups = [np.arange(len(rows)) if ids is None else np.asarray(ids) for ids in (left_id, right_id)]
+    listed = np.empty((len(rows), 0), np.int64) if left_positives is None else np.asarray(left_positives)
     counts = _Counts()
     counts.add("positive", np.sum(rows * columns, axis=1))
     for start in range(0, len(rows), _BLOCK):
         block = slice(start, start + _BLOCK)
         same = (groups[0][block, None] == groups[0]) | (groups[1][block, None] == groups[1])
+        for column in listed[block].T:
+            same |= column[:, None] == groups[1]
         counts.add("negative", (rows[block] @ columns.T)[~same])
     return counts.histogram()
 

@@ -80,7 +80,7 @@ def feature_batches(
         batch_size: B; the last batch of an epoch may be smaller.
         seed: Of the order, which differs between epochs.
     """
-    rows = torch.from_numpy(np.ascontiguousarray(features, dtype=np.float32))
+    rows = torch.from_numpy(np.array(features, dtype=np.float32))  # a copy: stored features are read-only
     classes = torch.from_numpy(check_labels(features, labels, "train"))
 
     def batches(epoch: int) -> Batches:
@@ -94,7 +94,7 @@ def feature_batches(
 @torch.no_grad()
 def predict(classifier: nn.Linear, features: Features) -> np.ndarray:
     """Class of each row of (A, D) features."""
-    rows = torch.from_numpy(np.ascontiguousarray(features, dtype=np.float32))
+    rows = torch.from_numpy(np.array(features, dtype=np.float32))  # a copy: stored features are read-only
     return classifier(rows.to(classifier.weight.device)).argmax(dim=1).cpu().numpy()
 
 

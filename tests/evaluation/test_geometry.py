@@ -77,19 +77,22 @@ def test_label_histograms_count_every_pair_once() -> None:
     assert found.negative_mean == pytest.approx(np.mean(cosines[False]), abs=1e-6)
 
 
-def test_pair_histograms_leave_out_partners_of_equal_id() -> None:
+@pytest.mark.parametrize("listed", [False, True])
+def test_pair_histograms_leave_out_positives_by_id(listed: bool) -> None:
     left, right = vectors(9, 3, 0), vectors(9, 3, 1)
-    left_group, right_group = np.array([0, 0, 1, 2, 3, 4, 5, 6, 7]), np.array([0, 1, 2, 2, 3, 4, 5, 6, 7])
-    found = pair_similarities(left, right, left_group, right_group)
+    left_id, right_id = np.array([0, 0, 1, 2, 3, 4, 5, 6, 7]), np.array([0, 1, 2, 2, 3, 4, 5, 6, 7])
+    positives = np.full((9, 2), -1)
+    positives[:, 0], positives[4, 1] = right_id, 7
+    found = pair_similarities(left, right, left_id, right_id, positives if listed else None)
     negatives = [
         unit(left[i]) @ unit(right[j])
         for i, j in itertools.product(range(9), range(9))
-        if left_group[i] != left_group[j] and right_group[i] != right_group[j]
+        if left_id[i] != left_id[j] and right_id[i] != right_id[j] and not (listed and right_id[j] in positives[i])
     ]
-    assert len(negatives) == 81 - 9 - 4
+    assert len(negatives) == 81 - 9 - 4 - listed
     assert found.negatives.tolist() == np.histogram(negatives, found.edges)[0].tolist()
-    positives = [unit(x) @ unit(y) for x, y in zip(left, right, strict=True)]
-    assert found.positives.tolist() == np.histogram(positives, found.edges)[0].tolist()
+    expected = [unit(x) @ unit(y) for x, y in zip(left, right, strict=True)]
+    assert found.positives.tolist() == np.histogram(expected, found.edges)[0].tolist()
 
 
 def test_overlap_runs_from_apart_to_alike() -> None:

@@ -1,0 +1,158 @@
+"""`dualenc evaluate convergence`: the exact global loss and gradient of every checkpoint of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from dualenc import distributed
+from dualenc.commands.evaluation import display_name, start_processes
+from dualenc.commands.figures import similarity_figure
+from dualenc.commands.finite_set import Augmentation, Finite, Source, prepare_set
+from dualenc.commands.run_models import find_models, load_models
+from dualenc.errors import DualencError
+from dualenc.evaluation import plots
+from dualenc.evaluation.convergence import Inputs, exact_gradient
+from dualenc.evaluation.geometry import SimilarityHistogram, alignment, effective_rank, pair_similarities, uniformity
+from dualenc.evaluation.report import Figure, write_report
+from dualenc.evaluation.tables import Table, print_table
+from dualenc.files import write_json
+
+if TYPE_CHECKING:
+    from dualenc.encoders import DualEncoder
+
+CURVES = {
+    "loss": "Exact global loss",
+    "squared_gradient_norm": "Squared norm of its gradient",
+    "alignment": "Alignment: mean squared distance of positive pairs",
+    "uniformity": "Uniformity: log mean exp(−2 ‖x − y‖²)",
+    "effective_rank": "Effective rank of the embeddings",
+    "overlap": "Overlap of the similarities of positive and negative pairs",
+}
+
+
+class _Point(NamedTuple):
+    """One model of a run, measured."""
+
+    run: str
+    step: int
+    metrics: dict[str, float]
+    histogram: SimilarityHistogram
+
+
+def convergence(
+    run: str,
+    data: str,
+    *more: str,
+    out: str,
+    split: str = "train",
+    left_column: str | None = None,
+    right_column: str | None = None,
+    pairs: int = 500,
+    temperature: float = 0.07,
+    augmentation: Augmentation = "simclr",
+    seed: int = 0,
+    device: str | None = None,
+) -> None:
+    """Measure the exact global loss, its gradient and the embeddings of every model of a run, on a finite set.
+
+    Writes metrics.json and report.html with the curves. Under `accelerate launch` the processes share the models.
+
+    Args:
+        run: output folder of a training (its checkpoints are measured), folder of model folders, or one model.
+        data: images, of which two stored augmentations are a pair; or for other models pairs, as `train` reads them.
+        more: further runs, to lay their curves over one another.
+        out: folder to write.
+        split: of the data.
+        left_column: of a table of pairs.
+        right_column: of a table of pairs.
+        pairs: size of the finite set: the first so many images or pairs.
+        temperature: of the loss; one for all models, so that they can be compared.
+        augmentation: SimCLR's, or the training augmentation that the model folder knows.
+        seed: of the augmentations, which are those of the first epoch of a training with this seed.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+    """
+    if pairs < 2:
+        raise DualencError(f"pairs={pairs}: a set of two or more is needed")
+    device_to_use = start_processes(device)
+    source = Source(data, split, left_column, right_column, pairs, augmentation, seed)
+    todo = [(name, place) for name in (run, *more) for place in find_models(name)]
+    own = todo[distributed.rank() :: distributed.world_size()]
+    names = _short_names([run, *more])
+    points = []
+    for name in dict.fromkeys(name for name, _ in own):
+        finite: Finite | None = None
+        for place, model in load_models([place for owner, place in own if owner == name], device_to_use):
+            finite = finite or prepare_set(model, source)
+            points.append(_measure(model, finite, names[name], place.step, temperature))
+    everything = [point for part in distributed.gather_objects(points) for point in part]
+    if distributed.is_main():
+        order = list(names.values())
+        facts = {**source._asdict(), "temperature": temperature}
+        _conclude(sorted(everything, key=lambda p: (order.index(p.run), p.step)), Path(out), facts)
+    distributed.barrier()
+
+
+def _measure(model: DualEncoder, finite: Finite, run: str, step: int, temperature: float) -> _Point:
+    device = next(model.parameters()).device
+
+    def encode(side: str, inputs: Inputs) -> torch.Tensor:
+        return model.encode(side, {name: tensor.to(device) for name, tensor in inputs.items()})  # type: ignore[arg-type]
+
+    found = exact_gradient(model, encode, finite.left, finite.right, finite.pairs, temperature)
+    pairs = finite.pairs
+    positives = None if pairs.left_positives is None else pairs.left_positives.numpy()
+    histogram = pair_similarities(found.left, found.right, pairs.left_id.numpy(), pairs.right_id.numpy(), positives)
+    sides = (found.left, found.right)
+    metrics = {
+        "loss": found.loss,
+        "squared_gradient_norm": found.squared_gradient_norm,
+        "alignment": alignment(found.left, found.right),
+        "uniformity": float(np.mean([uniformity(side) for side in sides])),
+        "effective_rank": float(np.mean([effective_rank(side) for side in sides])),
+        "positive_cosine": histogram.positive_mean,
+        "negative_cosine": histogram.negative_mean,
+        "overlap": histogram.overlap,
+    }
+    return _Point(run, step, metrics, histogram)
+
+
+def _conclude(points: list[_Point], out: Path, facts: dict[str, object]) -> None:
+    """Write and print what came out."""
+    runs = {name: [p for p in points if p.run == name] for name in dict.fromkeys(p.run for p in points)}
+    document = {name: [{"step": p.step, **p.metrics} for p in own] for name, own in runs.items()}
+    write_json(out / "metrics.json", {"task": "convergence", **facts, "runs": document})
+    rows = [{"run": p.run, "step": p.step, **_shown(p.metrics)} for p in points]
+    table = Table("On the finite set", rows)
+    title = f"Convergence: {', '.join(runs)} on {facts['data']}"
+    write_report(out / "report.html", title, facts=facts, tables=[table], figures=_figures(runs))
+    print_table(table)
+    print(f"metrics and report.html are in {out}")
+
+
+def _figures(runs: dict[str, list[_Point]]) -> list[Figure]:
+    figures = []
+    for metric, caption in CURVES.items():
+        curves = {name: ([p.step for p in own], [p.metrics[metric] for p in own]) for name, own in runs.items()}
+        log_y = metric == "squared_gradient_norm"
+        figures.append(Figure(caption, plots.lines(curves, xlabel="step", ylabel=metric, log_y=log_y)))
+    for name, own in runs.items():
+        for point in (own[0], own[-1])[: len(own)]:
+            caption = f"{name}, step {point.step}: cosine of positive and negative pairs"
+            figures.append(similarity_figure(point.histogram, "positive pairs", "negative pairs", caption))
+    return figures
+
+
+def _shown(metrics: dict[str, float]) -> dict[str, object]:
+    """Gradient norms fall by orders of magnitude: four decimals would show zeros."""
+    return {**metrics, "squared_gradient_norm": f"{metrics['squared_gradient_norm']:.3e}"}
+
+
+def _short_names(runs: Sequence[str]) -> dict[str, str]:
+    """The last part of each run's path, or the whole where that is not distinct."""
+    short = [display_name(run) for run in runs]
+    return {run: name if short.count(name) == 1 else run for run, name in zip(runs, short)}
