@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
+from tqdm import tqdm
 
 from dualenc.data.images import IMAGE_SUFFIXES, decode_image, open_image
 from dualenc.data.pairs import Items, Modality
@@ -211,7 +212,7 @@ def number_distinct(items: Items, positions: np.ndarray) -> tuple[np.ndarray, np
         of each.
     """
     digests = np.empty(len(positions), dtype="S16")
-    for i, position in enumerate(positions):
+    for i, position in enumerate(tqdm(positions, desc="finding equal items", delay=2, leave=False)):
         digests[i] = hashlib.blake2b(items[position].encode(), digest_size=16).digest()
     return number_keys(digests, positions)
 

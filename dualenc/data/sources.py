@@ -15,7 +15,7 @@ from dualenc.data.pairs import Modality, PairDataset
 from dualenc.data.skips import OnError, Skips
 from dualenc.data.table_pairs import MinedPairs, TablePairs
 from dualenc.data.tables import TABLE_FORMATS, file_format, open_table, peek_columns
-from dualenc.data.webdataset import WebDatasetPairs, is_tars, tar_corpus
+from dualenc.data.webdataset import IMAGES, WebDatasetPairs, is_tars, tar_corpus
 from dualenc.errors import DualencError
 
 _SURELY_IMAGES = ("image", "img", "image_path")
@@ -63,13 +63,13 @@ def open_corpus(
         DualencError: nothing there, nothing usable, or no telling which column to take.
         BadSample: an empty item, a missing or repeated id, a malformed line, under on_error="raise".
     """
+    if is_tars(path):
+        return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
+    if is_image_folder(path):
+        return image_folder_corpus(path)
     skips = Skips(path, on_error)
     if is_beir(path):
         corpus = read_corpus(path, part, skips=skips)
-    elif is_tars(path):
-        return tar_corpus(path, **({"member": "txt"} if modality == "text" else {}), on_error=on_error)
-    elif is_image_folder(path):
-        return image_folder_corpus(path)
     else:
         kinds = peek_columns(path, split, subset)
         main, modality = _main_column(str(path), kinds, modality, text_column, image_column)
@@ -81,10 +81,8 @@ def open_corpus(
         columns: dict[str, Kind] = {main: kinds.get(main, "value")}
         columns.update({name: "value" for name in beside if name is not None})
         table = open_table(path, columns, skips, split=split, subset=subset, limit=limit)
-        if modality == "text":
-            corpus = text_corpus(table, main, title_column, id_column)
-        else:
-            corpus = image_corpus(table, main, id_column, label_column)
+        make = text_corpus if modality == "text" else image_corpus
+        corpus = make(table, main, *beside)
     corpus.skipped = skips.report()
     return corpus
 
