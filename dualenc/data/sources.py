@@ -81,8 +81,10 @@ def open_corpus(
         columns: dict[str, Kind] = {main: kinds.get(main, "value")}
         columns.update({name: "value" for name in beside if name is not None})
         table = open_table(path, columns, skips, split=split, subset=subset, limit=limit)
-        make = text_corpus if modality == "text" else image_corpus
-        corpus = make(table, main, *beside)
+        if modality == "text":
+            corpus = text_corpus(table, main, title_column, id_column)
+        else:
+            corpus = image_corpus(table, main, id_column, label_column)
     corpus.skipped = skips.report()
     return corpus
 
