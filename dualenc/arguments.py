@@ -108,8 +108,10 @@ def _convert(function: Callable[..., Any], given: dict[str, str], prog: str) -> 
     if missing:
         raise DualencError(f"{prog} needs {', '.join(missing)}; see {prog} --help")
     canonical = [f"--{name}={value}" for name, value in given.items() if name not in positional]
+    if positional:
+        canonical += ["--", *(given[name] for name in positional)]
     try:
-        parsed = _parser(function, prog).parse_args([*canonical, "--", *(given[name] for name in positional)])
+        parsed = _parser(function, prog).parse_args(canonical)
     except Exception as error:
         raise DualencError(f"{prog}: {_reason(error, parameters, given)}; see {prog} --help") from error
     return {name: parsed[name] for name in parameters if name in parsed}
@@ -141,9 +143,27 @@ def _parser(function: Callable[..., Any], prog: str) -> ArgumentParser:
         exit_on_error=False,
         allow_abbrev=False,
     )
-    parser.add_function_arguments(function, as_group=False, as_positional=True, skip=options)
-    parser.add_function_arguments(function, as_group=False, skip=others)
+    described = _described(function)
+    parser.add_function_arguments(described, as_group=False, as_positional=True, skip=options)
+    parser.add_function_arguments(described, as_group=False, skip=others)
     return parser
+
+
+def _described(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A stand-in with the function's signature and docstring, annotations evaluated.
+
+    For the function itself, jsonargparse would run the `TYPE_CHECKING` imports of its module: torch, for a help text.
+    """
+    hints = typing.get_type_hints(function)
+    signature = inspect.signature(function)
+    parameters = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values()]
+
+    def stand_in() -> None: ...
+
+    stand_in.__doc__ = function.__doc__
+    stand_in.__annotations__ = hints
+    stand_in.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return stand_in
 
 
 def _label(parameter: inspect.Parameter) -> str:

@@ -120,11 +120,9 @@ class Index:
         Raises:
             DualencError: the folder holds something that is not an index.
         """
-        folder = Path(folder)
-        if folder.exists() and not is_index(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-            raise DualencError(f"{folder}: exists and holds no index; choose a new or empty folder")
+        check_target(folder)
         with atomic_path(folder) as beside:
-            beside.mkdir()
+            beside.mkdir(parents=True)
             faiss.write_index(self.faiss, str(beside / "index.faiss"))
             write_ids(beside / "ids.txt", self.ids)
             if self.snippets is not None:
@@ -205,6 +203,18 @@ def is_index(folder: str | os.PathLike[str]) -> bool:
     return path.is_file() and read_json(path).get("format") == FORMAT
 
 
+def check_target(folder: str | os.PathLike[str]) -> None:
+    """Insist that a folder may be written: it is new, empty, or an index to replace.
+
+    Raises:
+        DualencError: it holds something else.
+    """
+    folder = Path(folder)
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not empty and not is_index(folder):
+        raise DualencError(f"{folder}: exists and holds no index; choose a new or empty folder")
+
+
 def _read_meta(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise DualencError(f"{folder}: no such folder; make an index with `dualenc index MODEL DATA --out {folder}`")
@@ -226,7 +236,7 @@ def _embeddings(vectors: np.ndarray, ids: Sequence[str] | None) -> Embeddings:
 
 def _source(embeddings: Embeddings) -> dict[str, Any]:
     """What the index remembers of the embeddings: which model and side made them, and from what."""
-    kept = ("model", "model_checksum", "side", "modality", "output", "data", "skipped")
+    kept = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped")
     return {key: embeddings.meta[key] for key in kept if key in embeddings.meta}
 
 

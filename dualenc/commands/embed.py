@@ -1,0 +1,100 @@
+"""`dualenc embed`: a model and data to a folder of embeddings."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from dualenc.embeddings import Embeddings
+
+
+def embed(
+    model: str,
+    data: str,
+    *,
+    out: str,
+    side: Literal["left", "right"] | None = None,
+    split: str = "train",
+    text_column: str | None = None,
+    title_column: str | None = None,
+    image_column: str | None = None,
+    id_column: str | None = None,
+    limit: int | None = None,
+    batch_size: int = 32,
+    dtype: Literal["float16", "float32"] = "float32",
+    output: Literal["embedding", "features"] = "embedding",
+    autocast: Literal["bfloat16", "float16"] | None = None,
+    num_workers: int | None = None,
+    on_error: Literal["skip", "raise"] = "skip",
+    device: str | None = None,
+) -> None:
+    """Embed a corpus with one side of a model, into a folder that numpy reads.
+
+    An interrupted run goes on where it stopped when the same command is given again. Under `accelerate launch -m
+    dualenc embed …` the processes share the work.
+
+    Args:
+        model: model folder or name.
+        data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, or data set by hub name.
+        out: folder to write: shard-*.npy, ids.txt, snippets.jsonl, meta.json.
+        side: left (queries, or images of an image-text model) or right (documents, or texts); by default documents,
+            or whatever the data holds.
+        split: of a data set that has several.
+        text_column: column with the texts, where it has no usual name.
+        title_column: column joined in front of the text.
+        image_column: column with the images, where it has no usual name.
+        id_column: column with the ids; by default _id or id, or else row numbers.
+        limit: only the first rows of a table.
+        batch_size: items per forward pass.
+        dtype: precision of the stored vectors.
+        output: embedding for unit vectors, features for what probes use.
+        autocast: run the model in this precision.
+        num_workers: processes that decode images.
+        on_error: skip (and count) bad samples, or raise at the first one.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+    """
+    from dualenc import distributed
+    from dualenc.commands.evaluation import start_processes
+    from dualenc.commands.source import open_side, recorded_name
+    from dualenc.embed import embed as embed_corpus
+    from dualenc.encoders import load_model
+
+    encoder = load_model(model, device=str(start_processes(device)))
+    chosen, corpus = open_side(
+        encoder,
+        data,
+        side,
+        split=split,
+        text_column=text_column,
+        title_column=title_column,
+        image_column=image_column,
+        id_column=id_column,
+        limit=limit,
+        on_error=on_error,
+    )
+    embeddings = embed_corpus(
+        encoder.tower(chosen),
+        corpus,
+        out,
+        batch_size=batch_size,
+        dtype=dtype,
+        output=output,
+        autocast=autocast,
+        num_workers=num_workers,
+        on_error=on_error,
+        identity={"side": chosen},
+        notes={"model": recorded_name(model), "kind": encoder.kind, "data": data},
+    )
+    if distributed.is_main():
+        report_skipped(embeddings)
+        print(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({chosen} side) → {out}")
+
+
+def report_skipped(embeddings: Embeddings) -> None:
+    """Say on stderr how many samples were left out, and why the first one was."""
+    count = embeddings.meta.get("skipped", 0)
+    if count:
+        first = embeddings.meta["first_skipped"][0]
+        total = count + len(embeddings)
+        print(f"left out {count:,} of {total:,} items; the first, {first['id']}: {first['reason']}", file=sys.stderr)

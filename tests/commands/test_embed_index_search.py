@@ -1,0 +1,245 @@
+"""`dualenc embed`, `index` and `search` as a user types them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import pytest
+import torch
+
+from dualenc.cli import main
+from dualenc.embeddings import Embeddings
+from dualenc.encoders import load_model
+from dualenc.index import Index
+from tests.commands import tiny
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """A table of 60 texts."""
+    tiny.save_documents(tmp_path / "docs.jsonl", 60)
+    return tmp_path / "docs.jsonl"
+
+
+@pytest.fixture
+def index(tmp_path: Path, text_model: Path, documents: Path) -> Path:
+    """An index of the table."""
+    run("index", text_model, documents, "--out", tmp_path / "index")
+    return tmp_path / "index"
+
+
+def run(*words: Any) -> None:
+    assert main([str(word) for word in words]) == 0
+
+
+def failure(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    """The line that a mistake prints."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line and "items/s" not in line]
+    assert len(told) == 1, told
+    return told[0].removeprefix("dualenc: error: ")
+
+
+def found(capsys: pytest.CaptureFixture[str], *words: Any) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    run("search", *words, "--json")
+    return json.loads(capsys.readouterr().out)["results"]
+
+
+@torch.inference_mode()
+def encoded(model: Path, side: Any, items: list[Any]) -> np.ndarray:
+    tower = load_model(model).tower(side)
+    return torch.cat([tower(tower.prepare([item])) for item in items]).numpy()
+
+
+def test_embed_writes_what_the_model_says(
+    tmp_path: Path, text_model: Path, documents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("embed", text_model, documents, "--out", tmp_path / "emb", "--batch-size", 7)
+    assert "60 embeddings of dimension 32 (right side)" in capsys.readouterr().out
+    embeddings = Embeddings.open(tmp_path / "emb")
+    assert embeddings.ids == [f"d{i}" for i in range(60)]
+    np.testing.assert_allclose(embeddings.vectors[:], encoded(text_model, "right", tiny.texts(60)), atol=1e-5)
+    assert embeddings.meta["model"] == str(text_model)
+    run("embed", text_model, documents, "--side", "left", "--out", tmp_path / "queries")
+    queries = Embeddings.open(tmp_path / "queries").vectors[:]
+    np.testing.assert_allclose(queries, encoded(text_model, "left", tiny.texts(60)), atol=1e-5)
+
+
+def test_index_of_a_model_and_of_its_embeddings_are_the_same(
+    tmp_path: Path, text_model: Path, documents: Path, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("embed", text_model, documents, "--out", tmp_path / "emb")
+    capsys.readouterr()
+    run("index", tmp_path / "emb", "--out", tmp_path / "index2")
+    shown = capsys.readouterr().out
+    assert "60 vectors of dimension 32 (Flat, cosine)" in shown
+    assert "recall@10 against exact search: 1.0000 (60 queries)" in shown
+    assert (index / "index.faiss").read_bytes() == (tmp_path / "index2" / "index.faiss").read_bytes()
+    assert (index / "ids.txt").read_bytes() == (tmp_path / "index2" / "ids.txt").read_bytes()
+    assert not list(tmp_path.glob(".*"))
+    np.testing.assert_array_equal(
+        faiss.read_index(str(index / "index.faiss")).reconstruct_n(0, 60), Embeddings.open(tmp_path / "emb").vectors[:]
+    )
+
+
+def test_index_with_a_factory_string_keeps_embeddings_on_request(
+    tmp_path: Path, text_model: Path, documents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, kept = tmp_path / "index", tmp_path / "emb"
+    run("index", text_model, documents, "--out", out, "--factory", "IVF2,Flat", "--nprobe", 2, "--embeddings", kept)
+    assert "(IVF2,Flat, nprobe=2, cosine)" in capsys.readouterr().out
+    assert len(Embeddings.open(kept)) == 60
+    run("index", kept, "--out", tmp_path / "hnsw", "--factory", "HNSW8", "--queries", kept, "--recall-queries", 20)
+    meta = Index.open(tmp_path / "hnsw").meta
+    assert meta["recall_queries"] == 20
+    assert meta["recall_queries_from"] == "given"
+
+
+def test_search_is_the_exact_ranking_of_the_query_side(
+    index: Path, text_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    query = "fox dog"
+    scores = encoded(text_model, "left", [query]) @ encoded(text_model, "right", tiny.texts(60)).T
+    best = np.argsort(-scores[0])[:3]
+    results = found(capsys, index, query, "-k", 3)
+    assert [result["id"] for result in results] == [f"d{i}" for i in best]
+    assert [result["rank"] for result in results] == [1, 2, 3]
+    np.testing.assert_allclose([result["score"] for result in results], scores[0][best], atol=1e-5)
+    assert [result["snippet"] for result in results] == [tiny.texts(60)[i] for i in best]
+
+
+def test_search_prints_a_table(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("search", index, "[red]fox[/red]", "-k", 2)
+    shown = capsys.readouterr().out
+    assert "[red]fox[/red]" in shown
+    assert all(word in shown for word in ("rank", "id", "score", "snippet"))
+
+
+def test_search_finds_a_model_that_moved_along(
+    tmp_path: Path, text_model: Path, documents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(text_model, tmp_path / "a" / "model")
+    run("index", tmp_path / "a" / "model", documents, "--out", tmp_path / "a" / "index")
+    (tmp_path / "a").rename(tmp_path / "b")
+    before = found(capsys, tmp_path / "b" / "index", "fox")
+    (tmp_path / "b" / "model").rename(tmp_path / "elsewhere")
+    told = failure(capsys, "search", tmp_path / "b" / "index", "fox")
+    assert told.endswith("is gone; name its new place with --model")
+    assert found(capsys, tmp_path / "b" / "index", "fox", "--model", tmp_path / "elsewhere") == before
+
+
+def test_images_are_found_by_image_and_by_text(
+    tmp_path: Path, image_text_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = tiny.save_images(tmp_path / "images", 12)
+    run("index", image_text_model, tmp_path / "images", "--out", tmp_path / "index", "--num-workers", 0)
+    assert Index.open(tmp_path / "index").meta["side"] == "left"
+    by_image = found(capsys, tmp_path / "index", tmp_path / "images" / "07.png", "-k", 1)
+    assert by_image[0]["id"] == "07.png"
+    assert by_image[0]["score"] == pytest.approx(1, abs=1e-4)
+    database = encoded(image_text_model, "left", images)
+    scores = encoded(image_text_model, "right", ["a fox"]) @ database.T
+    by_text = found(capsys, tmp_path / "index", "a fox", "-k", 12)
+    assert [result["id"] for result in by_text] == [f"{i:02d}.png" for i in np.argsort(-scores[0])]
+
+
+def test_texts_are_found_by_image(
+    tmp_path: Path, image_text_model: Path, documents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = tiny.save_images(tmp_path / "images", 1)
+    run("index", image_text_model, documents, "--out", tmp_path / "index")
+    scores = encoded(image_text_model, "left", images) @ encoded(image_text_model, "right", tiny.texts(60)).T
+    results = found(capsys, tmp_path / "index", tmp_path / "images" / "00.png", "-k", 1)
+    assert results[0]["id"] == f"d{scores[0].argmax()}"
+
+
+def test_bad_images_are_left_out_and_reported(
+    tmp_path: Path, image_text_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.save_images(tmp_path / "images", 5)
+    (tmp_path / "images" / "03.png").write_bytes(b"no image at all")
+    run("embed", image_text_model, tmp_path / "images", "--out", tmp_path / "emb")
+    captured = capsys.readouterr()
+    assert "4 embeddings" in captured.out
+    assert "left out 1 of 5 items; the first, 03.png:" in captured.err
+    told = failure(
+        capsys, "embed", image_text_model, tmp_path / "images", "--out", tmp_path / "emb2", "--on-error", "raise"
+    )
+    assert "03.png" in told
+
+
+def test_two_processes_write_what_one_writes(tmp_path: Path, text_model: Path) -> None:
+    tiny.save_documents(tmp_path / "docs.jsonl", 2100)
+    run("embed", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "one", "--device", "cpu")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = f"-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1 --main_process_port {port}"
+    words = ["embed", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "two", "--device", "cpu"]
+    command = [sys.executable, *launch.split(), "--mixed_precision", "no", "-m", "dualenc", *words]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "destroy_process_group" not in done.stderr
+    assert done.stdout.count("2,100 embeddings") == 1
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == names
+    assert sum(name.endswith(".npy") for name in names) > 1
+    for name in names:
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes(), name
+
+
+def test_mistakes(
+    tmp_path: Path, text_model: Path, documents: Path, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    cases = [
+        (("embed", text_model, tmp_path / "no.jsonl", "--out", out), "no.jsonl"),
+        (("embed", tmp_path / "no" / "model", documents, "--out", out), "no such folder; give the folder of a model"),
+        (("embed", text_model, documents, "--out", index), "not a folder of embeddings"),
+        (("index", text_model, "--out", out), "holds no embeddings; if it is a model, name the data too"),
+        (("index", text_model, documents, "--out", text_model), "exists and holds no index"),
+        (("index", text_model, documents, "--out", out, "--factory", "IVFx"), "could not parse index string IVFx"),
+        (("search", index, "fox", "-k", "0"), "k is 0"),
+        (("search", index, "fox", "--nprobe", "3"), "nprobe=3 does not apply"),
+        (("search", tmp_path / "nowhere", "fox"), "nowhere: no such folder; make an index"),
+    ]
+    for words, message in cases:
+        assert message in failure(capsys, *words)
+    assert not out.exists()
+
+
+def test_an_image_model_wants_an_image_that_exists(
+    tmp_path: Path, image_text_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.save_images(tmp_path / "images", 3)
+    run("index", image_text_model, tmp_path / "images", "--out", tmp_path / "index")
+    assert "missing.jpg: image cannot be read" in failure(capsys, "search", tmp_path / "index", "missing.jpg")
+
+
+def test_a_model_that_changed_since(
+    tmp_path: Path, text_model: Path, documents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.save_text_model(tmp_path / "model")
+    run("index", tmp_path / "model", documents, "--out", tmp_path / "index")
+    with torch.no_grad():
+        next(model.parameters()).add_(0.01)
+    model.save(tmp_path / "model")
+    assert "other weights than the model has now" in failure(capsys, "search", tmp_path / "index", "fox")
+
+
+def test_an_index_of_unknown_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Index.build(np.eye(4, dtype=np.float32)).save(tmp_path / "index")
+    assert "does not say which model made it; name one with --model" in failure(
+        capsys, "search", tmp_path / "index", "fox"
+    )

@@ -1,0 +1,158 @@
+"""Command lines made from typed functions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+from dualenc.arguments import nearest, run_function
+from dualenc.errors import DualencError
+
+CALLS: list[dict[str, Any]] = []
+
+
+def build(
+    source: str,
+    data: str | None = None,
+    *,
+    out: str,
+    batch_size: int = 32,
+    rate: float = 0.5,
+    json: bool = False,
+    side: Literal["left", "right"] = "left",
+    cutoffs: list[int] | None = None,
+) -> None:
+    """Build a thing.
+
+    And more about it.
+
+    Args:
+        source: where it comes from.
+        batch_size: how many at once.
+    """
+    CALLS.append(dict(locals()))
+
+
+def train(recipe: str, *overrides: str, resume: bool = False) -> None:
+    """Train it."""
+    CALLS.append({"recipe": recipe, "overrides": overrides, "resume": resume})
+
+
+def called(function: Any, *words: str) -> dict[str, Any]:
+    CALLS.clear()
+    run_function(function, "prog build", list(words))
+    assert len(CALLS) == 1
+    return CALLS[0]
+
+
+def error_of(function: Any, *words: str) -> str:
+    CALLS.clear()
+    with pytest.raises(DualencError) as error:
+        run_function(function, "prog build", list(words))
+    assert not CALLS
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+DEFAULTS = {
+    "source": "m",
+    "data": None,
+    "out": "o",
+    "batch_size": 32,
+    "rate": 0.5,
+    "json": False,
+    "side": "left",
+    "cutoffs": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("m --out o", {}),
+        ("--out o m", {}),
+        ("m d --out o", {"data": "d"}),
+        ("m --out o d", {"data": "d"}),
+        ("m --data d --out=o", {"data": "d"}),
+        ("m --out o --batch-size 8", {"batch_size": 8}),
+        ("m --out o --batch_size=8", {"batch_size": 8}),
+        ("m --out o --rate 1e-3", {"rate": 1e-3}),
+        ("m --out o --rate -3", {"rate": -3.0}),
+        ("m --json --out o d", {"json": True, "data": "d"}),
+        ("m --json false --out o", {}),
+        ("m --json=true --out o", {"json": True}),
+        ("m --side right --out o", {"side": "right"}),
+        ("m --out o --cutoffs 1,5,10", {"cutoffs": [1, 5, 10]}),
+        ("m --out o --cutoffs 5", {"cutoffs": [5]}),
+        ("m --out o --cutoffs [5,6]", {"cutoffs": [5, 6]}),
+    ],
+)
+def test_options_stand_anywhere(words: str, changed: dict[str, Any]) -> None:
+    assert called(build, *words.split()) == {**DEFAULTS, **changed}
+
+
+@pytest.mark.parametrize("text", ["a: b", "[1, 2]", "{x: 1}", "null", "3", "#note", "", "a=b"])
+def test_texts_are_taken_as_they_are(text: str) -> None:
+    assert called(build, text, "--out", "o")["source"] == text
+    assert called(build, "m", "--out", text)["out"] == text
+
+
+def test_everything_after_two_dashes_is_positional() -> None:
+    assert called(build, "--out", "o", "--", "--not-an-option")["source"] == "--not-an-option"
+
+
+def test_the_rest_is_passed_on() -> None:
+    found = called(train, "r.yaml", "a.b=1", "--resume", "c=[x, y]")
+    assert found == {"recipe": "r.yaml", "overrides": ("a.b=1", "c=[x, y]"), "resume": True}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("m --out o --batch-sise 8", "no option '--batch-sise' (did you mean --batch-size?)"),
+        ("m --out o --bach_size=8", "no option '--bach_size' (did you mean --batch-size?)"),
+        ("m --out o --zzz 8", "no option '--zzz'; see"),
+        ("m", "needs --out;"),
+        ("--out o", "needs SOURCE;"),
+        ("", "needs SOURCE, --out;"),
+        ("m d e --out o", "does not take the extra argument 'e'"),
+        ("m d --data e --out o", "'data' is given twice"),
+        ("m --out", "the option --out needs a value"),
+        ("m --out --json", "the option --out needs a value"),
+        ("m --out o --batch-size many", "--batch-size must be int, not 'many'"),
+        ("m --out o --side top", "--side must be Literal['left', 'right'], not 'top'"),
+        ("m --out o --json=perhaps", "--json must be bool, not 'perhaps'"),
+        ("m --out o --cutoffs 1,x", "--cutoffs must be list[int] | None, not '[1,x]'"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(words: str, message: str) -> None:
+    told = error_of(build, *words.split())
+    assert told.startswith("prog build")
+    assert message in told
+
+
+def test_help_comes_from_signature_and_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    run_function(build, "prog build", ["--help"])
+    shown = capsys.readouterr().out
+    assert "usage: prog build SOURCE --out OUT [options]" in shown
+    assert "Build a thing." in shown
+    assert "And more about it." in shown
+    assert "default: 32" in shown
+    assert "Args:" not in shown
+
+
+def test_help_explains_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("docstring_parser", reason="comes with jsonargparse[signatures]")
+    run_function(build, "prog build", ["-h"])
+    assert "how many at once" in capsys.readouterr().out
+
+
+def test_help_names_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    run_function(train, "prog train", ["--help"])
+    assert "usage: prog train RECIPE [OVERRIDES …] [options]" in capsys.readouterr().out
+
+
+def test_nearest() -> None:
+    assert nearest("indx", ["index", "search"]) == " (did you mean index?)"
+    assert nearest("qqqqq", ["index", "search"]) == ""

@@ -1,0 +1,131 @@
+"""The `dualenc` command: help at once, errors in one line, exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dualenc import cli
+from dualenc.errors import DualencError
+
+
+def raises(error: BaseException) -> Any:
+    def command(word: str = "") -> None:
+        raise error
+
+    return SimpleNamespace(command=command)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Install a command `fail` that raises the given error."""
+
+    def install(error: BaseException) -> None:
+        monkeypatch.setitem(sys.modules, "dualenc.commands.fail", raises(error))
+        monkeypatch.setitem(cli.COMMANDS, "fail", cli.Command("fail", "command", ""))
+
+    return install
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("quickstart", "train", "embed", "index", "search", "evaluate"):
+        assert name in shown
+    assert cli.main(["evaluate", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("retrieval", "image-text", "zero-shot", "probe", "corrupted", "convergence", "compare"):
+        assert name in shown
+    assert cli.main([]) == 0
+    assert cli.main(["--version"]) == 0
+    assert "dualenc 0" in capsys.readouterr().out
+
+
+def test_help_is_fast_and_imports_nothing_heavy() -> None:
+    code = "import sys; from dualenc.cli import main; main(['--help']); main(['index', '--help'])"
+    check = "; assert not {'torch', 'numpy', 'faiss', 'transformers'} & set(sys.modules), sys.modules.keys()"
+    before = os.times()
+    subprocess.run([sys.executable, "-c", code + check], check=True, capture_output=True)
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 1
+
+
+def commands(table: cli.Commands) -> Iterator[cli.Command]:
+    for entry in table.values():
+        yield from [entry] if isinstance(entry, cli.Command) else commands(entry)
+
+
+@pytest.mark.parametrize("command", list(commands(cli.COMMANDS)), ids=lambda command: command.function)
+def test_every_command_is_there_and_has_help(command: cli.Command, capsys: pytest.CaptureFixture[str]) -> None:
+    from dualenc.arguments import run_function
+
+    run_function(cli._load(command), f"dualenc {command.function}", ["--help"])
+    assert f"usage: dualenc {command.function}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("indx a b", "dualenc has no command 'indx' (did you mean index?); see dualenc --help"),
+        ("evaluate retreival a", "dualenc evaluate has no command 'retreival' (did you mean retrieval?)"),
+        ("embed a b --ouut c", "dualenc embed has no option '--ouut' (did you mean --out?)"),
+        ("search", "dualenc search needs INDEX, QUERY"),
+        ("search nowhere x", "nowhere: no such folder; make an index with `dualenc index"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_code_2(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"dualenc: error: {message}")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (DualencError("data.csv: row 3 has no caption; give one"), "data.csv: row 3 has no caption; give one"),
+        (DualencError("two\nlines"), "two lines"),
+        (OSError(28, "No space left on device", "x.npy"), "[Errno 28] No space left on device: 'x.npy'"),
+        (
+            ModuleNotFoundError("No module named 'peft'", name="peft"),
+            "No module named 'peft'; install the package that brings it (pip install peft)",
+        ),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(
+    failing: Any, error: Exception, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(error)
+    assert cli.main(["fail"]) == 2
+    assert capsys.readouterr().err == f"dualenc: error: {message}\n"
+    for words in (["--debug", "fail"], ["fail", "--debug"]):
+        with pytest.raises(type(error)):
+            cli.main(words)
+
+
+def test_a_bug_keeps_its_traceback(failing: Any) -> None:
+    failing(ZeroDivisionError("ours"))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["fail"])
+
+
+def test_ctrl_c(failing: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    failing(KeyboardInterrupt())
+    assert cli.main(["fail"]) == 130
+    assert capsys.readouterr().err == "dualenc: interrupted\n"
+
+
+def test_as_a_module_and_as_a_script() -> None:
+    script = Path(sys.executable).with_name("dualenc")
+    for start in ([sys.executable, "-m", "dualenc"], [sys.executable, "-m", "dualenc.cli"], [str(script)]):
+        done = subprocess.run([*start, "nonsense"], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr == "dualenc: error: dualenc has no command 'nonsense'; see dualenc --help\n"
