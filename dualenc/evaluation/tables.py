@@ -43,16 +43,20 @@ def is_number(value: object) -> bool:
 
 
 def print_table(table: Table) -> None:
-    """Print a table to the terminal; numbers flush right, nothing cut off where the output is not a terminal."""
+    """Print a table to the terminal; where there is no room, names and headings are folded, never numbers."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as RichTable
 
-    drawn = RichTable(title=table.caption, title_justify="left", title_style="bold")
-    for name in table.columns:
+    drawn = RichTable(title=table.caption, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    drawn.pad_edge, drawn.collapse_padding = False, True
+    cells = table.cells()
+    for name, values in zip(table.columns, zip(*cells)):
         numeric = any(is_number(row.get(name)) for row in table.rows)
-        drawn.add_column(name, justify="right" if numeric else "left", overflow="fold")
-    for cells in table.cells():
-        drawn.add_row(*cells)
-    # A pipe or a log file has no width of its own; rich would assume 80 columns and fold the numbers.
+        least = max(map(len, values)) if numeric else None
+        drawn.add_column(name, justify="right" if numeric else "left", overflow="fold", min_width=least)
+    for row in cells:
+        drawn.add_row(*row)
+    # A pipe or a log file has no width of its own; rich would assume 80 columns.
     width = None if sys.stdout.isatty() else 1000
     Console(width=width, markup=False, highlight=False).print(drawn)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from dualenc.evaluation.tables import Table, as_text, print_table
@@ -28,3 +30,15 @@ def test_a_wide_table_is_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> 
     assert "Wide [bold]" in printed
     assert all(name in printed for name in names)
     assert printed.count("0.1250") == 30
+
+
+def test_numbers_stay_whole_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    row = {"data": "a collection with a long name", **{f"metric@{k}": 0.1234 for k in range(8)}}
+    print_table(Table("Narrow", [row]))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert sum(line.count("0.1234") for line in lines) == 8
+    assert max(map(len, lines)) <= 72
