@@ -48,7 +48,7 @@ def text_corpus(
 
 
 def image_corpus(
-    table: Table, image_column: str, id_column: str | None = None, label_column: str | None = None
+    table: Table, image_column: str, label_column: str | None = None, id_column: str | None = None
 ) -> Corpus:
     """The images of a table, in the order of its rows, with labels where there is a column of them.
 

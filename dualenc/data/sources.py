@@ -77,14 +77,12 @@ def open_corpus(
             title_column = title_column or _known(kinds, ("title",), but=main)
         id_column = id_column or _known(kinds, _IDS, but=main)
         label_column = label_column or _known(kinds, ("label",), but=main)
-        beside = [title_column, id_column] if modality == "text" else [id_column, label_column]
+        beside = (title_column if modality == "text" else label_column, id_column)
         columns: dict[str, Kind] = {main: kinds.get(main, "value")}
         columns.update({name: "value" for name in beside if name is not None})
         table = open_table(path, columns, skips, split=split, subset=subset, limit=limit)
-        if modality == "text":
-            corpus = text_corpus(table, main, title_column, id_column)
-        else:
-            corpus = image_corpus(table, main, id_column, label_column)
+        read = text_corpus if modality == "text" else image_corpus
+        corpus = read(table, main, *beside)
     corpus.skipped = skips.report()
     return corpus
 
