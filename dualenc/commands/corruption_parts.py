@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dualenc import distributed
+from dualenc.commands.figures import heat_figure
 from dualenc.commands.images import align_labels, encoder_of, recorded
 from dualenc.errors import DualencError
-from dualenc.evaluation import plots
 from dualenc.evaluation.corrupted_retrieval import confusions, is_right, nearest_images, nearest_versions, summarise
 from dualenc.evaluation.corruption import CorruptedImages
 from dualenc.evaluation.image_versions import CLEAN, CleanImages, ImageVersions, Prepare, encode_versions
@@ -85,11 +85,12 @@ def versions_part(setup: Setup, prepare: Prepare, severity: int) -> Part:
     )
     array = np.array(list(found.values()), dtype=np.int64)
     metrics = summarise(array, names)
-    by_version = {name: metrics[f"top1/{name}"] for name in names}
     row = {"task": f"among {len(names)} versions of the image", "images": len(array), **_headline(metrics)}
     table = Table("Retrieval of the other view", [row])
     mistaken = Table("By corruption", _mistaken_rows(array, names))
-    figure = Figure("Top-1 accuracy by corruption", plots.bars({"top-1": by_version}, ylabel="accuracy"))
+    figure = heat_figure(
+        confusions(array), names, names, "What the views of each version (row) find", "version found"
+    )  # fmt: skip
     galleries = _galleries(setup.source, list(found), array, severity) if distributed.is_main() else []
     return Part({"images": len(array), "severity": severity, **metrics}, [table, mistaken], [figure], galleries)
 
@@ -135,12 +136,9 @@ def robustness_part(
         metrics["relative_to_baseline"] = mean_corruption_error(errors, theirs)
     summary = Table("Robustness of a linear probe", [dict(metrics)])
     table = Table("Accuracy by corruption and severity", robustness_rows(errors, names, severities))
-    curve = {"mean over corruptions": (list(severities), (1 - errors.mean(axis=0)).tolist())}
-    figures = [
-        Figure("Accuracy by corruption, mean over severities", plots.bars({"accuracy": _means(errors, names)})),
-        Figure("Accuracy by severity", plots.lines(curve, xlabel="severity", ylabel="accuracy")),
-    ]
-    return Part({**metrics, "errors": as_mapping(errors, names, severities)}, [summary, table], figures)
+    caption = "Accuracy of a linear probe by corruption and severity"
+    figure = heat_figure(1 - errors, names, [str(severity) for severity in severities], caption, "severity")
+    return Part({**metrics, "errors": as_mapping(errors, names, severities)}, [summary, table], [figure])
 
 
 def _right(
@@ -221,10 +219,6 @@ def _galleries(source: CorruptedImages, rows: list[int], found: np.ndarray, seve
         Gallery("Images whose versions are told apart best", [entry(int(place)) for place in order[:count]]),
         Gallery("Images whose versions are told apart worst", [entry(int(place)) for place in order[::-1][:count]]),
     ]
-
-
-def _means(errors: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    return {name: float(1 - row.mean()) for name, row in zip(names, errors)}
 
 
 def _baseline_errors(path: str) -> dict[str, dict[str, float]]:

@@ -92,7 +92,8 @@ def convergence(
     everything = [point for part in distributed.gather_objects(points) for point in part]
     if distributed.is_main():
         order = list(names.values())
-        facts = {**source._asdict(), "temperature": temperature}
+        facts = {name: value for name, value in source._asdict().items() if value is not None}
+        facts["temperature"] = temperature
         _conclude(sorted(everything, key=lambda p: (order.index(p.run), p.step)), Path(out), facts)
     distributed.barrier()
 
