@@ -63,7 +63,7 @@ class Recipe:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The resolved recipe as plain nested values, without what links fill in."""
-        return yaml.safe_load(_parser().dump(self.config))
+        return yaml.safe_load(_parser().dump(self.config, skip_none=False))
 
     def build(self) -> Parts:
         """Make all parts; the model's first weights are a function of `trainer.seed`.
@@ -211,4 +211,8 @@ def _innermost(message: str) -> str:
     noise = ("Parser key", "Does not validate", "Subtypes:", "Errors:", "Problem with", "Given value")
     problems = [line for line in lines if line and not line.startswith(noise)]
     problem = next((line for line in problems if "NoneType" not in line), lines[0])
+    given = next((line for line in lines if line.startswith("Given value:") and not line.endswith(("}", ")"))), "")
+    if given and "value" not in problem:
+        problem += f". {given}"
+    problem = re.sub(r"<class '([\w.]+)'>", r"\1", problem)
     return f"{'.'.join(dict.fromkeys(keys))}: {problem}" if keys else problem

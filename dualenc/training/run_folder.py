@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.files import remove
+from dualenc.files import atomic_path, remove
 from dualenc.training.run_log import read_metrics
 
-RUN_FILES = ("metrics.jsonl", "checkpoints", "selection", "model")
+RUN_FILES = ("metrics.jsonl", "checkpoints", "selection", "model", "recipe.yaml")
 
 
 def claim(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> None:
@@ -40,6 +44,13 @@ def claim(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> N
         except OSError as error:
             raise DualencError(f"{folder}: cannot be made ({error}); choose another trainer.output") from None
     distributed.barrier()
+
+
+def save_recipe(output: str | os.PathLike[str], recipe: Mapping[str, Any] | None) -> None:
+    """Write recipe.yaml, from which the run can be made again."""
+    if recipe and distributed.is_main():
+        with atomic_path(Path(output) / "recipe.yaml") as beside:
+            beside.write_text(yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def last_logged(output: str | os.PathLike[str], name: str) -> float:

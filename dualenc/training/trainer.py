@@ -179,7 +179,10 @@ class Trainer:
         with process.deterministic_algorithms(self.deterministic, accelerator.device):
             loop = self._assemble(accelerator, model, pairs, objective, batching, evaluator, recipe or {})
             try:
-                self._start_or_resume(loop, resume)
+                resumed = self._start_or_resume(loop, resume)
+                run_folder.save_recipe(self.output, recipe)
+                if not resumed:
+                    loop.evaluate()
                 loop.run()
                 metrics = loop.best.finish(loop.steps)
             finally:
@@ -204,7 +207,8 @@ class Trainer:
         objective.to(device).set_counts(*(_counts(pairs, side).to(device) for side in ("left", "right")))
         plan = self._plan(batching, len(pairs), device)
         total_steps = self._total_steps(plan)
-        described = {"trainer": self._decisive_settings(), "recipe": recipe}
+        parts = {name: section for name, section in recipe.items() if name not in ("trainer", "evaluator")}
+        described = {**parts, "trainer": self._decisive_settings()}
         return Loop(
             self._step(accelerator, model, pairs, objective, total_steps),
             self._loader(model, pairs, device),
@@ -285,17 +289,19 @@ class Trainer:
     def _trackers(self) -> list[str]:
         return [name.strip() for name in (self.tracker or "").split(",") if name.strip()]
 
-    def _start_or_resume(self, loop: Loop, resume: bool) -> None:
+    def _start_or_resume(self, loop: Loop, resume: bool) -> bool:
+        """Seed the generators, or put everything back to the latest checkpoint; whether there was one."""
         seed_everything(self.seed, distributed.rank())
         loop.log.start_trackers(self.project, flatten(asdict(self)))
         state = loop.checkpoints.load_latest(self.seed) if resume else None
         if state is not None:
             loop.load_state_dict(state)
-            return loop.log.say(f"resuming at step {loop.steps} of {loop.total_steps}")
+            loop.log.say(f"resuming at step {loop.steps} of {loop.total_steps}")
+            return True
         if resume:
             loop.log.say(f"{loop.checkpoints.folder}: no checkpoint to resume from; starting at step 0")
         loop.log.restart_at(0)
-        return loop.evaluate()
+        return False
 
 
 def _counts(pairs: PairDataset, side: str) -> torch.Tensor:

@@ -1,0 +1,132 @@
+"""Evaluators: the numbers of the evaluation functions, on what a model embeds."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.neighbors import KNeighborsClassifier
+
+from dualenc.data import ImageViews, PairDataset
+from dualenc.data.labels import Labels
+from dualenc.encoders.dual import DualEncoder
+from dualenc.encoders.tower import Prepare, Tower
+from dualenc.errors import DualencError
+from dualenc.training.evaluators import ImageTextEvaluator, KNNEvaluator, RetrievalEvaluator
+from tests.training.fakes import TinyEncoder, tiny_pairs
+
+
+class MeanColour(Prepare):
+    modality = "image"
+
+    def __call__(self, items, seeds=None):
+        return {"rows": torch.tensor(np.stack([np.asarray(item).mean(axis=(0, 1)) / 255 for item in items])).float()}
+
+
+class ColourTower(Tower):
+    """The colour of an image as its vector, and twice the colour as its features."""
+
+    modality = "image"
+
+    def __init__(self):
+        super().__init__()
+        self.dim, self.feature_dim, self.prepare = 3, 3, MeanColour()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs):
+        return torch.nn.functional.normalize(inputs["rows"] * self.scale, dim=-1)
+
+    def features(self, inputs):
+        return 2 * inputs["rows"]
+
+
+class ColourNames(Prepare):
+    modality = "text"
+
+    def __call__(self, items, seeds=None):
+        return {"rows": torch.tensor([[float(part) for part in item.split()] for item in items])}
+
+
+class NameTower(ColourTower):
+    modality = "text"
+
+    def __init__(self):
+        super().__init__()
+        self.prepare = ColourNames()
+
+
+def colours(count, seed=0):
+    return np.random.default_rng(seed).integers(20, 255, size=(count, 3)).astype(np.uint8)
+
+
+def images(values):
+    return [Image.fromarray(np.broadcast_to(value, (4, 4, 3)).copy()) for value in values]
+
+
+@pytest.fixture
+def model():
+    return TinyEncoder(dtype=torch.float32)
+
+
+def test_held_out_pairs_are_a_retrieval_test(model):
+    """Two queries share each document; rows of a score matrix give the ranks by hand."""
+    pairs = tiny_pairs(12, right_id=np.arange(12) // 2)
+    metrics = RetrievalEvaluator(pairs=pairs)(model)
+    with torch.no_grad():
+        left = model.encode("left", model.left.prepare(list(pairs.left_items)))
+        right = model.encode("right", model.right.prepare([pairs.item("right", i) for i in range(6)]))
+    order = (-(left @ right.T)).argsort(dim=1)
+    ranks = (order == torch.from_numpy(pairs.right_id)[:, None]).nonzero()[:, 1] + 1
+    assert metrics["mrr@10"] == pytest.approx((1 / ranks).mean().item())
+    assert metrics["ndcg@10"] == pytest.approx((1 / torch.log2(1.0 + ranks)).mean().item())
+    assert metrics["recall@100"] == 1
+
+
+def test_a_beir_folder_and_its_first_queries(model, tmp_path):
+    (tmp_path / "qrels").mkdir()
+    rows = [" ".join(f"{x:.3f}" for x in row) for row in np.random.default_rng(0).normal(size=(6, 6))]
+    for name in ("corpus", "queries"):
+        lines = [json.dumps({"_id": f"{name}{i}", "text": row}) for i, row in enumerate(rows)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    lines = ["query-id\tcorpus-id\tscore", *(f"queries{i}\tcorpus{i}\t1" for i in range(6))]
+    (tmp_path / "qrels" / "dev.tsv").write_text("\n".join(lines))
+    evaluator = RetrievalEvaluator(tmp_path, split="dev", max_queries=2, primary="hit@1")
+    assert list(evaluator.collection.qrels) == ["queries0", "queries1"]
+    assert {"ndcg@10", "hit@1"} < evaluator(model).keys()
+
+
+def test_one_source_of_queries_is_needed():
+    for arguments in ({}, {"path": "x", "pairs": tiny_pairs()}):
+        with pytest.raises(DualencError, match="give either path, a BEIR folder, or held-out pairs"):
+            RetrievalEvaluator(**arguments)
+
+
+def test_captions_of_an_image_are_all_right():
+    values = colours(5)
+    captions = [" ".join(map(str, value)) for value in values for _ in range(2)]
+    pairs = PairDataset(images(values), captions, np.repeat(np.arange(5), 2), np.arange(10), left_modality="image")
+    model = DualEncoder(ColourTower(), NameTower(), kind="image-text")
+    metrics = ImageTextEvaluator(pairs)(model)
+    assert metrics["image_to_text_recall@1"] == 1
+    assert metrics["text_to_image_recall@1"] == 1
+    wrong = PairDataset(images(values), captions[::-1], np.repeat(np.arange(5), 2), np.arange(10), left_modality="image")
+    assert ImageTextEvaluator(wrong)(model)["text_to_image_recall@1"] < 1
+
+
+def test_neighbours_vote_on_features_as_in_scikit_learn():
+    sides = []
+    for seed, count in ((0, 60), (1, 30)):
+        values = colours(count, seed)
+        sides.append((values, ImageViews(images(values), Labels(values.argmax(axis=1), ["r", "g", "b"]))))
+    model = DualEncoder(ColourTower(), ColourTower(), kind="image")
+    found = KNNEvaluator(sides[0][1], sides[1][1], k=5, temperature=None)(model)["knn_accuracy"]
+    (train, _), (test, _) = ((v / np.linalg.norm(v, axis=1, keepdims=True), v.argmax(axis=1)) for v, _ in sides)
+    reference = KNeighborsClassifier(5).fit(train, sides[0][1].labels)
+    assert found == pytest.approx(reference.score(test, sides[1][1].labels), abs=1e-9)
+
+
+def test_images_without_labels_are_told():
+    views = ImageViews(images(colours(3)))
+    with pytest.raises(DualencError, match="KNNEvaluator: train has no labels"):
+        KNNEvaluator(views, views)
