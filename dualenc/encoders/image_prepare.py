@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 from dualenc.encoders.tower import Prepare
 
-Augment = Callable[[Image.Image, int], Tensor]
-"""An RGB image and a seed to pixels (3, H, W); a pure function of both."""
+# jsonargparse would take a class as the result's type to be one whose making gives the result; hence Any.
+Augment = Callable[[Image.Image, int], Any]
+"""An RGB image and a seed to pixels (3, H, W), float32; a pure function of both."""
 
 
 class ImagePrepare(Prepare):
@@ -23,7 +26,7 @@ class ImagePrepare(Prepare):
     Args:
         evaluate: RGB image to pixels (3, H, W).
         augment: the same for training, as a pure function of image and seed.
-        grey: give both of them grey images, of one channel.
+        grey: give `evaluate` grey images, of one channel.
     """
 
     modality = "image"
@@ -34,10 +37,9 @@ class ImagePrepare(Prepare):
         self.grey = grey
 
     def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
-        if self.grey:
-            items = [item.convert("L") for item in items]
         if seeds is None:
-            return {"image": torch.stack([self.evaluate(item) for item in items])}
+            modes = [item.convert("L") if self.grey else item for item in items]
+            return {"image": torch.stack([self.evaluate(item) for item in modes])}
         return {"image": torch.stack([self.augment(item, seed) for item, seed in zip(items, seeds, strict=True)])}
 
 
@@ -61,8 +63,8 @@ class Normalized:
 
     Args:
         augment: image and seed to pixels (3, H, W) in [0, 1].
-        mean: subtracted, one number per channel.
-        std: divided by, one number per channel.
+        mean: subtracted, one number per channel of the model; pixels are made grey for a single one.
+        std: divided by, one number per channel of the model.
     """
 
     def __init__(self, augment: Augment, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -71,7 +73,10 @@ class Normalized:
         self.std = torch.tensor(std, dtype=torch.float32).reshape(-1, 1, 1)
 
     def __call__(self, image: Image.Image, seed: int) -> Tensor:
-        return (self.augment(image, seed) - self.mean) / self.std
+        pixels = self.augment(image, seed)
+        if len(pixels) == 3 and len(self.mean) == 1:
+            pixels = rgb_to_grayscale(pixels)
+        return (pixels - self.mean) / self.std
 
 
 @contextmanager
