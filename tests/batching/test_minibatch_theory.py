@@ -1,0 +1,80 @@
+"""The cheap parts of eval/minibatch_theory.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from dualenc.batching import RandomBatches, batch_losses
+
+
+@pytest.fixture(scope="module")
+def theory() -> ModuleType:
+    path = Path(__file__).parents[2] / "eval" / "minibatch_theory.py"
+    spec = importlib.util.spec_from_file_location("minibatch_theory", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["minibatch_theory"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_loss_is_twice_that_of_the_package(theory: ModuleType) -> None:
+    left, right = theory.random_embeddings(5, seed=0)
+    batches = RandomBatches(8, 4).select(0)
+    expected = 2 * batch_losses(left.numpy(), right.numpy(), batches, 1.0)
+    np.testing.assert_allclose(theory.contrastive_losses(left, right, torch.from_numpy(batches)), expected)
+
+
+def test_the_simplex_is_at_distance_zero_however_it_is_turned(theory: ModuleType) -> None:
+    simplex = torch.nn.functional.normalize(torch.eye(8).double() - 1 / 8)
+    turn, _ = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).double())
+    turned = torch.nn.functional.pad(simplex, (0, 8)) @ turn
+    assert theory.distance_to_optimum(turned, turned) == pytest.approx(0, abs=1e-9)
+
+
+def test_the_cross_polytope_is_at_distance_zero_in_any_order(theory: ModuleType) -> None:
+    axes = torch.eye(4).double()
+    points = torch.cat([axes, -axes])[torch.randperm(8, generator=torch.Generator().manual_seed(0))]
+    assert theory.distance_to_optimum(points, points) == 0
+    assert len(theory.optimal_grams(4)) == 105  # 7 · 5 · 3 pairings of 8
+
+
+def test_all_batches_reach_the_simplex_and_disjoint_ones_do_not(theory: ModuleType) -> None:
+    every, disjoint = (theory.PROBLEMS[name] for name in ("all C(8, 2) batches", "4 disjoint batches"))
+    assert theory.distance_to_optimum(*theory.minimise(16, every, 200, 5.0, seed=0)) < 0.05
+    assert theory.distance_to_optimum(*theory.minimise(16, disjoint, 200, 5.0, seed=0)) > 1
+
+
+def test_ordered_sgd_reaches_the_optimum_of_the_toy_example_first(theory: ModuleType) -> None:
+    optimum = 4 * math.log(1 + math.exp(-1))
+    assert optimum == pytest.approx(1.253, abs=5e-4)
+    draw = torch.Generator().manual_seed(0)
+    hardest = theory.toy_curve(lambda losses: losses.argmax()[None], 150, 0.05, 0.1)
+    random = theory.toy_curve(lambda losses: torch.randint(6, (1,), generator=draw), 150, 0.05, 0.1)
+    assert hardest[-1] == pytest.approx(optimum, abs=0.002)
+    assert random[-1] > optimum + 0.02
+
+
+def test_selectors_give_a_distance_for_each_update(theory: ModuleType) -> None:
+    for selector in theory.selectors(0).values():
+        curve = theory.distances(selector, dim=16, updates=6, seed=0)
+        assert curve.shape == (6,)
+        assert curve[-1] < curve[0]
+
+
+def test_the_command_prints_the_table_and_saves_the_figure(
+    theory: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(theory.PARTS, "histogram", lambda: theory.histogram(num_pairs=800))
+    theory.main(tmp_path / "out", only="histogram")
+    assert (tmp_path / "out" / "histogram.png").stat().st_size > 0
+    assert "SC above random" in capsys.readouterr().out
