@@ -19,6 +19,9 @@ Vectors = npt.NDArray[np.floating]
 QUERY_BLOCK = 512
 DOCUMENT_BLOCK = 32768
 
+# Documents found beyond the k-th: a tie across the k-th place is settled among them, a longer one by a second search.
+SPARE = 16
+
 
 def exact_search(
     queries: Vectors,
@@ -97,7 +100,7 @@ def _search_block(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """At least the k best of a block, with everything that ties with the k-th: FAISS returns ties in no fixed order."""
     k = min(k, len(documents))
-    asked = min(k + 1, len(documents))
+    asked = min(k + SPARE, len(documents))
     while True:
         with _matrix_product():
             scores, columns = faiss.knn(queries, documents, asked, faiss.METRIC_INNER_PRODUCT)
