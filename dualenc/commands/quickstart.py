@@ -80,7 +80,8 @@ def _train(folder: Path, steps: int, vocab_size: int, seed: int) -> tuple[DualEn
     from dualenc.data import BeirPairs
     from dualenc.encoders import load_model
     from dualenc.objectives import SogCLR
-    from dualenc.training import RetrievalEvaluator, Trainer
+    from dualenc.training.evaluators import RetrievalEvaluator
+    from dualenc.training.trainer import Trainer
 
     pairs = BeirPairs(folder / "data", "train")
     torch.manual_seed(seed)
@@ -130,7 +131,13 @@ def _table(collection: RetrievalSet, trained: TrainingResult) -> None:
     from dualenc.evaluation.tables import Table, print_table
 
     queries, corpus = collection.queries, collection.corpus
-    run = bm25_run(queries.ids, list(queries.items), corpus.ids, list(corpus.items), 100)
+    run = bm25_run(
+        queries.ids,
+        [queries.items[i] for i in range(len(queries))],
+        corpus.ids,
+        [corpus.items[i] for i in range(len(corpus))],
+        100,
+    )
     bm25 = Result("BM25", "docstrings", run, collection.qrels, len(corpus)).means
     systems = {"untrained": trained.before, "BM25": bm25, "trained": trained.metrics}
     rows = [
@@ -149,7 +156,7 @@ def _search(model: DualEncoder, folder: Path) -> None:
     scores, rows = index.search_rows(queries, 3)
     for query, best, found in zip(SEARCHES, scores, rows, strict=True):
         hits = [
-            {"score": float(score), "id": index.ids[row], "document": index.snippet(row)[:100]}
+            {"score": float(score), "id": index.ids[row], "text": index.snippet(row).removeprefix(index.ids[row])[:80]}
             for score, row in zip(best, found, strict=True)
         ]
         print_table(Table(f"Search: {query}", hits))

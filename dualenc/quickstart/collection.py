@@ -33,11 +33,11 @@ def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: in
     order = np.random.default_rng(seed).permutation(len(docstrings))
     with atomic_path(folder) as beside:
         (beside / "qrels").mkdir(parents=True)
-        documents = ({"_id": f"d{i}", "title": d.name, "text": d.rest} for i, d in enumerate(docstrings))
+        documents = ({"_id": d.name, "title": d.name, "text": d.rest} for d in docstrings)
         _write_lines(beside / "corpus.jsonl", documents)
-        _write_lines(beside / "queries.jsonl", ({"_id": f"q{i}", "text": d.summary} for i, d in enumerate(docstrings)))
-        _write_qrels(beside / "qrels" / "test.tsv", sorted(order[:num_test]))
-        _write_qrels(beside / "qrels" / "train.tsv", sorted(order[num_test:]))
+        _write_lines(beside / "queries.jsonl", ({"_id": f"query-{d.name}", "text": d.summary} for d in docstrings))
+        for split, rows in (("test", order[:num_test]), ("train", order[num_test:])):
+            _write_qrels(beside / "qrels" / f"{split}.tsv", [docstrings[row].name for row in sorted(rows)])
 
 
 def _write_lines(path: Path, records: Iterable[dict[str, str]]) -> None:
@@ -46,6 +46,6 @@ def _write_lines(path: Path, records: Iterable[dict[str, str]]) -> None:
             stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def _write_qrels(path: Path, rows: Sequence[int]) -> None:
-    lines = "".join(f"q{row}\td{row}\t1\n" for row in rows)
+def _write_qrels(path: Path, names: Iterable[str]) -> None:
+    lines = "".join(f"query-{name}\t{name}\t1\n" for name in names)
     path.write_text("query-id\tcorpus-id\tscore\n" + lines, encoding="utf-8")

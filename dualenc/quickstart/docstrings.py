@@ -27,11 +27,6 @@ class Docstring(NamedTuple):
     summary: str
     rest: str
 
-    @property
-    def document(self) -> str:
-        """What is searched: everything but the summary line."""
-        return f"{self.name}: {self.rest}"
-
 
 def read_docstrings(
     limit: int, packages: Sequence[str] = PACKAGES, minimum_length: int = 80, progress: bool = True
@@ -45,14 +40,14 @@ def read_docstrings(
         progress: show a progress bar.
     """
     found: list[Docstring] = []
-    summaries: set[str] = set()
+    seen: set[str] = set()
     bar = tqdm(total=limit, desc="reading docstrings", unit="doc", disable=not progress, leave=False)
     for root in _roots(packages):
         for docstring in _docstrings_below(root, minimum_length):
             # The same summary over many overloads is one question with many answers: keep the first.
-            if docstring.summary in summaries:
+            if not seen.isdisjoint((docstring.summary, docstring.name)):
                 continue
-            summaries.add(docstring.summary)
+            seen.update((docstring.summary, docstring.name))
             found.append(docstring)
             bar.update()
             if len(found) == limit:

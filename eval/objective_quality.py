@@ -1,0 +1,186 @@
+"""Does a small batch with a global objective train as well as a large one? One table for all objectives.
+
+Every objective gets the same encoder, the same number of steps and the same tuning: a grid of learning rates and
+temperatures, chosen on held-out data with the first seed, then run with all seeds. InfoNCE runs at the small and at a
+large batch. Results are kept as one JSON file per run, so an interrupted table goes on where it stopped.
+
+    python eval/objective_quality.py papers PATH_TO_PAPERS --out runs/quality
+    python eval/objective_quality.py cifar10 PATH_TO_CIFAR10 --out runs/quality
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dualenc.data import BeirPairs, PairDataset, TableViews
+from dualenc.data.views import SimCLR
+from dualenc.encoders import DualEncoder, ImageEncoder, TextEncoder, train_tokenizer
+from dualenc.evaluation.tables import Table, print_table
+from dualenc.files import write_json
+from dualenc.objectives import DCL, EMC2, HCL, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
+from dualenc.training import Trainer
+from dualenc.training.evaluators import Evaluator, KNNEvaluator, RetrievalEvaluator
+
+OBJECTIVES: dict[str, Callable[..., Objective]] = {
+    "InfoNCE": InfoNCE,
+    "DCL": DCL,
+    "HCL": lambda **common: HCL(hardness=0.5, class_prior=0.01, **common),
+    "SogCLR": lambda **common: SogCLR(gamma=0.5, **common),
+    "ISogCLR": lambda **common: ISogCLR(gamma=0.5, temperature_rate=0.001, **common),
+    "EMC2 mh": lambda **common: EMC2(kernel="mh", **common),
+    "EMC2 isir": lambda **common: EMC2(kernel="isir", **common),
+    "NegativeCache": lambda **common: NegativeCache(**common),
+    "SACLR row": lambda **common: SACLR(form="row", **common),
+    "SACLR matrix": lambda **common: SACLR(form="matrix", rho=0.99, **common),
+    "SACLR-1 matrix": lambda **common: SACLR(form="matrix", negatives=1, rho=0.99, **common),
+    "SigLIP": SigLIP,
+}
+
+
+@dataclass
+class Task:
+    """What is trained on and measured: a new model per seed, pairs, an evaluator on held-out and on test data."""
+
+    new_model: Callable[[], DualEncoder]
+    pairs: PairDataset
+    validation: Evaluator
+    test: Evaluator
+
+
+def papers(path: str, num_pairs: int) -> Task:
+    """Titles find abstracts: a one-layer transformer with a tokenizer of its own, both from scratch."""
+    whole = BeirPairs(path, "train")
+    used = range(num_pairs)
+    pairs = PairDataset(
+        [whole.item("left", int(whole.left_id[i])) for i in used],
+        [whole.item("right", int(whole.right_id[i])) for i in used],
+    )
+    tokenizer = train_tokenizer(pairs.right_items, 8000, max_length=64)
+    config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config |= {"intermediate_size": 256, "max_position_embeddings": 64, "vocab_size": len(tokenizer)}
+
+    def new_model() -> DualEncoder:
+        return TextEncoder(config=config, tokenizer=tokenizer, max_length=64)
+
+    held_out = [RetrievalEvaluator(pairs=own_documents(path, split)) for split in ("dev", "test")]
+    return Task(new_model, pairs, *held_out)
+
+
+def own_documents(path: str, split: str) -> PairDataset:
+    """The pairs of one split with only their own documents."""
+    whole = BeirPairs(path, split)
+    items = [(whole.item("left", int(q)), whole.item("right", int(d))) for q, d in zip(whole.left_id, whole.right_id)]
+    return PairDataset([query for query, _ in items], [document for _, document in items])
+
+
+def cifar10(path: str, num_pairs: int) -> Task:
+    """Two views of an image: a narrow four-block ResNet, 20-nearest-neighbour accuracy on its features."""
+    folder = Path(path)
+    train = TableViews(folder / "train.parquet", limit=num_pairs)
+
+    def new_model() -> DualEncoder:
+        thin = {"layers": (1, 1, 1, 1), "channels": (16, 32, 64, 128)}
+        return ImageEncoder("resnet18", image_size=32, projector_dim=64, augment=SimCLR(32), backbone_args=thin)
+
+    bank = TableViews(folder / "train.parquet", limit=5000)
+    validation = KNNEvaluator(bank, TableViews(folder / "train.parquet", limit=7000))
+    test = KNNEvaluator(bank, TableViews(folder / "test.parquet", limit=2000))
+    return Task(new_model, train, validation, test)
+
+
+def run(task: Task, name: str, settings: dict[str, Any], steps: int, evaluator: Evaluator, folder: Path) -> float:
+    """Train once; the evaluator's primary metric at the end."""
+    torch.manual_seed(settings["seed"])
+    model = task.new_model()
+    objective = OBJECTIVES[name](
+        num_left=task.pairs.num_left,
+        num_right=task.pairs.num_right,
+        temperature=settings["temperature"],
+        views=task.pairs.views,
+        seed=settings["seed"],
+    )
+    trainer = Trainer(
+        output=folder,
+        batch_size=settings["batch_size"],
+        max_steps=steps,
+        learning_rate=settings["learning_rate"],
+        seed=settings["seed"],
+        save_every=None,
+        overwrite=True,
+        progress=False,
+        deterministic=False,
+    )
+    return trainer.fit(model, task.pairs, objective, evaluator=evaluator).metrics[evaluator.primary]
+
+
+def cached(path: Path, compute: Callable[[], float], settings: dict[str, Any]) -> float:
+    """The result of an earlier call, or a new one."""
+    if not path.exists():
+        write_json(path, {"result": compute(), **settings})
+    return float(json.loads(path.read_text())["result"])
+
+
+def row(task: Task, name: str, batch_size: int, arguments: argparse.Namespace) -> dict[str, object]:
+    """Tune one objective, run it with all seeds, and say what came out."""
+    folder = Path(arguments.out) / arguments.task
+    label = f"{name.replace(' ', '_')}-B{batch_size}"
+
+    def measure(split: str, evaluator: Evaluator, **settings: Any) -> float:
+        settings["batch_size"] = batch_size
+        tag = "-".join(str(settings[key]) for key in ("learning_rate", "temperature", "seed"))
+        path = folder / f"{label}-{split}-{tag}.json"
+        train = folder / "work" / label
+        return cached(path, lambda: run(task, name, settings, arguments.steps, evaluator, train), settings)
+
+    grid = list(itertools.product(arguments.learning_rates, arguments.temperatures))
+    tuned = {
+        (rate, tau): measure("dev", task.validation, learning_rate=rate, temperature=tau, seed=0) for rate, tau in grid
+    }
+    rate, tau = max(tuned, key=lambda key: tuned[key])
+    seeds = [
+        measure("test", task.test, learning_rate=rate, temperature=tau, seed=seed) for seed in range(arguments.seeds)
+    ]
+    print(f"{label}: {seeds}", flush=True)
+    return {
+        "objective": name,
+        "batch": batch_size,
+        "learning rate": str(rate),
+        "temperature": str(tau),
+        task.test.primary: statistics.mean(seeds),
+        "sd": statistics.stdev(seeds) if len(seeds) > 1 else 0.0,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=("papers", "cifar10"))
+    parser.add_argument("path")
+    parser.add_argument("--out", default="runs/quality")
+    parser.add_argument("--pairs", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--large-batch-size", type=int, default=512)
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 3e-3])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.05, 0.1])
+    parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), choices=list(OBJECTIVES))
+    arguments = parser.parse_args()
+    task = {"papers": papers, "cifar10": cifar10}[arguments.task](arguments.path, arguments.pairs)
+    rows = [row(task, name, arguments.batch_size, arguments) for name in arguments.objectives]
+    if arguments.large_batch_size:
+        rows.append(row(task, "InfoNCE", arguments.large_batch_size, arguments))
+    print_table(Table(f"{arguments.task}: {arguments.steps} steps, {arguments.seeds} seeds", rows))
+    write_json(Path(arguments.out) / f"{arguments.task}.json", rows)
+
+
+if __name__ == "__main__":
+    main()
