@@ -29,9 +29,12 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's message, to be quoted in ours."""
+    """The beginning of another library's message as one line, to be quoted in ours."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".:") if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return text.rstrip(".:")
 
 
 def looks_like_path(text: str) -> bool:

@@ -144,6 +144,7 @@ class ImageEncoder(DualEncoder):
             "kind": self.kind,
             "projector": self.projector_sizes,
             "small_image_stem": self.small_image_stem,
+            "backbone_args": self.backbone_args,
             "preprocessing": self.data_config,
         }
         write_json(folder / DUALENC_FILE, extra)

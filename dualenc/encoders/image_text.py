@@ -97,9 +97,9 @@ class ImageTextEncoder(DualEncoder):
             clip.set_grad_checkpointing(True)
         visual = clip.visual
         del clip.visual  # each half belongs to one tower
-        for name in ("logit_scale", "logit_bias"):
-            if getattr(clip, name, None) is not None:
-                getattr(clip, name).requires_grad_(False)  # the objective owns the temperature
+        for scalar in (clip.logit_scale, clip.logit_bias):
+            if scalar is not None:
+                scalar.requires_grad_(False)  # the objective owns the temperature
         dim = int(own_config["embed_dim"])
         super().__init__(
             ClipImageTower(visual, _image_prepare(visual.preprocess_cfg, crop_scale), dim),

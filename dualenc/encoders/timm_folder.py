@@ -73,9 +73,9 @@ def load_backbone(folder: Path, *, image_size: int | None, in_chans: int | None,
 
 def saved_args(folder: Path) -> dict[str, Any]:
     """The arguments of the architecture that a folder was saved with."""
-    args = read_json(folder / "config.json").get("model_args", {})
-    own = small_stem.TIMM_ARGS if has_small_stem(folder) else {}
-    return {name: value for name, value in args.items() if name not in own}
+    if has_small_stem(folder):  # its config.json has those of timm's equivalent
+        return read_json(folder / DUALENC_FILE)["backbone_args"]
+    return read_json(folder / "config.json").get("model_args", {})
 
 
 def load_weights(module: nn.Module, path: Path) -> None:

@@ -1,0 +1,112 @@
+"""Two towers as one model: sides, counting, saving without losing what was there."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from dualenc.encoders import DualEncoder, TextEncoder, Tower
+from dualenc.errors import DualencError
+
+
+class Linear(Tower):
+    """A tower of one matrix."""
+
+    modality = "text"
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.dim = self.feature_dim = layer.out_features
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.layer(inputs["x"])
+
+
+@pytest.fixture
+def model(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
+    return TextEncoder(config=bert, tokenizer=tokenizer)
+
+
+def test_sides() -> None:
+    left, right = Linear(nn.Linear(3, 2)), Linear(nn.Linear(3, 2))
+    model = DualEncoder(left, right, "query-document")
+    assert model.tower("left") is left
+    assert model.tower("right") is right
+    x = {"x": torch.randn(4, 3)}
+    assert torch.equal(model.encode("right", x), right(x))
+    assert torch.equal(model("left", x), left(x))
+    assert not model.training
+    with pytest.raises(DualencError, match="side is 'middle': choose 'left' or 'right'"):
+        model.tower("middle")  # type: ignore[arg-type]
+
+
+def test_dimensions_must_agree() -> None:
+    with pytest.raises(DualencError, match="dimension 2, right tower 4"):
+        DualEncoder(Linear(nn.Linear(3, 2)), Linear(nn.Linear(3, 4)), "query-document")
+
+
+def test_shared_weights_count_once_and_survive_copies_and_moves() -> None:
+    layer = nn.Linear(3, 2)
+    model = DualEncoder(Linear(layer), Linear(layer), "query-document")
+    assert model.num_parameters == model.num_trainable_parameters == 8
+    assert list(model.state_dict()) == ["left.layer.weight", "left.layer.bias"]
+    for other in (copy.deepcopy(model), copy.deepcopy(model).to(torch.float64)):
+        assert other.shares_weights
+        assert other.right.layer is other.left.layer
+        assert other.right.layer is not layer
+    layer.bias.requires_grad_(False)
+    assert model.num_trainable_parameters == 6
+
+
+def test_partly_shared_weights_are_two_towers() -> None:
+    class Two(Linear):
+        def __init__(self, layer: nn.Linear) -> None:
+            super().__init__(layer)
+            self.own = nn.Linear(2, 2)
+
+    layer = nn.Linear(3, 2)
+    model = DualEncoder(Two(layer), Two(layer), "query-document")
+    assert not model.shares_weights
+    assert model.num_parameters == 8 + 2 * 6
+
+
+def test_saving_replaces_a_model_and_nothing_else(model: TextEncoder, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model.save(folder)
+    (folder / "stray").touch()
+    model.save(folder)
+    assert not (folder / "stray").exists()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "precious.txt").touch()
+    (tmp_path / "file").touch()
+    for taken in ("notes", "file"):
+        with pytest.raises(DualencError, match="holds no model; choose an empty or new folder"):
+            model.save(tmp_path / taken)
+    assert (tmp_path / "notes" / "precious.txt").exists()
+    (tmp_path / "empty").mkdir()
+    model.save(tmp_path / "empty")
+
+
+def test_interrupted_saving_keeps_the_old_model(
+    model: TextEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    model.save(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    def fail(self: TextEncoder, into: Path) -> None:
+        (into / "model.safetensors").touch()
+        raise OSError("disk full")
+
+    monkeypatch.setattr(TextEncoder, "write", fail)
+    with pytest.raises(OSError, match="disk full"):
+        model.save(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -1,0 +1,164 @@
+"""Image encoders against timm itself."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import nn
+
+from dualenc.encoders import ImageEncoder, load_model
+from dualenc.errors import DualencError
+
+BACKBONES: dict[str, dict[str, Any]] = {
+    "plain": {"backbone": "test_resnet", "image_size": 80},
+    "small-image stem": {"backbone": "resnet10t", "image_size": 16, "backbone_args": {"stem_type": ""}},
+    "grey": {"backbone": "test_resnet", "image_size": 80, "in_chans": 1},
+    "transformer of fixed size": {"backbone": "test_vit", "image_size": 32, "backbone_args": {"patch_size": 8}},
+    "own normalisation": {"backbone": "test_convnext", "image_size": 32, "mean": [0.5] * 3, "std": [0.2] * 3},
+}
+
+
+@pytest.fixture(params=list(BACKBONES))
+def model(request: pytest.FixtureRequest) -> ImageEncoder:
+    torch.manual_seed(0)
+    return ImageEncoder(**BACKBONES[request.param], projector_dim=8)
+
+
+@torch.no_grad()
+def test_saved_backbone_loads_in_timm_with_equal_features(
+    model: ImageEncoder, images: list[Image.Image], tmp_path: Path
+) -> None:
+    model.save(tmp_path / "model")
+    reference = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(reference))
+    side = model.data_config["input_size"][-1]
+    if model.small_image_stem:  # timm enlarges, so the images have their size already
+        images = [image.resize((side, side)) for image in images]
+    modes = [image.convert("L") if model.data_config["input_size"][0] == 1 else image for image in images]
+    theirs = torch.stack([transform(image) for image in modes])
+    ours = model.left.prepare(images)
+    if not model.small_image_stem:
+        assert torch.equal(ours["image"], theirs)
+    features = model.left.features(ours)
+    assert features.shape == (3, model.left.feature_dim)
+    assert (reference(theirs) - features).abs().max() < 1e-5
+
+
+def test_reloaded_model_is_the_same_with_its_projector(
+    model: ImageEncoder, images: list[Image.Image], tmp_path: Path
+) -> None:
+    model.train()
+    model.encode("left", model.left.prepare(images))  # moves the statistics of batch normalisation
+    model.eval().save(tmp_path / "model")
+    again = load_model(tmp_path / "model")
+    ours = model.left.prepare(images)
+    assert torch.equal(again.left.prepare(images)["image"], ours["image"])
+    assert torch.equal(again.encode("right", ours), model.encode("right", ours))
+    assert again.kind == "image"
+    assert again.views
+    again.save(tmp_path / "again")
+    for name in ("model.safetensors", "projector.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+
+
+def test_training_compares_the_projector_and_probes_see_the_backbone(images: list[Image.Image]) -> None:
+    model = ImageEncoder("test_resnet", image_size=32, projector_dim=8, projector_hidden=12, projector_layers=3)
+    linears = [layer for layer in model.left.projector if isinstance(layer, nn.Linear)]
+    assert [(layer.in_features, layer.out_features) for layer in linears] == [
+        (model.left.feature_dim, 12),
+        (12, 12),
+        (12, 8),
+    ]
+    inputs = model.left.prepare(images)
+    expected = model.left.projector(model.left.features(inputs))
+    torch.testing.assert_close(model.encode("left", inputs), nn.functional.normalize(expected, dim=1))
+    assert model.left is model.right
+
+
+def test_vectors_are_unit_norm_float32_also_in_bfloat16(images: list[Image.Image]) -> None:
+    model = ImageEncoder("test_resnet", image_size=32)
+    inputs = model.left.prepare(images)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        vectors, features = model.encode("left", inputs), model.left.features(inputs)
+    assert vectors.dtype == features.dtype == torch.float32
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(3))
+
+
+def test_without_projector_the_features_are_compared(images: list[Image.Image], tmp_path: Path) -> None:
+    model = ImageEncoder("test_resnet", image_size=32, projector_dim=None)
+    inputs = model.left.prepare(images)
+    expected = nn.functional.normalize(model.left.features(inputs), dim=1)
+    torch.testing.assert_close(model.encode("left", inputs), expected)
+    model.save(tmp_path / "model")
+    assert not (tmp_path / "model" / "projector.safetensors").exists()
+    assert torch.equal(load_model(tmp_path / "model").encode("left", inputs), model.encode("left", inputs))
+
+
+def test_weights_follow_the_seed() -> None:
+    states = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        states.append(ImageEncoder("resnet10t", image_size=16, backbone_args={"stem_type": ""}).state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_training_views_are_functions_of_image_and_seed(images: list[Image.Image]) -> None:
+    prepare = ImageEncoder("test_resnet", image_size=32).left.prepare
+    views = prepare(images, seeds=[1, 2, 3])["image"]
+    assert views.shape == (3, 3, 32, 32)
+    assert torch.equal(pickle.loads(pickle.dumps(prepare))(images[1:2], seeds=[2])["image"], views[1:2])
+    assert not torch.equal(prepare(images[1:2], seeds=[4])["image"], views[1:2])
+
+
+def test_an_augmentation_of_ones_own_is_normalised(images: list[Image.Image]) -> None:
+    def white(image: Image.Image, seed: int) -> torch.Tensor:
+        return torch.full((3, 8, 8), float(seed))
+
+    model = ImageEncoder("test_resnet", image_size=32, mean=[0.5] * 3, std=[0.25] * 3, augment=white)
+    assert torch.equal(model.left.prepare(images[:1], seeds=[1])["image"], torch.full((1, 3, 8, 8), 2.0))
+
+
+@pytest.mark.parametrize(("size", "small"), [(32, True), (64, True), (65, False)])
+def test_small_images_get_the_stem_for_them(size: int, small: bool) -> None:
+    model = ImageEncoder("resnet10t", image_size=size, backbone_args={"stem_type": ""})
+    assert model.small_image_stem is small
+    assert ("small-image stem" in model.describe()["Backbone"]) is small
+    assert (model.data_config["crop_pct"] == 1.0) is small
+
+
+def test_a_saved_backbone_begins_a_new_model(tmp_path: Path, images: list[Image.Image]) -> None:
+    base = ImageEncoder("test_resnet", image_size=32, mean=[0.1] * 3)
+    base.save(tmp_path / "base")
+    model = ImageEncoder(f"local-dir:{tmp_path / 'base'}", projector_dim=5)
+    assert model.dim == 5
+    inputs = model.left.prepare(images)
+    torch.testing.assert_close(model.left.features(inputs), base.left.features(base.left.prepare(images)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"in_chans": 4}, "in_chans is 4"),
+        ({"mean": [0.5, 0.5]}, "mean has 2 numbers for 3 channels"),
+        ({"projector_dim": 0}, "give positive numbers"),
+        ({"backbone": "test_vit", "small_image_stem": True}, "has no stem that small_image_stem could replace"),
+        ({"backbone_args": {"no_such_argument": 1}}, "no_such_argument"),
+        ({"backbone": "./no-such-folder"}, "no such folder"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DualencError, match=message) as caught:
+        ImageEncoder(**{"backbone": "test_resnet", **arguments})
+    assert "\n" not in str(caught.value)
+
+
+def test_the_stem_of_a_folder_is_settled(tmp_path: Path) -> None:
+    ImageEncoder("test_resnet", image_size=80).save(tmp_path / "model")
+    with pytest.raises(DualencError, match="small_image_stem is False in this folder"):
+        ImageEncoder(str(tmp_path / "model"), small_image_stem=True)

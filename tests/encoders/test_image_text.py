@@ -1,0 +1,184 @@
+"""Image-text encoders against open_clip itself."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from transformers import PreTrainedTokenizerBase
+
+from dualenc.encoders import ImageTextEncoder, load_model
+from dualenc.errors import DualencError
+
+HUGE_TEXT = "very " * 200 + "long"
+
+
+@pytest.fixture(params=["open_clip's tokenizer", "own tokenizer", "custom text tower"])
+def model(request: pytest.FixtureRequest, clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> ImageTextEncoder:
+    torch.manual_seed(0)
+    if request.param == "custom text tower":
+        clip["custom_text"] = True
+    own = None if request.param == "open_clip's tokenizer" else tokenizer
+    return ImageTextEncoder(config=clip, tokenizer=own, mean=(0.4, 0.5, 0.6))
+
+
+@torch.no_grad()
+def test_saved_model_loads_in_open_clip_with_equal_vectors(
+    model: ImageTextEncoder, texts: list[str], images: list[Image.Image], tmp_path: Path
+) -> None:
+    model.set_temperature(0.02)
+    model.save(tmp_path / "model")
+    place = f"local-dir:{tmp_path / 'model'}"
+    reference, _, preprocess = open_clip.create_model_and_transforms(place)
+    tokenize = open_clip.get_tokenizer(place)
+    reference.eval()
+    again = load_model(tmp_path / "model")
+    assert isinstance(again, ImageTextEncoder)
+
+    pixels = model.left.prepare(images)
+    assert torch.equal(pixels["image"], torch.stack([preprocess(image) for image in images]))
+    assert torch.equal(again.left.prepare(images)["image"], pixels["image"])
+    expected = reference.encode_image(pixels["image"], normalize=True)
+    assert (model.encode("left", pixels) - expected).abs().max() < 1e-5
+    assert (again.encode("left", pixels) - expected).abs().max() < 1e-5
+
+    for given in (texts, texts[:1], [HUGE_TEXT]):
+        expected = reference.encode_text(tokenize(given), normalize=True)
+        for side in (model.right, again.right):
+            assert (side(side.prepare(given)) - expected).abs().max() < 1e-5
+    assert reference.logit_scale.exp().item() == pytest.approx(50, rel=1e-5)
+    assert again.temperature == pytest.approx(0.02, rel=1e-5)
+
+
+def test_short_texts_cost_less_and_gradients_are_the_same(model: ImageTextEncoder) -> None:
+    short = model.right.prepare(["a dog"])["text"]
+    assert short.shape[1] < 12
+    whole = model.right.prepare.tokenizer(["a dog"])
+    assert whole.shape[1] == 20
+    gradients = []
+    for tokens in (short, whole):
+        model.zero_grad()
+        model.encode("right", {"text": tokens})[:, 0].sum().backward()
+        gradients.append({n: p.grad.clone() for n, p in model.right.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name])
+
+
+def test_vectors_are_unit_norm_float32_also_in_bfloat16(
+    model: ImageTextEncoder, texts: list[str], images: list[Image.Image]
+) -> None:
+    for side, items in (("left", images), ("right", texts)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            vectors = model.encode(side, model.tower(side).prepare(items))  # type: ignore[arg-type]
+        assert vectors.dtype == torch.float32
+        torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(items)))
+
+
+def test_towers_hold_every_weight_once(clip: dict[str, Any]) -> None:
+    model = ImageTextEncoder(config=clip)
+    reference = open_clip.model.CLIP(**{k: clip[k] for k in ("embed_dim", "vision_cfg", "text_cfg")})
+    assert model.num_parameters == sum(p.numel() for p in reference.parameters())
+    assert len(model.state_dict()) == len(reference.state_dict())
+    assert not model.shares_weights
+    # the objective owns the temperature
+    assert model.num_parameters - model.num_trainable_parameters == 1
+
+
+def test_weights_follow_the_seed_and_copies_are_independent(clip: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    first = ImageTextEncoder(config=clip)
+    torch.manual_seed(3)
+    second = ImageTextEncoder(config=clip)
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
+    other = copy.deepcopy(first)
+    with torch.no_grad():
+        other.right.encoder.clip.token_embedding.weight.add_(1)
+    tokens = first.right.prepare(["a dog"])
+    assert not torch.allclose(first.encode("right", tokens), other.encode("right", tokens))
+
+
+def test_prepare_travels_to_workers(model: ImageTextEncoder, images: list[Image.Image], texts: list[str]) -> None:
+    left, right = pickle.loads(pickle.dumps((model.left.prepare, model.right.prepare)))
+    expected = model.left.prepare(images, seeds=[1, 2, 3])["image"]
+    assert torch.equal(left(images[2:], seeds=[3])["image"], expected[2:])
+    assert torch.equal(right(texts)["text"], model.right.prepare(texts)["text"])
+    assert right.lengths(texts) == [len(text) for text in texts]
+
+
+def test_image_size_and_context_length_can_be_set(clip: dict[str, Any], tmp_path: Path) -> None:
+    model = ImageTextEncoder(config=clip, image_size=48, context_length=9)
+    assert model.left.prepare([Image.new("RGB", (60, 50))])["image"].shape == (1, 3, 48, 48)
+    assert model.right.prepare([HUGE_TEXT])["text"].shape == (1, 9)
+    model.save(tmp_path / "model")
+    again = load_model(tmp_path / "model")
+    assert again.right.prepare([HUGE_TEXT])["text"].shape == (1, 9)
+    assert again.left.prepare([Image.new("RGB", (60, 50))])["image"].shape[-1] == 48
+
+
+def test_checkpointed_activations_give_the_same_gradient(clip: dict[str, Any], images: list[Image.Image]) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = ImageTextEncoder(config=clip, gradient_checkpointing=checkpointing).train()
+        loss = model.encode("left", model.left.prepare(images))[:, 0].sum()
+        loss += model.encode("right", model.right.prepare(["a dog", "two cats"]))[:, 0].sum()
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed)
+
+
+def test_registered_architecture_from_scratch() -> None:
+    model = ImageTextEncoder("ViT-B-32", image_size=32, context_length=8)
+    assert model.dim == 512
+    assert model.config["vision_cfg"]["image_size"] == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either the name"),
+        ({"name": "ViT-B-32", "config": {}}, "either the name"),
+        ({"name": "ViT-B-32", "tokenizer": "x"}, "leave tokenizer out"),
+        ({"name": "./here", "pretrained": "openai"}, "goes with an open_clip name"),
+        ({"name": "ViT-B-32", "pretrained": "no-such-tag"}, "not a known tag"),
+        ({"name": "coca_ViT-B-32"}, "CoCa models are not supported"),
+        ({"config": {"embed_dim": 3}}, "vision_cfg, text_cfg missing"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DualencError, match=message) as caught:
+        ImageTextEncoder(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("vision_cfg", {"no_such_field": 1}, "no_such_field"),
+        ("text_cfg", {"vocab_size": 100}, "open_clip's tokenizer needs 49408"),
+    ],
+)
+def test_unfit_configurations(clip: dict[str, Any], section: str, change: dict[str, Any], message: str) -> None:
+    clip[section] |= change
+    with pytest.raises(DualencError, match=message) as caught:
+        ImageTextEncoder(config=clip)
+    assert "\n" not in str(caught.value)
+
+
+def test_tokenizer_larger_than_the_configuration(clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    clip["text_cfg"]["vocab_size"] = 20
+    with pytest.raises(DualencError, match="vocab_size is 20, the tokenizer has"):
+        ImageTextEncoder(config=clip, tokenizer=tokenizer)
+
+
+def test_crop_scale_is_checked(clip: dict[str, Any]) -> None:
+    with pytest.raises(DualencError, match="crop_scale"):
+        ImageTextEncoder(config=clip, crop_scale=(0.9, 0.1))
