@@ -34,6 +34,13 @@ CURVES = {
     "overlap": "Overlap of the similarities of positive and negative pairs",
 }
 
+SHORT = {
+    "squared_gradient_norm": "‖∇‖²",
+    "effective_rank": "rank",
+    "positive_cosine": "cos +",
+    "negative_cosine": "cos −",
+}
+
 
 class _Point(NamedTuple):
     """One model of a run, measured."""
@@ -149,8 +156,9 @@ def _figures(runs: dict[str, list[_Point]]) -> list[Figure]:
 
 
 def _shown(metrics: dict[str, float]) -> dict[str, object]:
-    """Gradient norms fall by orders of magnitude: four decimals would show zeros."""
-    return {**metrics, "squared_gradient_norm": f"{metrics['squared_gradient_norm']:.3e}"}
+    """Short headings; gradient norms fall by orders of magnitude, and four decimals would show zeros."""
+    shown: dict[str, object] = {SHORT.get(name, name): value for name, value in metrics.items()}
+    return {**shown, "‖∇‖²": f"{metrics['squared_gradient_norm']:.3e}"}
 
 
 def _short_names(runs: Sequence[str]) -> dict[str, str]:

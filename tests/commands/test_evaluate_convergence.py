@@ -1,0 +1,167 @@
+"""`dualenc evaluate convergence` as a user runs it: checkpoints of a training, folders of models, pairs of texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dualenc.cli import main
+from dualenc.commands.run_models import find_models
+from dualenc.data import ImageFolderViews
+from dualenc.data.views import SimCLR
+from dualenc.encoders import load_model
+from dualenc.encoders.image import ImageEncoder
+from dualenc.errors import DualencError
+from dualenc.objectives import DCL
+from dualenc.training.seeds import augmentation_seeds
+from dualenc.training.trainer import Trainer
+from tests.commands.image_models import save_classes, save_image_model
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_classes(tmp_path_factory.mktemp("data") / "images", per_class=6)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """A short training with checkpoints at steps 2, 4 and 6."""
+    torch.manual_seed(0)
+    model = ImageEncoder("test_resnet", image_size=32, projector_dim=16, augment=SimCLR(32))
+    folder = tmp_path_factory.mktemp("runs") / "short"
+    trainer = Trainer(
+        output=folder, batch_size=9, max_steps=6, save_every=2, keep_checkpoints=9, learning_rate=3e-3, progress=False
+    )
+    trainer.fit(model, ImageFolderViews(data), DCL(num_left=18, temperature=0.2, views=True))
+    return folder
+
+
+def evaluate(*words: object) -> int:
+    return main(["evaluate", "convergence", *map(str, words), "--device", "cpu"])
+
+
+def failure(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The line that a mistake prints."""
+    capsys.readouterr()
+    assert evaluate(*words) == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def points_of(folder: Path) -> dict[str, list[dict[str, float]]]:
+    return json.loads((folder / "metrics.json").read_text())["runs"]
+
+
+def plain_loss_and_norm(model: ImageEncoder, data: Path, count: int, tau: float) -> tuple[float, float]:
+    """The loss of two stored SimCLR views of each image, with one autograd graph over everything."""
+    views = ImageFolderViews(data)
+    augment, pixels = SimCLR(32), []
+    for side in ("left", "right"):
+        seeds = augmentation_seeds(0, 0, range(count), side)
+        pixels += [augment(views.item("left", i), seed) for i, seed in enumerate(seeds)]
+    mean, std = (torch.tensor(model.data_config[key]).view(3, 1, 1) for key in ("mean", "std"))
+    embeddings = model.encode("left", {"image": (torch.stack(pixels) - mean) / std})
+    similarities = embeddings @ embeddings.T / tau
+    image = torch.arange(2 * count) % count
+    negatives = similarities.masked_fill(image[:, None] == image, -torch.inf)
+    positives = similarities.diagonal(count).repeat(2)
+    loss = (torch.logsumexp(negatives, 1) - positives).mean()
+    loss.backward()
+    return loss.item(), sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+
+
+def test_every_checkpoint_is_measured_exactly(run: Path, data: Path, tmp_path: Path) -> None:
+    assert evaluate(run, data, "--out", tmp_path, "--temperature", "0.2", "--pairs", "12") == 0
+    points = points_of(tmp_path)["short"]
+    assert [point["step"] for point in points] == [2, 4, 6]
+    assert len({point["loss"] for point in points}) == 3
+    loss, norm = plain_loss_and_norm(load_model(str(run / "model")), data, 12, 0.2)
+    assert points[-1]["loss"] == pytest.approx(loss, rel=1e-4), "the model folder holds the last checkpoint's weights"
+    assert points[-1]["squared_gradient_norm"] == pytest.approx(norm, rel=1e-3)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<figure>") == 6 + 2
+
+
+def test_folders_of_models_and_several_runs(run: Path, data: Path, tmp_path: Path) -> None:
+    for number in (2, 10):
+        save_image_model(tmp_path / "folders" / f"model-{number}", seed=number)
+    assert evaluate(tmp_path / "folders", data, run / "model", "--out", tmp_path / "out", "--pairs", "8") == 0
+    points = points_of(tmp_path / "out")
+    assert {name: [point["step"] for point in own] for name, own in points.items()} == {
+        "folders": [2, 10],
+        "model": [0],
+    }
+    alone = tmp_path / "alone"
+    assert evaluate(tmp_path / "folders" / "model-10", data, "--out", alone, "--pairs", "8") == 0
+    assert points_of(alone)["model-10"][0] == points["folders"][1] | {"step": 0}
+
+
+def test_pairs_of_texts_with_shared_documents(text_model: Path, tmp_path: Path) -> None:
+    rows = [{"query": f"ant {i} bee", "document": f"cat dog {i // 2} eel"} for i in range(10)]
+    table = tmp_path / "pairs.jsonl"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert evaluate(text_model, table, "--out", tmp_path / "out") == 0
+    (point,) = points_of(tmp_path / "out")["text"]
+    model = load_model(str(text_model))
+    left = model.encode("left", model.left.prepare([row["query"] for row in rows]))
+    right = model.encode("right", model.right.prepare([row["document"] for row in rows]))
+    similarities = (left @ right.T / 0.07).double()
+    document = torch.arange(10) // 2
+    negatives = similarities.masked_fill(document[:, None] == document, -torch.inf)
+    losses = [torch.logsumexp(matrix, 1) - similarities.diagonal() for matrix in (negatives, negatives.T)]
+    assert point["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    assert point["positive_cosine"] == pytest.approx((left * right).sum(1).mean().item(), abs=1e-5)
+
+
+def test_models_are_found_in_the_order_of_their_numbers(run: Path, data: Path, tmp_path: Path) -> None:
+    assert [place.step for place in find_models(str(run))] == [2, 4, 6]
+    assert [(place.step, place.path.name) for place in find_models(str(run / "model"))] == [(0, "model")]
+    for name in ("b", "a"):
+        save_image_model(tmp_path / name)
+    assert [(place.step, place.path.name) for place in find_models(str(tmp_path))] == [(0, "a"), (1, "b")]
+    with pytest.raises(DualencError, match="no checkpoints and no model folders"):
+        find_models(str(data))
+
+
+def test_mistakes_are_one_line(
+    run: Path, data: Path, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert "pairs=1" in failure(capsys, run, data, "--out", out, "--pairs", "1")
+    assert "temperature=0" in failure(capsys, run, data, "--out", out, "--temperature", "0", "--pairs", "4")
+    assert "model's left tower takes text" in failure(capsys, text_model, captioned(tmp_path), "--out", out)
+    unfinished = tmp_path / "unfinished"
+    (unfinished / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000002").rename(unfinished / "checkpoints" / "step-00000002")
+    try:
+        assert "no model folder yet" in failure(capsys, unfinished, data, "--out", out)
+        save_image_model(unfinished / "model", image_size=32)
+        other = load_model(str(text_model))
+        other.save(unfinished / "text")
+        (unfinished / "model").rename(tmp_path / "gone")
+        (unfinished / "text").rename(unfinished / "model")
+        table = tmp_path / "pairs.jsonl"
+        table.write_text('{"query": "ant", "document": "bee"}\n{"query": "cat", "document": "dog"}\n')
+        assert "does not fit the model folder of its run" in failure(capsys, unfinished, table, "--out", out)
+    finally:
+        (unfinished / "checkpoints" / "step-00000002").rename(run / "checkpoints" / "step-00000002")
+    assert not out.exists()
+
+
+def captioned(folder: Path) -> Path:
+    """Images with captions, which a text model cannot take."""
+    pictures = save_classes(folder / "captioned", per_class=1)
+    for image in pictures.rglob("*.png"):
+        image.with_suffix(".txt").write_text("a picture")
+    return pictures
+
+
+def test_the_numbers_do_not_depend_on_how_many_models_are_measured(run: Path, data: Path, tmp_path: Path) -> None:
+    assert evaluate(run, data, "--out", tmp_path / "a", "--pairs", "8") == 0
+    assert evaluate(run, data, run / "model", "--out", tmp_path / "b", "--pairs", "8") == 0
+    ours, theirs = points_of(tmp_path / "a"), points_of(tmp_path / "b")
+    assert ours["short"] == theirs["short"]
+    assert np.isclose(theirs["model"][0]["loss"], ours["short"][-1]["loss"])
