@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from dualenc.encoders import DualEncoder
     from dualenc.objectives import Objective
     from dualenc.training.evaluators import Evaluator
-    from dualenc.training.trainer import Trainer, TrainingResult
+    from dualenc.training.result import TrainingResult
+    from dualenc.training.trainer import Trainer
 
 
 class Parts(NamedTuple):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dualenc import distributed
 
 if TYPE_CHECKING:
-    from dualenc.training.trainer import TrainingResult
+    from dualenc.training.result import TrainingResult
 
 
 def train(recipe: str, *overrides: str, resume: bool = False) -> None:

@@ -40,6 +40,8 @@ def start(mixed_precision: MixedPrecision, trackers: Sequence[str], folder: Path
     for tracker in trackers:
         if tracker not in available:
             raise DualencError(f"tracker {tracker!r} is not installed or unknown; install it (pip install {tracker})")
+    # cuBLAS reads this once, before its first product; only deterministic algorithms make use of it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed_precision:
         AcceleratorState._reset_state()  # the processes stay as they are; only the precision changes
     try:
@@ -82,7 +84,6 @@ def deterministic_algorithms(enabled: bool, device: torch.device) -> Iterator[No
     if not (enabled and device.type == "cuda"):
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False

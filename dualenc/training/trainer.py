@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,31 +31,10 @@ from dualenc.training.loader import BatchLoader, OnError
 from dualenc.training.loop import Loop
 from dualenc.training.optimizers import OptimizerName, ScheduleName, build_optimizer, build_schedule
 from dualenc.training.random_state import seed_everything
+from dualenc.training.result import TrainingResult
 from dualenc.training.run_log import RunLog
 from dualenc.training.selection import BatchPlan, EmbeddingSource
 from dualenc.training.step import Step
-
-
-class TrainingResult(NamedTuple):
-    """What a training run ended with.
-
-    Attributes:
-        model_folder: where the model is.
-        steps: optimizer steps done.
-        loss: mean training loss in the last line of the log.
-        before: the evaluator's metrics of the untrained model; empty without an evaluator.
-        metrics: the evaluator's metrics of the model in `model_folder`; empty without an evaluator.
-        seconds: of this call.
-        skipped: how many samples were left out because they could not be read.
-    """
-
-    model_folder: Path
-    steps: int
-    loss: float
-    before: dict[str, float]
-    metrics: dict[str, float]
-    seconds: float
-    skipped: int
 
 
 @dataclass(kw_only=True)

@@ -54,7 +54,7 @@ def test_damage_of_the_right_size_is_told_in_one_line(tmp_path):
     checkpoints.save(1, {"weights": torch.arange(100)})
     path = tmp_path / "step-00000001" / "state.pt"
     path.write_bytes(b"x" * path.stat().st_size)
-    with pytest.raises(DualencError, match="state.pt: damaged") as raised:
+    with pytest.raises(DualencError, match=r"state\.pt: damaged") as raised:
         checkpoints.load_latest(seed=0)
     assert "\n" not in str(raised.value)
 

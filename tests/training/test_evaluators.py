@@ -110,7 +110,9 @@ def test_captions_of_an_image_are_all_right():
     metrics = ImageTextEvaluator(pairs)(model)
     assert metrics["image_to_text_recall@1"] == 1
     assert metrics["text_to_image_recall@1"] == 1
-    wrong = PairDataset(images(values), captions[::-1], np.repeat(np.arange(5), 2), np.arange(10), left_modality="image")
+    wrong = PairDataset(
+        images(values), captions[::-1], np.repeat(np.arange(5), 2), np.arange(10), left_modality="image"
+    )
     assert ImageTextEvaluator(wrong)(model)["text_to_image_recall@1"] < 1
 
 

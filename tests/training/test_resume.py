@@ -125,5 +125,5 @@ def test_a_checkpoint_of_another_recipe_is_refused_in_one_line(tmp_path, unbroke
 def test_another_model_is_another_recipe(unbroken):
     from tests.training.fakes import TinyEncoder
 
-    with pytest.raises(DualencError, match="model was .* and is now"):
+    with pytest.raises(DualencError, match=r"model was .* and is now"):
         train(unbroken, resume=True, model=TinyEncoder(shared=True))
