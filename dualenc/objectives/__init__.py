@@ -2,6 +2,7 @@
 
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.objectives.dcl import DCL
+from dualenc.objectives.emc2 import EMC2
 from dualenc.objectives.exact_global import ExactGlobal
 from dualenc.objectives.hcl import HCL
 from dualenc.objectives.infonce import InfoNCE
@@ -12,6 +13,7 @@ from dualenc.objectives.sogclr import SogCLR
 
 __all__ = [
     "DCL",
+    "EMC2",
     "HCL",
     "SACLR",
     "ExactGlobal",

@@ -68,3 +68,10 @@ def mean_per_item(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     items, row_item, count = torch.unique(ids, return_inverse=True, return_counts=True)
     total = torch.zeros_like(values[: len(items)]).index_add(0, row_item, values)
     return items, total / count
+
+
+def first_rows(ids: Tensor) -> Tensor:
+    """Positions of the first row of each distinct id (A,), so that a write by id never meets the same id twice."""
+    items, row_item = torch.unique(ids, return_inverse=True)
+    rows = torch.arange(len(ids), device=ids.device)
+    return rows.new_full((len(items),), len(ids)).scatter_reduce(0, row_item, rows, reduce="amin")

@@ -1,0 +1,84 @@
+"""The memory of EMC²'s Markov chains, and what goes into and comes out of one transition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dualenc import distributed
+from dualenc.objectives.tables import first_rows
+
+NO_STATE = -1
+
+
+class Chains(nn.Module):
+    """One chain per anchor: the item it is on (-1 before its first step) and that item's similarity when accepted.
+
+    Args:
+        num_anchors: m, the number of chains.
+    """
+
+    state: Tensor
+    score: Tensor
+
+    def __init__(self, num_anchors: int) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.full((num_anchors,), NO_STATE))
+        self.register_buffer("score", torch.full((num_anchors,), -torch.inf))
+
+    def store(self, ids: Tensor, rows: Tensor, state: Tensor, score: Tensor) -> None:
+        """Write the rows (A,) of all ranks; of several rows of one chain, the first of the global batch counts."""
+        known = state != NO_STATE
+        ids, rows, state, score = (distributed.gather(values[known]) for values in (ids, rows, state, score))
+        order = rows.argsort()
+        chosen = order[first_rows(ids[order])]
+        self.state[ids[chosen]] = state[chosen]
+        self.score[ids[chosen]] = score[chosen].to(self.score)
+
+
+@dataclass
+class Step:
+    """What a kernel sees. Similarities, not logits, so that stored ones stay valid when the temperature is learned.
+
+    Attributes:
+        items: (C,) the proposals.
+        similarities: (A, C) cosines with the proposals.
+        allowed: (A, C) whether a proposal is a negative of the anchor.
+        state: (A,) item that the chain comes with, -1 for none.
+        column: (A,) the proposal that is the same item, -1 where there is none.
+        score: (A,) similarity of the state, stored or fresh; -inf for none.
+        outside: (A, S) similarities of what the state stands for beside the proposals; -inf where it is among them,
+            or not known.
+        temperature: scalar τ.
+    """
+
+    items: Tensor
+    similarities: Tensor
+    allowed: Tensor
+    state: Tensor
+    column: Tensor
+    score: Tensor
+    outside: Tensor
+    temperature: Tensor
+
+
+class Move(NamedTuple):
+    """What a kernel gives: the negatives' weights, and where the chain is now.
+
+    weights: (A, C) of the proposals; outside_weights: (A, S) of what the state stands for beside them; together they
+    sum to 1 (to 0 where the anchor has no negative at all). state: (A,) the next item, -1 for none; score: (A,) its
+    similarity.
+    """
+
+    weights: Tensor
+    outside_weights: Tensor
+    state: Tensor
+    score: Tensor
+
+
+def at(values: Tensor, column: Tensor) -> Tensor:
+    """(A,) of each row of values (A, C) the entry in its column (A,)."""
+    return values.gather(1, column[:, None])[:, 0]

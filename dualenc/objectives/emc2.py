@@ -1,0 +1,170 @@
+"""EMC²: a Markov chain per anchor draws its negatives from the softmax over the whole corpus."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dualenc import distributed
+from dualenc.errors import DualencError
+from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.base import AnchorLosses, Encode, Objective
+from dualenc.objectives.chains import NO_STATE, Chains, Move, Step, at
+from dualenc.objectives.isir import iterated_sir
+from dualenc.objectives.metropolis import metropolis_hastings
+from dualenc.objectives.outside import batch_items, embed, find, ids_of, left_view
+from dualenc.objectives.random import SharedRandom
+
+
+class EMC2(Objective):
+    """Negatives weigh what a Markov chain on the corpus, kept per anchor from step to step, gives them.
+
+    The law of a chain at fixed parameters is the softmax over all negatives of its anchor, so the gradient is that of
+    the global loss whatever the batch size. Source: emc2.txt (Yau et al. 2024), Algorithm 1 and Eq. 11.
+
+    With views, an image's two views share one chain: both walk on from its state, and the first view's walk is kept.
+    Mined negatives are no uniform proposals and take no part.
+
+    Args:
+        kernel: "mh", Metropolis–Hastings: a weight is the share of steps after burn-in that the chain spends on the
+            item. "isir", iterated sampling importance resampling: the weights are the softmax over the state and all
+            proposals, the next state is drawn from it; less variance, and the state is always encoded anew.
+        score: "mh" compares with the state's similarity as "stored" when it was accepted (m floats, as on the paper's
+            poster), or with a "fresh" one (exact at the current parameters; each out-of-batch state is encoded).
+        proposals: "batch", the other items of the batch in random order: the corpus is then the multiset of the pairs'
+            items. Or R: so many items drawn uniformly from the whole id space, encoded once and shared by all chains:
+            every item of the corpus then counts once.
+        burn_in: share of the proposals before "mh" counts, in [0, 1).
+        **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
+    """
+
+    needs_num_left = True
+    needs_encode = True
+
+    def __init__(
+        self,
+        *,
+        kernel: Literal["mh", "isir"] = "mh",
+        score: Literal["stored", "fresh"] = "stored",
+        proposals: Literal["batch"] | int = "batch",
+        burn_in: float = 0.5,
+        **common: Any,
+    ) -> None:
+        super().__init__(**common)
+        for argument, value, choices in (("kernel", kernel, ("mh", "isir")), ("score", score, ("stored", "fresh"))):
+            if value not in choices:
+                raise DualencError(f"EMC2: {argument} is {value!r}; it must be one of {', '.join(choices)}")
+        if proposals != "batch" and (not isinstance(proposals, int) or proposals < 1):
+            raise DualencError(f'EMC2: proposals is {proposals!r}; it must be "batch" or a number of draws, at least 1')
+        if not 0 <= burn_in < 1:
+            raise DualencError(f"EMC2: burn_in is {burn_in}; it must lie in [0, 1), a share of the proposals")
+        self.kernel, self.score, self.proposals, self.burn_in = kernel, score, proposals, burn_in
+        self.encodes_every_state = kernel == "isir" or score == "fresh"
+        # i-SIR moves between images, each with its two views; Metropolis–Hastings between single views.
+        self.moves_images = self.views and kernel == "isir"
+        self.left_chains = Chains(self.num_left or 1)
+        self.right_chains = self.left_chains if self.views else Chains(self.num_right or 1)
+        self.random = SharedRandom(self.seed)
+
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+        assert encode is not None
+        chains = self.left_chains if anchors.side == "left" else self.right_chains
+        items, allowed = self._proposed(anchors)
+        state, column = self._states(chains.state[anchors.ids], anchors, items, allowed)
+        away = (state != NO_STATE) & (column < 0)
+        now = (away & self.encodes_every_state).nonzero()[:, 0]
+        similarities, outside = self._similarities(anchors, items, state, now, encode)
+        with torch.no_grad():
+            score = self._scores(chains.score[anchors.ids], similarities, state, column, outside)
+            step = Step(items, similarities, allowed, state, column, score, outside, anchors.temperature)
+            move = self._move(step, anchors)
+            chains.store(anchors.ids, anchors.rows, move.state, move.score)
+        if not self.encodes_every_state:
+            late = (away & (move.outside_weights[:, 0] > 0)).nonzero()[:, 0]
+            outside = _beside(anchors, late, embed(state[late], encode, anchors), num_each=1)
+        return self._losses(anchors, step, move, outside)
+
+    def _proposed(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
+        """(C,) the proposed items and (A, C) whether they are negatives of the anchors."""
+        if self.proposals == "batch":
+            return batch_items(anchors), anchors.allowed[:, : anchors.num_in_batch]
+        corpus = self.num_items(anchors.candidate_side) or 1
+        num_items = 2 * corpus if self.views and not self.moves_images else corpus
+        items = self.random.integers(num_items, self.proposals, device=anchors.ids.device)
+        if self.moves_images:
+            items = torch.cat([2 * items, 2 * items + 1])
+        return items, anchors.is_negative(ids_of(items, self.views))
+
+    def _states(self, state: Tensor, anchors: Anchors, items: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+        """(A,) the states, -1 where the item is no negative of this anchor, and (A,) their columns, -1 for none."""
+        if self.moves_images:
+            state, items = left_view(state), left_view(items)
+        column = find(items, state)
+        barred = (column >= 0) & ~at(allowed, column.clamp(min=0))
+        negative = anchors.is_negative(ids_of(state, self.views)[:, None])[:, 0]
+        state = torch.where(negative & ~barred, state, NO_STATE)
+        return state, torch.where(state == NO_STATE, -1, column)
+
+    def _similarities(
+        self, anchors: Anchors, items: Tensor, state: Tensor, rows: Tensor, encode: Encode
+    ) -> tuple[Tensor, Tensor]:
+        """(A, C) with the proposals, and (A, S) with what the states of some rows (n,) stand for."""
+        wanted, num_each = state[rows], 1
+        if self.moves_images:
+            wanted, num_each = torch.stack([wanted, wanted + 1], dim=1).flatten(), 2
+        if self.proposals == "batch":
+            beside = _beside(anchors, rows, embed(wanted, encode, anchors), num_each)
+            return anchors.similarities[:, : anchors.num_in_batch], beside
+        own = items[distributed.rank_slice(len(items))]
+        embeddings = embed(torch.cat([own, wanted]), encode, anchors)
+        proposed = distributed.gather_with_grad(embeddings[: len(own)])
+        return anchors.embeddings @ proposed.T, _beside(anchors, rows, embeddings[len(own) :], num_each)
+
+    def _scores(self, stored: Tensor, similarities: Tensor, state: Tensor, column: Tensor, outside: Tensor) -> Tensor:
+        """(A,) similarity of each state, -inf for none."""
+        score = stored.to(similarities)
+        if self.encodes_every_state:
+            score = torch.where(column >= 0, at(similarities, column.clamp(min=0)), outside.mean(dim=1))
+        return torch.where(state == NO_STATE, -torch.inf, score)
+
+    def _move(self, step: Step, anchors: Anchors) -> Move:
+        # Drawn for the whole global batch, so that ranks agree; each takes the rows of its own anchors.
+        if self.kernel == "isir":
+            uniform = self.random.uniform(anchors.num_global, like=step.similarities)[anchors.rows]
+            return iterated_sir(step, uniform)
+        uniform = self.random.uniform(anchors.num_global, len(step.items), like=step.similarities)[anchors.rows]
+        order = self.random.permutation(len(step.items), device=step.items.device)
+        return metropolis_hastings(step, uniform, order, self.burn_in)
+
+    def _losses(self, anchors: Anchors, step: Step, move: Move, outside: Tensor) -> AnchorLosses:
+        brought = torch.where(move.outside_weights > 0, outside, 0.0)
+        negatives = (move.weights * step.similarities).sum(dim=1) + (move.outside_weights * brought).sum(dim=1)
+        surrogate = negatives / anchors.temperature - anchors.positive_logits
+        value = _log_mean(step) + self.log_corpus_size(anchors) - anchors.positive_logits
+        return AnchorLosses(surrogate, value.detach())
+
+
+@torch.no_grad()
+def _log_mean(step: Step) -> Tensor:
+    """(A,) estimate of the log of the mean of exp(s/τ) over all negatives.
+
+    The mean over uniform proposals errs low (Jensen), the mean over proposals and state errs high (they are a
+    size-biased sample); halfway between both the errors nearly cancel (bidirectional Monte Carlo, Grosse et al. 2015).
+    """
+    logits = (step.similarities / step.temperature).masked_fill(~step.allowed, -torch.inf)
+    count = step.allowed.sum(dim=1).to(logits.dtype)
+    log_sum = torch.logsumexp(logits, dim=1)
+    low = log_sum - count.clamp(min=1).log()
+    beside = (step.state != NO_STATE) & (step.column < 0)
+    high = torch.logaddexp(log_sum, step.score / step.temperature) - (count + 1).log()
+    high = torch.where(beside, high, low)
+    return torch.where(count > 0, (low + high) / 2, high).nan_to_num(neginf=0.0)
+
+
+def _beside(anchors: Anchors, rows: Tensor, embeddings: Tensor, num_each: int) -> Tensor:
+    """(A, S) similarities of the anchors at `rows` (n,) with embeddings (n·S, D) of their own; -inf elsewhere."""
+    empty = anchors.positive_similarities.new_full((len(anchors.ids), num_each), -torch.inf)
+    own = embeddings.view(len(rows), num_each, embeddings.shape[-1])
+    return empty.index_put((rows,), torch.einsum("ad,asd->as", anchors.embeddings[rows], own))

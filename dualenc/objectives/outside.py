@@ -1,0 +1,72 @@
+"""Items beside the batch: how an objective names them, finds them, and asks for their embeddings.
+
+With two towers an item is named by its id. With views every image i is two items, as it is two columns of a batch: its
+left view is item 2i, its right view item 2i + 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dualenc.errors import DualencError
+from dualenc.objectives.anchors import Anchors, Side
+from dualenc.objectives.base import Encode
+
+
+def ids_of(items: Tensor, views: bool) -> Tensor:
+    """The ids of items, of any shape."""
+    return items // 2 if views else items
+
+
+def left_view(items: Tensor) -> Tensor:
+    """The left view of each item's image; -1 stays."""
+    return torch.where(items < 0, items, items // 2 * 2)
+
+
+def batch_items(anchors: Anchors) -> Tensor:
+    """(C,) the batch's own candidates as items; mined negatives are left out."""
+    ids = anchors.candidate_ids[: anchors.num_in_batch]
+    if not anchors.views:
+        return ids
+    half = len(ids) // 2
+    return torch.cat([2 * ids[:half], 2 * ids[half:] + 1])
+
+
+def find(items: Tensor, wanted: Tensor) -> Tensor:
+    """(A,) the first position in items (C,) of each wanted one (A,), -1 where it is not there."""
+    if not len(items):
+        return torch.full_like(wanted, -1)
+    ordered, order = items.sort(stable=True)
+    place = torch.searchsorted(ordered, wanted).clamp(max=len(items) - 1)
+    return torch.where(ordered[place] == wanted, order[place], -1)
+
+
+def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
+    """(n, D) embeddings of items (n,), each distinct one encoded once; this rank's own needs, no collective.
+
+    Raises:
+        DualencError: `encode` gave another shape than (n, D), or values that are not finite.
+    """
+    if not len(items):
+        return anchors.embeddings[:0]
+    distinct, row = torch.unique(items, return_inverse=True)
+    if not anchors.views:
+        return _checked(encode(anchors.candidate_side, distinct), distinct, anchors)[row]
+    embeddings = anchors.embeddings.new_zeros(len(distinct), anchors.embeddings.shape[1])
+    sides: tuple[Side, ...] = ("left", "right")
+    for view, side in enumerate(sides):
+        place = (distinct % 2 == view).nonzero()[:, 0]
+        if len(place):
+            ids = ids_of(distinct[place], views=True)
+            embeddings = embeddings.index_put((place,), _checked(encode(side, ids), ids, anchors))
+    return embeddings[row]
+
+
+def _checked(embeddings: Tensor, ids: Tensor, anchors: Anchors) -> Tensor:
+    expected = (len(ids), anchors.embeddings.shape[1])
+    if embeddings.shape != expected:
+        raise DualencError(f"encode gave shape {tuple(embeddings.shape)} for {len(ids)} ids; it must be {expected}")
+    if not torch.isfinite(embeddings.detach()).all():
+        raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
+    return embeddings.to(anchors.embeddings)
