@@ -40,8 +40,10 @@ def new_transformer(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) 
             f"config has vocab_size {fields['vocab_size']}, the tokenizer {len(tokenizer)} tokens: leave it out"
         )
     try:
-        own_config = AutoConfig.for_model(**fields)
-        model = _auto_class(own_config).from_config(own_config)
+        with quiet_transformers():
+            own_config = AutoConfig.for_model(**fields)
+            _adopt_special_tokens(own_config, tokenizer)
+            model = _auto_class(own_config).from_config(own_config)
     except Exception as error:
         raise DualencError(f"config of the text tower: {first_line(error)}; mend its fields") from error
     return _without_pooler(model)
@@ -145,9 +147,19 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _auto_class(config: Any) -> Any:
+    """The class that makes a text encoder: of an encoder-decoder such as T5, only the first half."""
     from transformers import AutoModel, AutoModelForTextEncoding
 
-    return AutoModelForTextEncoding if getattr(config, "is_encoder_decoder", False) else AutoModel
+    half = any(name.endswith("EncoderModel") for name in config.architectures or [])
+    return AutoModelForTextEncoding if half or getattr(config, "is_encoder_decoder", False) else AutoModel
+
+
+def _adopt_special_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Replace an architecture's usual special tokens where the vocabulary is too small to have them."""
+    for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
+        usual = getattr(config, name, None)
+        if isinstance(usual, int) and usual >= len(tokenizer):
+            setattr(config, name, getattr(tokenizer, name))
 
 
 def _without_pooler(model: PreTrainedModel) -> PreTrainedModel:

@@ -62,6 +62,29 @@ def test_saved_model_gives_the_same_vectors_there_and_here(
     assert SentenceTransformer(str(tmp_path / "model"), device="cpu").similarity_fn_name == "cosine"
 
 
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({"model_type": "distilbert", "dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64}, "mean"),
+        ({"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}, "mean"),
+        ({"model_type": "modernbert", **SMALL}, "cls"),
+        ({"model_type": "llama", "num_key_value_heads": 2, **SMALL}, "last"),
+    ],
+    ids=["no token types", "encoder half", "rotary positions", "decoder"],
+)
+def test_other_architectures(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path, config: dict[str, Any], pooling: Any
+) -> None:
+    model = TextEncoder(config=config, tokenizer=tokenizer, pooling=pooling)
+    model.save(tmp_path / "model")
+    expected = encode(model, "left", texts)
+    assert torch.equal(encode(load_model(tmp_path / "model"), "left", texts), expected)
+    assert (reference(tmp_path / "model", "left", texts) - expected).abs().max() < 1e-5
+
+
 def test_separate_towers_are_two_models(
     bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path
 ) -> None:
