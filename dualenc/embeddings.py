@@ -64,8 +64,12 @@ class Embeddings:
 
     def blocks(self, rows: int = 16384) -> Iterator[np.ndarray]:
         """The vectors in order as float32 matrices of at most `rows` rows; only one is in memory at a time."""
-        for start in range(0, len(self), rows):
-            yield np.ascontiguousarray(self.vectors[start : start + rows], dtype=np.float32)
+        starts = list(range(0, len(self), rows))
+        if isinstance(self.vectors, ShardedVectors):
+            # Within a shard a block is a view of the file, not a copy.
+            starts = sorted({*starts, *self.vectors.offsets[:-1].tolist()})
+        for start, stop in zip(starts, [*starts[1:], len(self)]):
+            yield np.ascontiguousarray(self.vectors[start:stop], dtype=np.float32)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Embeddings:

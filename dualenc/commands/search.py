@@ -43,6 +43,7 @@ def search(
         device: such as cpu or cuda:0.
     """
     from dualenc.encoders import load_model
+    from dualenc.evaluation.tables import Table, print_table
     from dualenc.index import Index
 
     opened = Index.open(index)
@@ -58,7 +59,8 @@ def search(
     if json:
         print(json_format.dumps({"query": query, "index": index, "results": results}, ensure_ascii=False, indent=2))
     else:
-        _print_table(query, results)
+        columns = ("rank", "id", "score") if opened.snippets is None else ("rank", "id", "score", "snippet")
+        print_table(Table(query, [{name: result[name] for name in columns} for result in results]))
 
 
 def check_model(index: Index, encoder: DualEncoder, folder: str) -> None:
@@ -123,21 +125,3 @@ def _recorded_model(index: Index, folder: Path) -> str:
     if path.is_absolute() and not path.exists() and not beside.is_dir():
         raise DualencError(f"{folder}: its model {path} is gone; name its new place with --model")
     return str(beside) if not path.exists() and beside.is_dir() else recorded
-
-
-def _print_table(query: str, results: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, title=escape(query), title_justify="left")
-    table.add_column("rank", justify="right")
-    table.add_column("id", overflow="fold")
-    table.add_column("score", justify="right")
-    if any(result["snippet"] for result in results):
-        table.add_column("snippet", ratio=1)
-    for result in results:
-        cells = [str(result["rank"]), escape(result["id"]), f"{result['score']:.4f}", escape(result["snippet"])]
-        table.add_row(*cells[: len(table.columns)])
-    Console().print(table)

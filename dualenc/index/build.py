@@ -10,8 +10,8 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from dualenc.errors import DualencError
-from dualenc.index.database import Database, check_finite, normalized
-from dualenc.index.factory import choose_factory, new_index, reason, training_rows
+from dualenc.index.database import Database, ready
+from dualenc.index.factory import Metric, choose_factory, new_index, reason, training_rows
 from dualenc.index.recall import Probe, exact_probe, recall, set_parameter, tune
 
 
@@ -108,7 +108,7 @@ def _probe(database: Database, queries: np.ndarray | None, count: int, seed: int
     return exact_probe(database, queries, np.full(len(queries), -1))
 
 
-def as_queries(queries: np.ndarray, dim: int, metric: str) -> np.ndarray:
+def as_queries(queries: np.ndarray, dim: int, metric: Metric) -> np.ndarray:
     """Queries as (Q, D) contiguous float32, normalised for "cosine".
 
     Raises:
@@ -119,8 +119,7 @@ def as_queries(queries: np.ndarray, dim: int, metric: str) -> np.ndarray:
         raise DualencError(
             f"queries of shape {queries.shape} for an index of dimension {dim}; embed them with the model of the index"
         )
-    check_finite(queries)
-    return normalized(queries) if metric == "cosine" else queries
+    return ready(queries, metric)
 
 
 def _train(index: Any, vectors: np.ndarray, factory: str) -> None:

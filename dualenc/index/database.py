@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from dualenc.embeddings import Embeddings
 from dualenc.errors import DualencError
 from dualenc.index.factory import Metric
+
+UNIT_TOLERANCE = 1e-6
+"""Vectors whose squared length differs from one by less are taken as normalised."""
 
 
 class Database:
@@ -28,8 +31,12 @@ class Database:
         return len(self.embeddings)
 
     def rows(self, rows: np.ndarray) -> np.ndarray:
-        """Some vectors, (n, D), in the order of `rows`."""
-        return self._ready(self.embeddings.vectors[rows], 0)
+        """Some vectors, (n, D), in the order of `rows`.
+
+        Raises:
+            DualencError: a vector is not finite.
+        """
+        return self._ready(self.embeddings.vectors[rows], rows)
 
     def blocks(self) -> Iterator[np.ndarray]:
         """All vectors in order, a block at a time.
@@ -39,35 +46,34 @@ class Database:
         """
         start = 0
         for block in self.embeddings.blocks():
-            yield self._ready(block, start)
+            yield self._ready(block, range(start, start + len(block)))
             start += len(block)
 
     def sample(self, count: int, seed: int) -> np.ndarray:
         """Numbers of `count` rows drawn without replacement, ascending."""
         return np.sort(np.random.default_rng(seed).choice(len(self), min(count, len(self)), replace=False))
 
-    def _ready(self, block: np.ndarray, start: int) -> np.ndarray:
+    def _ready(self, block: np.ndarray, rows: range | np.ndarray) -> np.ndarray:
         block = np.ascontiguousarray(block, dtype=np.float32)
-        if self.is_trusted:
-            return block
-        check_finite(block, self.embeddings.ids[start:] if start else self.embeddings.ids)
-        return normalized(block) if self.metric == "cosine" else block
+        return block if self.is_trusted else ready(block, self.metric, lambda i: repr(self.embeddings.ids[rows[i]]))
 
 
-def normalized(vectors: np.ndarray) -> np.ndarray:
-    """A copy of (n, D) float32 vectors scaled to length one; a zero vector stays zero."""
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors / np.where(norms == 0, 1, norms)
+def ready(vectors: np.ndarray, metric: Metric, name: Callable[[int], str] = "row {}".format) -> np.ndarray:
+    """Float32 vectors (n, D), checked to be finite, and scaled to length one for "cosine"; zero stays zero.
 
-
-def check_finite(vectors: np.ndarray, names: list[str] | None = None) -> None:
-    """Insist that (n, D) vectors are finite.
+    Args:
+        vectors: (n, D) float32; returned as they are where nothing is to do.
+        metric: "cosine" or "ip".
+        name: what to call a row in an error.
 
     Raises:
-        DualencError: naming the first that is not.
+        DualencError: a vector is not finite.
     """
-    if np.isfinite(vectors.sum(dtype=np.float64)):
-        return
-    row = int(np.flatnonzero(~np.isfinite(vectors).all(axis=1))[0])
-    where = f"row {row}" if names is None else f"{names[row]!r}"
-    raise DualencError(f"the vector of {where} is not finite; embed it again or leave it out")
+    # One pass: a square is finite exactly if no number of the row is NaN or infinite (or beyond 1e19).
+    squares = np.einsum("nd,nd->n", vectors, vectors)
+    if not np.isfinite(squares).all():
+        row = int(np.flatnonzero(~np.isfinite(squares))[0])
+        raise DualencError(f"the vector of {name(row)} is not finite; embed it again or leave it out")
+    if metric == "ip" or (np.abs(squares - 1) < UNIT_TOLERANCE).all():
+        return vectors
+    return vectors / np.sqrt(np.where(squares == 0, 1, squares))[:, None]

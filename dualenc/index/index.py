@@ -178,7 +178,8 @@ class Index:
                 parameter that the index does not have.
         """
         scores, rows = self.search_rows(queries, k, nprobe=nprobe, ef_search=ef_search)
-        return np.where(rows < 0, -np.inf, scores), self._id_of_row[rows]
+        scores[rows < 0] = -np.inf
+        return scores, self._id_of_row[rows]
 
     def search_rows(
         self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None

@@ -1,0 +1,139 @@
+"""Index build and search against raw faiss with the same factory string, vectors and search parameters.
+
+    python eval/bench/index.py --vectors 100000 --dim 128
+
+Both work in turn on the same embeddings on disk, and the ratio is that of the shortest times. Build is training and
+adding; the measurement of recall@10, which raw faiss does not have, is switched off here and timed on its own.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+
+from dualenc.embedding_writer import EmbeddingWriter
+from dualenc.embeddings import Embeddings
+from dualenc.index import Index
+from dualenc.index.factory import new_index, training_rows
+from dualenc.index.recall import set_parameter
+
+FACTORIES = ["Flat", "IVF256,Flat", "HNSW16", "IVF256,PQ16x4"]
+
+
+def clustered(num_vectors: int, dim: int, seed: int) -> np.ndarray:
+    """(N, D) unit vectors around 200 centres."""
+    centres = np.random.default_rng(0).normal(size=(200, dim)).astype(np.float32)
+    random = np.random.default_rng(seed)
+    noise = random.normal(size=(num_vectors, dim)).astype(np.float32)
+    vectors = centres[random.integers(0, 200, num_vectors)] + 0.8 * noise
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def write(folder: Path, vectors: np.ndarray) -> Embeddings:
+    """The vectors as `dualenc embed` writes them."""
+    ids = [f"d{i}" for i in range(len(vectors))]
+    writer = EmbeddingWriter(folder, ids, vectors.shape[1], "float32", {"normalized": True})
+    for number in writer.missing():
+        rows = writer.ranges[number]
+        writer.write(number, vectors[rows.start : rows.stop])
+    return writer.finish()
+
+
+def raw_build(embeddings: Embeddings, factory: str) -> Any:
+    """What a faiss user writes: read the vectors, train on a sample of the same size, add."""
+    vectors = np.ascontiguousarray(embeddings.vectors[:])
+    index = faiss.index_factory(vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
+    rows = training_rows(new_index(vectors.shape[1], factory, "ip"), len(vectors))
+    if rows:
+        sample = np.random.default_rng(0).choice(len(vectors), rows, replace=False)
+        index.train(vectors[np.sort(sample)])
+    index.add(vectors)
+    return index
+
+
+def shortest(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """The shortest of `repeats` times of each, run in turn."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats):
+        for name in sorted(runs, reverse=turn % 2 == 1):
+            start = time.perf_counter()
+            runs[name]()
+            times[name].append(time.perf_counter() - start)
+    return {name: min(values) for name, values in times.items()}
+
+
+def report(what: str, times: dict[str, float]) -> None:
+    """One line: seconds of both and their ratio."""
+    ratio = times["dualenc"] / times["faiss"]
+    seconds = f"dualenc {times['dualenc']:8.3f} s, faiss {times['faiss']:8.3f} s"
+    print(f"  {what:<7} {seconds}, ratio {ratio:.3f} (want ≤ 1.02)")
+
+
+def measure(embeddings: Embeddings, queries: np.ndarray, factory: str, k: int, repeats: int) -> None:
+    """Build and search with both."""
+    print(factory)
+    builds = {
+        "dualenc": lambda: Index.build(embeddings, factory=factory, recall_queries=0),
+        "faiss": lambda: raw_build(embeddings, factory),
+    }
+    report("build", shortest(builds, repeats))
+    start = time.perf_counter()
+    ours = Index.build(embeddings, factory=factory)
+    extra = time.perf_counter() - start - ours.meta["build_seconds"]
+    raw = raw_build(embeddings, factory)
+    for name, value in ours.meta["search_parameters"].items():
+        set_parameter(raw, name, value)
+    # Not the same rows: HNSW's graph depends on which vectors are added in one call.
+    exact = faiss.knn(queries, np.asarray(embeddings.vectors), k, faiss.METRIC_INNER_PRODUCT)[1]
+    found = {"dualenc": ours.search_rows(queries, k)[1], "faiss": raw.search(queries, k)[1]}
+    recalls = {name: np.mean([np.isin(e, r).mean() for e, r in zip(exact, rows)]) for name, rows in found.items()}
+    assert abs(recalls["dualenc"] - recalls["faiss"]) < 0.02, recalls
+    searches = {"dualenc": lambda: ours.search(queries, k), "faiss": lambda: raw.search(queries, k)}
+    report("search", shortest(searches, 3 * repeats))
+    settings = (
+        ", ".join(f"{name}={value}" for name, value in ours.meta["search_parameters"].items()) or "nothing to tune"
+    )
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in recalls.items())
+    print(f"  recall  {shown} with the same parameters; the build's own estimate took {extra:.2f} s:")
+    print(f"  recall@10 {ours.meta['recall_at_10']:.4f} ({settings})")
+
+
+def main(
+    vectors: int = 50_000,
+    dim: int = 128,
+    queries: int = 1000,
+    k: int = 10,
+    repeats: int = 3,
+    threads: int | None = None,
+    factories: list[str] | None = None,
+) -> None:
+    """Print build and search times of both, and their ratios.
+
+    Args:
+        vectors: size of the database.
+        dim: size of a vector.
+        queries: how many queries, searched in one call.
+        k: results per query.
+        repeats: times that each index is built; searches are repeated three times as often.
+        threads: of faiss; by default as many as it finds.
+        factories: FAISS factory strings.
+    """
+    if threads is not None:
+        faiss.omp_set_num_threads(threads)
+    print(f"{vectors:,} vectors of dimension {dim}, {queries:,} queries, {faiss.omp_get_max_threads()} threads")
+    with tempfile.TemporaryDirectory() as folder:
+        embeddings = write(Path(folder) / "embeddings", clustered(vectors, dim, seed=1))
+        for factory in factories or FACTORIES:
+            measure(embeddings, clustered(queries, dim, seed=2), factory, k, repeats)
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    auto_cli(main)
