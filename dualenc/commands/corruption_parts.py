@@ -39,6 +39,7 @@ class Setup(NamedTuple):
 
     Attributes:
         tower: encodes the images.
+        prepare_views: images and seeds to augmented inputs of the tower.
         source: their corrupted versions.
         rows: numbers of the images to use.
         clean: the images without corruption, if they are at hand.
@@ -50,6 +51,7 @@ class Setup(NamedTuple):
     """
 
     tower: Tower
+    prepare_views: Prepare
     source: CorruptedImages
     rows: list[int]
     clean: CleanImages | None
@@ -69,14 +71,14 @@ class Part(NamedTuple):
     galleries: Sequence[Gallery] = ()
 
 
-def versions_part(setup: Setup, prepare: Prepare, severity: int) -> Part:
+def versions_part(setup: Setup, severity: int) -> Part:
     """Retrieval of the other view among the corrupted versions of the same image."""
     names = setup.source.corruptions
     conditions = [(name, severity) for name in names]
     found = recorded(
         setup.out / "versions",
         {**setup.signature, "conditions": conditions, "task": "versions"},
-        ImageVersions(setup.source, conditions, prepare, views=2, seed=setup.seed),
+        ImageVersions(setup.source, conditions, setup.prepare_views, views=2, seed=setup.seed),
         encoder_of(setup.tower, "embedding"),
         lambda indices, features: nearest_versions(features).tolist(),
         indices=setup.rows,
@@ -95,10 +97,10 @@ def versions_part(setup: Setup, prepare: Prepare, severity: int) -> Part:
     return Part({"images": len(array), "severity": severity, **metrics}, [table, mistaken], [figure], galleries)
 
 
-def plain_part(setup: Setup, prepare: Prepare) -> Part:
+def plain_part(setup: Setup) -> Part:
     """Retrieval of the other view among all clean images."""
     assert setup.clean is not None
-    versions = ImageVersions(setup.clean, [CLEAN], prepare, views=2, seed=setup.seed)
+    versions = ImageVersions(setup.clean, [CLEAN], setup.prepare_views, views=2, seed=setup.seed)
     own = setup.clean_rows[distributed.rank_slice(len(setup.clean_rows))]
     encode = encoder_of(setup.tower, "embedding")
     blocks = [

@@ -93,18 +93,15 @@ def corrupted(
     _check_severities([severity, *(severities or [])])
     source, images = _open(data, split, clean, corruptions or [], seed, label_column)
     tower = open_image_tower(model, device_to_use)
-    setup = _setup(tower, source, images, Path(out), {"data": data, "split": split, "seed": seed}, limit, num_workers)
-    prepare = simclr_prepare(tower.prepare) if augmentation == "simclr" else tower.prepare
-    setup.signature["augmentation"] = augmentation
-    parts = {"corrupted": versions_part(setup, prepare, severity)}
-    if images is not None:
-        parts["plain"] = plain_part(setup, prepare)
+    facts: dict[str, object] = {"data": data, "split": split, "augmentation": augmentation, "seed": seed}
+    setup = _setup(tower, source, images, Path(out), facts, limit, num_workers)
+    parts = {"corrupted": versions_part(setup, severity)}
+    parts |= {} if images is None else {"plain": plain_part(setup)}
     if train is not None:
         training = _Training(train, train_split, train_limit, severities or list(SEVERITIES), baseline)
         parts["robustness"] = _robustness(setup, training, label_column)
     if distributed.is_main():
-        facts = {"model": model, "data": data, "split": split, "augmentation": augmentation, "seed": seed}
-        _conclude(parts, Path(out), facts)
+        _conclude(parts, Path(out), {"model": model, **facts})
     distributed.barrier()
 
 
@@ -136,7 +133,7 @@ def _setup(
     source: CorruptedImages,
     images: CleanImages | None,
     out: Path,
-    signature: dict[str, object],
+    facts: dict[str, object],
     limit: int | None,
     num_workers: int,
 ) -> Setup:
@@ -144,13 +141,14 @@ def _setup(
 
     return Setup(
         tower=tower,
+        prepare_views=simclr_prepare(tower.prepare) if facts["augmentation"] == "simclr" else tower.prepare,
         source=source,
         rows=_choose(len(source), limit),
         clean=images,
         clean_rows=[] if images is None else _choose(len(images), limit),
         out=out / "finished",
-        signature={**signature, "images": len(source), "model": tower_checksum(tower)},
-        seed=int(str(signature["seed"])),
+        signature={**facts, "images": len(source), "model": tower_checksum(tower)},
+        seed=int(str(facts["seed"])),
         num_workers=num_workers,
     )
 

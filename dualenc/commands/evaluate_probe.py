@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -89,9 +89,6 @@ def probe(
         batch_size: images encoded at once.
         num_workers: processes that decode images.
         device: such as cpu or cuda:0; by default a GPU if there is one.
-
-    Raises:
-        DualencError: the model has no image tower, labels are missing, or the classes of the two splits differ.
     """
     device_to_use = start_processes(device)
     sources = {"train": (train or data, train_split, train_limit), "test": (data, split, limit)}
@@ -102,13 +99,11 @@ def probe(
         for part in ("train", "test")
     )
     if distributed.is_main():
-        rows = _knn(fitted, tested) + _linear(fitted, tested, l2 or L2_SWEEP, seed)
-        rows += _few_shot(fitted, tested, shots, seed)
+        rows = [*_knn(fitted, tested), *_linear(fitted, tested, l2, seed), *_few_shot(fitted, tested, shots, seed)]
         if sgd != "no":
             rows.append(_sgd(tower, fitted, tested, sgd == "images", sgd_epochs, seed, num_workers))
-        facts: dict[str, object] = {"model": model, "data": data, "split": split, "train": train or data}
-        facts |= {"train_split": train_split, "train_images": len(fitted.labels), "test_images": len(tested.labels)}
-        _conclude(rows, tested, Path(out), facts)
+        facts = {"model": model, "data": data, "split": split, "train": train or data, "train_split": train_split}
+        _conclude(rows, fitted, tested, Path(out), facts)
     distributed.barrier()
 
 
@@ -135,8 +130,8 @@ def _knn(train: Labelled, test: Labelled) -> list[Row]:
     return [{"probe": name, "accuracy": accuracy(found, test.labels), "sd": None} for name, found in predicted.items()]
 
 
-def _linear(train: Labelled, test: Labelled, l2: Sequence[float], seed: int) -> list[Row]:
-    found = linear_probe(train.features, train.labels, test.features, test.labels, l2=l2, seed=seed)
+def _linear(train: Labelled, test: Labelled, l2: list[float] | None, seed: int) -> list[Row]:
+    found = linear_probe(train.features, train.labels, test.features, test.labels, l2=l2 or L2_SWEEP, seed=seed)
     return [{"probe": "linear, L-BFGS", "accuracy": found.accuracy, "note": f"l2={found.l2:g}"}]
 
 
@@ -194,8 +189,9 @@ def _augmented_batches(tower: Tower, train: Labelled, seed: int, num_workers: in
     return batches
 
 
-def _conclude(rows: list[Row], test: Labelled, out: Path, facts: dict[str, object]) -> None:
+def _conclude(rows: list[Row], train: Labelled, test: Labelled, out: Path, source: dict[str, str]) -> None:
     """Write and print what came out."""
+    facts: dict[str, object] = {**source, "train_images": len(train.labels), "test_images": len(test.labels)}
     similar = label_similarities(test.features, test.labels) if len(np.unique(test.labels)) > 1 else None
     shape: Row = {"effective_rank": effective_rank(test.features), "uniformity": uniformity(test.features)}
     if similar is not None:
