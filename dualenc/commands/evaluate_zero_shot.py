@@ -140,6 +140,7 @@ def _conclude(ranks: Ranks, shown: _Shown, galleries: Sequence[Gallery], out: Pa
     scores = zero_shot_accuracy(ranks, shown.labels, len(shown.names), CUTOFFS)
     sizes = {"images": len(ranks), "classes": len(shown.names)}
     by_class = _by_class(ranks, shown)
+    hardest = sorted(by_class, key=lambda row: float(row["top@1"]))
     measured = {"task": "zero-shot", **facts, **sizes, "metrics": scores, "per_class": by_class}
     write_json(out / "metrics.json", measured)
     per_image = {
@@ -154,7 +155,7 @@ def _conclude(ranks: Ranks, shown: _Shown, galleries: Sequence[Gallery], out: Pa
         out / "report.html",
         f"Zero-shot classification: {display_name(facts['model'])} on {data}",
         facts=facts,
-        tables=[summary, Table("By class, hardest first", sorted(by_class, key=lambda row: row["top@1"]))],
+        tables=[summary, Table("By class, hardest first", hardest)],
         figures=[Figure("Accuracy over classes", spread)],
         galleries=galleries,
     )
