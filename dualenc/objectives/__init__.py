@@ -7,6 +7,7 @@ from dualenc.objectives.exact_global import ExactGlobal
 from dualenc.objectives.hcl import HCL
 from dualenc.objectives.infonce import InfoNCE
 from dualenc.objectives.isogclr import ISogCLR
+from dualenc.objectives.negative_cache import NegativeCache
 from dualenc.objectives.saclr import SACLR
 from dualenc.objectives.siglip import SigLIP
 from dualenc.objectives.sogclr import SogCLR
@@ -19,6 +20,7 @@ __all__ = [
     "ExactGlobal",
     "ISogCLR",
     "InfoNCE",
+    "NegativeCache",
     "Objective",
     "ObjectiveOutput",
     "SigLIP",

@@ -50,6 +50,7 @@ class Anchors:
         positive_similarities: (A,) cosine with the anchor's own positive, with gradient.
         similarities: (A, C) cosines with every candidate, with gradient.
         allowed: (A, C) true where a candidate is a negative of the anchor.
+        candidates: (C, D) embeddings of the candidates, with gradient.
         candidate_ids: (C,) ids of the candidates.
         positive_ids: (A, K) every id of the candidate side that is never a negative, padded with -1.
         temperature: scalar τ, with gradient when learned.
@@ -69,6 +70,7 @@ class Anchors:
     positive_similarities: Tensor
     similarities: Tensor
     allowed: Tensor
+    candidates: Tensor
     candidate_ids: Tensor
     positive_ids: Tensor
     temperature: Tensor
@@ -88,6 +90,15 @@ class Anchors:
         """(A, n) or (A, 1): whether items outside the batch, ids (n,) or one per anchor (A, 1), are negatives."""
         ids = ids if ids.dim() == 2 else ids[None, :]
         return ~(ids[:, :, None] == self.positive_ids[:, None, :]).any(dim=2)
+
+    def known_positives(self) -> Tensor:
+        """(A, K) distinct ids that are no negatives: listed, or masked in the batch; padded with -1."""
+        masked = torch.where(self.allowed, PADDING, self.candidate_ids[None, :])
+        width = int((~self.allowed).sum(dim=1).max()) if self.allowed.numel() else 0
+        ids = torch.cat([self.positive_ids, masked.topk(width, dim=1).values], dim=1).sort(dim=1).values
+        repeated = torch.zeros_like(ids, dtype=torch.bool)
+        repeated[:, 1:] = ids[:, 1:] == ids[:, :-1]
+        return ids.masked_fill(repeated, PADDING)
 
     def outside_logits(self, embeddings: Tensor) -> Tensor:
         """s/τ of items outside the batch: shared ones (n, D) -> (A, n), or one per anchor (A, 1, D) -> (A, 1)."""
@@ -140,6 +151,7 @@ def pair_anchors(batch: Batch, temperature: Tensor) -> list[Anchors]:
             positive_similarities=positive,
             similarities=embeddings @ candidates.T,
             allowed=~excluded,
+            candidates=candidates,
             candidate_ids=candidate_ids,
             positive_ids=positive_ids,
             temperature=temperature,
@@ -176,6 +188,7 @@ def view_anchors(batch: Batch, temperature: Tensor) -> list[Anchors]:
             positive_similarities=torch.cat([positive, positive]),
             similarities=embeddings @ candidates.T,
             allowed=~_listed(known, candidate_ids),
+            candidates=candidates,
             candidate_ids=candidate_ids,
             positive_ids=known,
             temperature=temperature,

@@ -14,7 +14,7 @@ from dualenc.objectives.base import AnchorLosses, Encode, Objective
 from dualenc.objectives.chains import NO_STATE, Chains, Move, Step, at
 from dualenc.objectives.isir import iterated_sir
 from dualenc.objectives.metropolis import metropolis_hastings
-from dualenc.objectives.outside import batch_items, embed, find, ids_of, left_view
+from dualenc.objectives.outside import candidate_items, embed, find, ids_of, left_view
 from dualenc.objectives.random import SharedRandom
 
 
@@ -89,7 +89,8 @@ class EMC2(Objective):
     def _proposed(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
         """(C,) the proposed items and (A, C) whether they are negatives of the anchors."""
         if self.proposals == "batch":
-            return batch_items(anchors), anchors.allowed[:, : anchors.num_in_batch]
+            own = slice(anchors.num_in_batch)
+            return candidate_items(anchors)[own], anchors.allowed[:, own]
         corpus = self.num_items(anchors.candidate_side) or 1
         num_items = 2 * corpus if self.views and not self.moves_images else corpus
         items = self.random.integers(num_items, self.proposals, device=anchors.ids.device)

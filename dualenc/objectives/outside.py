@@ -24,9 +24,16 @@ def left_view(items: Tensor) -> Tensor:
     return torch.where(items < 0, items, items // 2 * 2)
 
 
-def batch_items(anchors: Anchors) -> Tensor:
-    """(C,) the batch's own candidates as items; mined negatives are left out."""
-    ids = anchors.candidate_ids[: anchors.num_in_batch]
+def items_of(ids: Tensor, views: bool) -> Tensor:
+    """(A, K) lists of ids padded with -1 -> the same as items (A, K), or with views both of each image (A, 2K)."""
+    if not views:
+        return ids
+    return torch.cat([torch.where(ids < 0, ids, 2 * ids), torch.where(ids < 0, ids, 2 * ids + 1)], dim=1)
+
+
+def candidate_items(anchors: Anchors) -> Tensor:
+    """(C,) the candidates as items."""
+    ids = anchors.candidate_ids
     if not anchors.views:
         return ids
     half = len(ids) // 2

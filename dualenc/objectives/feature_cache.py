@@ -1,0 +1,194 @@
+"""Remembered embeddings of a whole corpus, spread over ranks, and exact draws from the softmax over them.
+
+Items, numbered from 0, stand in blocks of neighbours; every rank holds a contiguous run of blocks. A draw is a Gumbel-max over
+blocks, each perturbed at the log of its sum (the maximum of the Gumbels of its items has just that law), followed by
+an inverse-CDF draw inside the winning block. So a rank meets its shard chunk by chunk, the random numbers per anchor
+are as many as blocks, and neither depends on how blocks are spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dualenc import distributed
+from dualenc.objectives.isir import inverse_cdf
+from dualenc.objectives.tables import first_rows
+
+MAX_BLOCKS = 16384
+MAX_ELEMENTS = 2**22
+
+
+class Draws(NamedTuple):
+    """One draw per anchor.
+
+    items: (A,), -1 where nothing can be drawn; log_mean: (A,) log of the mean of exp(s/τ) over the cached negatives,
+    -inf without any.
+    """
+
+    items: Tensor
+    log_mean: Tensor
+
+
+class Query(NamedTuple):
+    """The anchors of all ranks: embeddings (A, D), barred (A, K) distinct items never drawn (padded with -1), and τ."""
+
+    embeddings: Tensor
+    barred: Tensor
+    temperature: Tensor
+
+
+class FeatureCache(nn.Module):
+    """The last known embedding of each of N items; empty slots are never drawn.
+
+    Each rank holds its blocks only; the state dict holds all of them, whatever the number of ranks (saving is
+    collective: call `state_dict()` on every rank).
+
+    Args:
+        num_items: N.
+    """
+
+    features: Tensor
+    filled: Tensor
+    num_steps: Tensor
+
+    def __init__(self, num_items: int) -> None:
+        super().__init__()
+        self.num_items = num_items
+        self.block_size = max(64, -(-num_items // MAX_BLOCKS))
+        self.num_blocks = -(-num_items // self.block_size)
+        # The dimension is known with the first write.
+        self.register_buffer("features", torch.zeros(0, 0), persistent=False)
+        self.register_buffer("filled", torch.zeros(0, dtype=torch.bool), persistent=False)
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.long))
+
+    def write(self, items: Tensor, features: Tensor) -> None:
+        """Remember features (n, D) of items (n,), the same on every rank; of an item's copies the first counts."""
+        if not self.features.shape[1]:
+            self._allocate(features)
+        chosen = first_rows(items)
+        local = items[chosen] - self.first_item
+        own = (local >= 0) & (local < len(self.features))
+        self.features[local[own]] = features.detach()[chosen][own].to(self.features)
+        self.filled[local[own]] = True
+
+    def due(self, share: float) -> Tensor:
+        """(n,) the items to encode anew in this step, on the CPU: a share of all per step, in turn."""
+        step = int(self.num_steps)
+        self.num_steps += 1
+        start, stop = (int(steps * share * self.num_items + 1e-9) for steps in (step, step + 1))
+        return torch.arange(start, stop) % self.num_items
+
+    def draw(self, query: Query, gumbels: Tensor, uniform: Tensor) -> Draws:
+        """Draw an item per anchor from the softmax over the filled slots.
+
+        Args:
+            query: the anchors of all ranks, the same on every rank.
+            gumbels: (num_blocks, A) standard Gumbel draws.
+            uniform: (A,) draws in (0, 1).
+        """
+        value, block, log_sum, count = self._best_block(query, gumbels)
+        everyone = distributed.gather(torch.stack([value, log_sum, count])[None].double())
+        value_of, log_sum_of, count_of = everyone.unbind(dim=1)
+        log_mean = torch.logsumexp(log_sum_of, dim=0) - count_of.sum(dim=0).clamp(min=1).log()
+        best, winner = value_of.max(dim=0)
+        mine = ((winner == distributed.rank()) & torch.isfinite(best)).nonzero()[:, 0]
+        items = torch.full_like(block, -1)
+        items[mine] = self._inside_block(query, block, uniform, mine)
+        return Draws(distributed.all_reduce(items, "max"), log_mean.to(query.embeddings))
+
+    def _best_block(self, query: Query, gumbels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(A,) each: best perturbed value of this rank's blocks, that block, log-sum and number of its negatives."""
+        value = query.embeddings.new_full((len(query.embeddings),), -torch.inf)
+        log_sum, count, block = value.clone(), torch.zeros_like(value), torch.zeros_like(value, dtype=torch.long)
+        local = query.barred - self.first_item
+        for rows in self._chunks(len(value)):
+            logits, possible = self._logits(query, rows, local)
+            log_sums = torch.logsumexp(logits.view(len(value), -1, self.block_size), dim=2)
+            first = rows.start // self.block_size
+            perturbed = log_sums + gumbels[self.blocks][first : first + log_sums.shape[1]].T
+            best, place = perturbed.max(dim=1)
+            block = torch.where(best > value, place + first, block)
+            value = torch.maximum(value, best)
+            log_sum = torch.logaddexp(log_sum, torch.logsumexp(log_sums, dim=1))
+            count += possible
+        return value, block, log_sum, count
+
+    def _logits(self, query: Query, rows: slice, local_barred: Tensor) -> tuple[Tensor, Tensor]:
+        """(A, n) s/τ with this rank's rows, -inf for empty slots and barred items; (A,) how many are neither."""
+        filled = self.filled[rows]
+        logits = query.embeddings @ self.features[rows].T / query.temperature
+        logits.masked_fill_(~filled, -torch.inf)
+        place = local_barred - rows.start
+        anchor, listed = ((place >= 0) & (place < len(filled))).nonzero(as_tuple=True)
+        column = place[anchor, listed]
+        logits[anchor, column] = -torch.inf
+        lost = torch.zeros_like(logits[:, 0]).index_add_(0, anchor, filled[column].to(logits))
+        return logits, filled.sum() - lost
+
+    def _inside_block(self, query: Query, block: Tensor, uniform: Tensor, anchors: Tensor) -> Tensor:
+        """(n,) items drawn inside this rank's winning blocks, for some of the anchors (n,)."""
+        drawn = []
+        per_chunk = max(1, MAX_ELEMENTS // (self.block_size * self.features.shape[1]))
+        for chosen in anchors.split(per_chunk):
+            rows = block[chosen, None] * self.block_size + torch.arange(self.block_size, device=block.device)
+            logits = torch.einsum("ad,acd->ac", query.embeddings[chosen], self.features[rows]) / query.temperature
+            items = rows + self.first_item
+            possible = self.filled[rows] & ~(items[:, :, None] == query.barred[chosen, None, :]).any(dim=2)
+            weights = torch.softmax(logits.masked_fill(~possible, -torch.inf), dim=1)
+            drawn.append(items.gather(1, inverse_cdf(weights, uniform[chosen])[:, None])[:, 0])
+        return torch.cat(drawn) if drawn else block[:0]
+
+    def _chunks(self, num_anchors: int) -> Iterator[slice]:
+        """Runs of whole blocks of this rank, small enough for (A, n) similarities."""
+        size = max(1, MAX_ELEMENTS // max(1, num_anchors * self.block_size)) * self.block_size
+        for start in range(0, len(self.features), size):
+            yield slice(start, min(start + size, len(self.features)))
+
+    @property
+    def blocks(self) -> slice:
+        """The blocks that this rank holds."""
+        return distributed.rank_slice(self.num_blocks)
+
+    @property
+    def first_item(self) -> int:
+        """The first item that this rank holds."""
+        return self.blocks.start * self.block_size
+
+    def _allocate(self, like: Tensor) -> None:
+        num_rows = (self.blocks.stop - self.blocks.start) * self.block_size
+        self.features = like.new_zeros(num_rows, like.shape[1])
+        self.filled = torch.zeros(num_rows, dtype=torch.bool, device=like.device)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "features"] = distributed.gather(self.features)[: self.num_items]
+        destination[prefix + "filled"] = distributed.gather(self.filled)[: self.num_items]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        keys = [prefix + "features", prefix + "filled"]
+        missing_keys.extend(key for key in keys if key not in state_dict)
+        if any(key not in state_dict for key in keys):
+            return
+        features, filled = (state_dict[key] for key in keys)
+        if not len(filled):
+            self.features, self.filled = features.clone(), filled.clone()
+        elif len(filled) != self.num_items:
+            error_msgs.append(f"{prefix}features holds {len(filled)} items, this cache {self.num_items}")
+        else:
+            self._allocate(features)
+            own = slice(self.first_item, self.first_item + len(self.features))
+            self.features[: len(features[own])] = features[own]
+            self.filled[: len(filled[own])] = filled[own]

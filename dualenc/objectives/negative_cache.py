@@ -1,0 +1,91 @@
+"""NegativeCache: one negative per anchor, drawn from the softmax over remembered embeddings of the whole corpus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualenc import distributed
+from dualenc.errors import DualencError
+from dualenc.objectives.anchors import PADDING, Anchors
+from dualenc.objectives.base import AnchorLosses, Encode, Objective
+from dualenc.objectives.chains import at
+from dualenc.objectives.feature_cache import FeatureCache, Query
+from dualenc.objectives.outside import candidate_items, embed, find, items_of
+from dualenc.objectives.random import SharedRandom
+
+REFRESH_CHUNK = 256
+
+
+class NegativeCache(Objective):
+    """The drawn negative weighs one; it is encoded anew, so the gradient is of the current model, its law a bit old.
+
+    Source: Lindgren et al. 2021, "Efficient training of retrieval models using negative cache", Algorithm 1 (cached
+    Gumbel-max gradient descent). Each step encodes a share of the corpus anew, the items that waited longest; the
+    items of the batch, mined negatives and the drawn negatives are remembered as they come, at no cost.
+    Every item of the corpus counts once. With views an image is two items, its left and its right view.
+
+    Args:
+        refresh: ρ in [0, 1], share of the corpus that a step encodes anew (without gradient).
+        **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
+    """
+
+    needs_num_left = True
+    needs_encode = True
+
+    def __init__(self, *, refresh: float = 0.01, **common: Any) -> None:
+        super().__init__(**common)
+        if not 0 <= refresh <= 1:
+            raise DualencError(f"NegativeCache: refresh is {refresh}; it must lie in [0, 1], a share of the corpus")
+        self.refresh = refresh
+        # Named by the items they hold: left anchors draw from the right items.
+        self.left_cache = FeatureCache((self.num_left or 1) * (2 if self.views else 1))
+        self.right_cache = self.left_cache if self.views else FeatureCache(self.num_right or 1)
+        self.random = SharedRandom(self.seed)
+
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+        assert encode is not None
+        cache = self.left_cache if anchors.candidate_side == "left" else self.right_cache
+        items = candidate_items(anchors)
+        with torch.no_grad():
+            self._refresh(cache, anchors, encode)
+            cache.write(items, anchors.candidates)
+            drawn, log_mean = self._draw(cache, anchors)
+        column = find(items, drawn)
+        similarity = torch.where(column >= 0, at(anchors.similarities, column.clamp(min=0)), 0.0)
+        away = ((drawn >= 0) & (column < 0)).nonzero()[:, 0]
+        embeddings = embed(drawn[away], encode, anchors)
+        similarity = similarity.index_put((away,), (anchors.embeddings[away] * embeddings).sum(dim=1))
+        cache.write(distributed.gather(drawn[away]), distributed.gather(embeddings))
+        value = log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
+        return AnchorLosses(similarity / anchors.temperature - anchors.positive_logits, value.detach())
+
+    def _refresh(self, cache: FeatureCache, anchors: Anchors, encode: Encode) -> None:
+        """Encode the share that waited longest; ranks split the work."""
+        due = cache.due(self.refresh)
+        own = due[distributed.rank_slice(len(due))].to(anchors.ids.device)
+        # Each rank contributes at least an empty part, since gathering is collective.
+        parts = [embed(items, encode, anchors) for items in own.split(REFRESH_CHUNK)]
+        embeddings = torch.cat([anchors.embeddings[:0], *parts])
+        cache.write(distributed.gather(own), distributed.gather(embeddings))
+
+    def _draw(self, cache: FeatureCache, anchors: Anchors) -> tuple[Tensor, Tensor]:
+        """(A,) items drawn for this rank's anchors, -1 for none, and (A,) the log of the mean of exp(s/τ)."""
+        rows = distributed.gather(anchors.rows)
+        start = sum(distributed.rank_sizes(len(anchors.rows), rows.device)[: distributed.rank()])
+        embeddings = distributed.gather(anchors.embeddings)
+        barred = _gather_padded(items_of(anchors.known_positives(), self.views))
+        query = Query(embeddings, barred, anchors.temperature)
+        uniform = self.random.uniform(cache.num_blocks + 1, anchors.num_global, like=embeddings)[:, rows]
+        items, log_mean = cache.draw(query, gumbels=-(-uniform[1:].log()).log(), uniform=uniform[0])
+        own = slice(start, start + len(anchors.rows))
+        return items[own], log_mean[own]
+
+
+def _gather_padded(ids: Tensor) -> Tensor:
+    """(A, K) lists of all ranks, whose K may differ."""
+    width = int(distributed.all_reduce(torch.tensor(ids.shape[1], device=ids.device), "max"))
+    missing = ids.new_full((len(ids), width - ids.shape[1]), PADDING)
+    return distributed.gather(torch.cat([ids, missing], dim=1))
