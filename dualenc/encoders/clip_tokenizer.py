@@ -14,6 +14,7 @@ from dualenc.encoders.hub import first_line
 from dualenc.encoders.open_clip_folder import CONFIG_FILE
 from dualenc.encoders.tokenizer import save_tokenizer
 from dualenc.errors import DualencError
+from dualenc.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +41,24 @@ def get_tokenizer(source: str, context_length: int | None = None) -> Tokenize:
         raise DualencError(
             f"{source}: its tokenizer does not load ({first_line(error)}); restore the tokenizer's files"
         ) from error
+
+
+def folder_tokenizer(folder: Path, config: dict[str, Any], context_length: int | None = None) -> Tokenize:
+    """The tokenizer of an open_clip folder.
+
+    Args:
+        folder: where its files are.
+        config: the folder's `model_cfg`.
+        context_length: longest text in tokens; None: as the folder says.
+
+    Raises:
+        DualencError: its files are missing, or it could only be made by running code from the folder.
+    """
+    settings = folder / "tokenizer_config.json"
+    custom = settings.is_file() and "auto_map" in read_json(settings)
+    if custom or (config["text_cfg"].get("tokenizer_kwargs") or {}).get("trust_remote_code"):
+        raise DualencError(f"{folder}: its tokenizer is code of its own, which is not run; save it with a plain one")
+    return get_tokenizer(f"local-dir:{folder}", context_length)
 
 
 def config_tokenizer(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Tokenize:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dualenc.encoders import open_clip_folder
 from dualenc.encoders.clip_text import ClipTextPrepare, ClipTextTower, end_token
-from dualenc.encoders.clip_tokenizer import CONTEXT_LENGTH, Tokenize, config_tokenizer, get_tokenizer
+from dualenc.encoders.clip_tokenizer import CONTEXT_LENGTH, Tokenize, config_tokenizer, folder_tokenizer, get_tokenizer
 from dualenc.encoders.dual import DualEncoder
 from dualenc.encoders.hub import model_folder
 from dualenc.encoders.image_prepare import ImagePrepare, Seeded
@@ -169,8 +169,8 @@ def _create(
     folder = model_folder(name)
     own = open_clip_folder.folder_config(folder)
     _override(own, options)
-    clip = open_clip_folder.load_folder(folder, **options)
-    return clip, own, get_tokenizer(f"local-dir:{folder}", length)
+    tokenize = folder_tokenizer(folder, own, length)
+    return open_clip_folder.load_folder(folder, **options), own, tokenize
 
 
 def _override(config: dict[str, Any], options: dict[str, Any]) -> None:

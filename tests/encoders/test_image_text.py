@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,27 @@ def test_tokenizer_larger_than_the_configuration(clip: dict[str, Any], tokenizer
 def test_crop_scale_is_checked(clip: dict[str, Any]) -> None:
     with pytest.raises(DualencError, match="crop_scale"):
         ImageTextEncoder(config=clip, crop_scale=(0.9, 0.1))
+
+
+@pytest.mark.parametrize("place", ["open_clip_config.json", "tokenizer_config.json"])
+def test_a_tokenizer_made_of_code_is_refused(
+    clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path, place: str
+) -> None:
+    ImageTextEncoder(config=clip, tokenizer=tokenizer).save(tmp_path)
+    settings = json.loads((tmp_path / place).read_text())
+    if place == "open_clip_config.json":
+        settings["model_cfg"]["text_cfg"]["tokenizer_kwargs"] = {"trust_remote_code": True}
+    else:
+        settings["auto_map"] = {"AutoTokenizer": ["evil.Tokenizer", None]}
+    (tmp_path / place).write_text(json.dumps(settings))
+    with pytest.raises(DualencError, match="code of its own, which is not run"):
+        load_model(tmp_path)
+
+
+def test_missing_tokenizer(clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    ImageTextEncoder(config=clip, tokenizer=tokenizer).save(tmp_path)
+    for path in tmp_path.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(DualencError, match="its tokenizer does not load") as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
