@@ -97,6 +97,17 @@ def test_the_number_of_batches_is_known_beforehand(instant, tmp_path):
     assert BatchPlan(RandomBatches(24, 5), 24, tmp_path).num_batches(3) == 4
 
 
+def test_a_finished_selection_survives_in_the_state(instant, tmp_path):
+    first, second = (BatchPlan(SpectralBatches(24, 6, seed=1), 24, tmp_path) for _ in range(2))
+    first.start_epoch(0, 0, never)
+    observe(first, *embeddings(), step=4)
+    first.start_epoch(1, 4, never)
+    second.load_state_dict(first.state_dict())
+    reports = [plan.start_epoch(2, 8, never) for plan in (first, second)]
+    assert reports[0] == reports[1]
+    assert np.array_equal(first.batches(2), second.batches(2))
+
+
 def test_a_selector_without_embeddings_needs_no_table(tmp_path):
     plan = BatchPlan(RandomBatches(24, 6), 24, tmp_path)
     observe(plan, *embeddings(), step=1)
@@ -143,10 +154,18 @@ def die_with_selection(output: Path, at_batch: int) -> None:
     train_and_die(output, at_batch, {"batching": make_selector()})
 
 
-def test_a_run_killed_while_batches_are_selected_ends_the_same(tmp_path):
-    """4 batches per epoch: the selection starts after 4, its state is in the checkpoint of step 6."""
-    train(tmp_path / "whole", batching=make_selector())
-    assert run_and_die(die_with_selection, tmp_path / "broken", 8) == -signal.SIGKILL
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken") / "whole"
+    train(folder, batching=make_selector())
+    return folder
+
+
+@pytest.mark.parametrize("killed_at", [4, 8])
+def test_a_run_killed_before_or_while_batches_are_selected_ends_the_same(tmp_path, unbroken, killed_at):
+    """4 batches per epoch: half the embeddings are in the checkpoint of step 2, the selection in that of step 6."""
+    (tmp_path / "whole").symlink_to(unbroken)
+    assert run_and_die(die_with_selection, tmp_path / "broken", killed_at) == -signal.SIGKILL
     train(tmp_path / "broken", batching=make_selector(), resume=True)
     assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
     reports = [
