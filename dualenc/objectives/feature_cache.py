@@ -1,9 +1,9 @@
 """Remembered embeddings of a whole corpus, spread over ranks, and exact draws from the softmax over them.
 
-Items, numbered from 0, stand in blocks of neighbours; every rank holds a contiguous run of blocks. A draw is a Gumbel-max over
-blocks, each perturbed at the log of its sum (the maximum of the Gumbels of its items has just that law), followed by
-an inverse-CDF draw inside the winning block. So a rank meets its shard chunk by chunk, the random numbers per anchor
-are as many as blocks, and neither depends on how blocks are spread.
+Items, numbered from 0, stand in blocks of neighbours; every rank holds a contiguous run of blocks. A draw is a
+Gumbel-max over blocks, each perturbed at the log of its sum (the maximum of the Gumbels of its items has just that
+law), followed by an inverse-CDF draw inside the winning block. So a rank meets its shard chunk by chunk, an anchor
+needs as many random numbers as there are blocks, and neither depends on how the blocks are spread.
 """
 
 from __future__ import annotations

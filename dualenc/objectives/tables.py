@@ -38,7 +38,9 @@ class LogAverages(nn.Module):
         """
         log_values = log_values.detach()
         updated = self._blend(ids, log_values, rate)
-        all_ids, all_updated = distributed.gather(ids), distributed.gather(updated)
+        # A row without negatives gets its item's old average back, but has no say in the new one.
+        stored = torch.where(torch.isfinite(log_values), updated, torch.nan)
+        all_ids, all_updated = distributed.gather(ids), distributed.gather(stored)
         usable = torch.isfinite(all_updated)
         self._store_mean(all_ids[usable], all_updated[usable])
         return updated
