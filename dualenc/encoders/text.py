@@ -187,7 +187,8 @@ class _Base:
         self.tokenizer.model_input_names = accepted_inputs(self.backbone, self.tokenizer)
 
     def tower(self, prompt: str, pooling: Pooling | None, max_length: int | None) -> TextTower:
-        length = check_length(max_length or self.says.max_length, self.backbone, self.tokenizer)
+        wanted = self.says.max_length if max_length is None else max_length
+        length = check_length(wanted, self.backbone, self.tokenizer)
         prepare = TextPrepare(self.tokenizer, prompt, length)
         return TextTower(self.backbone, prepare, pooling or self.says.pooling or "mean")
 
