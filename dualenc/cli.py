@@ -6,6 +6,7 @@ A command's module is imported only when the command runs, so that help is insta
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Union
@@ -52,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     try:
         _dispatch([argument for argument in arguments if argument != "--debug"])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads, such as `head`, has enough; without this Python would complain when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("dualenc: interrupted", file=sys.stderr)
         return 130

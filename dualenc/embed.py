@@ -11,8 +11,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -23,14 +22,13 @@ from dualenc import distributed
 from dualenc.embedding_writer import EmbeddingWriter, Skipped, shard_ranges
 from dualenc.embeddings import Embeddings
 from dualenc.errors import BadSample, DualencError
+from dualenc.windows import Inputs, Window, Windows, by_length, one_ahead, take, text_window
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
-    from dualenc.encoders import Prepare, Tower
+    from dualenc.encoders import Tower
 
-Inputs = dict[str, Tensor]
 Output = Literal["embedding", "features"]
-TEXT_BATCHES_PER_WINDOW = 128
 
 
 def embed(
@@ -50,7 +48,9 @@ def embed(
 ) -> Embeddings:
     """Embed every item of a corpus with one tower.
 
-    Under `accelerate launch` each process takes its share of the shards; the result is that of one process.
+    Under `accelerate launch` each process takes its share of the shards; the result is that of one process (several
+    machines need a file system they share). A run resumes one with the same tower, options, ids and texts; images
+    are told apart by their ids alone.
 
     Args:
         tower: the side of a model to encode with; it works on the device where its weights are.
@@ -72,13 +72,15 @@ def embed(
 
     Raises:
         BadSample: an unusable item under on_error="raise".
-        DualencError: modalities differ, vectors are not finite, every item was skipped, or `out` holds
+        DualencError: modalities differ, a batch_size below 1, vectors that are not finite, every item skipped, or `out` holds
             something else.
     """
     if corpus.modality != tower.modality:
         raise DualencError(f"the data is {corpus.modality}, but this side of the model encodes {tower.modality}")
     if not len(corpus):
         raise DualencError("the data holds no items; give at least one to embed")
+    if batch_size < 1:
+        raise DualencError(f"batch_size is {batch_size}; give at least 1")
     encoder = _Encoder(tower, corpus, batch_size, output, autocast, num_workers, on_error)
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     if out is None:
@@ -110,34 +112,6 @@ def tower_checksum(tower: Tower) -> str:
     return digest.hexdigest()
 
 
-class _Window(NamedTuple):
-    """Consecutive rows, prepared: inputs of those that could be read, and why the others could not."""
-
-    inputs: Inputs | None
-    rows: int
-    skipped: Skipped
-
-
-class _Windows(torch.utils.data.Dataset):
-    """Reads and prepares window after window; picklable, so that DataLoader workers can do it."""
-
-    def __init__(self, corpus: Corpus, prepare: Prepare, ranges: Sequence[range]) -> None:
-        self.corpus, self.prepare, self.ranges = corpus, prepare, ranges
-
-    def __len__(self) -> int:
-        return len(self.ranges)
-
-    def __getitem__(self, number: int) -> _Window:
-        items, skipped = [], []
-        for row in self.ranges[number]:
-            try:
-                items.append(self.corpus[row])
-            except BadSample as error:
-                # A worker's exception would arrive as a traceback in one string; a message arrives as it is.
-                skipped.append((row, str(error)))
-        return _Window(self.prepare(items) if items else None, len(self.ranges[number]), skipped)
-
-
 class _Encoder:
     """Encodes ranges of rows of one corpus."""
 
@@ -156,7 +130,7 @@ class _Encoder:
         self.forward: Callable[[Inputs], Tensor] = tower.features if output == "features" else tower
         self.device = next(tower.parameters()).device
         self.autocast = getattr(torch, autocast) if autocast else None
-        self.window_rows = batch_size * (TEXT_BATCHES_PER_WINDOW if corpus.modality == "text" else 1)
+        self.window_rows = text_window(tower.prepare, batch_size) if corpus.modality == "text" else batch_size
         self.num_workers = _default_workers(corpus, batch_size) if num_workers is None else num_workers
 
     def shard(self, rows: range, bar: tqdm) -> tuple[np.ndarray, Skipped]:
@@ -173,10 +147,10 @@ class _Encoder:
                 bar.update(len(window.skipped))
         return torch.cat(parts).numpy() if parts else np.empty((0, self.dim), np.float32), skipped
 
-    def _prepared(self, ranges: list[range]) -> Iterator[_Window]:
-        windows = _Windows(self.corpus, self.tower.prepare, ranges)
+    def _prepared(self, ranges: list[range]) -> Iterator[Window]:
+        windows = Windows(self.corpus, self.tower.prepare, ranges)
         if not self.num_workers:
-            return _one_ahead(windows)
+            return one_ahead(windows)
         workers = min(self.num_workers, len(ranges))
         pin = self.device.type == "cuda"
         loader = torch.utils.data.DataLoader(windows, batch_size=None, num_workers=workers, pin_memory=pin)
@@ -191,14 +165,11 @@ class _Encoder:
     def _encode(self, inputs: Inputs, bar: tqdm) -> Tensor:
         """Encode prepared rows in batches of similar length; (rows, D) float32 on the CPU, in the rows' order."""
         num_rows = len(next(iter(inputs.values())))
-        order = _by_length(inputs, num_rows)
+        order = by_length(inputs, num_rows)
         parts = []
         for batch_rows in order.split(self.batch_size):
-            batch = {
-                name: value.to(self.device, non_blocking=True) for name, value in _take(inputs, batch_rows).items()
-            }
-            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-                parts.append(self.forward(batch).float())
+            batch = {name: value.to(self.device, non_blocking=True) for name, value in take(inputs, batch_rows).items()}
+            parts.append(self._forward(batch))
             bar.update(len(batch_rows))
         vectors = torch.cat(parts).cpu()
         if not torch.isfinite(vectors).all():
@@ -207,34 +178,12 @@ class _Encoder:
             )
         return vectors[torch.argsort(order)]
 
-
-def _by_length(inputs: Inputs, num_rows: int) -> Tensor:
-    """Row numbers, longest first; in order where inputs have no lengths. Longest first: memory runs out at once."""
-    mask = inputs.get("attention_mask")
-    if mask is None:
-        return torch.arange(num_rows)
-    return torch.argsort(mask.sum(dim=1), descending=True, stable=True)
-
-
-def _take(inputs: Inputs, rows: Tensor) -> Inputs:
-    """Some rows of prepared inputs, without the columns that are padding in all of them."""
-    mask = inputs.get("attention_mask")
-    if mask is None:
-        return {name: value[rows] for name, value in inputs.items()}
-    columns = torch.nonzero(mask[rows].any(dim=0)).reshape(-1).tolist()
-    used = slice(columns[0], columns[-1] + 1) if columns else slice(None)
-    return {name: value[rows, used] if value.shape == mask.shape else value[rows] for name, value in inputs.items()}
-
-
-def _one_ahead(windows: _Windows) -> Iterator[_Window]:
-    """The windows in order, each prepared in a thread while the one before is encoded."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        coming = thread.submit(windows.__getitem__, 0)
-        for number in range(len(windows)):
-            window = coming.result()
-            if number + 1 < len(windows):
-                coming = thread.submit(windows.__getitem__, number + 1)
-            yield window
+    def _forward(self, batch: Inputs) -> Tensor:
+        try:
+            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+                return self.forward(batch).float()
+        except torch.OutOfMemoryError:
+            raise DualencError(f"out of memory with batch_size={self.batch_size}; give a smaller one") from None
 
 
 def _default_workers(corpus: Corpus, batch_size: int) -> int:

@@ -129,3 +129,12 @@ def test_as_a_module_and_as_a_script() -> None:
         done = subprocess.run([*start, "nonsense"], capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr == "dualenc: error: dualenc has no command 'nonsense'; see dualenc --help\n"
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "dualenc"], stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert done.returncode == 0
+    assert done.stderr == b""

@@ -274,6 +274,11 @@ def test_the_wrong_side_of_a_model() -> None:
         embed(LetterTower(), images(), progress=False)
 
 
+def test_a_batch_of_nothing() -> None:
+    with pytest.raises(DualencError, match="batch_size is 0"):
+        embed(LetterTower(), corpus(), batch_size=0)
+
+
 def test_an_empty_corpus() -> None:
     with pytest.raises(DualencError, match="no items"):
         embed(LetterTower(), Corpus([], []), progress=False)
@@ -286,6 +291,15 @@ def test_a_model_with_broken_weights(tmp_path: Path) -> None:
         embed(tower, corpus(), tmp_path / "emb", progress=False)
     with pytest.raises(DualencError, match="not finished"):
         Embeddings.open(tmp_path / "emb")
+
+
+def test_out_of_memory_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: LetterTower, inputs: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.\nAnd more")
+
+    monkeypatch.setattr(LetterTower, "forward", forward)
+    with pytest.raises(DualencError, match=r"^out of memory with batch_size=32; give a smaller one$"):
+        embed(LetterTower(), corpus(), progress=False)
 
 
 def test_minilm_agrees_with_sentence_transformers(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def read_texts(data: str | None, count: int) -> dict[str, list[str]]:
     from dualenc.quickstart.docstrings import read_docstrings
 
     docstrings = read_docstrings(count)
-    return {"summaries": [d.summary for d in docstrings], "documents": [d.document for d in docstrings]}
+    return {"summaries": [d.summary for d in docstrings], "documents": [f"{d.name}: {d.rest}" for d in docstrings]}
 
 
 def seconds(run: Callable[[], Any]) -> tuple[float, Any]:
