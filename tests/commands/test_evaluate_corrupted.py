@@ -145,6 +145,15 @@ def test_two_processes_find_what_one_finds(model: Path, data: Path, tmp_path: Pa
     assert metrics_of(tmp_path / "two") == metrics_of(tmp_path / "one")
 
 
+def test_real_images_of_64_pixels(shared_data: Path, tmp_path: Path) -> None:
+    save_image_model(tmp_path / "model", image_size=64)
+    given = (tmp_path / "model", shared_data / "tiny_imagenet100", "--split", "val", "--limit", "3")
+    assert evaluate(*given, "--out", tmp_path / "out") == 0
+    found = metrics_of(tmp_path / "out")
+    assert sum("/" in name for name in found["corrupted"]) == 19
+    assert found["plain"]["images"] == 3
+
+
 def test_mistakes_are_one_line(
     model: Path, data: Path, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

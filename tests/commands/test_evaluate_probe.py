@@ -124,3 +124,10 @@ def test_mistakes_are_one_line(
     shutil.rmtree(only / "green")
     assert "all training images have the label 0" in failure(capsys, model, only, "--out", tmp_path / "other")
     assert not (out / "metrics.json").exists()
+
+
+def test_real_images_of_ten_classes(model: Path, shared_data: Path, tmp_path: Path) -> None:
+    words = (model, shared_data / "cifar10", "--limit", "60", "--train-limit", "200", "--shots", "5")
+    assert evaluate(*words, "--out", tmp_path / "out") == 0
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert (metrics["train_images"], metrics["test_images"]) == (200, 60)
