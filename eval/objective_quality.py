@@ -27,7 +27,7 @@ from dualenc.encoders import DualEncoder, ImageEncoder, TextEncoder, train_token
 from dualenc.evaluation.tables import Table, print_table
 from dualenc.files import write_json
 from dualenc.objectives import DCL, EMC2, HCL, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
-from dualenc.training import Trainer
+from dualenc.training.trainer import Trainer
 from dualenc.training.evaluators import Evaluator, KNNEvaluator, RetrievalEvaluator
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
