@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,18 +11,12 @@ import pytest
 import torch
 
 from dualenc.batching import RandomBatches, batch_losses
+from tests.batching.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def theory() -> ModuleType:
-    path = Path(__file__).parents[2] / "eval" / "minibatch_theory.py"
-    spec = importlib.util.spec_from_file_location("minibatch_theory", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["minibatch_theory"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("minibatch_theory.py")
 
 
 def test_the_loss_is_twice_that_of_the_package(theory: ModuleType) -> None:
