@@ -7,6 +7,7 @@ against all candidates of the global batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -86,19 +87,21 @@ class Anchors:
         self.logits = (self.similarities / self.temperature).masked_fill(~self.allowed, -torch.inf)
         self.num_negatives = self.allowed.sum(dim=1)
 
-    def is_negative(self, ids: Tensor) -> Tensor:
-        """(A, n) or (A, 1): whether items outside the batch, ids (n,) or one per anchor (A, 1), are negatives."""
-        ids = ids if ids.dim() == 2 else ids[None, :]
-        return ~(ids[:, :, None] == self.positive_ids[:, None, :]).any(dim=2)
-
+    @cached_property
     def known_positives(self) -> Tensor:
-        """(A, K) distinct ids that are no negatives: listed, or masked in the batch; padded with -1."""
-        masked = torch.where(self.allowed, PADDING, self.candidate_ids[None, :])
+        """(A, K) distinct ids that are no negatives: listed, or excluded in the batch; padded with -1."""
+        excluded = torch.where(self.allowed, PADDING, self.candidate_ids[None, :])
         width = int((~self.allowed).sum(dim=1).max()) if self.allowed.numel() else 0
-        ids = torch.cat([self.positive_ids, masked.topk(width, dim=1).values], dim=1).sort(dim=1).values
+        ids = torch.cat([self.positive_ids, excluded.topk(width, dim=1).values], dim=1).sort(dim=1).values
         repeated = torch.zeros_like(ids, dtype=torch.bool)
         repeated[:, 1:] = ids[:, 1:] == ids[:, :-1]
         return ids.masked_fill(repeated, PADDING)
+
+    def is_negative(self, ids: Tensor) -> Tensor:
+        """Whether any items are negatives: shared ones, ids (n,) -> (A, n), or one per anchor, (A, 1) -> (A, 1)."""
+        if ids.dim() == 1:
+            return ~_listed(self.known_positives, ids)
+        return ~(ids[:, :, None] == self.known_positives[:, None, :]).any(dim=2)
 
     def outside_logits(self, embeddings: Tensor) -> Tensor:
         """s/τ of items outside the batch: shared ones (n, D) -> (A, n), or one per anchor (A, 1, D) -> (A, 1)."""
@@ -136,7 +139,7 @@ def pair_anchors(batch: Batch, temperature: Tensor) -> list[Anchors]:
 
     def direction(side: Side, embeddings: Tensor, ids: Tensor, positive_ids: Tensor, mined: bool) -> Anchors:
         candidates, candidate_ids = (right, right_id) if side == "left" else (left, left_id)
-        excluded = same_left | same_right | _listed(positive_ids, candidate_ids)
+        excluded = _all_copies(same_left | same_right, candidate_ids) | _listed(positive_ids, candidate_ids)
         if mined and len(negative_id):
             candidates = torch.cat([candidates, negatives])
             candidate_ids = torch.cat([candidate_ids, negative_id])
@@ -204,6 +207,15 @@ def _listed(listed_ids: Tensor, candidate_ids: Tensor) -> Tensor:
     for column in listed_ids.unbind(dim=1):
         listed |= column[:, None] == candidate_ids[None, :]
     return listed
+
+
+def _all_copies(excluded: Tensor, candidate_ids: Tensor) -> Tensor:
+    """(A, C): whether the candidate, or another one of the same id, is excluded: positives go by identity."""
+    items, place = torch.unique(candidate_ids, return_inverse=True)
+    if len(items) == len(candidate_ids):
+        return excluded
+    hits = torch.zeros(len(excluded), len(items), device=excluded.device).index_add_(1, place, excluded.float())
+    return (hits > 0)[:, place]
 
 
 def _own_rows(local_ids: Tensor) -> tuple[Tensor, int]:

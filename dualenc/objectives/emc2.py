@@ -72,7 +72,7 @@ class EMC2(Objective):
         assert encode is not None
         chains = self.left_chains if anchors.side == "left" else self.right_chains
         items, allowed = self._proposed(anchors)
-        state, column = self._states(chains.state[anchors.ids], anchors, items, allowed)
+        state, column = self._states(chains.state[anchors.ids], anchors, items)
         away = (state != NO_STATE) & (column < 0)
         now = (away & self.encodes_every_state).nonzero()[:, 0]
         similarities, outside = self._similarities(anchors, items, state, now, encode)
@@ -98,15 +98,13 @@ class EMC2(Objective):
             items = torch.cat([2 * items, 2 * items + 1])
         return items, anchors.is_negative(ids_of(items, self.views))
 
-    def _states(self, state: Tensor, anchors: Anchors, items: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    def _states(self, state: Tensor, anchors: Anchors, items: Tensor) -> tuple[Tensor, Tensor]:
         """(A,) the states, -1 where the item is no negative of this anchor, and (A,) their columns, -1 for none."""
         if self.moves_images:
             state, items = left_view(state), left_view(items)
-        column = find(items, state)
-        barred = (column >= 0) & ~at(allowed, column.clamp(min=0))
         negative = anchors.is_negative(ids_of(state, self.views)[:, None])[:, 0]
-        state = torch.where(negative & ~barred, state, NO_STATE)
-        return state, torch.where(state == NO_STATE, -1, column)
+        state = torch.where(negative, state, NO_STATE)
+        return state, find(items, state)
 
     def _similarities(
         self, anchors: Anchors, items: Tensor, state: Tensor, rows: Tensor, encode: Encode

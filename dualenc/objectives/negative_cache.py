@@ -76,7 +76,7 @@ class NegativeCache(Objective):
         rows = distributed.gather(anchors.rows)
         start = sum(distributed.rank_sizes(len(anchors.rows), rows.device)[: distributed.rank()])
         embeddings = distributed.gather(anchors.embeddings)
-        barred = _gather_padded(items_of(anchors.known_positives(), self.views))
+        barred = _gather_padded(items_of(anchors.known_positives, self.views))
         query = Query(embeddings, barred, anchors.temperature)
         uniform = self.random.uniform(cache.num_blocks + 1, anchors.num_global, like=embeddings)[:, rows]
         items, log_mean = cache.draw(query, gumbels=-(-uniform[1:].log()).log(), uniform=uniform[0])

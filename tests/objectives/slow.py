@@ -97,9 +97,8 @@ def _others(views: list[Tensor], ids: list[int], anchor: int) -> list[Tensor]:
 
 def _is_negative(case: Case, query: int, document: int) -> bool:
     """Whether the right item of pair `document` is a negative of the left item of pair `query`."""
-    if case.left_id[query] == case.left_id[document] or case.right_id[query] == case.right_id[document]:
-        return False
-    return (case.left_id[query], case.right_id[document]) not in case.relevant
+    positives = case.relevant | set(zip(case.left_id, case.right_id))
+    return (case.left_id[query], case.right_id[document]) not in positives
 
 
 def mean_loss(case: Case, anchor_loss: Callable[[Row], Tensor]) -> Tensor:

@@ -1,0 +1,211 @@
+"""EMC² once more: chains as Python loops over single anchors and proposals, from Algorithm 1 and the i-SIR law."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dualenc.objectives.random import SharedRandom
+from tests.objectives.slow import Case
+
+NUM_ITEMS = 20
+
+
+@dataclass
+class Corpus:
+    """An embedding per item and side: what `encode` looks up, with gradient, and what it was asked for."""
+
+    left: Tensor
+    right: Tensor
+    asked: list[tuple[str, int]] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, seed: int, num_items: int = NUM_ITEMS) -> Corpus:
+        draw = torch.Generator().manual_seed(seed)
+        tables = torch.randn(2, num_items, 5, generator=draw, dtype=torch.float64)
+        return cls(*(torch.nn.functional.normalize(table, dim=1).requires_grad_() for table in tables))
+
+    def encode(self, side: str, ids: Tensor) -> Tensor:
+        self.asked.extend((side, int(i)) for i in ids)
+        return (self.left if side == "left" else self.right)[ids]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A corpus item: side and id; with views the side is the view."""
+
+    side: str
+    id: int
+
+
+Proposal = tuple[Item, Tensor, bool]
+
+
+@dataclass
+class Chain:
+    item: Item
+    score: float
+
+
+@dataclass
+class SlowEMC2:
+    """The same arguments and the same random numbers as the criterion under test."""
+
+    temperature: float
+    kernel: str
+    score: str
+    proposals: str | int
+    burn_in: float
+    random: SharedRandom
+    chains: dict[tuple[str, int], Chain] = field(default_factory=dict)
+
+    def surrogate(self, case: Case, corpus: Corpus) -> Tensor:
+        """The scalar whose gradient is the objective's; moves the chains."""
+        sides = ["views"] if case.views else ["left", "right"]
+        return torch.stack([self._direction(case, corpus, side) for side in sides]).mean()
+
+    def _direction(self, case: Case, corpus: Corpus, side: str) -> Tensor:
+        anchors = _anchors(case, side)
+        columns = self._columns(case, corpus, side)
+        count = len(columns)
+        moves = {}
+        losses = []
+        if self.kernel == "isir":
+            uniform = self.random.uniform(len(anchors), like=case.left)
+        else:
+            uniform = self.random.uniform(len(anchors), count, like=case.left)
+            order = self.random.permutation(count, device=torch.device("cpu")).tolist()
+        for row, anchor in enumerate(anchors):
+            key = ("left" if side == "views" else side, anchor.id)
+            chain = self.chains.get(key)
+            if chain is not None and _barred(case, anchor, chain.item):
+                chain = None
+            negatives = [(item, anchor.vector @ vector, not _barred(case, anchor, item)) for item, vector in columns]
+            if self.kernel == "isir":
+                terms, chain = self._isir(negatives, chain, anchor, corpus, float(uniform[row]))
+            else:
+                among = None if chain is None else next((s for i, s, _ in negatives if i == chain.item), None)
+                ordered = [negatives[j] for j in order]
+                terms, chain = self._mh(ordered, chain, among, anchor, corpus, uniform[row].tolist())
+            if chain is not None:
+                moves.setdefault(key, chain)
+            losses.append((sum(w * s for w, s in terms) - anchor.positive) / self.temperature)
+        self.chains.update(moves)
+        return torch.stack(losses).mean()
+
+    def _columns(self, case: Case, corpus: Corpus, side: str) -> list[tuple[Item, Tensor]]:
+        if self.proposals == "batch":
+            return _batch(case, side)
+        views, isir = case.views, self.kernel == "isir"
+        high = 2 * NUM_ITEMS if views and not isir else NUM_ITEMS
+        drawn = self.random.integers(high, int(self.proposals), device=torch.device("cpu")).tolist()
+        if views and isir:
+            items = [Item(view, i) for view in ("left", "right") for i in drawn]
+        elif views:
+            items = [Item("left" if i % 2 == 0 else "right", i // 2) for i in drawn]
+        else:
+            items = [Item("right" if side == "left" else "left", i) for i in drawn]
+        return [(item, corpus.encode(item.side, torch.tensor([item.id]))[0]) for item in items]
+
+    def _mh(
+        self,
+        proposals: list[Proposal],
+        chain: Chain | None,
+        among: Tensor | None,
+        anchor: Anchor,
+        corpus: Corpus,
+        uniform: list[float],
+    ) -> tuple[list[tuple[float, Tensor]], Chain | None]:
+        """Algorithm 1 for one anchor; `among` is the similarity of the state where it is itself a proposal."""
+        score = -math.inf
+        if chain is not None:
+            score = chain.score
+            if self.score == "fresh":
+                score = float((anchor.vector @ _vector(corpus, chain.item)) if among is None else among)
+        current: tuple[Item, Tensor | None] | None = None if chain is None else (chain.item, among)
+        num_valid = sum(allowed for _, _, allowed in proposals)
+        burn_in, step, visits = int(self.burn_in * num_valid + 1e-9), 0, []
+        for (item, similarity, allowed), u in zip(proposals, uniform):
+            if not allowed:
+                continue
+            if math.log(u) < (float(similarity) - score) / self.temperature:
+                current, score = (item, similarity), float(similarity)
+            step += 1
+            if step > burn_in:
+                visits.append(current)
+        if not num_valid and current is not None:
+            visits = [current]
+        terms = []
+        for item, similarity in visits:
+            vector = anchor.vector @ _vector(corpus, item) if similarity is None else similarity
+            terms.append((1 / len(visits), vector))
+        return terms, None if current is None else Chain(current[0], score)
+
+    def _isir(
+        self, proposals: list[Proposal], chain: Chain | None, anchor: Anchor, corpus: Corpus, uniform: float
+    ) -> tuple[list[tuple[float, Tensor]], Chain | None]:
+        """Softmax over state and proposals for one anchor, every item once."""
+        copies = {i: sum(j == i for j, _, _ in proposals) for i, _, _ in proposals}
+        weighted = [(i, s, math.exp(float(s) / self.temperature) / copies[i]) for i, s, allowed in proposals if allowed]
+        if chain is not None and not any(i.id == chain.item.id for i, _, _ in proposals):
+            sides = ("left", "right") if anchor.views else (chain.item.side,)
+            for item in (Item(side, chain.item.id) for side in sides):
+                similarity = anchor.vector @ _vector(corpus, item)
+                weighted.append((item, similarity, math.exp(float(similarity) / self.temperature)))
+        total = sum(w for _, _, w in weighted)
+        if not weighted:
+            return [], None
+        threshold = uniform * total
+        drawn, summed = 0, weighted[0][2]
+        while summed < threshold:
+            drawn += 1
+            summed += weighted[drawn][2]
+        return [(w / total, s) for _, s, w in weighted], Chain(weighted[drawn][0], 0.0)
+
+
+@dataclass
+class Anchor:
+    vector: Tensor
+    positive: Tensor
+    id: int
+    partner: int
+    row: int
+    side: str
+    views: bool
+
+
+def _vector(corpus: Corpus, item: Item) -> Tensor:
+    return corpus.encode(item.side, torch.tensor([item.id]))[0]
+
+
+def _anchors(case: Case, side: str) -> list[Anchor]:
+    size = len(case.left_id)
+    positive = [case.left[i] @ case.right[i] for i in range(size)]
+    own = {"left": (case.left, case.left_id, case.right_id), "right": (case.right, case.right_id, case.left_id)}
+    if side != "views":
+        vectors, ids, partners = own[side]
+        return [Anchor(vectors[i], positive[i], ids[i], partners[i], i, side, False) for i in range(size)]
+    return [
+        Anchor(own[view][0][i], positive[i], case.left_id[i], case.left_id[i], i, view, True)
+        for view in ("left", "right")
+        for i in range(size)
+    ]
+
+
+def _batch(case: Case, side: str) -> list[tuple[Item, Tensor]]:
+    left = [(Item("left", i), v) for i, v in zip(case.left_id, case.left)]
+    right = [(Item("right", i), v) for i, v in zip(case.right_id, case.right)]
+    return left + right if side == "views" else right if side == "left" else left
+
+
+def _barred(case: Case, anchor: Anchor, item: Item) -> bool:
+    """Whether the item is a positive of the anchor: its partner, listed, or paired with it in the batch."""
+    if anchor.views:
+        return item.id == anchor.id
+    if item.id == anchor.partner:
+        return True
+    pairs = set(zip(case.left_id, case.right_id)) | case.relevant
+    return ((anchor.id, item.id) if anchor.side == "left" else (item.id, anchor.id)) in pairs
