@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dualenc.encoders.batchnorm import frozen_batchnorm
 from dualenc.encoders.dual import DualEncoder
-from dualenc.training.loader import Inputs, Side
+from dualenc.training.inputs import Inputs
+from dualenc.training.loader import Side
 
 Autocast = Callable[[], AbstractContextManager[None]]
 

@@ -21,16 +21,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.training.encoding import Autocast, forward, no_rows, to_device
-from dualenc.training.loader import Inputs, Side
+from dualenc.training.inputs import Inputs, chunk_rows, take
+from dualenc.training.loader import Side
 
 
 @dataclass
 class _Recorded:
-    """What is needed to encode n items once more: the inputs, the random state before each chunk, the leaves."""
+    """What is needed to encode n items once more: inputs, rows and random state of each chunk, the leaves."""
 
     side: Side
     inputs: Inputs
     frozen: bool
+    chunks: list[Tensor]
     random_states: list[list[Tensor]]
     leaves: Tensor
 
@@ -62,15 +64,17 @@ class CachedEncoding:
     def encode(self, side: Side, inputs: Inputs, frozen: bool = False) -> Tensor:
         if not inputs:
             return no_rows(self.model)
+        chunks = chunk_rows(inputs, self.chunk_size)
         random_states, parts = [], []
         with torch.no_grad():
-            for chunk in self._chunks(inputs):
+            for rows in chunks:
                 random_states.append(_random_state(self.device))
-                parts.append(forward(self.model, side, to_device(chunk, self.device), self.autocast, frozen))
-        embeddings = torch.cat(parts)
+                parts.append(self._forward(side, inputs, rows, frozen))
+            order = torch.cat(chunks).to(self.device)
+            embeddings = torch.empty_like(encoded := torch.cat(parts)).index_copy_(0, order, encoded)
         if torch.is_grad_enabled():
             embeddings.requires_grad_()
-            self._recorded.append(_Recorded(side, inputs, frozen, random_states, embeddings))
+            self._recorded.append(_Recorded(side, inputs, frozen, chunks, random_states, embeddings))
         return embeddings
 
     def backward(self, loss: Tensor) -> None:
@@ -83,18 +87,14 @@ class CachedEncoding:
                     self._replay(record, record.leaves.grad)
 
     def _replay(self, record: _Recorded, gradient: Tensor) -> None:
-        parts = gradient.split(self.chunk_size)
-        for chunk, part, state in zip(self._chunks(record.inputs), parts, record.random_states, strict=True):
+        for rows, state in zip(record.chunks, record.random_states, strict=True):
             _set_random_state(state, self.device)
-            inputs = to_device(chunk, self.device)
-            embeddings = forward(self.model, record.side, inputs, self.autocast, record.frozen)
+            embeddings = self._forward(record.side, record.inputs, rows, record.frozen)
             if embeddings.requires_grad:  # not so for a tower whose weights are all fixed
-                torch.autograd.backward(embeddings, part)
+                torch.autograd.backward(embeddings, gradient[rows.to(self.device)])
 
-    def _chunks(self, inputs: Inputs) -> Iterator[Inputs]:
-        total = len(next(iter(inputs.values())))
-        for start in range(0, total, self.chunk_size):
-            yield {name: tensor[start : start + self.chunk_size] for name, tensor in inputs.items()}
+    def _forward(self, side: Side, inputs: Inputs, rows: Tensor, frozen: bool) -> Tensor:
+        return forward(self.model, side, to_device(take(inputs, rows), self.device), self.autocast, frozen)
 
 
 @contextmanager

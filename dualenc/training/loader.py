@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from dualenc import distributed
 from dualenc.data.pairs import Pair, PairDataset
 from dualenc.errors import BadSample, DualencError
+from dualenc.training.inputs import Inputs
 from dualenc.training.seeds import augmentation_seeds
 
-Inputs = dict[str, Tensor]
 PrepareItems = Callable[..., Inputs]
 OnError = Literal["skip", "raise"]
 Side = Literal["left", "right"]

@@ -107,6 +107,7 @@ class Loop:
         }
         for name, part in parts.items():
             part.load_state_dict(state[name])
+        self.update.objective.to(self.update.device)  # a table whose size only the checkpoint knows comes from the CPU
         if self.update.accelerator.scaler is not None:
             self.update.accelerator.scaler.load_state_dict(state["scaler"])
         self.bad = dict(state["bad"])
@@ -130,6 +131,10 @@ class Loop:
         report = self.plan.start_epoch(self.epoch, self.steps, self._fresh_pass, last)
         if report:
             self.log.write(self.steps, {f"selection/{name}": value for name, value in report.items()})
+            self.log.say(
+                f"epoch {self.epoch + 1}: batches selected in {report['seconds']:.1f} s from embeddings "
+                f"{report['staleness']:.0f} steps old; loss {report['loss']:.3f}, random {report['random_loss']:.3f}"
+            )
 
     def _fresh_pass(self) -> tuple[np.ndarray, np.ndarray]:
         return fresh_embeddings(self.update, self.loader)

@@ -153,6 +153,8 @@ class Trainer:
         if self.batch_size > len(pairs):
             raise DualencError(f"batch_size is {self.batch_size} but there are {len(pairs)} pairs; make it smaller")
         batching = batching or RandomBatches(len(pairs), self.batch_size, seed=self.seed)
+        _check_equal("batch_size", self.batch_size, batching.batch_size, "the trainer", "batching")
+        _check_equal("num_pairs", len(pairs), batching.num_pairs, "the data", "batching")
         accelerator = process.start(self.mixed_precision, self._trackers(), Path(self.output))
         run_folder.claim(self.output, resume=resume, overwrite=self.overwrite)
         with process.deterministic_algorithms(self.deterministic, accelerator.device):
@@ -281,6 +283,11 @@ class Trainer:
             loop.log.say(f"{loop.checkpoints.folder}: no checkpoint to resume from; starting at step 0")
         loop.log.restart_at(0)
         return False
+
+
+def _check_equal(name: str, ours: int, theirs: int, we: str, they: str) -> None:
+    if ours != theirs:
+        raise DualencError(f"{name} is {ours} for {we} but {theirs} for {they}; give both the same")
 
 
 def _counts(pairs: PairDataset, side: str) -> torch.Tensor:

@@ -147,3 +147,31 @@ def test_impossible_settings_are_refused():
     model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(TinyEncoder(batchnorm=True))
     with pytest.raises(DualencError, match="SyncBatchNorm"):
         CachedEncoding(model, CPU, chunk_size=4)
+
+
+def test_texts_of_different_length_keep_their_places():
+    """A transformer in float64 over padded texts, chunks of like length: order and gradient stay."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+
+    class TextTower(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bert = BertModel(config)
+
+        def forward(self, inputs):
+            return torch.nn.functional.normalize(self.bert(**inputs).last_hidden_state[:, 0], dim=-1)
+
+    model = TinyEncoder(shared=True).train()
+    model.left = TextTower().double()
+    object.__setattr__(model, "right", model.left)
+    lengths = torch.tensor([3, 9, 1, 5, 7, 2, 8, 4, 6, 9, 1])
+    mask = (torch.arange(9)[None] < lengths[:, None]).long()
+    ids = torch.randint(1, 20, mask.shape, generator=torch.Generator().manual_seed(0)) * mask
+    texts = [{"input_ids": ids, "attention_mask": mask}, {"input_ids": ids.flip(0), "attention_mask": mask.flip(0)}]
+    plain_loss, plain = run(PlainEncoding(model, CPU), model, texts)
+    cached_loss, cached = run(CachedEncoding(model, CPU, chunk_size=3), model, texts)
+    assert torch.allclose(plain_loss, cached_loss, rtol=1e-12)
+    assert close(plain, cached)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from dualenc.batching import RandomBatches
 from dualenc.errors import DualencError
 from dualenc.objectives.infonce import InfoNCE
 from dualenc.training.run_log import read_metrics
@@ -34,6 +35,7 @@ class Given:
 
     def __init__(self, batches):
         self.batches, self.num_batches = batches, len(batches)
+        self.num_pairs, self.batch_size = batches.size, batches.shape[1]
 
     def select(self, epoch, left=None, right=None):
         return self.batches
@@ -191,6 +193,13 @@ def test_mistakes_are_told_in_one_line(tmp_path, changes, message):
         train(tmp_path, **changes)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_batching_and_trainer_must_agree(tmp_path):
+    with pytest.raises(DualencError, match="batch_size is 6 for the trainer but 8 for batching"):
+        train(tmp_path, batching=RandomBatches(24, 8))
+    with pytest.raises(DualencError, match="num_pairs is 24 for the data but 30 for batching"):
+        train(tmp_path, batching=RandomBatches(30, 6))
 
 
 def test_batchnorm_with_chunks_warns_in_one_line(tmp_path):
