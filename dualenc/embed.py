@@ -72,8 +72,8 @@ def embed(
 
     Raises:
         BadSample: an unusable item under on_error="raise".
-        DualencError: modalities differ, a batch_size below 1, vectors that are not finite, every item skipped, or `out` holds
-            something else.
+        DualencError: modalities differ, a batch_size below 1, vectors that are not finite, every item skipped, or
+            `out` holds something else.
     """
     if corpus.modality != tower.modality:
         raise DualencError(f"the data is {corpus.modality}, but this side of the model encodes {tower.modality}")
@@ -84,21 +84,8 @@ def embed(
     encoder = _Encoder(tower, corpus, batch_size, output, autocast, num_workers, on_error)
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     if out is None:
-        return _in_memory(
-            encoder, corpus, dtype, {**notes, **(identity or {}), "dim": encoder.dim, "output": output}, progress
-        )
-    identity = {
-        "output": output,
-        **(identity or {}),
-        "model_checksum": tower_checksum(tower),
-        "data_checksum": distributed.broadcast_object(_data_checksum(corpus) if distributed.is_main() else ""),
-    }
-    writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes)
-    missing = writer.missing()
-    with _bar([writer.ranges[number] for number in missing], progress) as bar:
-        for number in missing:
-            writer.write(number, *encoder.shard(writer.ranges[number], bar))
-    return writer.finish(corpus.text if corpus.modality == "text" else None)
+        return _in_memory(encoder, {**notes, **(identity or {})}, dtype, progress)
+    return _on_disk(encoder, out, identity or {}, notes, dtype, progress)
 
 
 def tower_checksum(tower: Tower) -> str:
@@ -126,6 +113,7 @@ class _Encoder:
         on_error: str,
     ) -> None:
         self.tower, self.corpus, self.batch_size, self.on_error = tower, corpus, batch_size, on_error
+        self.output = output
         self.dim = tower.feature_dim if output == "features" else tower.dim
         self.forward: Callable[[Inputs], Tensor] = tower.features if output == "features" else tower
         self.device = next(tower.parameters()).device
@@ -207,8 +195,33 @@ def _bar(ranges: Sequence[range], progress: bool) -> tqdm:
     return tqdm(total=total, desc="embed", unit=" items", disable=not (progress and total and distributed.is_main()))
 
 
-def _in_memory(encoder: _Encoder, corpus: Corpus, dtype: str, meta: dict[str, Any], progress: bool) -> Embeddings:
+def _on_disk(
+    encoder: _Encoder,
+    out: str | os.PathLike[str],
+    identity: dict[str, Any],
+    notes: dict[str, Any],
+    dtype: str,
+    progress: bool,
+) -> Embeddings:
+    """Encode what is missing in a folder; each process takes its share of the shards."""
+    corpus = encoder.corpus
+    identity = {
+        **identity,
+        "output": encoder.output,
+        "model_checksum": tower_checksum(encoder.tower),
+        "data_checksum": distributed.broadcast_object(_data_checksum(corpus) if distributed.is_main() else ""),
+    }
+    writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes)
+    missing = writer.missing()
+    with _bar([writer.ranges[number] for number in missing], progress) as bar:
+        for number in missing:
+            writer.write(number, *encoder.shard(writer.ranges[number], bar))
+    return writer.finish(corpus.text if corpus.modality == "text" else None)
+
+
+def _in_memory(encoder: _Encoder, meta: dict[str, Any], dtype: str, progress: bool) -> Embeddings:
     """Encode every shard's rows without a folder; each process takes its share and gets the whole."""
+    corpus = encoder.corpus
     ranges = shard_ranges(len(corpus))
     own = range(distributed.rank(), len(ranges), distributed.world_size())
     with _bar([ranges[number] for number in own], progress) as bar:
@@ -221,7 +234,14 @@ def _in_memory(encoder: _Encoder, corpus: Corpus, dtype: str, meta: dict[str, An
     bad = {row for row, _ in skipped}
     ids = [name for row, name in enumerate(corpus.ids) if row not in bad]
     first = [{"id": corpus.ids[row], "reason": reason} for row, reason in skipped[:100]]
-    meta = {**meta, "dtype": dtype, "skipped": len(skipped), "first_skipped": first}
+    meta = {
+        **meta,
+        "output": encoder.output,
+        "dim": encoder.dim,
+        "dtype": dtype,
+        "skipped": len(skipped),
+        "first_skipped": first,
+    }
     return Embeddings(ids, vectors.astype(dtype, copy=False), meta)
 
 

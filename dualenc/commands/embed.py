@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from dualenc.commands.source import open_side, recorded_name
 
 if TYPE_CHECKING:
     from dualenc.embeddings import Embeddings
@@ -17,7 +19,6 @@ def embed(
     side: Literal["left", "right"] | None = None,
     split: str = "train",
     text_column: str | None = None,
-    title_column: str | None = None,
     image_column: str | None = None,
     id_column: str | None = None,
     limit: int | None = None,
@@ -31,18 +32,15 @@ def embed(
 ) -> None:
     """Embed a corpus with one side of a model, into a folder that numpy reads.
 
-    An interrupted run goes on where it stopped when the same command is given again. Under `accelerate launch -m
-    dualenc embed …` the processes share the work.
+    The same command again resumes an interrupted run; processes of `accelerate launch -m dualenc embed …` share it.
 
     Args:
         model: model folder or name.
         data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, or data set by hub name.
         out: folder to write: shard-*.npy, ids.txt, snippets.jsonl, meta.json.
-        side: left (queries, or images of an image-text model) or right (documents, or texts); by default documents,
-            or whatever the data holds.
+        side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
         split: of a data set that has several.
         text_column: column with the texts, where it has no usual name.
-        title_column: column joined in front of the text.
         image_column: column with the images, where it has no usual name.
         id_column: column with the ids; by default _id or id, or else row numbers.
         limit: only the first rows of a table.
@@ -54,47 +52,29 @@ def embed(
         on_error: skip (and count) bad samples, or raise at the first one.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
-    from dualenc import distributed
     from dualenc.commands.evaluation import start_processes
-    from dualenc.commands.source import open_side, recorded_name
     from dualenc.embed import embed as embed_corpus
     from dualenc.encoders import load_model
 
     encoder = load_model(model, device=str(start_processes(device)))
-    chosen, corpus = open_side(
-        encoder,
-        data,
-        side,
-        split=split,
-        text_column=text_column,
-        title_column=title_column,
-        image_column=image_column,
-        id_column=id_column,
-        limit=limit,
-        on_error=on_error,
-    )
-    embeddings = embed_corpus(
-        encoder.tower(chosen),
-        corpus,
-        out,
-        batch_size=batch_size,
-        dtype=dtype,
-        output=output,
-        autocast=autocast,
-        num_workers=num_workers,
-        on_error=on_error,
-        identity={"side": chosen},
-        notes={"model": recorded_name(model), "kind": encoder.kind, "data": data},
-    )
-    if distributed.is_main():
-        report_skipped(embeddings)
-        print(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({chosen} side) → {out}")
+    columns = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
+    side, corpus = open_side(encoder, data, side, split=split, limit=limit, on_error=on_error, **columns)
+    how: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "output": output, "autocast": autocast}
+    how |= {"num_workers": num_workers, "on_error": on_error}
+    notes = {"model": recorded_name(model), "kind": encoder.kind, "data": data}
+    embeddings = embed_corpus(encoder.tower(side), corpus, out, **how, identity={"side": side}, notes=notes)
+    report(embeddings, out)
 
 
-def report_skipped(embeddings: Embeddings) -> None:
-    """Say on stderr how many samples were left out, and why the first one was."""
-    count = embeddings.meta.get("skipped", 0)
-    if count:
-        first = embeddings.meta["first_skipped"][0]
-        total = count + len(embeddings)
-        print(f"left out {count:,} of {total:,} items; the first, {first['id']}: {first['reason']}", file=sys.stderr)
+def report(embeddings: Embeddings, out: str) -> None:
+    """Say what was written, and on stderr how many samples were left out and why the first one was."""
+    from dualenc import distributed
+
+    if not distributed.is_main():
+        return
+    meta = embeddings.meta
+    if meta["skipped"]:
+        total, first = meta["skipped"] + len(embeddings), meta["first_skipped"][0]
+        told = f"left out {meta['skipped']:,} of {total:,} items; the first, {first['id']}: {first['reason']}"
+        print(told, file=sys.stderr)
+    print(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({meta['side']} side) → {out}")

@@ -142,7 +142,7 @@ def test_images_are_found_by_image_and_by_text(
     tmp_path: Path, image_text_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     images = tiny.save_images(tmp_path / "images", 12)
-    run("index", image_text_model, tmp_path / "images", "--out", tmp_path / "index", "--num-workers", 0)
+    run("index", image_text_model, tmp_path / "images", "--out", tmp_path / "index")
     assert Index.open(tmp_path / "index").meta["side"] == "left"
     by_image = found(capsys, tmp_path / "index", tmp_path / "images" / "07.png", "-k", 1)
     assert by_image[0]["id"] == "07.png"
