@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dualenc.errors import DualencError
 from dualenc.objectives import DCL, EMC2
 from tests.objectives.slow import Case, make_case
 from tests.objectives.slow_chains import NUM_ITEMS, Corpus, SlowEMC2
@@ -50,3 +51,138 @@ def test_equals_the_loop(setting: dict, seed: int, size: int, views: bool, burn_
     for (side, anchor), chain in slow.chains.items():
         state = int((criterion.left_chains if side == "left" else criterion.right_chains).state[anchor])
         assert (state // 2 if views else state) == chain.item.id
+
+
+def batch_of(corpus: Corpus, ids: list[int]) -> dict[str, torch.Tensor]:
+    """The corpus items as a batch, in the corpus's own embeddings."""
+    rows = torch.tensor(ids)
+    return {"left": corpus.left[rows], "right": corpus.right[rows], "left_id": rows}
+
+
+def hard_corpus() -> tuple[Corpus, int]:
+    """A corpus where every left item is closest to right item 19, and nothing else is near."""
+    corpus = Corpus.make(0)
+    with torch.no_grad():
+        corpus.left.zero_()[:, 0] = 1
+        corpus.right.zero_()[:, 1] = 1
+        corpus.right[19] = corpus.left[19]
+    return corpus, 19
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_isir_without_a_state_is_dcl(views: bool) -> None:
+    corpus = Corpus.make(3)
+    found, expected = (
+        torch.autograd.grad(criterion.double()(**batch_of(corpus, [4, 1, 7]), encode=corpus.encode).loss, corpus.left)
+        for criterion in (EMC2(num_left=20, kernel="isir", views=views), DCL(views=views))
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("burn_in", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("setting", SETTINGS[:1] + SETTINGS[2:3])
+def test_a_state_that_outlives_burn_in_gets_all_the_weight(setting: dict, burn_in: float) -> None:
+    """Also at burn-in 0.5 and more: the state counts like any other, and is encoded with gradient."""
+    corpus, hard = hard_corpus()
+    criterion = EMC2(num_left=20, temperature=0.01, burn_in=burn_in, **setting).double()
+    criterion.left_chains.state[:] = hard
+    criterion.left_chains.score[:] = 1.0
+    out = criterion(**batch_of(corpus, [0, 1, 2, 3]), encode=corpus.encode)
+    (gradient,) = torch.autograd.grad(out.loss, corpus.right)
+    # Half the loss is this direction; each of 4 anchors puts weight 1 on the state, at s/τ with s = ⟨left, right⟩.
+    torch.testing.assert_close(gradient[hard], 0.5 / 0.01 * corpus.left[0].detach())
+
+
+def test_stored_encodes_only_the_states_that_weigh_and_fresh_all_of_them() -> None:
+    corpus, hard = hard_corpus()
+    asked = {}
+    for score in ("stored", "fresh"):
+        criterion = EMC2(num_left=20, temperature=0.01, score=score).double()
+        criterion.left_chains.state[:] = torch.tensor([hard] * 2 + [10] * 18)
+        criterion.left_chains.score[:] = torch.tensor([1.0] * 2 + [-1.0] * 18)
+        criterion(**batch_of(corpus, [0, 1, 2, 3]), encode=corpus.encode)
+        asked[score], corpus.asked = corpus.asked, []
+    assert asked == {"stored": [("right", hard)], "fresh": [("right", 10), ("right", hard)]}
+
+
+def test_a_state_in_the_batch_is_not_encoded_again() -> None:
+    corpus, hard = hard_corpus()
+    criterion = EMC2(num_left=20, temperature=0.01, kernel="isir").double()
+    criterion.left_chains.state[:] = hard
+    criterion(**batch_of(corpus, [0, 1, hard]), encode=corpus.encode)
+    assert corpus.asked == []
+
+
+def test_a_new_chain_accepts_its_first_proposal() -> None:
+    corpus, _ = hard_corpus()
+    criterion = EMC2(num_left=20, temperature=0.01, burn_in=0.0).double()
+    criterion(**batch_of(corpus, [0, 1]), encode=corpus.encode)
+    assert criterion.left_chains.state[:3].tolist() == [1, 0, -1]
+
+
+def test_views_share_a_chain_and_the_first_view_moves_it() -> None:
+    corpus = Corpus.make(1)
+    criterion = EMC2(num_left=20, views=True, kernel="isir", temperature=0.5).double()
+    for _ in range(20):
+        criterion(**batch_of(corpus, [3, 5, 8]), encode=corpus.encode)
+    assert criterion.left_chains is criterion.right_chains
+    states = criterion.left_chains.state
+    assert set((states[[3, 5, 8]] // 2).tolist()) <= {3, 5, 8}
+    assert (states != -1).sum() == 3
+
+
+def test_mined_negatives_are_no_proposals() -> None:
+    corpus = Corpus.make(2)
+    mined = {"negatives": corpus.right[[15, 16]], "negative_id": torch.tensor([15, 16])}
+    losses = [
+        EMC2(num_left=20, burn_in=0.0).double()(**batch_of(corpus, [1, 2, 3]), **more, encode=corpus.encode).loss
+        for more in ({}, mined)
+    ]
+    torch.testing.assert_close(losses[0], losses[1])
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s.values())))
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("tau", [0.005, 0.01, 0.07, 1.0])
+def test_single_precision_and_bf16_agree_with_double(setting: dict, views: bool, tau: float) -> None:
+    """β = 200 does not overflow; the draws are the same numbers in every precision."""
+    found = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        corpus = Corpus.make(5)
+        with torch.no_grad():  # what is compared is the arithmetic, not the rounding of the input
+            corpus.left.copy_(corpus.left.bfloat16())
+            corpus.right.copy_(corpus.right.bfloat16())
+        criterion = EMC2(num_left=20, temperature=tau, views=views, seed=2, **setting)
+        criterion.left_chains.state[:] = criterion.right_chains.state[:] = 18
+        criterion.left_chains.score[:] = criterion.right_chains.score[:] = 0.5
+        batch = {
+            name: v.to(dtype) if v.is_floating_point() else v for name, v in batch_of(corpus, list(range(9))).items()
+        }
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = criterion(**batch, encode=lambda side, ids, c=corpus, d=dtype: c.encode(side, ids).to(d))
+        found[dtype] = torch.cat(torch.autograd.grad(out.loss, [corpus.left, corpus.right]))
+    exact = found[torch.float64]
+    assert torch.isfinite(exact).all()
+    assert (found[torch.float32] - exact).norm() <= 1e-4 * exact.norm()
+    assert (found[torch.bfloat16] - exact).norm() <= 2e-2 * exact.norm()
+
+
+def test_bad_arguments_are_told() -> None:
+    for arguments, message in (
+        ({"kernel": "gibbs"}, "kernel is 'gibbs'"),
+        ({"score": "old"}, "score is 'old'"),
+        ({"proposals": 0}, "proposals is 0"),
+        ({"burn_in": 1.0}, "burn_in is 1.0"),
+        ({"num_left": None}, "num_left is missing"),
+    ):
+        with pytest.raises(DualencError, match=message):
+            EMC2(**{"num_left": 5, **arguments})
+    corpus = Corpus.make(0)
+    criterion = EMC2(num_left=20, kernel="isir").double()
+    with pytest.raises(DualencError, match="encode is missing"):
+        criterion(**batch_of(corpus, [1, 2]))
+    criterion.left_chains.state[:] = 9
+    with pytest.raises(DualencError, match=r"encode gave shape \(1, 3\) for 1 ids; it must be \(1, 5\)"):
+        criterion(**batch_of(corpus, [1, 2]), encode=lambda side, ids: torch.zeros(len(ids), 3))
+    with pytest.raises(DualencError, match="encode gave NaN"):
+        criterion(**batch_of(corpus, [1, 2]), encode=lambda side, ids: torch.full((len(ids), 5), torch.nan))
