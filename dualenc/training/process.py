@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
+from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 from dualenc import distributed
@@ -29,7 +30,7 @@ def start(mixed_precision: MixedPrecision, trackers: Sequence[str], folder: Path
     Args:
         mixed_precision: "no", "bf16" or "fp16".
         trackers: names of accelerate's trackers, such as "tensorboard" or "wandb".
-        folder: where trackers that write files write them.
+        folder: of the run; trackers that write files write them to `trackers` in it.
 
     Raises:
         DualencError: the device has no such precision, or a tracker's package is not installed.
@@ -49,7 +50,7 @@ def start(mixed_precision: MixedPrecision, trackers: Sequence[str], folder: Path
             mixed_precision=mixed_precision,
             cpu=not torch.accelerator.is_available(),
             log_with=list(trackers) or None,
-            project_dir=folder,
+            project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "trackers")),
         )
     except (ValueError, RuntimeError) as error:
         raise DualencError(f"mixed_precision={mixed_precision}: {error}") from error

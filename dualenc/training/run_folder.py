@@ -14,7 +14,7 @@ from dualenc.errors import DualencError
 from dualenc.files import atomic_path, remove
 from dualenc.training.run_log import read_metrics
 
-RUN_FILES = ("metrics.jsonl", "checkpoints", "selection", "model", "recipe.yaml")
+RUN_FILES = ("metrics.jsonl", "checkpoints", "selection", "model", "recipe.yaml", "trackers")
 
 
 def claim(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> None:

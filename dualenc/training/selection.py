@@ -118,10 +118,12 @@ class BatchPlan:
             self.job = SelectionJob.from_state_dict(state["job"], self.selector, self.folder, self.seed)
 
     def close(self) -> None:
-        """Stop a selection that nobody will use."""
+        """Stop a selection that nobody will use, and leave no empty folder behind."""
         if self.job is not None:
             self.job.stop()
             self.job = None
+        if distributed.is_main() and self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
 
     def _has_embeddings(self) -> bool:
         if self.embeddings == "fresh":

@@ -130,7 +130,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train(tmp_path, tracker="tensorboard", project="mine")
-    events = EventAccumulator(str(tmp_path / "mine"))
+    events = EventAccumulator(str(tmp_path / "trackers" / "mine"))
     events.Reload()
     logged = {event.step: event.value for event in events.Scalars("loss")}
     written = {line["step"]: line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")}
