@@ -77,20 +77,37 @@ def rank_slice(total: int, of_rank: int | None = None, of_world: int | None = No
     return slice(start, start + share + (of_rank < extra))
 
 
-def gather(tensor: Tensor) -> Tensor:
-    """Concatenate a tensor of shape (b, ...) over ranks to (B, ...), without gradient; b may differ by rank."""
+def share(tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """This rank's `rank_slice` of a tensor (n, ...) that all ranks have, and the sizes of all ranks' slices."""
+    slices = [rank_slice(len(tensor), of_rank=number) for number in range(world_size())]
+    return tensor[slices[rank()]], [part.stop - part.start for part in slices]
+
+
+def gather(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
+    """Concatenate a tensor of shape (b, ...) over ranks to (B, ...), without gradient; b may differ by rank.
+
+    Args:
+        tensor: this rank's part.
+        sizes: every rank's b where the caller knows them, which saves an exchange.
+    """
     if not is_initialized():
         return tensor.detach()
-    return _all_gather(tensor.detach(), rank_sizes(tensor.shape[0], tensor.device))
+    return _all_gather(tensor.detach(), sizes or rank_sizes(tensor.shape[0], tensor.device))
 
 
-def gather_with_grad(tensor: Tensor) -> Tensor:
+def gather_with_grad(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
     """Concatenate (b, ...) over ranks to (B, ...) so that gradients flow back to the rank that owns a row.
 
     The backward pass sums what every rank's loss says about a row. Together with `average_gradients`, and losses
     whose average over ranks is the global loss, the result is the gradient of one process with the global batch.
+
+    Args:
+        tensor: this rank's part.
+        sizes: every rank's b where the caller knows them, which saves an exchange.
     """
-    return _GatherWithGrad.apply(tensor) if is_initialized() else tensor
+    if not is_initialized():
+        return tensor
+    return _GatherWithGrad.apply(tensor, sizes or rank_sizes(tensor.shape[0], tensor.device))
 
 
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
@@ -155,12 +172,11 @@ def _all_gather(tensor: Tensor, sizes: list[int]) -> Tensor:
 
 class _GatherWithGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        sizes = rank_sizes(tensor.shape[0], tensor.device)
+    def forward(ctx: Any, tensor: Tensor, sizes: list[int]) -> Tensor:
         start = sum(sizes[: rank()])
         ctx.own = slice(start, start + sizes[rank()])
         return _all_gather(tensor, sizes)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        return all_reduce(grad_outputs[0].contiguous(), "sum")[ctx.own]
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad_outputs[0].contiguous(), "sum")[ctx.own], None

@@ -46,6 +46,7 @@ class Anchors:
         candidate_side: whose items the candidates are: what `encode` is asked for.
         ids: (A,) ids of the anchors.
         rows: (A,) positions of the anchors among all anchors of the global batch, for random draws shared by ranks.
+        sizes: number of anchors on every rank, for gathering without asking again.
         num_global: number of anchors in the global batch.
         embeddings: (A, D) with gradient.
         positive_similarities: (A,) cosine with the anchor's own positive, with gradient.
@@ -66,6 +67,7 @@ class Anchors:
     candidate_side: Side
     ids: Tensor
     rows: Tensor
+    sizes: list[int]
     num_global: int
     embeddings: Tensor
     positive_similarities: Tensor
@@ -128,28 +130,30 @@ def weighted_sum(weights: Tensor, logits: Tensor) -> Tensor:
 
 def pair_anchors(batch: Batch, temperature: Tensor) -> list[Anchors]:
     """Two towers: left anchors against all right items (and mined negatives), then right against left."""
-    left_id, right_id = distributed.gather(batch.left_id), distributed.gather(batch.right_id)
-    left, right = distributed.gather_with_grad(batch.left), distributed.gather_with_grad(batch.right)
-    negatives = distributed.gather_with_grad(batch.negatives)
-    negative_id = distributed.gather(batch.negative_id)
-    rows, num_global = _own_rows(batch.left_id)
+    sizes = distributed.rank_sizes(len(batch.left_id), batch.left_id.device)
+    left_id, right_id = (distributed.gather(ids, sizes) for ids in (batch.left_id, batch.right_id))
+    left, right = (distributed.gather_with_grad(part, sizes) for part in (batch.left, batch.right))
+    negatives, negative_id = _gathered_negatives(batch)
+    rows = _own_rows(sizes, left_id)
     positive = (batch.left * batch.right).sum(dim=1)
     same_left = batch.left_id[:, None] == left_id[None, :]
     same_right = batch.right_id[:, None] == right_id[None, :]
 
     def direction(side: Side, embeddings: Tensor, ids: Tensor, positive_ids: Tensor, mined: bool) -> Anchors:
         candidates, candidate_ids = (right, right_id) if side == "left" else (left, left_id)
-        excluded = _all_copies(same_left | same_right, candidate_ids) | _listed(positive_ids, candidate_ids)
+        excluded = same_left | same_right
         if mined and len(negative_id):
             candidates = torch.cat([candidates, negatives])
             candidate_ids = torch.cat([candidate_ids, negative_id])
-            excluded = torch.cat([excluded, _listed(positive_ids, negative_id)], dim=1)
+            excluded = torch.cat([excluded, excluded.new_zeros(len(ids), len(negative_id))], dim=1)
+        excluded = _all_copies(excluded, candidate_ids) | _listed(positive_ids, candidate_ids)
         return Anchors(
             side=side,
             candidate_side="right" if side == "left" else "left",
             ids=ids,
             rows=rows,
-            num_global=num_global,
+            sizes=sizes,
+            num_global=sum(sizes),
             embeddings=embeddings,
             positive_similarities=positive,
             similarities=embeddings @ candidates.T,
@@ -158,7 +162,7 @@ def pair_anchors(batch: Batch, temperature: Tensor) -> list[Anchors]:
             candidate_ids=candidate_ids,
             positive_ids=positive_ids,
             temperature=temperature,
-            num_in_batch=num_global,
+            num_in_batch=sum(sizes),
         )
 
     left_known = torch.cat([batch.left_positives, batch.right_id[:, None]], dim=1)
@@ -171,10 +175,11 @@ def pair_anchors(batch: Batch, temperature: Tensor) -> list[Anchors]:
 
 def view_anchors(batch: Batch, temperature: Tensor) -> list[Anchors]:
     """Two views of each image: 2b anchors against the 2B views of the global batch."""
-    ids = distributed.gather(batch.left_id)
+    sizes = distributed.rank_sizes(len(batch.left_id), batch.left_id.device)
+    ids = distributed.gather(batch.left_id, sizes)
     candidate_ids = torch.cat([ids, ids])
-    candidates = torch.cat([distributed.gather_with_grad(v) for v in (batch.left, batch.right)])
-    rows, num_rows = _own_rows(batch.left_id)
+    candidates = torch.cat([distributed.gather_with_grad(view, sizes) for view in (batch.left, batch.right)])
+    rows = _own_rows(sizes, ids)
     anchor_ids = torch.cat([batch.left_id, batch.left_id])
     embeddings = torch.cat([batch.left, batch.right])
     positive = (batch.left * batch.right).sum(dim=1)
@@ -185,8 +190,9 @@ def view_anchors(batch: Batch, temperature: Tensor) -> list[Anchors]:
             side="left",
             candidate_side="left",
             ids=anchor_ids,
-            rows=torch.cat([rows, rows + num_rows]),
-            num_global=2 * num_rows,
+            rows=torch.cat([rows, rows + len(ids)]),
+            sizes=[2 * size for size in sizes],
+            num_global=2 * len(ids),
             embeddings=embeddings,
             positive_similarities=torch.cat([positive, positive]),
             similarities=embeddings @ candidates.T,
@@ -195,7 +201,7 @@ def view_anchors(batch: Batch, temperature: Tensor) -> list[Anchors]:
             candidate_ids=candidate_ids,
             positive_ids=known,
             temperature=temperature,
-            num_in_batch=2 * num_rows,
+            num_in_batch=2 * len(ids),
             views=True,
         )
     ]
@@ -218,8 +224,15 @@ def _all_copies(excluded: Tensor, candidate_ids: Tensor) -> Tensor:
     return (hits > 0)[:, place]
 
 
-def _own_rows(local_ids: Tensor) -> tuple[Tensor, int]:
-    """Positions of this rank's pairs in the global batch, and the size of the global batch."""
-    sizes = distributed.rank_sizes(len(local_ids), local_ids.device)
+def _gathered_negatives(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Mined negatives of all ranks, and their ids."""
+    sizes = distributed.rank_sizes(len(batch.negative_id), batch.negative_id.device)
+    if not any(sizes):
+        return batch.negatives, batch.negative_id
+    return distributed.gather_with_grad(batch.negatives, sizes), distributed.gather(batch.negative_id, sizes)
+
+
+def _own_rows(sizes: list[int], ids: Tensor) -> Tensor:
+    """Positions of this rank's pairs in the global batch."""
     start = sum(sizes[: distributed.rank()])
-    return torch.arange(start, start + len(local_ids), device=local_ids.device), sum(sizes)
+    return torch.arange(start, start + sizes[distributed.rank()], device=ids.device)

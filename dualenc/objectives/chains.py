@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dualenc import distributed
+from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.tables import first_rows
 
 NO_STATE = -1
@@ -29,14 +30,16 @@ class Chains(nn.Module):
         self.register_buffer("state", torch.full((num_anchors,), NO_STATE))
         self.register_buffer("score", torch.full((num_anchors,), -torch.inf))
 
-    def store(self, ids: Tensor, rows: Tensor, state: Tensor, score: Tensor) -> None:
-        """Write the rows (A,) of all ranks; of several rows of one chain, the first of the global batch counts."""
-        known = state != NO_STATE
-        ids, rows, state, score = (distributed.gather(values[known]) for values in (ids, rows, state, score))
-        order = rows.argsort()
-        chosen = order[first_rows(ids[order])]
-        self.state[ids[chosen]] = state[chosen]
-        self.score[ids[chosen]] = score[chosen].to(self.score)
+    def store(self, anchors: Anchors, state: Tensor, score: Tensor) -> None:
+        """Write where the anchors (A,) of all ranks are now; of an item in several rows the first row counts."""
+        whole = distributed.gather(torch.stack([anchors.rows, anchors.ids, state], dim=1), anchors.sizes)
+        score = distributed.gather(score, anchors.sizes)
+        in_order = whole[:, 0].argsort()
+        in_order = in_order[whole[in_order, 2] != NO_STATE]
+        chosen = in_order[first_rows(whole[in_order, 1])]
+        _, ids, state = whole[chosen].unbind(dim=1)
+        self.state[ids] = state
+        self.score[ids] = score[chosen].to(self.score)
 
 
 @dataclass

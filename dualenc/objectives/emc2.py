@@ -80,7 +80,7 @@ class EMC2(Objective):
             score = self._scores(chains.score[anchors.ids], similarities, state, column, outside)
             step = Step(items, similarities, allowed, state, column, score, outside, anchors.temperature)
             move = self._move(step, anchors)
-            chains.store(anchors.ids, anchors.rows, move.state, move.score)
+            chains.store(anchors, move.state, move.score)
         if not self.encodes_every_state:
             late = (away & (move.outside_weights[:, 0] > 0)).nonzero()[:, 0]
             outside = _beside(anchors, late, embed(state[late], encode, anchors), num_each=1)
@@ -116,9 +116,9 @@ class EMC2(Objective):
         if self.proposals == "batch":
             beside = _beside(anchors, rows, embed(wanted, encode, anchors), num_each)
             return anchors.similarities[:, : anchors.num_in_batch], beside
-        own = items[distributed.rank_slice(len(items))]
+        own, sizes = distributed.share(items)
         embeddings = embed(torch.cat([own, wanted]), encode, anchors)
-        proposed = distributed.gather_with_grad(embeddings[: len(own)])
+        proposed = distributed.gather_with_grad(embeddings[: len(own)], sizes)
         return anchors.embeddings @ proposed.T, _beside(anchors, rows, embeddings[len(own) :], num_each)
 
     def _scores(self, stored: Tensor, similarities: Tensor, state: Tensor, column: Tensor, outside: Tensor) -> Tensor:

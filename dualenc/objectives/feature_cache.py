@@ -91,7 +91,8 @@ class FeatureCache(nn.Module):
             uniform: (A,) draws in (0, 1).
         """
         value, block, log_sum, count = self._best_block(query, gumbels)
-        everyone = distributed.gather(torch.stack([value, log_sum, count])[None].double())
+        found = torch.stack([value, log_sum, count])[None].double()
+        everyone = distributed.gather(found, [1] * distributed.world_size())
         value_of, log_sum_of, count_of = everyone.unbind(dim=1)
         log_mean = torch.logsumexp(log_sum_of, dim=0) - count_of.sum(dim=0).clamp(min=1).log()
         best, winner = value_of.max(dim=0)
@@ -179,6 +180,9 @@ class FeatureCache(nn.Module):
         error_msgs: list[str],
     ) -> None:
         keys = [prefix + "features", prefix + "filled"]
+        inherited = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(*inherited)
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
         missing_keys.extend(key for key in keys if key not in state_dict)
         if any(key not in state_dict for key in keys):
             return

@@ -72,7 +72,7 @@ class ISogCLR(SogCLR):
         table, averages = self._tables(anchors)
         tau = table.tau[anchors.ids].to(anchors.similarities)
         logits = (anchors.similarities / tau[:, None]).masked_fill(~anchors.allowed, -torch.inf)
-        log_u = torch.nan_to_num(averages.track(anchors.ids, log_mean_exp(logits), self.gamma), nan=0.0)
+        log_u = torch.nan_to_num(averages.track(anchors.ids, log_mean_exp(logits), self.gamma, anchors.sizes), nan=0.0)
         weights = torch.exp(logits - log_u[:, None]) / anchors.num_negatives.clamp(min=1)[:, None]
         negative = (weights.detach() * anchors.similarities).sum(dim=1)
         surrogate = (negative - anchors.positive_similarities) / anchors.temperature
@@ -87,9 +87,10 @@ class ISogCLR(SogCLR):
         return self.right_temperatures, self.right_averages
 
     def _step(self, table: AnchorTemperatures, anchors: Anchors, slope: Tensor) -> None:
-        usable = anchors.num_negatives > 0
-        ids, slope = distributed.gather(anchors.ids[usable]), distributed.gather(slope[usable])
-        table.step(ids, slope, self.temperature_rate, self.temperature_momentum, self.bounds)
+        ids, slope, count = (
+            distributed.gather(values, anchors.sizes) for values in (anchors.ids, slope, anchors.num_negatives)
+        )
+        table.step(ids[count > 0], slope[count > 0], self.temperature_rate, self.temperature_momentum, self.bounds)
 
 
 class AnchorTemperatures(nn.Module):

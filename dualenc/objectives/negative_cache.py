@@ -58,34 +58,35 @@ class NegativeCache(Objective):
         away = ((drawn >= 0) & (column < 0)).nonzero()[:, 0]
         embeddings = embed(drawn[away], encode, anchors)
         similarity = similarity.index_put((away,), (anchors.embeddings[away] * embeddings).sum(dim=1))
-        cache.write(distributed.gather(drawn[away]), distributed.gather(embeddings))
+        sizes = distributed.rank_sizes(len(away), away.device)
+        cache.write(distributed.gather(drawn[away], sizes), distributed.gather(embeddings, sizes))
         value = log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
         return AnchorLosses(similarity / anchors.temperature - anchors.positive_logits, value.detach())
 
     def _refresh(self, cache: FeatureCache, anchors: Anchors, encode: Encode) -> None:
         """Encode the share that waited longest; ranks split the work."""
-        due = cache.due(self.refresh)
-        own = due[distributed.rank_slice(len(due))].to(anchors.ids.device)
-        # Each rank contributes at least an empty part, since gathering is collective.
-        parts = [embed(items, encode, anchors) for items in own.split(REFRESH_CHUNK)]
-        embeddings = torch.cat([anchors.embeddings[:0], *parts])
-        cache.write(distributed.gather(own), distributed.gather(embeddings))
+        due = cache.due(self.refresh).to(anchors.ids.device)
+        if not len(due):
+            return
+        own, sizes = distributed.share(due)
+        embeddings = torch.cat([embed(items, encode, anchors) for items in own.split(REFRESH_CHUNK)])
+        cache.write(due, distributed.gather(embeddings, sizes))
 
     def _draw(self, cache: FeatureCache, anchors: Anchors) -> tuple[Tensor, Tensor]:
         """(A,) items drawn for this rank's anchors, -1 for none, and (A,) the log of the mean of exp(s/τ)."""
-        rows = distributed.gather(anchors.rows)
-        start = sum(distributed.rank_sizes(len(anchors.rows), rows.device)[: distributed.rank()])
-        embeddings = distributed.gather(anchors.embeddings)
-        barred = _gather_padded(items_of(anchors.known_positives, self.views))
+        rows = distributed.gather(anchors.rows, anchors.sizes)
+        embeddings = distributed.gather(anchors.embeddings, anchors.sizes)
+        barred = _gather_padded(items_of(anchors.known_positives, self.views), anchors.sizes)
         query = Query(embeddings, barred, anchors.temperature)
         uniform = self.random.uniform(cache.num_blocks + 1, anchors.num_global, like=embeddings)[:, rows]
         items, log_mean = cache.draw(query, gumbels=-(-uniform[1:].log()).log(), uniform=uniform[0])
+        start = sum(anchors.sizes[: distributed.rank()])
         own = slice(start, start + len(anchors.rows))
         return items[own], log_mean[own]
 
 
-def _gather_padded(ids: Tensor) -> Tensor:
+def _gather_padded(ids: Tensor, sizes: list[int]) -> Tensor:
     """(A, K) lists of all ranks, whose K may differ."""
     width = int(distributed.all_reduce(torch.tensor(ids.shape[1], device=ids.device), "max"))
     missing = ids.new_full((len(ids), width - ids.shape[1]), PADDING)
-    return distributed.gather(torch.cat([ids, missing], dim=1))
+    return distributed.gather(torch.cat([ids, missing], dim=1), sizes)

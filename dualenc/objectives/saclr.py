@@ -107,13 +107,13 @@ class SACLR(Objective):
         table = self.left_scales if anchors.side == "left" else self.right_scales
         ids = anchors.ids if self.form == "row" else torch.zeros_like(anchors.ids)
         if self.form == "matrix":
-            log_new = _mean_over_anchors(log_new, anchors.num_global)
+            log_new = _mean_over_anchors(log_new, anchors)
         old = table.log_u[ids].to(log_new)
-        table.track(ids, log_new, 1 - self.rho)
+        table.track(ids, log_new, 1 - self.rho, anchors.sizes)
         return torch.where(torch.isnan(old), log_new, old)
 
 
-def _mean_over_anchors(log_values: Tensor, num_global: int) -> Tensor:
+def _mean_over_anchors(log_values: Tensor, anchors: Anchors) -> Tensor:
     """(A,) every entry the log of the mean of exp over the anchors of all ranks."""
-    everyone = distributed.gather(log_values)
-    return (torch.logsumexp(everyone, dim=0) - math.log(max(num_global, 1))).expand_as(log_values)
+    everyone = distributed.gather(log_values, anchors.sizes)
+    return (torch.logsumexp(everyone, dim=0) - math.log(max(anchors.num_global, 1))).expand_as(log_values)

@@ -50,7 +50,7 @@ class SogCLR(Objective):
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         table = self.left_averages if anchors.side == "left" else self.right_averages
-        log_u = table.track(anchors.ids, log_mean_exp(anchors.logits), self.gamma)
+        log_u = table.track(anchors.ids, log_mean_exp(anchors.logits), self.gamma, anchors.sizes)
         # An anchor that has never met a negative has no average; it has no weights either.
         log_u = torch.nan_to_num(log_u, nan=0.0)
         weights = torch.exp(anchors.logits - log_u[:, None]) / anchors.num_negatives.clamp(min=1)[:, None]

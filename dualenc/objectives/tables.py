@@ -22,7 +22,7 @@ class LogAverages(nn.Module):
         # NaN marks an item that was never visited: its first value is taken whole, whatever the batch around it.
         self.register_buffer("log_u", torch.full((num_items,), torch.nan))
 
-    def track(self, ids: Tensor, log_values: Tensor, rate: float) -> Tensor:
+    def track(self, ids: Tensor, log_values: Tensor, rate: float, sizes: list[int] | None = None) -> Tensor:
         """u ← (1 − rate)·u + rate·value for the rows of this rank; the table takes the rows of all ranks.
 
         An item that stands in several rows of the batch (two views, several captions) gets each row's own average
@@ -32,6 +32,7 @@ class LogAverages(nn.Module):
             ids: (A,) the rows' items.
             log_values: (A,) log of the new values; -inf (a row without negatives) leaves its item untouched.
             rate: share of the new value, in (0, 1].
+            sizes: number of rows on every rank, where known.
 
         Returns:
             (A,) the updated log u of each row, without gradient.
@@ -40,7 +41,7 @@ class LogAverages(nn.Module):
         updated = self._blend(ids, log_values, rate)
         # A row without negatives gets its item's old average back, but has no say in the new one.
         stored = torch.where(torch.isfinite(log_values), updated, torch.nan)
-        all_ids, all_updated = distributed.gather(ids), distributed.gather(stored)
+        all_ids, all_updated = distributed.gather(ids, sizes), distributed.gather(stored, sizes)
         usable = torch.isfinite(all_updated)
         self._store_mean(all_ids[usable], all_updated[usable])
         return updated
