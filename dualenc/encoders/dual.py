@@ -117,6 +117,9 @@ class DualEncoder(nn.Module):
         """Write configuration, preprocessing and weights into an empty folder."""
         raise TypeError(f"{type(self).__name__} does not define write")
 
+    def set_temperature(self, temperature: float) -> None:
+        """Take note of the temperature that training ended with; only formats with a place for it (CLIP) keep it."""
+
     def describe(self) -> dict[str, str]:
         """What the model is, as rows of a table."""
         return {"Vector size": str(self.dim), "Weights": f"{self.num_parameters:,}"}

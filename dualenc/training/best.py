@@ -24,6 +24,7 @@ class BestModel:
         evaluator: None when there is nothing to measure by.
         keep_best: keep the weights with the best primary metric; otherwise the last.
         card: makes what the model card says of the training: `card(before, metrics, step)`.
+        temperature: τ of the objective as it is now, for model formats that have a place for it.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class BestModel:
         *,
         keep_best: bool,
         card: Callable[[Metrics, Metrics, int], dict[str, Any]],
+        temperature: Callable[[], float],
     ) -> None:
         self.model, self.folder, self.evaluator, self.card = model, folder, evaluator, card
+        self.temperature = temperature
         self.keep_best = keep_best and evaluator is not None
         self.before: Metrics = {}
         self.best: Metrics = {}
@@ -92,6 +95,7 @@ class BestModel:
     def _save(self, step: int, metrics: Metrics) -> None:
         if distributed.is_main():
             self.model.eval()
+            self.model.set_temperature(self.temperature())
             self.model.save(self.folder, card=self.card(self.before, metrics, step))
             self.model.train()
         distributed.barrier()
