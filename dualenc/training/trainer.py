@@ -200,7 +200,7 @@ class Trainer:
                 evaluator,
                 keep_best=self.keep_best,
                 card=TrainingCard(pairs, objective, asdict(self), recipe),
-                temperature=lambda: float(objective.temperature),
+                temperature=lambda: float(objective.temperature.detach()),
             ),
             RunLog(output / "metrics.jsonl", accelerator, total_steps, self.progress),
             Checkpoints(
