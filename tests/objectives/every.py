@@ -65,6 +65,10 @@ SETTINGS = [
 ]
 
 
+# Further variants of a class run on three ranks only, to save time.
+SETTINGS_AT = {2: [s for s in SETTINGS if s.arguments == VARIANTS.get(s.objective.__name__, [{}])[0]], 3: SETTINGS}
+
+
 class Towers(nn.Module):
     """Two linear towers over fixed features; with views one tower and two feature tables."""
 

@@ -8,21 +8,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.objectives.every import SETTINGS, STEPS, Run
+from tests.objectives.every import SETTINGS_AT, STEPS, Run
 
-RESUMED_AT = 3
+RESUMED_AT = 4
 
 
-def work(rank: int, world_sizes: list[int], folder: Path) -> None:
-    """Run every setting at every world size that this rank takes part in; leave the results in the folder."""
+def work(rank: int, folder: Path) -> None:
+    """Run the settings at every world size that this rank takes part in; leave the results in the folder."""
     torch.set_num_threads(1)
     saved = torch.load(folder / "one.pt")
-    for world_size in world_sizes:
+    for world_size in SETTINGS_AT:
         if rank >= world_size:
             continue
         meeting = f"file://{folder}/meeting-{world_size}"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
-        results = {s.name: {"run": run(Run(s)), "resumed": resumed(Run(s), saved[s.name])} for s in SETTINGS}
+        settings = SETTINGS_AT[world_size]
+        results = {s.name: {"run": run(Run(s)), "resumed": resumed(Run(s), saved[s.name])} for s in settings}
         torch.save(results, folder / f"{world_size}-{rank}.pt")
         dist.barrier()
         dist.destroy_process_group()

@@ -10,9 +10,11 @@ import torch
 import torch.multiprocessing as mp
 
 from tests.objectives import ranks
-from tests.objectives.every import SETTINGS, STEPS, Run
+from tests.objectives.every import SETTINGS, SETTINGS_AT, STEPS, Run
 
-WORLD_SIZES = [2, 3]
+CASES = pytest.mark.parametrize(
+    ("world_size", "name"), [(size, setting.name) for size, settings in SETTINGS_AT.items() for setting in settings]
+)
 Results = dict[str, dict[str, Any]]
 
 
@@ -26,8 +28,8 @@ def many(one: Results, tmp_path_factory: pytest.TempPathFactory) -> dict[int, li
     """Results of every rank, by world size: processes are started once, for all objectives."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     torch.save(one, folder / "one.pt")
-    mp.start_processes(ranks.work, (WORLD_SIZES, folder), nprocs=max(WORLD_SIZES), start_method="spawn")
-    return {size: [torch.load(folder / f"{size}-{rank}.pt") for rank in range(size)] for size in WORLD_SIZES}
+    mp.start_processes(ranks.work, (folder,), nprocs=max(SETTINGS_AT), start_method="spawn")
+    return {size: [torch.load(folder / f"{size}-{rank}.pt") for rank in range(size)] for size in SETTINGS_AT}
 
 
 def assert_same_gradient(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -35,16 +37,14 @@ def assert_same_gradient(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert float(found.norm() / expected.norm()) == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", [setting.name for setting in SETTINGS])
+@CASES
 def test_gradients_equal_one_process(name: str, world_size: int, one: Results, many: Any) -> None:
     for rank in range(world_size):
         for step in range(STEPS):
             assert_same_gradient(many[world_size][rank][name]["run"]["gradients"][step], one[name]["gradients"][step])
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", [setting.name for setting in SETTINGS])
+@CASES
 def test_state_is_the_same_on_every_rank_and_that_of_one_process(
     name: str, world_size: int, one: Results, many: Any
 ) -> None:
@@ -60,8 +60,7 @@ def test_state_is_the_same_on_every_rank_and_that_of_one_process(
                 assert torch.equal(torch.nan_to_num(other[key]), torch.nan_to_num(values)), key
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", [setting.name for setting in SETTINGS])
+@CASES
 def test_another_number_of_processes_continues_the_run(name: str, world_size: int, one: Results, many: Any) -> None:
     for rank in range(world_size):
         for i, found in enumerate(many[world_size][rank][name]["resumed"]):
