@@ -1,0 +1,202 @@
+"""What an objective adds to a training step: the time of a step with it, over the time of the step with InfoNCE.
+
+    python eval/bench/objectives.py --encoder minilm --batch_sizes [32,256,1024]
+    python eval/bench/objectives.py --encoder resnet18 --batch_sizes [32,256,1024] --device cuda
+
+The step of the model (forward, backward and update for 2B items) is timed once per batch size; the objective is timed
+alone, forward and backward, on embeddings of that batch. ratio = (model + objective) / (model + InfoNCE). Items that
+an objective asks for beside the batch come from a table here, so the ratio is without them; their number is shown, and
+"with encodes" adds the model's time for them (with gradient in full, without gradient a third).
+ResNet-18 trains on two views of images, MiniLM on pairs of texts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dualenc.evaluation.tables import Table, print_table
+from dualenc.objectives import DCL, EMC2, HCL, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
+
+OBJECTIVES: dict[str, Callable[..., Objective]] = {
+    "InfoNCE": InfoNCE,
+    "DCL": DCL,
+    "HCL": HCL,
+    "SigLIP": SigLIP,
+    "SogCLR": SogCLR,
+    "ISogCLR": ISogCLR,
+    "SACLR row": SACLR,
+    "SACLR-1 matrix": lambda **common: SACLR(form="matrix", negatives=1, **common),
+    "NegativeCache ρ=0": lambda **common: NegativeCache(refresh=0.0, **common),
+    "EMC2 mh stored": EMC2,
+    "EMC2 mh fresh": lambda **common: EMC2(score="fresh", **common),
+    "EMC2 isir": lambda **common: EMC2(kernel="isir", **common),
+}
+
+
+class MiniLM(nn.Module):
+    """The architecture of MiniLM-L6 with random weights, mean-pooled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertModel
+
+        self.bert = BertModel(
+            BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.bert(tokens).last_hidden_state.mean(dim=1)
+
+
+@dataclass
+class Model:
+    """An encoder, and random items for it."""
+
+    encoder: nn.Module
+    items: Callable[[int], Tensor]
+    dimension: int
+    views: bool
+    device: torch.device
+
+    def seconds(self, batch_size: int, chunk_size: int, repeats: int) -> float:
+        """Median time of a step for 2B items, encoded in chunks (each forward and backward), then one update."""
+        optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=1e-5)
+        items = self.items(min(chunk_size, 2 * batch_size))
+        num_chunks = -(-2 * batch_size // len(items))
+
+        def step() -> None:
+            for _ in range(num_chunks):
+                self.encoder(items).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return median_seconds(step, repeats, self.device)
+
+
+def resnet18(device: torch.device, image_size: int) -> Model:
+    """ResNet-18 on images of the given size."""
+    import timm
+
+    encoder = timm.create_model("resnet18", num_classes=0).to(device)
+    return Model(encoder, lambda n: torch.randn(n, 3, image_size, image_size, device=device), 512, True, device)
+
+
+def minilm(device: torch.device, length: int) -> Model:
+    """MiniLM-L6 on texts of the given number of tokens."""
+    return Model(MiniLM().to(device), lambda n: torch.randint(0, 30000, (n, length), device=device), 384, False, device)
+
+
+def median_seconds(run: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    """Median wall-clock time of a call, after one to warm up."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+@dataclass
+class Items:
+    """An embedding for every item of the corpus: what `encode` gives, at no cost; counts what was asked for."""
+
+    vectors: Tensor
+    with_gradient: int = 0
+    without_gradient: int = 0
+
+    def encode(self, side: str, ids: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.with_gradient += len(ids)
+        else:
+            self.without_gradient += len(ids)
+        return self.vectors[ids].requires_grad_()
+
+
+def time_objective(
+    build: Callable[..., Objective], model: Model, batch_size: int, num_items: int, repeats: int
+) -> tuple[float, float, float]:
+    """Seconds per step of the objective alone; items encoded per step with and without gradient."""
+    draw = torch.Generator().manual_seed(0)
+    vectors = nn.functional.normalize(torch.randn(num_items, model.dimension, generator=draw), dim=1)
+    items = Items(vectors.to(model.device))
+    criterion = build(num_left=num_items, views=model.views).to(model.device)
+    # Few anchors, so that each comes back after some steps and finds its state, mostly outside the batch.
+    visited = torch.randperm(num_items, generator=draw)[: 4 * batch_size]
+
+    def step() -> None:
+        ids = visited[torch.randperm(len(visited), generator=draw)[:batch_size]].to(model.device)
+        left, right = (items.vectors[ids].detach().requires_grad_() for _ in range(2))
+        criterion(left, right, ids, encode=items.encode).loss.backward()
+
+    for _ in range(8):
+        step()
+    items.with_gradient = items.without_gradient = 0
+    seconds = median_seconds(step, repeats, model.device)
+    return seconds, items.with_gradient / (repeats + 1), items.without_gradient / (repeats + 1)
+
+
+def compare(model: Model, batch_size: int, num_items: int, chunk_size: int, repeats: int) -> list[dict[str, object]]:
+    """One row per objective."""
+    base = model.seconds(batch_size, chunk_size, repeats=max(2, min(repeats, 256 // batch_size)))
+    rows: list[dict[str, object]] = []
+    reference = 0.0
+    for name, build in OBJECTIVES.items():
+        alone, graphs, plain = time_objective(build, model, batch_size, num_items, repeats)
+        reference = reference or base + alone
+        encodes = base * (graphs + plain / 3) / (2 * batch_size)
+        rows.append(
+            {
+                "B": batch_size,
+                "objective": name,
+                "model, ms": base * 1000,
+                "objective, ms": alone * 1000,
+                "ratio": (base + alone) / reference,
+                "encodes": graphs + plain,
+                "with encodes": (base + alone + encodes) / reference,
+            }
+        )
+    return rows
+
+
+def main(
+    encoder: Literal["resnet18", "minilm"] = "minilm",
+    batch_sizes: list[int] = [32, 256, 1024],  # noqa: B006 - a default for the command line, never changed
+    num_items: int = 20_000,
+    image_size: int = 96,
+    text_length: int = 64,
+    chunk_size: int = 64,
+    repeats: int = 15,
+    device: str = "cuda" if torch.cuda.is_available() else "cpu",
+) -> None:
+    """Print one line per batch size and objective.
+
+    Args:
+        encoder: the model whose step is the yardstick.
+        batch_sizes: pairs per step, B.
+        num_items: N, size of the corpus.
+        image_size: of ResNet-18's input, in pixels.
+        text_length: of MiniLM's input, in tokens.
+        chunk_size: items encoded at once (on a large GPU choose 2B, the whole batch).
+        repeats: timed steps per objective.
+        device: cpu or cuda.
+    """
+    where = torch.device(device)
+    model = resnet18(where, image_size) if encoder == "resnet18" else minilm(where, text_length)
+    rows = [row for size in batch_sizes for row in compare(model, size, num_items, chunk_size, repeats)]
+    threads = f"{torch.get_num_threads()} threads" if where.type == "cpu" else torch.cuda.get_device_name(where)
+    print_table(Table(f"{encoder} on {device} ({threads}), N = {num_items:,}", rows))
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    auto_cli(main)
