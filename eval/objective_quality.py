@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from small_images import cached, new_encoder, open_parts
 
-from dualenc.data import BeirPairs, PairDataset, TableViews
-from dualenc.data.views import SimCLR
-from dualenc.encoders import DualEncoder, ImageEncoder, TextEncoder, train_tokenizer
+from dualenc.data import BeirPairs, PairDataset
+from dualenc.encoders import DualEncoder, TextEncoder, train_tokenizer
 from dualenc.evaluation.tables import Table, print_table
 from dualenc.files import write_json
 from dualenc.objectives import DCL, EMC2, HCL, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
-from dualenc.training.trainer import Trainer
-from dualenc.training.evaluators import Evaluator, KNNEvaluator, RetrievalEvaluator
+from dualenc.training import Evaluator, KNNEvaluator, RetrievalEvaluator, Trainer
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,
@@ -48,22 +46,28 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
 
 @dataclass
 class Task:
-    """What is trained on and measured: a new model per seed, pairs, an evaluator on held-out and on test data."""
+    """What is trained on and measured: a new model per run, pairs, and held-out and test data in one evaluator."""
 
     new_model: Callable[[], DualEncoder]
     pairs: PairDataset
-    validation: Evaluator
-    test: Evaluator
+    evaluator: HeldOutAndTest
+
+
+class HeldOutAndTest(Evaluator):
+    """The same metric on validation data, to tune by, and on test data, to report."""
+
+    primary = "validation"
+
+    def __init__(self, validation: Evaluator, test: Evaluator) -> None:
+        self.parts = {"validation": validation, "test": test}
+
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        return {name: part(model)[part.primary] for name, part in self.parts.items()}
 
 
 def papers(path: str, num_pairs: int) -> Task:
     """Titles find abstracts: a one-layer transformer with a tokenizer of its own, both from scratch."""
-    whole = BeirPairs(path, "train")
-    used = range(num_pairs)
-    pairs = PairDataset(
-        [whole.item("left", int(whole.left_id[i])) for i in used],
-        [whole.item("right", int(whole.right_id[i])) for i in used],
-    )
+    pairs = own_documents(path, "train", num_pairs)
     tokenizer = train_tokenizer(pairs.right_items, 8000, max_length=64)
     config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config |= {"intermediate_size": 256, "max_position_embeddings": 64, "vocab_size": len(tokenizer)}
@@ -71,34 +75,25 @@ def papers(path: str, num_pairs: int) -> Task:
     def new_model() -> DualEncoder:
         return TextEncoder(config=config, tokenizer=tokenizer, max_length=64)
 
-    held_out = [RetrievalEvaluator(pairs=own_documents(path, split)) for split in ("dev", "test")]
-    return Task(new_model, pairs, *held_out)
+    parts = (RetrievalEvaluator(pairs=own_documents(path, split, 500)) for split in ("dev", "test"))
+    return Task(new_model, pairs, HeldOutAndTest(*parts))
 
 
-def own_documents(path: str, split: str) -> PairDataset:
-    """The pairs of one split with only their own documents."""
+def own_documents(path: str, split: str, limit: int) -> PairDataset:
+    """The first pairs of one split with only their own documents as corpus."""
     whole = BeirPairs(path, split)
-    items = [(whole.item("left", int(q)), whole.item("right", int(d))) for q, d in zip(whole.left_id, whole.right_id)]
-    return PairDataset([query for query, _ in items], [document for _, document in items])
+    items = [whole[i] for i in range(min(limit, len(whole)))]
+    return PairDataset([pair.left for pair in items], [pair.right for pair in items])
 
 
 def cifar10(path: str, num_pairs: int) -> Task:
     """Two views of an image: a narrow four-block ResNet, 20-nearest-neighbour accuracy on its features."""
-    folder = Path(path)
-    train = TableViews(folder / "train.parquet", limit=num_pairs)
-
-    def new_model() -> DualEncoder:
-        thin = {"layers": (1, 1, 1, 1), "channels": (16, 32, 64, 128)}
-        return ImageEncoder("resnet18", image_size=32, projector_dim=64, augment=SimCLR(32), backbone_args=thin)
-
-    bank = TableViews(folder / "train.parquet", limit=5000)
-    validation = KNNEvaluator(bank, TableViews(folder / "train.parquet", limit=7000))
-    test = KNNEvaluator(bank, TableViews(folder / "test.parquet", limit=2000))
-    return Task(new_model, train, validation, test)
+    train, validation, test = open_parts(path, num_pairs, 1000)
+    return Task(new_encoder, train, HeldOutAndTest(KNNEvaluator(train, validation), KNNEvaluator(train, test)))
 
 
-def run(task: Task, name: str, settings: dict[str, Any], steps: int, evaluator: Evaluator, folder: Path) -> float:
-    """Train once; the evaluator's primary metric at the end."""
+def run(task: Task, name: str, settings: dict[str, Any], steps: int, folder: Path) -> dict[str, float]:
+    """Train once; the evaluator's metrics at the end."""
     torch.manual_seed(settings["seed"])
     model = task.new_model()
     objective = OBJECTIVES[name](
@@ -119,14 +114,7 @@ def run(task: Task, name: str, settings: dict[str, Any], steps: int, evaluator: 
         progress=False,
         deterministic=False,
     )
-    return trainer.fit(model, task.pairs, objective, evaluator=evaluator).metrics[evaluator.primary]
-
-
-def cached(path: Path, compute: Callable[[], float], settings: dict[str, Any]) -> float:
-    """The result of an earlier call, or a new one."""
-    if not path.exists():
-        write_json(path, {"result": compute(), **settings})
-    return float(json.loads(path.read_text())["result"])
+    return trainer.fit(model, task.pairs, objective, evaluator=task.evaluator).metrics
 
 
 def row(task: Task, name: str, batch_size: int, arguments: argparse.Namespace) -> dict[str, object]:
@@ -134,28 +122,22 @@ def row(task: Task, name: str, batch_size: int, arguments: argparse.Namespace) -
     folder = Path(arguments.out) / arguments.task
     label = f"{name.replace(' ', '_')}-B{batch_size}"
 
-    def measure(split: str, evaluator: Evaluator, **settings: Any) -> float:
-        settings["batch_size"] = batch_size
-        tag = "-".join(str(settings[key]) for key in ("learning_rate", "temperature", "seed"))
-        path = folder / f"{label}-{split}-{tag}.json"
-        train = folder / "work" / label
-        return cached(path, lambda: run(task, name, settings, arguments.steps, evaluator, train), settings)
+    def measure(learning_rate: float, temperature: float, seed: int) -> dict[str, float]:
+        settings = {"learning_rate": learning_rate, "temperature": temperature, "seed": seed, "batch_size": batch_size}
+        path = folder / f"{label}-{learning_rate}-{temperature}-{seed}.json"
+        return cached(path, lambda: run(task, name, settings, arguments.steps, folder / "work" / label), settings)
 
     grid = list(itertools.product(arguments.learning_rates, arguments.temperatures))
-    tuned = {
-        (rate, tau): measure("dev", task.validation, learning_rate=rate, temperature=tau, seed=0) for rate, tau in grid
-    }
+    tuned = {(rate, tau): measure(rate, tau, 0)["validation"] for rate, tau in grid}
     rate, tau = max(tuned, key=lambda key: tuned[key])
-    seeds = [
-        measure("test", task.test, learning_rate=rate, temperature=tau, seed=seed) for seed in range(arguments.seeds)
-    ]
+    seeds = [measure(rate, tau, seed)["test"] for seed in range(arguments.seeds)]
     print(f"{label}: {seeds}", flush=True)
     return {
         "objective": name,
         "batch": batch_size,
         "learning rate": str(rate),
         "temperature": str(tau),
-        task.test.primary: statistics.mean(seeds),
+        "test": statistics.mean(seeds),
         "sd": statistics.stdev(seeds) if len(seeds) > 1 else 0.0,
     }
 

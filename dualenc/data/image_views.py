@@ -34,6 +34,20 @@ class ImageViews(PairDataset):
         self.labels: np.ndarray | None = None if labels is None else labels.numbers
         self.class_names: list[str] | None = None if labels is None else labels.names
 
+    def subset(self, rows: np.ndarray) -> ImageViews:
+        """The images of some rows (n,), in their order."""
+        labels = None if self.labels is None else Labels(self.labels[rows], self.class_names or [])
+        return ImageViews(Picked(self.left_items, rows), labels)
+
+    def sample(self, count: int, seed: int = 0) -> ImageViews:
+        """A random part of the images, each at most once; files are often sorted by class, so their head is no sample.
+
+        Args:
+            count: how many; all of them, in random order, if there are fewer.
+            seed: of the draw.
+        """
+        return self.subset(np.random.default_rng(seed).permutation(len(self))[:count])
+
 
 class TableViews(ImageViews):
     """Images of a table: a parquet or other local file, a saved data set, or the Hugging Face hub.

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
 
-from dualenc.data import ImageFolderViews, TableViews
+from dualenc.data import ImageFolderViews, ImageViews, TableViews
+from dualenc.data.labels import Labels
 from dualenc.errors import BadSample, DualencError
 
 from .make import encoded, picture, shade_of, write_csv
@@ -111,3 +112,14 @@ def test_real_images(shared_data: Path, name: str, split: str, size: int, classe
     assert (len(views), len(views.class_names or [])) == (size, classes)
     assert np.bincount(views.labels).tolist() == [size // classes] * classes
     assert views[1].left.mode == "RGB"
+
+
+def test_a_sample_is_a_seeded_part_with_its_labels() -> None:
+    images = ImageViews(list("abcdefgh"), Labels(np.arange(8) % 3, ["x", "y", "z"]))
+    part, again, other = images.sample(5, seed=1), images.sample(5, seed=1), images.sample(5, seed=2)
+    drawn = [part.item("left", i) for i in range(5)]
+    assert len(set(drawn)) == 5
+    assert drawn == [again.item("left", i) for i in range(5)] != [other.item("left", i) for i in range(5)]
+    assert [ord(letter) % 97 % 3 for letter in drawn] == part.labels.tolist()
+    assert part.class_names == ["x", "y", "z"]
+    assert len(images.sample(100)) == 8
