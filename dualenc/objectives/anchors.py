@@ -61,6 +61,7 @@ class Anchors:
         positive_logits: (A,) s(x, y)/τ.
         logits: (A, C) s/τ, -inf where a candidate is no negative.
         num_negatives: (A,) how many candidates are negatives.
+        log_corpus_size: (A,) kept here by `Objective.log_corpus_size` once it is asked for.
     """
 
     side: Side
@@ -83,6 +84,7 @@ class Anchors:
     positive_logits: Tensor = field(init=False)
     logits: Tensor = field(init=False)
     num_negatives: Tensor = field(init=False)
+    log_corpus_size: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.positive_logits = self.positive_similarities / self.temperature

@@ -155,6 +155,11 @@ class Objective(nn.Module):
 
     def log_corpus_size(self, anchors: Anchors) -> Tensor:
         """(A,) log of the number of negatives an anchor has in the whole corpus; in the batch, if N is unknown."""
+        if anchors.log_corpus_size is None:
+            anchors.log_corpus_size = self._log_corpus_size(anchors)
+        return anchors.log_corpus_size
+
+    def _log_corpus_size(self, anchors: Anchors) -> Tensor:
         total = self.num_items(anchors.candidate_side)
         if total is None:
             return anchors.num_negatives.clamp(min=1).to(anchors.similarities.dtype).log()

@@ -74,7 +74,7 @@ class EMC2(Objective):
         items, allowed = self._proposed(anchors)
         state, column = self._states(chains.state[anchors.ids], anchors, items)
         away = (state != NO_STATE) & (column < 0)
-        now = (away & self.encodes_every_state).nonzero()[:, 0]
+        now = away.nonzero()[:, 0] if self.encodes_every_state else state[:0]
         similarities, outside = self._similarities(anchors, items, state, now, encode)
         with torch.no_grad():
             score = self._scores(chains.score[anchors.ids], similarities, state, column, outside)
@@ -83,7 +83,8 @@ class EMC2(Objective):
             chains.store(anchors, move.state, move.score)
         if not self.encodes_every_state:
             late = (away & (move.outside_weights[:, 0] > 0)).nonzero()[:, 0]
-            outside = _beside(anchors, late, embed(state[late], encode, anchors), num_each=1)
+            if len(late):
+                outside = _beside(anchors, late, embed(state[late], encode, anchors), num_each=1)
         return self._losses(anchors, step, move, outside)
 
     def _proposed(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
@@ -165,5 +166,7 @@ def _log_mean(step: Step) -> Tensor:
 def _beside(anchors: Anchors, rows: Tensor, embeddings: Tensor, num_each: int) -> Tensor:
     """(A, S) similarities of the anchors at `rows` (n,) with embeddings (n·S, D) of their own; -inf elsewhere."""
     empty = anchors.positive_similarities.new_full((len(anchors.ids), num_each), -torch.inf)
+    if not len(rows):
+        return empty
     own = embeddings.view(len(rows), num_each, embeddings.shape[-1])
     return empty.index_put((rows,), torch.einsum("ad,asd->as", anchors.embeddings[rows], own))

@@ -121,7 +121,7 @@ class FeatureCache(nn.Module):
     def _logits(self, query: Query, rows: slice, local_barred: Tensor) -> tuple[Tensor, Tensor]:
         """(A, n) s/τ with this rank's rows, -inf for empty slots and barred items; (A,) how many are neither."""
         filled = self.filled[rows]
-        logits = query.embeddings @ self.features[rows].T / query.temperature
+        logits = (query.embeddings / query.temperature) @ self.features[rows].T
         logits.masked_fill_(~filled, -torch.inf)
         place = local_barred - rows.start
         anchor, listed = ((place >= 0) & (place < len(filled))).nonzero(as_tuple=True)

@@ -95,7 +95,7 @@ def _successors(scores: Tensor, thresholds: Tensor) -> Tensor:
     while 2 * width <= num_nodes:
         # peaks[k][:, p] is the maximum of the 2^k thresholds from p on; windows beyond the end are infinite.
         peak = peaks[-1].clone()
-        peak[:, :-width] = torch.maximum(peak[:, :-width], peaks[-1][:, width:])
+        torch.maximum(peaks[-1][:, :-width], peaks[-1][:, width:], out=peak[:, :-width])
         peaks.append(peak)
         width *= 2
     position = torch.arange(num_nodes, device=scores.device).repeat(num_anchors, 1)
