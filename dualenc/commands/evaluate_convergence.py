@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dualenc import distributed
-from dualenc.commands.evaluation import display_name, start_processes
+from dualenc.commands.evaluation import display_name, output_folder, start_processes
 from dualenc.commands.figures import similarity_figure
 from dualenc.commands.finite_set import Augmentation, Finite, Source, prepare_set
 from dualenc.commands.run_models import find_models, load_models
@@ -55,7 +55,7 @@ def convergence(
     run: str,
     data: str,
     *more: str,
-    out: str,
+    out: str | None = None,
     split: str = "train",
     left_column: str | None = None,
     right_column: str | None = None,
@@ -73,7 +73,7 @@ def convergence(
         run: output folder of a training (its checkpoints are measured), folder of model folders, or one model.
         data: images, of which two stored augmentations are a pair; or for other models pairs, as `train` reads them.
         more: further runs, to lay their curves over one another.
-        out: folder to write.
+        out: folder to write; by default evaluations/convergence/RUN-DATA.
         split: of the data.
         left_column: of a table of pairs.
         right_column: of a table of pairs.
@@ -83,6 +83,7 @@ def convergence(
         seed: of the augmentations, which are those of the first epoch of a training with this seed.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
+    target = output_folder(out, "convergence", run, data)
     if pairs < 2:
         raise DualencError(f"pairs={pairs}: a set of two or more is needed")
     device_to_use = start_processes(device)
@@ -101,7 +102,7 @@ def convergence(
         order = list(names.values())
         facts = {name: value for name, value in source._asdict().items() if value is not None}
         facts["temperature"] = temperature
-        _conclude(sorted(everything, key=lambda p: (order.index(p.run), p.step)), Path(out), facts)
+        _conclude(sorted(everything, key=lambda p: (order.index(p.run), p.step)), target, facts)
     distributed.barrier()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.commands.corruption_parts import Part, Setup, plain_part, robustness_part, versions_part
-from dualenc.commands.evaluation import display_name, start_processes
+from dualenc.commands.evaluation import display_name, output_folder, start_processes
 from dualenc.commands.images import (
     labelled_features,
     open_image_tower,
@@ -47,7 +47,7 @@ def corrupted(
     model: str,
     data: str,
     *,
-    out: str,
+    out: str | None = None,
     split: str = "test",
     clean: str | None = None,
     corruptions: list[str] | None = None,
@@ -72,7 +72,7 @@ def corrupted(
     Args:
         model: model folder or name, of kind image or image-text.
         data: clean images, corrupted on the fly; or a CIFAR-C or Tiny-ImageNet-C folder.
-        out: folder to write.
+        out: folder to write; by default evaluations/corrupted/MODEL-DATA.
         split: which split of the clean images.
         clean: with a CIFAR-C or Tiny-ImageNet-C folder: the images without corruption.
         corruptions: their names; by default all 19, or all that the folder has.
@@ -89,19 +89,20 @@ def corrupted(
         num_workers: processes that corrupt and augment.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
+    target = output_folder(out, "corrupted", model, data)
     device_to_use = start_processes(device)
     _check_severities([severity, *(severities or [])])
     source, images = _open(data, split, clean, corruptions or [], seed, label_column)
     tower = open_image_tower(model, device_to_use)
     facts: dict[str, object] = {"data": data, "split": split, "augmentation": augmentation, "seed": seed}
-    setup = _setup(tower, source, images, Path(out), facts, limit, num_workers)
+    setup = _setup(tower, source, images, target, facts, limit, num_workers)
     parts = {"corrupted": versions_part(setup, severity)}
     parts |= {} if images is None else {"plain": plain_part(setup)}
     if train is not None:
         training = _Training(train, train_split, train_limit, severities or list(SEVERITIES), baseline)
         parts["robustness"] = _robustness(setup, training, label_column)
     if distributed.is_main():
-        _conclude(parts, Path(out), {"model": model, **facts})
+        _conclude(parts, target, {"model": model, **facts})
     distributed.barrier()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualenc import distributed
-from dualenc.commands.evaluation import display_name, embed_into, open_model, start_processes
+from dualenc.commands.evaluation import display_name, embed_into, open_model, output_folder, start_processes
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.gallery import rank_galleries
@@ -34,7 +34,7 @@ def image_text(
     model: str,
     data: str,
     *,
-    out: str,
+    out: str | None = None,
     split: str = "test",
     left_column: str | None = None,
     right_column: str | None = None,
@@ -50,7 +50,7 @@ def image_text(
         model: model folder or name.
         data: images with captions: a table (parquet, jsonl, csv, a folder of them, a hub name), webdataset tars, or a
             folder of images.
-        out: folder to write.
+        out: folder to write; by default evaluations/image-text/MODEL-DATA.
         split: of a folder or hub name.
         left_column: of a table; by default `image` or another usual name.
         right_column: of a table, one caption or a list of them in each row; by default `captions` or another usual
@@ -61,10 +61,11 @@ def image_text(
     Raises:
         DualencError: the model is of another kind, or the data has no such split or columns.
     """
+    target = output_folder(out, "image-text", model, data)
     device_to_use = start_processes(device)
     pairs = _read_pairs(data, split, left_column, right_column)
     encoder = open_model(model, "image-text", device_to_use)
-    folder = Path(out) / "embeddings"
+    folder = target / "embeddings"
     source = f"{data}:{split}"
     images = _embed(encoder, "left", pairs, folder / f"images-{split}", model, batch_size, source)
     texts = _embed(encoder, "right", pairs, folder / f"texts-{split}", model, batch_size, source)
@@ -75,7 +76,7 @@ def image_text(
         galleries = _galleries(pairs, images, texts, matched.captions, ranks)
         # Every caption is a query, as in the literature, also where several images have the same one.
         ranks["text_to_image"] = ranks["text_to_image"][matched.text_of_pair]
-        _conclude(ranks, galleries, Path(out), {"model": model, "data": data, "split": split})
+        _conclude(ranks, galleries, target, {"model": model, "data": data, "split": split})
     distributed.barrier()
 
 

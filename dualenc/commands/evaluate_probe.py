@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.evaluation import display_name, start_processes
+from dualenc.commands.evaluation import display_name, output_folder, start_processes
 from dualenc.commands.figures import similarity_figure
 from dualenc.commands.images import (
     AugmentedPrepare,
@@ -49,7 +49,7 @@ def probe(
     model: str,
     data: str,
     *,
-    out: str,
+    out: str | None = None,
     split: str = "test",
     train: str | None = None,
     train_split: str = "train",
@@ -73,7 +73,7 @@ def probe(
     Args:
         model: model folder or name, of kind image or image-text.
         data: images with labels: parquet or other table, hub name, or a folder of class folders.
-        out: folder to write.
+        out: folder to write; by default evaluations/probe/MODEL-DATA.
         split: which split is tested.
         train: images to train probes on, if they are not a split of the same data.
         train_split: which split is trained on.
@@ -90,12 +90,13 @@ def probe(
         num_workers: processes that decode images.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
+    target = output_folder(out, "probe", model, data)
     device_to_use = start_processes(device)
     sources = {"train": (train or data, train_split, train_limit), "test": (data, split, limit)}
     opened = _open(sources, label_column)
     tower = open_image_tower(model, device_to_use)
     fitted, tested = (
-        labelled_features(tower, *opened[part], Path(out) / "features" / part, sources[part], batch_size, num_workers)
+        labelled_features(tower, *opened[part], target / "features" / part, sources[part], batch_size, num_workers)
         for part in ("train", "test")
     )
     if distributed.is_main():
@@ -103,7 +104,7 @@ def probe(
         if sgd != "no":
             rows.append(_sgd(tower, fitted, tested, sgd == "images", sgd_epochs, seed, num_workers))
         facts = {"model": model, "data": data, "split": split, "train": train or data, "train_split": train_split}
-        _conclude(rows, fitted, tested, Path(out), facts)
+        _conclude(rows, fitted, tested, target, facts)
     distributed.barrier()
 
 

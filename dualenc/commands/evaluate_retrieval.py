@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualenc import distributed
-from dualenc.commands.evaluation import display_name, embed_into, open_model, start_processes
+from dualenc.commands.evaluation import display_name, embed_into, open_model, output_folder, start_processes
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.bm25 import bm25_run
@@ -42,7 +42,7 @@ def retrieval(
     model: str,
     data: str,
     *more: str,
-    out: str,
+    out: str | None = None,
     split: str = "test",
     bm25: bool = False,
     depth: int = 100,
@@ -60,7 +60,7 @@ def retrieval(
         model: model folder or name.
         data: BEIR folder: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv.
         more: further BEIR folders; the table then has a mean row.
-        out: folder to write.
+        out: folder to write; by default evaluations/retrieval/MODEL-DATA.
         split: which judgements to use.
         bm25: evaluate BM25 beside the model.
         depth: documents to retrieve for each query.
@@ -72,11 +72,12 @@ def retrieval(
     Raises:
         DualencError: the model is of another kind, a folder or split is missing, or nothing is judged.
     """
+    target = output_folder(out, "retrieval", model, data)
     if depth < max(CUTOFFS):
         raise DualencError(f"depth={depth}: the metrics look at {max(CUTOFFS)} documents; retrieve that many or more")
     device_to_use = start_processes(device)
     collections = _read_collections((data, *more), split, titles)
-    places = {name: Path(out) / name if more else Path(out) for name in collections}
+    places = {name: target / name if more else target for name in collections}
     encoder = open_model(model, "query-document", device_to_use)
     runs: Runs = {}
     for name, collection in collections.items():
@@ -94,7 +95,7 @@ def retrieval(
             runs[name][BM25] = _bm25(collection, depth, keep_self_matches)
     if distributed.is_main():
         facts = {"model": model, "split": split, "depth": depth, "keep_self_matches": keep_self_matches}
-        _conclude(runs, collections, places, Path(out), facts)
+        _conclude(runs, collections, places, target, facts)
     distributed.barrier()
 
 

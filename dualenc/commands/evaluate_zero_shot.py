@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualenc import distributed
-from dualenc.commands.evaluation import display_name, embed_into, open_model, start_processes
+from dualenc.commands.evaluation import display_name, embed_into, open_model, output_folder, start_processes
 from dualenc.commands.images import open_images, require_labels
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
@@ -41,7 +41,7 @@ def zero_shot(
     model: str,
     data: str,
     *,
-    out: str,
+    out: str | None = None,
     split: str = "test",
     label_column: str | None = None,
     class_names: str | None = None,
@@ -57,7 +57,7 @@ def zero_shot(
     Args:
         model: model folder or name.
         data: labelled images: a table (parquet, a folder of them, a hub name), or a folder with one folder per class.
-        out: folder to write.
+        out: folder to write; by default evaluations/zero-shot/MODEL-DATA.
         split: of a folder of tables or a hub name.
         label_column: of a table, class numbers or names; by default `label`.
         class_names: text file with the name of each class on a line; by default the names that the data brings.
@@ -68,13 +68,14 @@ def zero_shot(
     Raises:
         DualencError: the model is of another kind, or labels, class names or templates are missing.
     """
+    target = output_folder(out, "zero-shot", model, data)
     device_to_use = start_processes(device)
     filled = TEMPLATES if templates is None else read_templates(templates)
     images = open_images(data, split, label_column=label_column)
     labels = require_labels(images, f"{data}, {split}")
     names = _class_names(images, data, class_names)
     encoder = open_model(model, "image-text", device_to_use)
-    folder = Path(out) / "embeddings"
+    folder = target / "embeddings"
     found = embed_into(folder / f"images-{split}", encoder, "left", images, model, batch_size, f"{data}:{split}")
     classes = _embed_classes(encoder, names, filled, folder / "prompts", model, batch_size)
     row_of = {name: row for row, name in enumerate(images.ids)}
@@ -83,7 +84,7 @@ def zero_shot(
     ranks = zero_shot_ranks(vectors, classes, shown.labels)
     if distributed.is_main():
         galleries = _galleries(shown, vectors, classes, ranks)
-        _conclude(ranks, shown, galleries, Path(out), {"model": model, "data": data, "split": split})
+        _conclude(ranks, shown, galleries, target, {"model": model, "data": data, "split": split})
     distributed.barrier()
 
 

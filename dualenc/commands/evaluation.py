@@ -92,6 +92,11 @@ def embed_into(
     )
 
 
+def output_folder(out: str | None, task: str, model: str, data: str) -> Path:
+    """Where an evaluation writes: as the user says, or a folder named after task, model and data."""
+    return Path(out or f"evaluations/{task}/{display_name(model)}-{Path(data).stem}")
+
+
 def display_name(model: str) -> str:
     """What tables call a model: the last part of its path or name."""
     return Path(model).name or model
