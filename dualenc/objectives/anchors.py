@@ -1,22 +1,29 @@
 """Who is compared with whom: gathering over ranks, both directions or both views, and the mask of positives.
 
 An objective never sees ranks, directions or masks. It sees one or two `Anchors`: rows of this rank's anchors
-against all candidates of the global batch.
+against all candidates of the global batch. What it does with (A, C) matrices it does `by_rows`: for a large batch they
+exist for one block of rows at a time, forward and backward, so that memory grows with the batch and not its square.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dualenc import distributed
+from dualenc.objectives.positives import PADDING, Positives, distinct_ids, listed
 
 Side = Literal["left", "right"]
-PADDING = -1
+Rows = TypeVar("Rows", Tensor, tuple[Tensor, ...])
+
+# Entries of a matrix that is held at once: 1024 anchors against 1024 candidates.
+BLOCK_ENTRIES = 2**20
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Batch:
 
 @dataclass
 class Anchors:
-    """This rank's anchors of one direction against the candidates of the global batch.
+    """This rank's anchors of one direction against the candidates of the global batch; or some of its rows.
 
     Attributes:
         side: whose items the anchors are, and so whose state table they index ("left" also for two views).
@@ -50,17 +57,13 @@ class Anchors:
         num_global: number of anchors in the global batch.
         embeddings: (A, D) with gradient.
         positive_similarities: (A,) cosine with the anchor's own positive, with gradient.
-        similarities: (A, C) cosines with every candidate, with gradient.
-        allowed: (A, C) true where a candidate is a negative of the anchor.
         candidates: (C, D) embeddings of the candidates, with gradient.
         candidate_ids: (C,) ids of the candidates.
-        positive_ids: (A, K) every id of the candidate side that is never a negative, padded with -1.
+        positives: which candidates are no negatives.
         temperature: scalar τ, with gradient when learned.
         num_in_batch: the first so many candidates are the batch itself; the rest are mined negatives.
         views: candidates are first all left, then all right views of the batch.
-        positive_logits: (A,) s(x, y)/τ.
-        logits: (A, C) s/τ, -inf where a candidate is no negative.
-        num_negatives: (A,) how many candidates are negatives.
+        with_grad: whether similarities carry a gradient, whoever asks for them first.
         log_corpus_size: (A,) kept here by `Objective.log_corpus_size` once it is asked for.
     """
 
@@ -72,39 +75,109 @@ class Anchors:
     num_global: int
     embeddings: Tensor
     positive_similarities: Tensor
-    similarities: Tensor
-    allowed: Tensor
     candidates: Tensor
     candidate_ids: Tensor
-    positive_ids: Tensor
+    positives: Positives
     temperature: Tensor
     num_in_batch: int
     views: bool = False
-
-    positive_logits: Tensor = field(init=False)
-    logits: Tensor = field(init=False)
-    num_negatives: Tensor = field(init=False)
+    with_grad: bool = field(default_factory=torch.is_grad_enabled)
     log_corpus_size: Tensor | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        self.positive_logits = self.positive_similarities / self.temperature
-        self.logits = (self.similarities / self.temperature).masked_fill(~self.allowed, -torch.inf)
-        self.num_negatives = self.allowed.sum(dim=1)
+    def by_rows(self, function: Callable[..., Rows], *tensors: Tensor, row_entries: int | None = None) -> Rows:
+        """Apply a function to all rows at once where its matrices are small, else to one block of rows at a time.
+
+        With gradient, a block's matrices are computed again in the backward pass. The function must be pure: equal
+        results when called again, and each row's result its own.
+
+        Args:
+            function: takes the `Anchors` of some rows and those rows (a, ...) of the tensors; returns one tensor
+                (a, ...) or several.
+            tensors: (A, ...) each.
+            row_entries: how many numbers the function holds per row; by default C.
+
+        Returns:
+            What the function returns, for all rows.
+        """
+        blocks = self._blocks(row_entries or len(self.candidate_ids))
+        if len(blocks) == 1:
+            return function(self, *tensors)
+
+        def block(rows: slice) -> Rows:
+            return function(self.take(rows), *(tensor[rows] for tensor in tensors))
+
+        if not torch.is_grad_enabled():
+            return _joined([block(rows) for rows in blocks])
+        return _joined([checkpoint(block, rows, use_reentrant=False, preserve_rng_state=False) for rows in blocks])
+
+    @torch.no_grad()
+    def statistics(self, function: Callable[..., Rows], *tensors: Tensor, row_entries: int | None = None) -> Rows:
+        """`by_rows` without gradient."""
+        return self.by_rows(function, *tensors, row_entries=row_entries)
+
+    def take(self, rows: slice) -> Anchors:
+        """Some of the rows; what rows share is not copied."""
+        part = replace(
+            self,
+            ids=self.ids[rows],
+            rows=self.rows[rows],
+            embeddings=self.embeddings[rows],
+            positive_similarities=self.positive_similarities[rows],
+            positives=self.positives.take(rows),
+            with_grad=torch.is_grad_enabled(),
+        )
+        for name in ("num_negatives", "known_positives"):
+            if name in self.__dict__:
+                part.__dict__[name] = self.__dict__[name][rows]
+        return part
+
+    @property
+    def positive_ids(self) -> Tensor:
+        """(A, K) every id of the candidate side that is known to be no negative, padded with -1."""
+        return self.positives.ids
+
+    @property
+    def positive_logits(self) -> Tensor:
+        """(A,) s(x, y)/τ."""
+        return self.positive_similarities / self.temperature
+
+    @cached_property
+    def allowed(self) -> Tensor:
+        """(A, C) true where a candidate is a negative of the anchor."""
+        return ~self.positives.excluded(self.candidate_ids)
+
+    @cached_property
+    def similarities(self) -> Tensor:
+        """(A, C) cosines with every candidate, with gradient."""
+        with torch.set_grad_enabled(self.with_grad):
+            return self.embeddings @ self.candidates.T
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """(A, C) s/τ, -inf where a candidate is no negative."""
+        with torch.set_grad_enabled(self.with_grad):
+            return (self.similarities / self.temperature).masked_fill(~self.allowed, -torch.inf)
+
+    @cached_property
+    def num_negatives(self) -> Tensor:
+        """(A,) how many candidates are negatives."""
+        return self.statistics(_count_allowed)
 
     @cached_property
     def known_positives(self) -> Tensor:
         """(A, K) distinct ids that are no negatives: listed, or excluded in the batch; padded with -1."""
-        excluded = torch.where(self.allowed, PADDING, self.candidate_ids[None, :])
-        width = int((~self.allowed).sum(dim=1).max()) if self.allowed.numel() else 0
-        ids = torch.cat([self.positive_ids, excluded.topk(width, dim=1).values], dim=1).sort(dim=1).values
-        repeated = torch.zeros_like(ids, dtype=torch.bool)
-        repeated[:, 1:] = ids[:, 1:] == ids[:, :-1]
-        return ids.masked_fill(repeated, PADDING)
+        num_excluded = len(self.candidate_ids) - self.num_negatives
+        width = int(num_excluded.max()) if self.ids.numel() else 0
+
+        def excluded_ids(anchors: Anchors) -> Tensor:
+            return torch.where(anchors.allowed, PADDING, anchors.candidate_ids[None, :]).topk(width, dim=1).values
+
+        return distinct_ids(torch.cat([self.positive_ids, self.statistics(excluded_ids)], dim=1))
 
     def is_negative(self, ids: Tensor) -> Tensor:
         """Whether any items are negatives: shared ones, ids (n,) -> (A, n), or one per anchor, (A, 1) -> (A, 1)."""
         if ids.dim() == 1:
-            return ~_listed(self.known_positives, ids)
+            return ~listed(self.known_positives, ids)
         return ~(ids[:, :, None] == self.known_positives[:, None, :]).any(dim=2)
 
     def outside_logits(self, embeddings: Tensor) -> Tensor:
@@ -112,6 +185,21 @@ class Anchors:
         if embeddings.dim() == 2:
             return self.embeddings @ embeddings.T / self.temperature
         return torch.einsum("ad,and->an", self.embeddings, embeddings) / self.temperature
+
+    def _blocks(self, row_entries: int) -> list[slice]:
+        """Runs of rows whose matrices have at most BLOCK_ENTRIES entries."""
+        size = max(1, BLOCK_ENTRIES // max(1, row_entries))
+        return [slice(start, start + size) for start in range(0, max(1, len(self.ids)), size)]
+
+
+def _count_allowed(anchors: Anchors) -> Tensor:
+    return anchors.allowed.sum(dim=1)
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def log_mean_exp(logits: Tensor) -> Tensor:
@@ -130,100 +218,63 @@ def weighted_sum(weights: Tensor, logits: Tensor) -> Tensor:
     return (weights.detach() * logits.masked_fill(torch.isneginf(logits), 0.0)).sum(dim=1)
 
 
-def pair_anchors(batch: Batch, temperature: Tensor) -> list[Anchors]:
+def pair_anchors(batch: Batch, temperature: Tensor) -> Iterator[Anchors]:
     """Two towers: left anchors against all right items (and mined negatives), then right against left."""
     sizes = distributed.rank_sizes(len(batch.left_id), batch.left_id.device)
-    left_id, right_id = (distributed.gather(ids, sizes) for ids in (batch.left_id, batch.right_id))
+    own = torch.stack([batch.left_id, batch.right_id], dim=1)
+    pairs = distributed.gather(own, sizes)
     left, right = (distributed.gather_with_grad(part, sizes) for part in (batch.left, batch.right))
     negatives, negative_id = _gathered_negatives(batch)
-    rows = _own_rows(sizes, left_id)
+    rows = _own_rows(sizes, own)
     positive = (batch.left * batch.right).sum(dim=1)
-    same_left = batch.left_id[:, None] == left_id[None, :]
-    same_right = batch.right_id[:, None] == right_id[None, :]
 
-    def direction(side: Side, embeddings: Tensor, ids: Tensor, positive_ids: Tensor, mined: bool) -> Anchors:
-        candidates, candidate_ids = (right, right_id) if side == "left" else (left, left_id)
-        excluded = same_left | same_right
-        if mined and len(negative_id):
-            candidates = torch.cat([candidates, negatives])
-            candidate_ids = torch.cat([candidate_ids, negative_id])
-            excluded = torch.cat([excluded, excluded.new_zeros(len(ids), len(negative_id))], dim=1)
-        excluded = _all_copies(excluded, candidate_ids) | _listed(positive_ids, candidate_ids)
+    def direction(side: Side, embeddings: Tensor, candidates: Tensor, candidate_ids: Tensor, known: Tensor) -> Anchors:
         return Anchors(
             side=side,
             candidate_side="right" if side == "left" else "left",
-            ids=ids,
+            ids=own[:, 0 if side == "left" else 1],
             rows=rows,
             sizes=sizes,
             num_global=sum(sizes),
             embeddings=embeddings,
             positive_similarities=positive,
-            similarities=embeddings @ candidates.T,
-            allowed=~excluded,
             candidates=candidates,
             candidate_ids=candidate_ids,
-            positive_ids=positive_ids,
+            positives=Positives.of_pairs(known, own, pairs, candidate_ids),
             temperature=temperature,
             num_in_batch=sum(sizes),
         )
 
-    left_known = torch.cat([batch.left_positives, batch.right_id[:, None]], dim=1)
-    right_known = torch.cat([batch.right_positives, batch.left_id[:, None]], dim=1)
-    return [
-        direction("left", batch.left, batch.left_id, left_known, mined=True),
-        direction("right", batch.right, batch.right_id, right_known, mined=False),
-    ]
+    known = torch.cat([batch.left_positives, batch.right_id[:, None]], dim=1)
+    with_mined = torch.cat([right, negatives]), torch.cat([pairs[:, 1], negative_id])
+    yield direction("left", batch.left, *with_mined, known)
+    known = torch.cat([batch.right_positives, batch.left_id[:, None]], dim=1)
+    yield direction("right", batch.right, left, pairs[:, 0], known)
 
 
-def view_anchors(batch: Batch, temperature: Tensor) -> list[Anchors]:
+def view_anchors(batch: Batch, temperature: Tensor) -> Iterator[Anchors]:
     """Two views of each image: 2b anchors against the 2B views of the global batch."""
     sizes = distributed.rank_sizes(len(batch.left_id), batch.left_id.device)
     ids = distributed.gather(batch.left_id, sizes)
-    candidate_ids = torch.cat([ids, ids])
-    candidates = torch.cat([distributed.gather_with_grad(view, sizes) for view in (batch.left, batch.right)])
     rows = _own_rows(sizes, ids)
-    anchor_ids = torch.cat([batch.left_id, batch.left_id])
-    embeddings = torch.cat([batch.left, batch.right])
     positive = (batch.left * batch.right).sum(dim=1)
     known = torch.cat([batch.left_positives, batch.left_id[:, None]], dim=1)
-    known = torch.cat([known, known])
-    return [
-        Anchors(
-            side="left",
-            candidate_side="left",
-            ids=anchor_ids,
-            rows=torch.cat([rows, rows + len(ids)]),
-            sizes=[2 * size for size in sizes],
-            num_global=2 * len(ids),
-            embeddings=embeddings,
-            positive_similarities=torch.cat([positive, positive]),
-            similarities=embeddings @ candidates.T,
-            allowed=~_listed(known, candidate_ids),
-            candidates=candidates,
-            candidate_ids=candidate_ids,
-            positive_ids=known,
-            temperature=temperature,
-            num_in_batch=2 * len(ids),
-            views=True,
-        )
-    ]
-
-
-def _listed(listed_ids: Tensor, candidate_ids: Tensor) -> Tensor:
-    """(A, C): whether a candidate's id stands in the anchor's list (A, K)."""
-    listed = torch.zeros(len(listed_ids), len(candidate_ids), dtype=torch.bool, device=candidate_ids.device)
-    for column in listed_ids.unbind(dim=1):
-        listed |= column[:, None] == candidate_ids[None, :]
-    return listed
-
-
-def _all_copies(excluded: Tensor, candidate_ids: Tensor) -> Tensor:
-    """(A, C): whether the candidate, or another one of the same id, is excluded: positives go by identity."""
-    items, place = torch.unique(candidate_ids, return_inverse=True)
-    if len(items) == len(candidate_ids):
-        return excluded
-    hits = torch.zeros(len(excluded), len(items), device=excluded.device).index_add_(1, place, excluded.float())
-    return (hits > 0)[:, place]
+    yield Anchors(
+        side="left",
+        candidate_side="left",
+        ids=torch.cat([batch.left_id, batch.left_id]),
+        rows=torch.cat([rows, rows + len(ids)]),
+        sizes=[2 * size for size in sizes],
+        num_global=2 * len(ids),
+        embeddings=torch.cat([batch.left, batch.right]),
+        positive_similarities=torch.cat([positive, positive]),
+        candidates=torch.cat([distributed.gather_with_grad(view, sizes) for view in (batch.left, batch.right)]),
+        candidate_ids=torch.cat([ids, ids]),
+        positives=Positives.of_views(torch.cat([known, known])),
+        temperature=temperature,
+        num_in_batch=2 * len(ids),
+        views=True,
+    )
 
 
 def _gathered_negatives(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import (
-    PADDING,
     Anchors,
     Batch,
     Side,
@@ -23,6 +22,7 @@ from dualenc.objectives.anchors import (
     pair_anchors,
     view_anchors,
 )
+from dualenc.objectives.positives import PADDING
 
 Encode = Callable[[Side, Tensor], Tensor]
 
@@ -133,6 +133,7 @@ class Objective(nn.Module):
         encode = _as_called(encode, left.device.type)
         with torch.autocast(left.device.type, enabled=False):
             build = view_anchors if self.views else pair_anchors
+            # One direction after the other: what the first one held is gone before the second begins.
             directions = build(batch, self.temperature.to(batch.left.dtype))
             outputs = [self._direction_loss(anchors, encode) for anchors in directions]
         loss = torch.stack([loss for loss, _ in outputs]).mean()
@@ -162,12 +163,12 @@ class Objective(nn.Module):
     def _log_corpus_size(self, anchors: Anchors) -> Tensor:
         total = self.num_items(anchors.candidate_side)
         if total is None:
-            return anchors.num_negatives.clamp(min=1).to(anchors.similarities.dtype).log()
+            return anchors.num_negatives.clamp(min=1).to(anchors.embeddings.dtype).log()
         ordered = anchors.positive_ids.sort(dim=1).values
         distinct = (ordered != PADDING) & (ordered != ordered.roll(1, dims=1))
         distinct[:, 0] = ordered[:, 0] != PADDING
         count = (total - distinct.sum(dim=1)).clamp(min=1) * (2 if anchors.views else 1)
-        return count.to(anchors.similarities.dtype).log()
+        return count.to(anchors.embeddings.dtype).log()
 
     def _direction_loss(self, anchors: Anchors, encode: Encode | None) -> tuple[Tensor, dict[str, Tensor]]:
         losses = self.anchor_losses(anchors, encode)
@@ -178,10 +179,10 @@ class Objective(nn.Module):
     @torch.no_grad()
     def _metrics(self, anchors: Anchors) -> dict[str, Tensor]:
         """The same for every objective, so that runs can be compared: in-batch estimates of L(θ) and accuracy."""
-        positive, logits = anchors.positive_logits, anchors.logits
+        positive = anchors.positive_logits
         has_negatives = anchors.num_negatives > 0
-        estimate = -positive + log_mean_exp(logits) + self.log_corpus_size(anchors)
-        hardest = logits.amax(dim=1) if logits.shape[1] else positive
+        log_mean, hardest = anchors.statistics(_mean_and_hardest)
+        estimate = -positive + log_mean + self.log_corpus_size(anchors)
         return {
             "batch_estimate": estimate[has_negatives].mean().nan_to_num(),
             "accuracy": (positive > hardest).to(positive.dtype).mean().nan_to_num(),
@@ -243,6 +244,12 @@ class Objective(nn.Module):
 
     def _fail(self, argument: str, problem: str) -> None:
         raise DualencError(f"{type(self).__name__}: {argument} {problem}")
+
+
+def _mean_and_hardest(anchors: Anchors) -> tuple[Tensor, ...]:
+    """(A,) log of the mean of exp(s/τ) over the negatives, and (A,) the largest s/τ."""
+    logits = anchors.logits
+    return log_mean_exp(logits), logits.amax(dim=1) if logits.shape[1] else anchors.positive_logits
 
 
 def _as_called(encode: Encode | None, device: str) -> Encode | None:

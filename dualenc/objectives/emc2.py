@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from dualenc.objectives.isir import iterated_sir
 from dualenc.objectives.metropolis import metropolis_hastings
 from dualenc.objectives.outside import candidate_items, embed, find, ids_of, left_view
 from dualenc.objectives.random import SharedRandom
+from dualenc.objectives.row_draws import RowDraws
 
 
 class EMC2(Objective):
@@ -64,6 +66,8 @@ class EMC2(Objective):
         self.encodes_every_state = kernel == "isir" or score == "fresh"
         # i-SIR moves between images, each with its two views; Metropolis–Hastings between single views.
         self.moves_images = self.views and kernel == "isir"
+        # How many matrices the kernels hold at once: the jumps of Metropolis–Hastings take many.
+        self.matrices = 8 if kernel == "mh" else 2
         self.left_chains = Chains(self.num_left or 1)
         self.right_chains = self.left_chains if self.views else Chains(self.num_right or 1)
         self.random = SharedRandom(self.seed)
@@ -71,33 +75,45 @@ class EMC2(Objective):
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         assert encode is not None
         chains = self.left_chains if anchors.side == "left" else self.right_chains
-        items, allowed = self._proposed(anchors)
+        items = self._proposed(anchors)
         state, column = self._states(chains.state[anchors.ids], anchors, items)
         away = (state != NO_STATE) & (column < 0)
         now = away.nonzero()[:, 0] if self.encodes_every_state else state[:0]
-        similarities, outside = self._similarities(anchors, items, state, now, encode)
-        with torch.no_grad():
-            score = self._scores(chains.score[anchors.ids], similarities, state, column, outside)
-            step = Step(items, similarities, allowed, state, column, score, outside, anchors.temperature)
-            move = self._move(step, anchors)
-            chains.store(anchors, move.state, move.score)
+        proposed, outside = self._encoded(anchors, items, state, now, encode)
+        kernel = self._kernel(anchors, items)
+
+        def walk(some: Anchors, state: Tensor, column: Tensor, stored: Tensor, outside: Tensor) -> tuple[Tensor, ...]:
+            allowed, similarities = self._compared(some, items, proposed)
+            with torch.no_grad():
+                score = self._scores(stored, similarities, state, column, outside)
+                step = Step(items, similarities, allowed, state, column, score, outside, some.temperature)
+                move = kernel(step, some.rows)
+            among = (move.weights * similarities).sum(dim=1)
+            return among, move.outside_weights, move.state, move.score, _log_mean(step)
+
+        rows = (state, column, chains.score[anchors.ids], outside.detach())
+        found = anchors.by_rows(walk, *rows, row_entries=self.matrices * len(items))
+        among, outside_weights, next_state, next_score, log_mean = found
+        chains.store(anchors, next_state, next_score)
         if not self.encodes_every_state:
-            late = (away & (move.outside_weights[:, 0] > 0)).nonzero()[:, 0]
+            late = (away & (outside_weights[:, 0] > 0)).nonzero()[:, 0]
             if len(late):
                 outside = _beside(anchors, late, embed(state[late], encode, anchors), num_each=1)
-        return self._losses(anchors, step, move, outside)
+        negatives = among + (outside_weights * torch.where(outside_weights > 0, outside, 0.0)).sum(dim=1)
+        surrogate = negatives / anchors.temperature - anchors.positive_logits
+        value = log_mean + self.log_corpus_size(anchors) - anchors.positive_logits
+        return AnchorLosses(surrogate, value.detach())
 
-    def _proposed(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
-        """(C,) the proposed items and (A, C) whether they are negatives of the anchors."""
+    def _proposed(self, anchors: Anchors) -> Tensor:
+        """(C,) the proposed items."""
         if self.proposals == "batch":
-            own = slice(anchors.num_in_batch)
-            return candidate_items(anchors)[own], anchors.allowed[:, own]
+            return candidate_items(anchors)[: anchors.num_in_batch]
         corpus = self.num_items(anchors.candidate_side) or 1
         num_items = 2 * corpus if self.views and not self.moves_images else corpus
         items = self.random.integers(num_items, self.proposals, device=anchors.ids.device)
         if self.moves_images:
             items = torch.cat([2 * items, 2 * items + 1])
-        return items, anchors.is_negative(ids_of(items, self.views))
+        return items
 
     def _states(self, state: Tensor, anchors: Anchors, items: Tensor) -> tuple[Tensor, Tensor]:
         """(A,) the states, -1 where the item is no negative of this anchor, and (A,) their columns, -1 for none."""
@@ -107,20 +123,27 @@ class EMC2(Objective):
         state = torch.where(negative, state, NO_STATE)
         return state, find(items, state)
 
-    def _similarities(
+    def _encoded(
         self, anchors: Anchors, items: Tensor, state: Tensor, rows: Tensor, encode: Encode
     ) -> tuple[Tensor, Tensor]:
-        """(A, C) with the proposals, and (A, S) with what the states of some rows (n,) stand for."""
+        """(C, D) the proposals, and (A, S) similarities with what the states of some rows (n,) stand for."""
         wanted, num_each = state[rows], 1
         if self.moves_images:
             wanted, num_each = torch.stack([wanted, wanted + 1], dim=1).flatten(), 2
         if self.proposals == "batch":
             beside = _beside(anchors, rows, embed(wanted, encode, anchors), num_each)
-            return anchors.similarities[:, : anchors.num_in_batch], beside
+            return anchors.candidates[: anchors.num_in_batch], beside
         own, sizes = distributed.share(items)
         embeddings = embed(torch.cat([own, wanted]), encode, anchors)
         proposed = distributed.gather_with_grad(embeddings[: len(own)], sizes)
-        return anchors.embeddings @ proposed.T, _beside(anchors, rows, embeddings[len(own) :], num_each)
+        return proposed, _beside(anchors, rows, embeddings[len(own) :], num_each)
+
+    def _compared(self, anchors: Anchors, items: Tensor, proposed: Tensor) -> tuple[Tensor, Tensor]:
+        """(A, C) whether the proposals are negatives of the anchors, and (A, C) the similarities."""
+        if self.proposals == "batch":
+            own = slice(anchors.num_in_batch)
+            return anchors.allowed[:, own], anchors.similarities[:, own]
+        return anchors.is_negative(ids_of(items, self.views)), anchors.embeddings @ proposed.T
 
     def _scores(self, stored: Tensor, similarities: Tensor, state: Tensor, column: Tensor, outside: Tensor) -> Tensor:
         """(A,) similarity of each state, -inf for none."""
@@ -129,21 +152,15 @@ class EMC2(Objective):
             score = torch.where(column >= 0, at(similarities, column.clamp(min=0)), outside.mean(dim=1))
         return torch.where(state == NO_STATE, -torch.inf, score)
 
-    def _move(self, step: Step, anchors: Anchors) -> Move:
-        # Drawn for the whole global batch, so that ranks agree; each takes the rows of its own anchors.
+    def _kernel(self, anchors: Anchors, items: Tensor) -> Callable[[Step, Tensor], Move]:
+        """The move of some rows (n,) of the global batch; all that is random is settled here, alike on all ranks."""
         if self.kernel == "isir":
-            uniform = self.random.uniform(anchors.num_global, like=step.similarities)[anchors.rows]
-            return iterated_sir(step, uniform)
-        uniform = self.random.uniform(anchors.num_global, len(step.items), like=step.similarities)[anchors.rows]
-        order = self.random.permutation(len(step.items), device=step.items.device)
-        return metropolis_hastings(step, uniform, order, self.burn_in)
-
-    def _losses(self, anchors: Anchors, step: Step, move: Move, outside: Tensor) -> AnchorLosses:
-        brought = torch.where(move.outside_weights > 0, outside, 0.0)
-        negatives = (move.weights * step.similarities).sum(dim=1) + (move.outside_weights * brought).sum(dim=1)
-        surrogate = negatives / anchors.temperature - anchors.positive_logits
-        value = _log_mean(step) + self.log_corpus_size(anchors) - anchors.positive_logits
-        return AnchorLosses(surrogate, value.detach())
+            uniform = self.random.uniform(anchors.num_global, like=anchors.embeddings)
+            return lambda step, rows: iterated_sir(step, uniform[rows])
+        draws = RowDraws(self.random, anchors.num_global, len(items))
+        order = self.random.permutation(len(items), device=items.device)
+        like = anchors.embeddings.detach()
+        return lambda step, rows: metropolis_hastings(step, draws.of(rows, like), order, self.burn_in)
 
 
 @torch.no_grad()

@@ -70,7 +70,7 @@ class ExactGlobal(Objective):
     def _chunk_logits(self, anchors: Anchors, encode: Encode, ids: Tensor) -> Tensor:
         """(A, n) s/τ plus the log of each item's count, -inf at positives; with views (A, 2n)."""
         sides: tuple[Side, ...] = ("left", "right") if anchors.views else (anchors.candidate_side,)
-        embeddings = torch.cat([encode(side, ids) for side in sides]).to(anchors.similarities)
+        embeddings = torch.cat([encode(side, ids) for side in sides]).to(anchors.embeddings)
         ids = ids.repeat(len(sides))
         counts = self.log_left_counts if anchors.candidate_side == "left" else self.log_right_counts
         logits = anchors.outside_logits(embeddings) + counts[ids].to(embeddings)

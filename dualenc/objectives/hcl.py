@@ -50,6 +50,10 @@ class HCL(Objective):
             self.hardness = self.initial_hardness * (1 - passed / self.annealing_steps)
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+        loss = anchors.by_rows(self._cross_entropy)
+        return AnchorLosses(loss, loss.detach())
+
+    def _cross_entropy(self, anchors: Anchors) -> Tensor:
         positive = anchors.positive_logits
         alone = anchors.num_negatives == 0
         masked = ~(anchors.allowed | alone[:, None])
@@ -59,8 +63,7 @@ class HCL(Objective):
         hard = torch.logsumexp(weighted, dim=1) - log_mean_exp(importance)
         log_negatives = self._debiased(hard, positive, anchors)
         loss = torch.logaddexp(positive, log_negatives) - positive
-        loss = torch.where(alone, positive - positive, loss)
-        return AnchorLosses(loss, loss.detach())
+        return torch.where(alone, positive - positive, loss)
 
     def _debiased(self, log_sum: Tensor, positive: Tensor, anchors: Anchors) -> Tensor:
         """log G in the log domain: the difference of exponentials only where it exceeds the floor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
@@ -17,7 +18,10 @@ class InfoNCE(Objective):
     """
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        positive = anchors.positive_logits
-        log_partition = torch.logsumexp(torch.cat([positive[:, None], anchors.logits], dim=1), dim=1)
-        loss = log_partition - positive
+        loss = anchors.by_rows(_cross_entropy)
         return AnchorLosses(loss, loss.detach())
+
+
+def _cross_entropy(anchors: Anchors) -> Tensor:
+    positive = anchors.positive_logits
+    return torch.logsumexp(torch.cat([positive[:, None], anchors.logits], dim=1), dim=1) - positive

@@ -70,11 +70,10 @@ class ISogCLR(SogCLR):
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         table, averages = self._tables(anchors)
-        tau = table.tau[anchors.ids].to(anchors.similarities)
-        logits = (anchors.similarities / tau[:, None]).masked_fill(~anchors.allowed, -torch.inf)
-        log_u = torch.nan_to_num(averages.track(anchors.ids, log_mean_exp(logits), self.gamma, anchors.sizes), nan=0.0)
-        weights = torch.exp(logits - log_u[:, None]) / anchors.num_negatives.clamp(min=1)[:, None]
-        negative = (weights.detach() * anchors.similarities).sum(dim=1)
+        tau = table.tau[anchors.ids].to(anchors.embeddings)
+        log_mean = anchors.statistics(lambda some, tau: log_mean_exp(_own_logits(some, tau)), tau)
+        log_u = torch.nan_to_num(averages.track(anchors.ids, log_mean, self.gamma, anchors.sizes), nan=0.0)
+        negative = anchors.by_rows(_weighted, tau, log_u)
         surrogate = (negative - anchors.positive_similarities) / anchors.temperature
         value = log_u + self.log_corpus_size(anchors) - anchors.positive_similarities / tau
         if self.temperature_rate and self.training:
@@ -91,6 +90,17 @@ class ISogCLR(SogCLR):
             distributed.gather(values, anchors.sizes) for values in (anchors.ids, slope, anchors.num_negatives)
         )
         table.step(ids[count > 0], slope[count > 0], self.temperature_rate, self.temperature_momentum, self.bounds)
+
+
+def _own_logits(anchors: Anchors, tau: Tensor) -> Tensor:
+    """(A, C) s/τ_a without gradient, -inf where a candidate is no negative."""
+    return (anchors.similarities.detach() / tau[:, None]).masked_fill(~anchors.allowed, -torch.inf)
+
+
+def _weighted(anchors: Anchors, tau: Tensor, log_u: Tensor) -> Tensor:
+    """(A,) Σ_c w_c s_c."""
+    weights = torch.exp(_own_logits(anchors, tau) - log_u[:, None]) / anchors.num_negatives.clamp(min=1)[:, None]
+    return (weights * anchors.similarities).sum(dim=1)
 
 
 class AnchorTemperatures(nn.Module):

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import PADDING, Anchors
+from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.chains import at
 from dualenc.objectives.feature_cache import FeatureCache, Query
 from dualenc.objectives.outside import candidate_items, embed, find, items_of
+from dualenc.objectives.positives import PADDING
 from dualenc.objectives.random import SharedRandom
 
 REFRESH_CHUNK = 256
@@ -54,7 +54,8 @@ class NegativeCache(Objective):
             cache.write(items, anchors.candidates)
             drawn, log_mean = self._draw(cache, anchors)
         column = find(items, drawn)
-        similarity = torch.where(column >= 0, at(anchors.similarities, column.clamp(min=0)), 0.0)
+        in_batch = (anchors.embeddings * anchors.candidates[column.clamp(min=0)]).sum(dim=1)
+        similarity = torch.where(column >= 0, in_batch, 0.0)
         away = ((drawn >= 0) & (column < 0)).nonzero()[:, 0]
         embeddings = embed(drawn[away], encode, anchors)
         similarity = similarity.index_put((away,), (anchors.embeddings[away] * embeddings).sum(dim=1))

@@ -65,7 +65,10 @@ class SACLR(Objective):
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         log_positive = self._log_kernel(anchors.positive_similarities, anchors.temperature)
-        log_negatives = self._log_sum_of_negatives(anchors)
+        draws = []
+        if self.negatives == 1:
+            draws = [self.random.uniform(anchors.num_global, like=anchors.embeddings)[anchors.rows]]
+        log_negatives = anchors.by_rows(self._log_sum_of_negatives, *draws)
         log_inverse_scale = self._scale(anchors, log_positive.detach(), log_negatives.detach())
         log_sum = torch.logaddexp(log_positive, log_negatives)
         repulsion = torch.exp(log_sum - log_inverse_scale)
@@ -78,25 +81,15 @@ class SACLR(Objective):
         distance = (1 - similarities) / temperature
         return -distance if self.kernel == "gaussian" else -torch.log1p(distance.clamp(min=0))
 
-    def _log_sum_of_negatives(self, anchors: Anchors) -> Tensor:
+    def _log_sum_of_negatives(self, anchors: Anchors, draws: Tensor | None = None) -> Tensor:
         """(A,) log of n·mean of q over the anchor's sampled negatives; very small where it has none."""
         log_q = self._log_kernel(anchors.similarities, anchors.temperature)
-        sampled = anchors.allowed if self.negatives == "all" else anchors.allowed & self._one_each(anchors)
+        sampled = anchors.allowed if draws is None else anchors.allowed & _one_each(anchors, draws)
         count = sampled.sum(dim=1)
         # A finite floor: a row of -inf has a NaN gradient.
         lowest = torch.full_like(log_q, -1e4)
         log_mean = torch.logsumexp(torch.where(sampled, log_q, lowest), dim=1) - count.clamp(min=1).log().to(log_q)
         return log_mean + torch.where(count > 0, self.log_corpus_size(anchors), 0.0)
-
-    def _one_each(self, anchors: Anchors) -> Tensor:
-        """(A, C): one negative pair per anchor, uniform among the allowed; with views, both views of one image."""
-        pairs = anchors.num_in_batch // 2 if anchors.views else anchors.allowed.shape[1]
-        allowed = anchors.allowed[:, :pairs]
-        draws = self.random.uniform(anchors.num_global, like=anchors.similarities)[anchors.rows]
-        count = allowed.sum(dim=1)
-        rank_of_drawn = (draws * count).long().clamp(max=(count - 1).clamp(min=0))
-        drawn = allowed & (allowed.cumsum(dim=1) - 1 == rank_of_drawn[:, None])
-        return torch.cat([drawn, drawn], dim=1) if anchors.views else drawn
 
     def _scale(self, anchors: Anchors, log_positive: Tensor, log_negatives: Tensor) -> Tensor:
         """(A,) log(1/s) in use this step, before the update by this step's ξ; an unvisited item uses ξ itself."""
@@ -111,6 +104,16 @@ class SACLR(Objective):
         old = table.log_u[ids].to(log_new)
         table.track(ids, log_new, 1 - self.rho, anchors.sizes)
         return torch.where(torch.isnan(old), log_new, old)
+
+
+def _one_each(anchors: Anchors, draws: Tensor) -> Tensor:
+    """(A, C): one negative pair per anchor, drawn by (A,) numbers in (0, 1); with views, both views of one image."""
+    pairs = anchors.num_in_batch // 2 if anchors.views else anchors.allowed.shape[1]
+    allowed = anchors.allowed[:, :pairs]
+    count = allowed.sum(dim=1)
+    rank_of_drawn = (draws * count).long().clamp(max=(count - 1).clamp(min=0))
+    drawn = allowed & (allowed.cumsum(dim=1) - 1 == rank_of_drawn[:, None])
+    return torch.cat([drawn, drawn], dim=1) if anchors.views else drawn
 
 
 def _mean_over_anchors(log_values: Tensor, anchors: Anchors) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from dualenc.objectives.anchors import Anchors
@@ -28,9 +28,12 @@ class SigLIP(Objective):
         self.bias = nn.Parameter(torch.tensor(float(bias)), requires_grad=learnable_bias)
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+        loss = anchors.by_rows(self._cross_entropy)
+        return AnchorLosses(loss, loss.detach())
+
+    def _cross_entropy(self, anchors: Anchors) -> Tensor:
         attract = logsigmoid(anchors.positive_logits + self.bias)
         # A masked logit of -inf has log σ(+inf) = 0, but its gradient would be NaN: replace it first.
         logits = anchors.logits.masked_fill(~anchors.allowed, 0.0)
         repel = logsigmoid(-(logits + self.bias)) * anchors.allowed
-        loss = -attract - repel.sum(dim=1)
-        return AnchorLosses(loss, loss.detach())
+        return -attract - repel.sum(dim=1)

@@ -6,6 +6,7 @@ import math
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors, log_mean_exp, weighted_sum
@@ -50,10 +51,15 @@ class SogCLR(Objective):
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         table = self.left_averages if anchors.side == "left" else self.right_averages
-        log_u = table.track(anchors.ids, log_mean_exp(anchors.logits), self.gamma, anchors.sizes)
+        log_mean = anchors.statistics(lambda some: log_mean_exp(some.logits))
+        log_u = table.track(anchors.ids, log_mean, self.gamma, anchors.sizes)
         # An anchor that has never met a negative has no average; it has no weights either.
         log_u = torch.nan_to_num(log_u, nan=0.0)
-        weights = torch.exp(anchors.logits - log_u[:, None]) / anchors.num_negatives.clamp(min=1)[:, None]
-        surrogate = weighted_sum(weights, anchors.logits) - anchors.positive_logits
+        surrogate = anchors.by_rows(_weighted, log_u) - anchors.positive_logits
         value = log_u + self.log_corpus_size(anchors) - anchors.positive_logits
         return AnchorLosses(surrogate, value.detach())
+
+
+def _weighted(anchors: Anchors, log_u: Tensor) -> Tensor:
+    weights = torch.exp(anchors.logits.detach() - log_u[:, None]) / anchors.num_negatives.clamp(min=1)[:, None]
+    return weighted_sum(weights, anchors.logits)

@@ -1,0 +1,92 @@
+"""A large batch is worked off in blocks of anchors: same loss, gradients and state, and no whole (A, C) matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dualenc.objectives import Objective, anchors, row_draws
+from dualenc.objectives.random import SharedRandom
+from dualenc.objectives.row_draws import ROWS_PER_DRAW, RowDraws
+from tests.objectives.every import SETTINGS, Run, Setting
+
+# A few anchors per block; the chains of EMC², which hold more per anchor, get one.
+FEW_ENTRIES = 40
+
+
+def three_steps(setting: Setting) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """Losses and gradients of three steps, and the objective's state after each."""
+    training = Run(setting)
+    found: list[torch.Tensor] = []
+    training.criterion.register_forward_hook(lambda module, given, out: found.append(out.loss.detach()))
+    states = []
+    for step in range(3):
+        found.append(training.step(step))
+        states.append(training.state()["criterion"])
+    return found, states
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
+def test_blocks_give_what_the_whole_gives(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, whole_states = three_steps(setting)
+    monkeypatch.setattr(anchors, "BLOCK_ENTRIES", FEW_ENTRIES)
+    blocks, block_states = three_steps(setting)
+    for found, expected in zip(blocks, whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for state, expected_state in zip(block_states, whole_states, strict=True):
+        for key, expected in expected_state.items():
+            torch.testing.assert_close(state[key], expected, rtol=1e-10, atol=1e-10, equal_nan=True, msg=key)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watches every tensor that an operation makes, forward and backward."""
+
+    num_entries = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            # Views that repeat entries take no memory.
+            if isinstance(leaf, torch.Tensor) and 0 not in leaf.stride():
+                self.num_entries = max(self.num_entries, leaf.numel())
+        return result
+
+
+IN_BATCH = [s for s in SETTINGS if s.objective.__name__ not in ("ExactGlobal", "NegativeCache")]
+
+
+@pytest.mark.parametrize("setting", IN_BATCH, ids=lambda s: s.name)
+def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch_size, block = 96, 1024
+    monkeypatch.setattr(anchors, "BLOCK_ENTRIES", block)
+    monkeypatch.setattr(row_draws, "ROWS_PER_DRAW", 8)
+    criterion = large(setting, batch_size)
+    left, right = (torch.randn(batch_size, 4).requires_grad_() for _ in range(2))
+
+    def encode(side: str, ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(torch.ones(len(ids), 4).requires_grad_(), dim=1)
+
+    with LargestTensor() as largest:
+        criterion(left, right, torch.arange(batch_size), encode=encode).loss.backward()
+    assert left.numel() <= largest.num_entries <= 2 * block < batch_size**2
+
+
+def large(setting: Setting, batch_size: int) -> Objective:
+    common = {"num_left": batch_size, "temperature": 0.2, "views": setting.views}
+    return setting.objective(**common, **setting.arguments)
+
+
+def test_rows_of_draws_do_not_depend_on_what_they_are_looked_at_with() -> None:
+    num_rows, like = 2 * ROWS_PER_DRAW + 10, torch.zeros(0, dtype=torch.float64)
+    random = SharedRandom(3)
+    draws = RowDraws(random, num_rows, width=5)
+    assert random.draws == 3
+    every = draws.of(torch.arange(num_rows), like)
+    assert every.unique().numel() > 0.99 * every.numel()
+    chosen = torch.tensor([num_rows - 1, 0, ROWS_PER_DRAW, ROWS_PER_DRAW - 1])
+    assert torch.equal(draws.of(chosen, like), every[chosen])
+    assert torch.equal(every[:ROWS_PER_DRAW], SharedRandom(3).uniform(ROWS_PER_DRAW, 5, like=like))
