@@ -186,7 +186,8 @@ class FeatureCache(nn.Module):
         missing_keys.extend(key for key in keys if key not in state_dict)
         if any(key not in state_dict for key in keys):
             return
-        features, filled = (state_dict[key] for key in keys)
+        # Saved elsewhere, for instance on the CPU; used where this cache is.
+        features, filled = (state_dict[key].to(self.num_steps.device) for key in keys)
         if not len(filled):
             self.features, self.filled = features.clone(), filled.clone()
         elif len(filled) != self.num_items:
