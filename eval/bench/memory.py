@@ -1,0 +1,201 @@
+"""Peak memory of a training step with gradient caching as the batch grows, over that of the smallest batch.
+
+    python eval/bench/memory.py --encoder minilm --batch_sizes [32,4096]
+    python eval/bench/memory.py --encoder resnet18 --image_size 64 --batch_sizes [32,4096] --objectives [InfoNCE,EMC2]
+    python eval/bench/memory.py --encoder linear --batch_sizes [32,4096,8192]
+
+Every measurement is a process of its own: its peak resident memory (of everything, Python and torch included), or the
+peak of allocated memory on a CUDA device. On the CPU the batch's own inputs are in it, as they are in training; the
+last column leaves them out. MiniLM (BERT with 6 layers of 384) and ResNet-18 have random weights, the inputs are random.
+The linear encoder holds next to nothing: what is left is the objective, the strictest comparison and a fast one.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, Literal
+
+# The measuring process imports torch; this one stays small, for a new process may inherit its parent's peak.
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from dualenc.encoders.dual import DualEncoder
+    from dualenc.objectives import Objective
+    from dualenc.training.inputs import Inputs
+
+EncoderName = Literal["minilm", "resnet18", "linear"]
+MEBIBYTE = 2**20
+
+OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "InfoNCE": ("InfoNCE", {}),
+    "DCL": ("DCL", {}),
+    "HCL": ("HCL", {}),
+    "SigLIP": ("SigLIP", {}),
+    "SogCLR": ("SogCLR", {}),
+    "ISogCLR": ("ISogCLR", {}),
+    "SACLR row": ("SACLR", {}),
+    "SACLR-1 matrix": ("SACLR", {"form": "matrix", "negatives": 1}),
+    "NegativeCache": ("NegativeCache", {}),
+    "EMC2 mh": ("EMC2", {}),
+    "EMC2 mh fresh": ("EMC2", {"score": "fresh"}),
+    "EMC2 isir": ("EMC2", {"kernel": "isir"}),
+    "ExactGlobal": ("ExactGlobal", {"corpus_chunk_size": 64}),
+}
+
+
+def new_inputs(encoder: EncoderName, count: int, size: int) -> Inputs:
+    """Random items, prepared: `size` tokens, pixels, or numbers."""
+    import torch
+
+    if encoder == "resnet18":
+        return {"pixels": torch.rand(count, 3, size, size)}
+    if encoder == "linear":
+        return {"numbers": torch.randn(count, size)}
+    return {"input_ids": torch.randint(0, 30000, (count, size)), "attention_mask": torch.ones(count, size).long()}
+
+
+def new_model(encoder: EncoderName, layers: int, size: int) -> DualEncoder:
+    """One tower for both sides."""
+    import torch
+
+    from dualenc.encoders.dual import DualEncoder
+    from dualenc.encoders.tower import Tower, unit_norm
+
+    class Net(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = new_network(encoder, layers, size)
+            self.dim = 512 if encoder == "resnet18" else 384
+
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            found = self.net(**inputs) if encoder == "minilm" else self.net(*inputs.values())
+            return unit_norm(found if isinstance(found, torch.Tensor) else found.last_hidden_state.mean(dim=1))
+
+    tower = Net()
+    return DualEncoder(tower, tower, kind="image" if encoder == "resnet18" else "query-document").train()
+
+
+def new_network(encoder: EncoderName, layers: int, size: int) -> torch.nn.Module:
+    """The network with random weights."""
+    import torch
+
+    if encoder == "linear":
+        return torch.nn.Linear(size, 384)
+    if encoder == "resnet18":
+        import timm
+
+        return timm.create_model("resnet18", num_classes=0)
+    from transformers import BertConfig, BertModel
+
+    shape = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
+    return BertModel(BertConfig(num_hidden_layers=layers, **shape))
+
+
+def new_objective(name: str, num_items: int, views: bool) -> Objective:
+    """An objective of the table above."""
+    import dualenc.objectives
+
+    class_name, arguments = OBJECTIVES[name]
+    return getattr(dualenc.objectives, class_name)(num_left=num_items, views=views, **arguments)
+
+
+def measure(options: dict[str, Any]) -> dict[str, float]:
+    """Train some steps; peak memory and the size of a batch's inputs, in MiB."""
+    import torch
+
+    from dualenc.training.gradient_cache import CachedEncoding
+
+    torch.manual_seed(0)
+    encoder, batch_size, num_items, size = (options[k] for k in ("encoder", "batch_size", "num_items", "size"))
+    device = torch.device(options["device"])
+    model = new_model(encoder, options["layers"], size).to(device)
+    criterion = new_objective(options["objective"], num_items, views=encoder == "resnet18").to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    input_bytes = 0
+    for _ in range(options["steps"]):
+        encoding = CachedEncoding(model, device, chunk_size=options["chunk_size"])
+
+        def encode(side: Any, ids: Tensor, encoding: CachedEncoding = encoding) -> Tensor:
+            return encoding.encode(side, new_inputs(encoder, len(ids), size), frozen=True)
+
+        inputs = [new_inputs(encoder, batch_size, size) for _ in range(2)]
+        input_bytes = sum(tensor.nbytes for side in inputs for tensor in side.values())
+        ids = torch.randperm(num_items, device=device)[:batch_size]
+        left, right = encoding.encode("left", inputs[0]), encoding.encode("right", inputs[1])
+        encoding.backward(criterion(left, right, ids, encode=encode).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    cuda = device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(device) if cuda else peak_resident_bytes()
+    return {"peak": peak / MEBIBYTE, "inputs": 0.0 if cuda else input_bytes / MEBIBYTE}
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has had at once."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def measured_alone(options: dict[str, Any]) -> dict[str, float]:
+    """`measure` in a fresh process."""
+    command = [sys.executable, __file__, "--options", json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{options['objective']} at B = {options['batch_size']} failed: {done.stderr[-500:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main(
+    encoder: EncoderName = "minilm",
+    batch_sizes: list[int] = [32, 4096],  # noqa: B006 - a default for the command line, never changed
+    objectives: list[str] = list(OBJECTIVES),  # noqa: B006
+    chunk_size: int = 32,
+    text_length: int = 128,
+    image_size: int = 64,
+    layers: int = 6,
+    num_items: int | None = None,
+    steps: int = 2,
+    device: str = "cpu",
+) -> None:
+    """Print one line per objective and batch size, as soon as it is measured.
+
+    Args:
+        encoder: what is trained. ResNet-18 trains on two views.
+        batch_sizes: pairs per step; ratios are to the first.
+        objectives: which of them, by the names in OBJECTIVES.
+        chunk_size: items encoded at once.
+        text_length: tokens of a text.
+        image_size: pixels of an image's side.
+        layers: of MiniLM.
+        num_items: N, size of the corpus; by default twice the largest batch.
+        steps: training steps; chains have a state from the second on.
+        device: cpu or cuda.
+    """
+    size = {"minilm": text_length, "resnet18": image_size, "linear": 64}[encoder]
+    shared = {"encoder": encoder, "size": size, "layers": layers, "chunk_size": chunk_size, "steps": steps}
+    shared |= {"num_items": num_items or 2 * max(batch_sizes), "device": device}
+    print(f"{encoder} ({size}), chunks of {chunk_size}, {device}; the most is 1.2")
+    print(f"{'objective':<16}{'B':>7}{'peak, MiB':>11}{'ratio':>8}{'inputs, MiB':>13}{'ratio without':>15}")
+    for name in objectives:
+        first: dict[str, float] = {}
+        for batch_size in batch_sizes:
+            found = measured_alone({**shared, "objective": name, "batch_size": batch_size})
+            first = first or found
+            ratio = found["peak"] / first["peak"]
+            without = (found["peak"] - found["inputs"]) / (first["peak"] - first["inputs"])
+            numbers = f"{found['peak']:>11,.0f}{ratio:>8.2f}{found['inputs']:>13,.1f}{without:>15.2f}"
+            print(f"{name:<16}{batch_size:>7}{numbers}", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--options"]:
+        print(json.dumps(measure(json.loads(sys.argv[2]))))
+    else:
+        from jsonargparse import auto_cli
+
+        auto_cli(main)
