@@ -1,13 +1,13 @@
 """Peak memory of a training step with gradient caching as the batch grows, over that of the smallest batch.
 
     python eval/bench/memory.py --encoder minilm --batch_sizes [32,4096]
-    python eval/bench/memory.py --encoder resnet18 --image_size 64 --batch_sizes [32,4096] --objectives [InfoNCE,EMC2]
+    python eval/bench/memory.py --encoder resnet18 --image_size 64 --objectives '[InfoNCE,EMC2 mh]'
     python eval/bench/memory.py --encoder linear --batch_sizes [32,4096,8192]
 
 Every measurement is a process of its own: its peak resident memory (of everything, Python and torch included), or the
 peak of allocated memory on a CUDA device. On the CPU the batch's own inputs are in it, as they are in training; the
-last column leaves them out. MiniLM (BERT with 6 layers of 384) and ResNet-18 have random weights, the inputs are random.
-The linear encoder holds next to nothing: what is left is the objective, the strictest comparison and a fast one.
+last column leaves them out. MiniLM (BERT with 6 layers of 384) and ResNet-18 have random weights and random inputs. The
+linear encoder holds next to nothing: what is left is the objective, the strictest comparison and a fast one.
 """
 
 from __future__ import annotations
@@ -88,11 +88,12 @@ def new_network(encoder: EncoderName, layers: int, size: int) -> torch.nn.Module
     if encoder == "resnet18":
         import timm
 
-        return timm.create_model("resnet18", num_classes=0)
+        backbone: torch.nn.Module = timm.create_model("resnet18", num_classes=0)
+        return backbone
     from transformers import BertConfig, BertModel
 
-    shape = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
-    return BertModel(BertConfig(num_hidden_layers=layers, **shape))
+    config = BertConfig(num_hidden_layers=layers, hidden_size=384, num_attention_heads=12, intermediate_size=1536)
+    return BertModel(config)
 
 
 def new_objective(name: str, num_items: int, views: bool) -> Objective:
@@ -100,7 +101,8 @@ def new_objective(name: str, num_items: int, views: bool) -> Objective:
     import dualenc.objectives
 
     class_name, arguments = OBJECTIVES[name]
-    return getattr(dualenc.objectives, class_name)(num_left=num_items, views=views, **arguments)
+    objective: Objective = getattr(dualenc.objectives, class_name)(num_left=num_items, views=views, **arguments)
+    return objective
 
 
 def measure(options: dict[str, Any]) -> dict[str, float]:
@@ -177,8 +179,10 @@ def main(
         device: cpu or cuda.
     """
     size = {"minilm": text_length, "resnet18": image_size, "linear": 64}[encoder]
-    shared = {"encoder": encoder, "size": size, "layers": layers, "chunk_size": chunk_size, "steps": steps}
-    shared |= {"num_items": num_items or 2 * max(batch_sizes), "device": device}
+    shared: dict[str, Any] = {"encoder": encoder, "size": size, "layers": layers, "chunk_size": chunk_size}
+    shared |= {"steps": steps, "num_items": num_items or 2 * max(batch_sizes), "device": device}
+    if unknown := set(objectives) - set(OBJECTIVES):
+        raise SystemExit(f"objectives: {', '.join(sorted(unknown))} not known; choose from {', '.join(OBJECTIVES)}")
     print(f"{encoder} ({size}), chunks of {chunk_size}, {device}; the most is 1.2")
     print(f"{'objective':<16}{'B':>7}{'peak, MiB':>11}{'ratio':>8}{'inputs, MiB':>13}{'ratio without':>15}")
     for name in objectives:
