@@ -55,6 +55,8 @@ class Step:
         score: (A,) similarity of the state, stored or fresh; -inf for none.
         outside: (A, S) similarities of what the state stands for beside the proposals; -inf where it is among them,
             or not known.
+        log_density: (C,) log of how often each proposal is proposed, over uniform proposals.
+        state_log_density: (A,) the same of the state.
         temperature: scalar τ.
     """
 
@@ -65,6 +67,8 @@ class Step:
     column: Tensor
     score: Tensor
     outside: Tensor
+    log_density: Tensor
+    state_log_density: Tensor
     temperature: Tensor
 
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.anchors import Anchors, Side
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
 from dualenc.objectives.chains import NO_STATE, Chains, Move, Step, at
-from dualenc.objectives.isir import iterated_sir
+from dualenc.objectives.isir import iterated_sir, log_copies
 from dualenc.objectives.metropolis import metropolis_hastings
+from dualenc.objectives.neighbors import Mixture, Neighbors
 from dualenc.objectives.outside import candidate_items, embed, find, ids_of, left_view
 from dualenc.objectives.random import SharedRandom
 from dualenc.objectives.row_draws import RowDraws
@@ -39,6 +40,9 @@ class EMC2(Objective):
             items. Or R: so many items drawn uniformly from the whole id space, encoded once and shared by all chains:
             every item of the corpus then counts once.
         burn_in: share of the proposals before "mh" counts, in [0, 1).
+        neighbor_share: share in [0, 1) of the R draws that comes from the neighbours of the batch's anchors, told by
+            `set_neighbors`; acceptance and weights are corrected by the density of the proposals, so that harder
+            proposals make chains faster and not biased.
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
     """
 
@@ -52,6 +56,7 @@ class EMC2(Objective):
         score: Literal["stored", "fresh"] = "stored",
         proposals: Literal["batch"] | int = "batch",
         burn_in: float = 0.5,
+        neighbor_share: float = 0.0,
         **common: Any,
     ) -> None:
         super().__init__(**common)
@@ -62,36 +67,65 @@ class EMC2(Objective):
             raise DualencError(f'EMC2: proposals is {proposals!r}; it must be "batch" or a number of draws, at least 1')
         if not 0 <= burn_in < 1:
             raise DualencError(f"EMC2: burn_in is {burn_in}; it must lie in [0, 1), a share of the proposals")
+        if not 0 <= neighbor_share < 1 or (neighbor_share and proposals == "batch"):
+            raise DualencError(
+                f"EMC2: neighbor_share is {neighbor_share}; it must lie in [0, 1), and needs proposals to be a number"
+            )
         self.kernel, self.score, self.proposals, self.burn_in = kernel, score, proposals, burn_in
+        self.neighbor_share = neighbor_share
         self.encodes_every_state = kernel == "isir" or score == "fresh"
         # i-SIR moves between images, each with its two views; Metropolis–Hastings between single views.
         self.moves_images = self.views and kernel == "isir"
         # How many matrices the kernels hold at once: the jumps of Metropolis–Hastings take many.
-        self.matrices = 8 if kernel == "mh" else 2
+        self.matrices = 4 if kernel == "mh" else 2
         self.left_chains = Chains(self.num_left or 1)
         self.right_chains = self.left_chains if self.views else Chains(self.num_right or 1)
+        self.left_neighbors, self.right_neighbors = Neighbors(), Neighbors()
         self.random = SharedRandom(self.seed)
+
+    def set_neighbors(self, side: Side, ids: Tensor) -> None:
+        """Tell which items are near each anchor, from an index over the current embeddings; any list keeps the law.
+
+        Args:
+            side: of the anchors, "left" or "right".
+            ids: (m, k) ids of the other side's items (with views: of images), padded with -1; row i is for anchor i.
+        """
+        anchors, items = (self.num_left, self.num_right) if side == "left" else (self.num_right, self.num_left)
+        if ids.dim() != 2 or len(ids) != anchors or ids.is_floating_point():
+            raise DualencError(f"EMC2: neighbours have shape {tuple(ids.shape)}; they must be integers ({anchors}, k)")
+        if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= (items or 1)):
+            raise DualencError(f"EMC2: neighbours lie in [{int(ids.min())}, {int(ids.max())}]; ids end at {items}")
+        table = self.left_neighbors if side == "left" else self.right_neighbors
+        table.ids = ids.to(table.ids.device, torch.long)
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         assert encode is not None
         chains = self.left_chains if anchors.side == "left" else self.right_chains
-        items = self._proposed(anchors)
+        items, mixture = self._proposed(anchors)
         state, column = self._states(chains.state[anchors.ids], anchors, items)
+        log_density, state_log_density = self._log_densities(mixture, items, state, anchors.embeddings.detach())
+        if mixture is not None and mixture.share and self.kernel == "isir":
+            # Draws of unequal density cannot stand for the state: it counts beside them.
+            column = torch.full_like(column, -1)
         away = (state != NO_STATE) & (column < 0)
         now = away.nonzero()[:, 0] if self.encodes_every_state else state[:0]
         proposed, outside = self._encoded(anchors, items, state, now, encode)
         kernel = self._kernel(anchors, items)
 
-        def walk(some: Anchors, state: Tensor, column: Tensor, stored: Tensor, outside: Tensor) -> tuple[Tensor, ...]:
+        def walk(
+            some: Anchors, state: Tensor, column: Tensor, stored: Tensor, outside: Tensor, density: Tensor
+        ) -> tuple[Tensor, ...]:
             allowed, similarities = self._compared(some, items, proposed)
             with torch.no_grad():
                 score = self._scores(stored, similarities, state, column, outside)
-                step = Step(items, similarities, allowed, state, column, score, outside, some.temperature)
+                step = Step(
+                    items, similarities, allowed, state, column, score, outside, log_density, density, some.temperature
+                )
                 move = kernel(step, some.rows)
             among = (move.weights * similarities).sum(dim=1)
             return among, move.outside_weights, move.state, move.score, _log_mean(step)
 
-        rows = (state, column, chains.score[anchors.ids], outside.detach())
+        rows = (state, column, chains.score[anchors.ids], outside.detach(), state_log_density)
         found = anchors.by_rows(walk, *rows, row_entries=self.matrices * len(items))
         among, outside_weights, next_state, next_score, log_mean = found
         chains.store(anchors, next_state, next_score)
@@ -104,16 +138,31 @@ class EMC2(Objective):
         value = log_mean + self.log_corpus_size(anchors) - anchors.positive_logits
         return AnchorLosses(surrogate, value.detach())
 
-    def _proposed(self, anchors: Anchors) -> Tensor:
-        """(C,) the proposed items."""
+    def _proposed(self, anchors: Anchors) -> tuple[Tensor, Mixture | None]:
+        """(C,) the proposed items, and what they were drawn from; None for those of the batch."""
         if self.proposals == "batch":
-            return candidate_items(anchors)[: anchors.num_in_batch]
-        corpus = self.num_items(anchors.candidate_side) or 1
-        num_items = 2 * corpus if self.views and not self.moves_images else corpus
-        items = self.random.integers(num_items, self.proposals, device=anchors.ids.device)
+            return candidate_items(anchors)[: anchors.num_in_batch], None
+        neighbors = self.left_neighbors if anchors.side == "left" else self.right_neighbors
+        near = neighbors.ids.flatten()
+        if self.neighbor_share and len(near):
+            near = neighbors.near(distributed.gather(anchors.ids, anchors.sizes))
+        mixture = Mixture(self.num_items(anchors.candidate_side) or 1, near, self.neighbor_share)
+        ids = mixture.draw(self.proposals, self.random, anchors.ids.device)
+        if not self.views:
+            return ids, mixture
         if self.moves_images:
-            items = torch.cat([2 * items, 2 * items + 1])
-        return items
+            return torch.cat([2 * ids, 2 * ids + 1]), mixture
+        return 2 * ids + self.random.integers(2, self.proposals, device=ids.device), mixture
+
+    def _log_densities(
+        self, mixture: Mixture | None, items: Tensor, state: Tensor, like: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(C,) and (A,): how often proposals and states are proposed, over uniform; i-SIR counts equal items once."""
+        if mixture is not None and mixture.share:
+            proposed, states = (mixture.log_density(ids_of(some, self.views)).to(like) for some in (items, state))
+            return proposed, states
+        density = log_copies(items).to(like) if self.kernel == "isir" else like.new_zeros(len(items))
+        return density, like.new_zeros(len(state))
 
     def _states(self, state: Tensor, anchors: Anchors, items: Tensor) -> tuple[Tensor, Tensor]:
         """(A,) the states, -1 where the item is no negative of this anchor, and (A,) their columns, -1 for none."""
@@ -170,14 +219,14 @@ def _log_mean(step: Step) -> Tensor:
     The mean over uniform proposals errs low (Jensen), the mean over proposals and state errs high (they are a
     size-biased sample); halfway between both the errors nearly cancel (bidirectional Monte Carlo, Grosse et al. 2015).
     """
-    logits = (step.similarities / step.temperature).masked_fill(~step.allowed, -torch.inf)
-    count = step.allowed.sum(dim=1).to(logits.dtype)
-    log_sum = torch.logsumexp(logits, dim=1)
-    low = log_sum - count.clamp(min=1).log()
-    beside = (step.state != NO_STATE) & (step.column < 0)
-    high = torch.logaddexp(log_sum, step.score / step.temperature) - (count + 1).log()
-    high = torch.where(beside, high, low)
-    return torch.where(count > 0, (low + high) / 2, high).nan_to_num(neginf=0.0)
+    log_weight = (-step.log_density).expand_as(step.allowed).masked_fill(~step.allowed, -torch.inf)
+    log_sum = torch.logsumexp(step.similarities / step.temperature + log_weight, dim=1)
+    log_count = torch.logsumexp(log_weight, dim=1)
+    low = log_sum - log_count
+    with_state = torch.logaddexp(log_sum, step.score / step.temperature - step.state_log_density)
+    high = with_state - torch.logaddexp(log_count, -step.state_log_density)
+    high = torch.where((step.state != NO_STATE) & (step.column < 0), high, low)
+    return torch.where(torch.isfinite(log_count), (low + high) / 2, high).nan_to_num(nan=0.0, neginf=0.0)
 
 
 def _beside(anchors: Anchors, rows: Tensor, embeddings: Tensor, num_each: int) -> Tensor:

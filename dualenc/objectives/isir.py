@@ -11,17 +11,18 @@ from dualenc.objectives.chains import NO_STATE, Move, Step, at
 def iterated_sir(step: Step, uniform: Tensor) -> Move:
     """The weights are the softmax over the state and all proposals together; the next state is drawn from it.
 
-    The softmax over the whole corpus is invariant when the proposals are distinct and uniform, and when they are
-    uniform draws with the copies counted once. Source: Andrieu, Lee and Vihola 2018; the use of the probabilities
-    themselves as weights, Cardoso et al. 2022.
+    The softmax over the whole corpus is invariant when the proposals are distinct and uniform; when they are uniform
+    draws, with the copies and the state counted once; and when they are draws from any density that the weights are
+    divided by, with each draw and the state counted. Source: Andrieu, Lee and Vihola 2018; the use of the
+    probabilities themselves as weights, Cardoso et al. 2022.
 
     Args:
         step: what the chains see; `outside` where the state is not among the proposals.
         uniform: (A,) draws for the next state.
     """
-    log_density = step.similarities / step.temperature - log_copies(step.items)
-    logits = log_density.masked_fill(~step.allowed, -torch.inf)
-    logits = torch.cat([logits, step.outside / step.temperature], dim=1)
+    proposed = (step.similarities / step.temperature - step.log_density).masked_fill(~step.allowed, -torch.inf)
+    outside = step.outside / step.temperature - step.state_log_density[:, None]
+    logits = torch.cat([proposed, outside], dim=1)
     possible = torch.isfinite(logits).any(dim=1)
     weights = torch.softmax(logits, dim=1).nan_to_num(0.0)
     drawn = inverse_cdf(weights, uniform)

@@ -19,18 +19,22 @@ from dualenc.objectives.chains import NO_STATE, Move, Step, at
 def metropolis_hastings(step: Step, uniform: Tensor, order: Tensor, burn_in: float) -> Move:
     """Each proposal in turn is accepted with probability min(1, exp((s' − s)/τ)) (emc2.txt, Algorithm 1).
 
+    Where proposals are not uniform but have density q, the ratio is exp((s' − s)/τ)·q(s)/q(s').
+
     Args:
         step: what the chains see.
         uniform: (A, C) draws of the acceptance tests.
         order: (C,) the order in which the proposals come.
         burn_in: share of an anchor's proposals before steps count.
     """
-    scores, allowed = step.similarities[:, order], step.allowed[:, order]
+    scores = (step.similarities - step.temperature * step.log_density)[:, order]
+    allowed = step.allowed[:, order]
+    start = step.score - step.temperature * step.state_log_density
     thresholds = (scores - step.temperature * uniform.log()).masked_fill(~allowed, -torch.inf)
     num_proposals = allowed.sum(dim=1)
     # The small term keeps a product such as 0.29·100 from falling short of its integer.
     skipped = (num_proposals.double() * burn_in + 1e-9).long()
-    visits, stays, last = walk(scores, thresholds, step.score, skipped)
+    visits, stays, last = walk(scores, thresholds, start, skipped)
     # Without proposals there is no step to count: the state stands for itself.
     stays = torch.where((num_proposals == 0) & (step.state != NO_STATE), 1, stays)
     total = (num_proposals - skipped).clamp(min=1).to(scores.dtype)

@@ -29,6 +29,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"kernel": "isir"},
         {"proposals": 7},
         {"kernel": "isir", "proposals": 7},
+        {"proposals": 7, "neighbor_share": 0.5},
     ],
     "HCL": [{"hardness": 0.5}, {"annealing_steps": 3}],
     "NegativeCache": [{"refresh": 0.1}, {"refresh": 0.0}],
@@ -54,7 +55,10 @@ class Setting:
         common = {"num_left": NUM_LEFT, "num_right": NUM_RIGHT, "temperature": 0.2, "learnable_temperature": True}
         if self.objective.__name__ == "ISogCLR":
             common["learnable_temperature"] = False
-        return self.objective(views=self.views, **common, **self.arguments).double()
+        criterion = self.objective(views=self.views, **common, **self.arguments).double()
+        if "neighbor_share" in self.arguments:
+            criterion.set_neighbors("left", torch.arange(3 * NUM_LEFT).view(NUM_LEFT, 3) % NUM_LEFT)
+        return criterion
 
 
 SETTINGS = [

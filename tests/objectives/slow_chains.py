@@ -100,12 +100,12 @@ class SlowEMC2:
         if self.proposals == "batch":
             return _batch(case, side)
         views, isir = case.views, self.kernel == "isir"
-        high = 2 * NUM_ITEMS if views and not isir else NUM_ITEMS
-        drawn = self.random.integers(high, int(self.proposals), device=torch.device("cpu")).tolist()
+        drawn = self.random.integers(NUM_ITEMS, int(self.proposals), device=torch.device("cpu")).tolist()
         if views and isir:
             items = [Item(view, i) for view in ("left", "right") for i in drawn]
         elif views:
-            items = [Item("left" if i % 2 == 0 else "right", i // 2) for i in drawn]
+            second = self.random.integers(2, int(self.proposals), device=torch.device("cpu")).tolist()
+            items = [Item("right" if view else "left", i) for i, view in zip(drawn, second)]
         else:
             items = [Item("right" if side == "left" else "left", i) for i in drawn]
         return [(item, corpus.encode(item.side, torch.tensor([item.id]))[0]) for item in items]
@@ -124,15 +124,16 @@ class SlowEMC2:
         if chain is not None:
             score = chain.score
             if self.score == "fresh":
-                score = float((anchor.vector @ _vector(corpus, chain.item)) if among is None else among)
+                similarity = anchor.vector @ _vector(corpus, chain.item) if among is None else among
+                score = float(similarity.detach())
         current: tuple[Item, Tensor | None] | None = None if chain is None else (chain.item, among)
         num_valid = sum(allowed for _, _, allowed in proposals)
         burn_in, step, visits = int(self.burn_in * num_valid + 1e-9), 0, []
         for (item, similarity, allowed), u in zip(proposals, uniform):
             if not allowed:
                 continue
-            if math.log(u) < (float(similarity) - score) / self.temperature:
-                current, score = (item, similarity), float(similarity)
+            if math.log(u) < (float(similarity.detach()) - score) / self.temperature:
+                current, score = (item, similarity), float(similarity.detach())
             step += 1
             if step > burn_in:
                 visits.append(current)
@@ -149,12 +150,14 @@ class SlowEMC2:
     ) -> tuple[list[tuple[float, Tensor]], Chain | None]:
         """Softmax over state and proposals for one anchor, every item once."""
         copies = {i: sum(j == i for j, _, _ in proposals) for i, _, _ in proposals}
-        weighted = [(i, s, math.exp(float(s) / self.temperature) / copies[i]) for i, s, allowed in proposals if allowed]
+        weighted = [
+            (i, s, math.exp(float(s.detach()) / self.temperature) / copies[i]) for i, s, allowed in proposals if allowed
+        ]
         if chain is not None and not any(i.id == chain.item.id for i, _, _ in proposals):
             sides = ("left", "right") if anchor.views else (chain.item.side,)
             for item in (Item(side, chain.item.id) for side in sides):
                 similarity = anchor.vector @ _vector(corpus, item)
-                weighted.append((item, similarity, math.exp(float(similarity) / self.temperature)))
+                weighted.append((item, similarity, math.exp(float(similarity.detach()) / self.temperature)))
         total = sum(w for _, _, w in weighted)
         if not weighted:
             return [], None

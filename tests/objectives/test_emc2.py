@@ -173,10 +173,17 @@ def test_bad_arguments_are_told() -> None:
         ({"score": "old"}, "score is 'old'"),
         ({"proposals": 0}, "proposals is 0"),
         ({"burn_in": 1.0}, "burn_in is 1.0"),
+        ({"neighbor_share": 1.0, "proposals": 5}, "neighbor_share is 1.0"),
+        ({"neighbor_share": 0.5}, "needs proposals to be a number"),
         ({"num_left": None}, "num_left is missing"),
     ):
         with pytest.raises(DualencError, match=message):
             EMC2(**{"num_left": 5, **arguments})
+    criterion = EMC2(num_left=5, num_right=9, proposals=3, neighbor_share=0.5)
+    with pytest.raises(DualencError, match=r"shape \(4, 2\); they must be integers \(5, k\)"):
+        criterion.set_neighbors("left", torch.zeros(4, 2, dtype=torch.long))
+    with pytest.raises(DualencError, match=r"lie in \[9, 9\]; ids end at 9"):
+        criterion.set_neighbors("left", torch.full((5, 1), 9))
     corpus = Corpus.make(0)
     criterion = EMC2(num_left=20, kernel="isir").double()
     with pytest.raises(DualencError, match="encode is missing"):

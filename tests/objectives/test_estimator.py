@@ -16,6 +16,19 @@ EXACT = {
     "isir-draws": {"kernel": "isir", "proposals": B},
 }
 
+NEIGHBORS = {
+    "mh-neighbors": {"kernel": "mh", "score": "fresh", "proposals": 10, "neighbor_share": 0.7},
+    "isir-neighbors": {"kernel": "isir", "proposals": 10, "neighbor_share": 0.7},
+}
+
+
+def build(name: str) -> EMC2:
+    """A criterion by name; neighbours are the five nearest items."""
+    criterion = EMC2(num_left=N, temperature=TAU, **(EXACT | NEIGHBORS)[name])
+    for side in ("left", "right"):
+        criterion.set_neighbors(side, Frozen.make().softmax(side).topk(5, dim=1).indices)
+    return criterion
+
 
 def states_as_quantiles(frozen: Frozen, criterion: EMC2, num_records: int, forget: bool = False) -> torch.Tensor:
     """Where chain states fall in the exact law of their anchor: uniform in (0, 1) if that is their law.
@@ -45,10 +58,9 @@ def p_value(quantiles: torch.Tensor) -> float:
     return float(chisquare(torch.histc(quantiles.float(), bins=25, min=0, max=1).numpy()).pvalue)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", EXACT | NEIGHBORS)
 def test_states_follow_the_softmax_over_the_whole_corpus(name: str) -> None:
-    criterion = EMC2(num_left=N, temperature=TAU, **EXACT[name])
-    assert p_value(states_as_quantiles(Frozen.make(), criterion, num_records=6)) > 0.001
+    assert p_value(states_as_quantiles(Frozen.make(), build(name), num_records=6)) > 0.001
 
 
 def test_the_law_test_rejects_a_sampler_without_memory() -> None:
@@ -58,8 +70,25 @@ def test_the_law_test_rejects_a_sampler_without_memory() -> None:
 
 @pytest.mark.parametrize("name", EXACT)
 def test_averaged_gradient_of_exact_chains_is_the_global_gradient(name: str) -> None:
-    criterion = EMC2(num_left=N, temperature=TAU, **EXACT[name])
-    assert averaged_bias(Frozen.make(), criterion, B, warm_up=20, num_epochs=160) <= 0.03
+    assert averaged_bias(Frozen.make(), build(name), B, warm_up=20, num_epochs=160) <= 0.03
+
+
+@pytest.mark.parametrize("kernel", ["mh", "isir"])
+def test_proposals_from_neighbors_reach_the_law_in_fewer_steps(kernel: str) -> None:
+    """After three visits with four proposals each, batch size 4."""
+    frozen, distances = Frozen.make(), []
+    law = frozen.softmax("left")
+    for share in (0.0, 0.7):
+        criterion = EMC2(num_left=N, temperature=TAU, kernel=kernel, proposals=4, neighbor_share=share)
+        criterion.set_neighbors("left", law.topk(5, dim=1).indices)
+        for order in batches(N, 4, 3):
+            for ids in order:
+                with torch.no_grad():
+                    frozen.loss(criterion, ids)
+        mass = law.gather(1, criterion.left_chains.state[:, None])[:, 0]
+        # Under the law itself, the mean probability of the state is Σ p².
+        distances.append(float((law.pow(2).sum(dim=1) - mass).mean()))
+    assert abs(distances[1]) < 0.5 * abs(distances[0])
 
 
 def test_averaged_gradient_of_the_full_cache_is_the_global_gradient() -> None:
