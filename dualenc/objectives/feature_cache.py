@@ -108,7 +108,9 @@ class FeatureCache(nn.Module):
         local = query.barred - self.first_item
         for rows in self._chunks(len(value)):
             logits, possible = self._logits(query, rows, local)
-            log_sums = torch.logsumexp(logits.view(len(value), -1, self.block_size), dim=2)
+            log_sums = torch.logsumexp(
+                logits.unflatten(1, (logits.shape[1] // self.block_size, self.block_size)), dim=2
+            )
             first = rows.start // self.block_size
             perturbed = log_sums + gumbels[self.blocks][first : first + log_sums.shape[1]].T
             best, place = perturbed.max(dim=1)

@@ -29,6 +29,18 @@ def test_resuming_is_bit_exact(setting: Setting, stop: int) -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
+def test_an_empty_batch_is_harmless(setting: Setting) -> None:
+    """A rank may have nothing in the last batch of an epoch; so may all."""
+    training = Run(setting)
+    nothing = torch.zeros(0, dtype=torch.long)
+    left, right = (training.towers.encode(side, nothing) for side in ("left", "right"))
+    loss = training.criterion(left, right, nothing, encode=training.towers.encode).loss
+    loss.backward()
+    assert float(loss.detach()) == 0
+    training.step(0)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
 def test_state_holds_tensors_only(setting: Setting) -> None:
     """So that any format for tensors can hold it."""
     training = Run(setting)
