@@ -89,3 +89,20 @@ class Move(NamedTuple):
 def at(values: Tensor, column: Tensor) -> Tensor:
     """(A,) of each row of values (A, C) the entry in its column (A,)."""
     return values.gather(1, column[:, None])[:, 0]
+
+
+@torch.no_grad()
+def log_mean_of_negatives(step: Step) -> Tensor:
+    """(A,) estimate of the log of the mean of exp(s/τ) over all negatives.
+
+    The mean over uniform proposals errs low (Jensen), the mean over proposals and state errs high (they are a
+    size-biased sample); halfway between both the errors nearly cancel (bidirectional Monte Carlo, Grosse et al. 2015).
+    """
+    log_weight = (-step.log_density).expand_as(step.allowed).masked_fill(~step.allowed, -torch.inf)
+    log_sum = torch.logsumexp(step.similarities / step.temperature + log_weight, dim=1)
+    log_count = torch.logsumexp(log_weight, dim=1)
+    low = log_sum - log_count
+    with_state = torch.logaddexp(log_sum, step.score / step.temperature - step.state_log_density)
+    high = with_state - torch.logaddexp(log_count, -step.state_log_density)
+    high = torch.where((step.state != NO_STATE) & (step.column < 0), high, low)
+    return torch.where(torch.isfinite(log_count), (low + high) / 2, high).nan_to_num(nan=0.0, neginf=0.0)

@@ -12,11 +12,11 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors, Side
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.chains import NO_STATE, Chains, Move, Step, at
+from dualenc.objectives.chains import NO_STATE, Chains, Move, Step, at, log_mean_of_negatives
 from dualenc.objectives.isir import iterated_sir, log_copies
 from dualenc.objectives.metropolis import metropolis_hastings
 from dualenc.objectives.neighbors import Mixture, Neighbors
-from dualenc.objectives.outside import candidate_items, embed, find, ids_of, left_view
+from dualenc.objectives.outside import candidate_items, embed, find, ids_of, left_view, similarities_beside
 from dualenc.objectives.random import SharedRandom
 from dualenc.objectives.row_draws import RowDraws
 
@@ -90,23 +90,17 @@ class EMC2(Objective):
             side: of the anchors, "left" or "right".
             ids: (m, k) ids of the other side's items (with views: of images), padded with -1; row i is for anchor i.
         """
-        anchors, items = (self.num_left, self.num_right) if side == "left" else (self.num_right, self.num_left)
-        if ids.dim() != 2 or len(ids) != anchors or ids.is_floating_point():
-            raise DualencError(f"EMC2: neighbours have shape {tuple(ids.shape)}; they must be integers ({anchors}, k)")
-        if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= (items or 1)):
-            raise DualencError(f"EMC2: neighbours lie in [{int(ids.min())}, {int(ids.max())}]; ids end at {items}")
-        table = self.left_neighbors if side == "left" else self.right_neighbors
-        table.ids = ids.to(table.ids.device, torch.long)
+        if side == "left":
+            self.left_neighbors.set(ids, self.num_left or 1, self.num_right or 1)
+        else:
+            self.right_neighbors.set(ids, self.num_right or 1, self.num_left or 1)
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         assert encode is not None
         chains = self.left_chains if anchors.side == "left" else self.right_chains
         items, mixture = self._proposed(anchors)
-        state, column = self._states(chains.state[anchors.ids], anchors, items)
-        log_density, state_log_density = self._log_densities(mixture, items, state, anchors.embeddings.detach())
-        if mixture is not None and mixture.share and self.kernel == "isir":
-            # Draws of unequal density cannot stand for the state: it counts beside them.
-            column = torch.full_like(column, -1)
+        state, column = self._states(chains.state[anchors.ids], anchors, items, mixture)
+        log_density, state_log_density = self._log_densities(mixture, items, state)
         away = (state != NO_STATE) & (column < 0)
         now = away.nonzero()[:, 0] if self.encodes_every_state else state[:0]
         proposed, outside = self._encoded(anchors, items, state, now, encode)
@@ -123,7 +117,7 @@ class EMC2(Objective):
                 )
                 move = kernel(step, some.rows)
             among = (move.weights * similarities).sum(dim=1)
-            return among, move.outside_weights, move.state, move.score, _log_mean(step)
+            return among, move.outside_weights, move.state, move.score, log_mean_of_negatives(step)
 
         rows = (state, column, chains.score[anchors.ids], outside.detach(), state_log_density)
         found = anchors.by_rows(walk, *rows, row_entries=self.matrices * len(items))
@@ -132,44 +126,44 @@ class EMC2(Objective):
         if not self.encodes_every_state:
             late = (away & (outside_weights[:, 0] > 0)).nonzero()[:, 0]
             if len(late):
-                outside = _beside(anchors, late, embed(state[late], encode, anchors), num_each=1)
+                outside = similarities_beside(anchors, late, embed(state[late], encode, anchors), num_each=1)
         negatives = among + (outside_weights * torch.where(outside_weights > 0, outside, 0.0)).sum(dim=1)
         surrogate = negatives / anchors.temperature - anchors.positive_logits
         value = log_mean + self.log_corpus_size(anchors) - anchors.positive_logits
         return AnchorLosses(surrogate, value.detach())
 
-    def _proposed(self, anchors: Anchors) -> tuple[Tensor, Mixture | None]:
-        """(C,) the proposed items, and what they were drawn from; None for those of the batch."""
-        if self.proposals == "batch":
-            return candidate_items(anchors)[: anchors.num_in_batch], None
+    def _proposed(self, anchors: Anchors) -> tuple[Tensor, Mixture]:
+        """(C,) the proposed items, and what they were drawn from."""
         neighbors = self.left_neighbors if anchors.side == "left" else self.right_neighbors
-        near = neighbors.ids.flatten()
-        if self.neighbor_share and len(near):
+        mixture = Mixture(self.num_items(anchors.candidate_side) or 1, anchors.embeddings.detach())
+        if self.proposals == "batch":
+            return candidate_items(anchors)[: anchors.num_in_batch], mixture
+        if self.neighbor_share and len(neighbors.ids):
             near = neighbors.near(distributed.gather(anchors.ids, anchors.sizes))
-        mixture = Mixture(self.num_items(anchors.candidate_side) or 1, near, self.neighbor_share)
-        ids = mixture.draw(self.proposals, self.random, anchors.ids.device)
+            mixture = mixture.with_list(near, self.neighbor_share)
+        ids = mixture.draw(self.proposals, self.random)
         if not self.views:
             return ids, mixture
         if self.moves_images:
             return torch.cat([2 * ids, 2 * ids + 1]), mixture
         return 2 * ids + self.random.integers(2, self.proposals, device=ids.device), mixture
 
-    def _log_densities(
-        self, mixture: Mixture | None, items: Tensor, state: Tensor, like: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(C,) and (A,): how often proposals and states are proposed, over uniform; i-SIR counts equal items once."""
-        if mixture is not None and mixture.share:
-            proposed, states = (mixture.log_density(ids_of(some, self.views)).to(like) for some in (items, state))
-            return proposed, states
-        density = log_copies(items).to(like) if self.kernel == "isir" else like.new_zeros(len(items))
-        return density, like.new_zeros(len(state))
+    def _log_densities(self, mixture: Mixture, items: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """(C,) and (A,) log of how often proposals and states are proposed, over uniform proposals."""
+        proposed, states = (mixture.log_density(ids_of(some, self.views)) for some in (items, state))
+        if self.kernel == "isir" and mixture.is_uniform:
+            proposed = proposed + log_copies(items)
+        return proposed, states
 
-    def _states(self, state: Tensor, anchors: Anchors, items: Tensor) -> tuple[Tensor, Tensor]:
+    def _states(self, state: Tensor, anchors: Anchors, items: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
         """(A,) the states, -1 where the item is no negative of this anchor, and (A,) their columns, -1 for none."""
         if self.moves_images:
             state, items = left_view(state), left_view(items)
         negative = anchors.is_negative(ids_of(state, self.views)[:, None])[:, 0]
         state = torch.where(negative, state, NO_STATE)
+        if self.kernel == "isir" and not mixture.is_uniform:
+            # Draws of unequal density cannot stand for the state: it counts beside them.
+            return state, torch.full_like(state, -1)
         return state, find(items, state)
 
     def _encoded(
@@ -180,12 +174,12 @@ class EMC2(Objective):
         if self.moves_images:
             wanted, num_each = torch.stack([wanted, wanted + 1], dim=1).flatten(), 2
         if self.proposals == "batch":
-            beside = _beside(anchors, rows, embed(wanted, encode, anchors), num_each)
+            beside = similarities_beside(anchors, rows, embed(wanted, encode, anchors), num_each)
             return anchors.candidates[: anchors.num_in_batch], beside
         own, sizes = distributed.share(items)
         embeddings = embed(torch.cat([own, wanted]), encode, anchors)
         proposed = distributed.gather_with_grad(embeddings[: len(own)], sizes)
-        return proposed, _beside(anchors, rows, embeddings[len(own) :], num_each)
+        return proposed, similarities_beside(anchors, rows, embeddings[len(own) :], num_each)
 
     def _compared(self, anchors: Anchors, items: Tensor, proposed: Tensor) -> tuple[Tensor, Tensor]:
         """(A, C) whether the proposals are negatives of the anchors, and (A, C) the similarities."""
@@ -210,29 +204,3 @@ class EMC2(Objective):
         order = self.random.permutation(len(items), device=items.device)
         like = anchors.embeddings.detach()
         return lambda step, rows: metropolis_hastings(step, draws.of(rows, like), order, self.burn_in)
-
-
-@torch.no_grad()
-def _log_mean(step: Step) -> Tensor:
-    """(A,) estimate of the log of the mean of exp(s/τ) over all negatives.
-
-    The mean over uniform proposals errs low (Jensen), the mean over proposals and state errs high (they are a
-    size-biased sample); halfway between both the errors nearly cancel (bidirectional Monte Carlo, Grosse et al. 2015).
-    """
-    log_weight = (-step.log_density).expand_as(step.allowed).masked_fill(~step.allowed, -torch.inf)
-    log_sum = torch.logsumexp(step.similarities / step.temperature + log_weight, dim=1)
-    log_count = torch.logsumexp(log_weight, dim=1)
-    low = log_sum - log_count
-    with_state = torch.logaddexp(log_sum, step.score / step.temperature - step.state_log_density)
-    high = with_state - torch.logaddexp(log_count, -step.state_log_density)
-    high = torch.where((step.state != NO_STATE) & (step.column < 0), high, low)
-    return torch.where(torch.isfinite(log_count), (low + high) / 2, high).nan_to_num(nan=0.0, neginf=0.0)
-
-
-def _beside(anchors: Anchors, rows: Tensor, embeddings: Tensor, num_each: int) -> Tensor:
-    """(A, S) similarities of the anchors at `rows` (n,) with embeddings (n·S, D) of their own; -inf elsewhere."""
-    empty = anchors.positive_similarities.new_full((len(anchors.ids), num_each), -torch.inf)
-    if not len(rows):
-        return empty
-    own = embeddings.view(len(rows), num_each, embeddings.shape[-1])
-    return empty.index_put((rows,), torch.einsum("ad,asd->as", anchors.embeddings[rows], own))

@@ -70,6 +70,15 @@ def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
     return embeddings[row]
 
 
+def similarities_beside(anchors: Anchors, rows: Tensor, embeddings: Tensor, num_each: int) -> Tensor:
+    """(A, S) similarities of the anchors at `rows` (n,) with embeddings (n·S, D) of their own; -inf elsewhere."""
+    empty = anchors.positive_similarities.new_full((len(anchors.ids), num_each), -torch.inf)
+    if not len(rows):
+        return empty
+    own = embeddings.view(len(rows), num_each, embeddings.shape[-1])
+    return empty.index_put((rows,), torch.einsum("ad,asd->as", anchors.embeddings[rows], own))
+
+
 def _checked(embeddings: Tensor, ids: Tensor, anchors: Anchors) -> Tensor:
     expected = (len(ids), anchors.embeddings.shape[1])
     if embeddings.shape != expected:
