@@ -27,7 +27,8 @@ class EMC2(Objective):
     The law of a chain at fixed parameters is the softmax over all negatives of its anchor, so the gradient is that of
     the global loss whatever the batch size. Source: emc2.txt (Yau et al. 2024), Algorithm 1 and Eq. 11.
 
-    With views, an image's two views share one chain: both walk on from its state, and the first view's walk is kept.
+    With views, an image's two views share one chain: both walk on from its state, and the first view's walk is kept. So
+    at frozen views the law is exact for the first view and a little off for the second.
     Mined negatives are no uniform proposals and take no part.
 
     Args:
