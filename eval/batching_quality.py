@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_images import PairRetrieval, cached, new_encoder, open_parts
+from small_images import PairRetrieval, cached, new_encoder, open_parts, train_and_measure
 
 from dualenc.batching import BatchSelector, OSGDBatches, RandomBatches, SpectralBatches
 from dualenc.data import ImageViews
 from dualenc.evaluation.tables import Table, print_table
 from dualenc.files import write_json
 from dualenc.objectives import InfoNCE, Objective, SogCLR
-from dualenc.training import Trainer
 
 BATCHINGS: dict[str, Callable[..., BatchSelector]] = {
     "random": RandomBatches,
@@ -47,22 +46,24 @@ def run(
     model = new_encoder()
     batching = BATCHINGS[names[0]](len(train), arguments.batch_size, seed=seed)
     objective = OBJECTIVES[names[1]](num_left=len(train), temperature=arguments.temperature, views=True, seed=seed)
-    trainer = Trainer(
-        output=Path(arguments.out) / "work",
+    work = Path(arguments.out) / "work"
+    metrics = train_and_measure(
+        model,
+        train,
+        objective,
+        evaluator,
+        batching,
+        output=work,
         batch_size=arguments.batch_size,
         max_steps=arguments.steps,
         learning_rate=arguments.learning_rate,
         seed=seed,
-        save_every=None,
-        overwrite=True,
-        progress=False,
-        deterministic=False,
+        mixed_precision="bf16",
     )
-    result = trainer.fit(model, train, objective, batching, evaluator)
-    lines = (Path(arguments.out) / "work" / "metrics.jsonl").read_text().splitlines()
+    lines = (work / "metrics.jsonl").read_text().splitlines()
     selections: list[dict[str, Any]] = [entry for line in lines if "selection/loss" in (entry := json.loads(line))]
     last = {k: float(v) for k, v in selections[-1].items() if k.startswith("selection/")} if selections else {}
-    return {**result.metrics, **last}
+    return {**metrics, **last}
 
 
 def main() -> None:

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_images import cached, new_encoder, open_parts
+from small_images import cached, new_encoder, open_parts, train_and_measure
 
 from dualenc.data import BeirPairs, PairDataset
 from dualenc.encoders import DualEncoder, TextEncoder, train_tokenizer
 from dualenc.evaluation.tables import Table, print_table
 from dualenc.files import write_json
 from dualenc.objectives import DCL, EMC2, HCL, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
-from dualenc.training import Evaluator, KNNEvaluator, RetrievalEvaluator, Trainer
+from dualenc.training import Evaluator, KNNEvaluator, RetrievalEvaluator
+from dualenc.training.process import MixedPrecision
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,
@@ -51,6 +52,7 @@ class Task:
     new_model: Callable[[], DualEncoder]
     pairs: PairDataset
     evaluator: HeldOutAndTest
+    mixed_precision: MixedPrecision = "no"
 
 
 class HeldOutAndTest(Evaluator):
@@ -89,10 +91,11 @@ def own_documents(path: str, split: str, limit: int) -> PairDataset:
 def cifar10(path: str, num_pairs: int) -> Task:
     """Two views of an image: a narrow four-block ResNet, 20-nearest-neighbour accuracy on its features."""
     train, validation, test = open_parts(path, num_pairs, 1000)
-    return Task(new_encoder, train, HeldOutAndTest(KNNEvaluator(train, validation), KNNEvaluator(train, test)))
+    evaluator = HeldOutAndTest(KNNEvaluator(train, validation), KNNEvaluator(train, test))
+    return Task(new_encoder, train, evaluator, mixed_precision="bf16")
 
 
-def run(task: Task, name: str, settings: dict[str, Any], steps: int, folder: Path) -> dict[str, float]:
+def run(task: Task, name: str, settings: dict[str, Any], folder: Path) -> dict[str, float]:
     """Train once; the evaluator's metrics at the end."""
     torch.manual_seed(settings["seed"])
     model = task.new_model()
@@ -103,18 +106,9 @@ def run(task: Task, name: str, settings: dict[str, Any], steps: int, folder: Pat
         views=task.pairs.views,
         seed=settings["seed"],
     )
-    trainer = Trainer(
-        output=folder,
-        batch_size=settings["batch_size"],
-        max_steps=steps,
-        learning_rate=settings["learning_rate"],
-        seed=settings["seed"],
-        save_every=None,
-        overwrite=True,
-        progress=False,
-        deterministic=False,
-    )
-    return trainer.fit(model, task.pairs, objective, evaluator=task.evaluator).metrics
+    names = ("batch_size", "learning_rate", "seed", "mixed_precision")
+    arguments = {"output": folder, "max_steps": settings["steps"], **{name: settings[name] for name in names}}
+    return train_and_measure(model, task.pairs, objective, task.evaluator, **arguments)
 
 
 def row(task: Task, name: str, batch_size: int, arguments: argparse.Namespace) -> dict[str, object]:
@@ -124,8 +118,9 @@ def row(task: Task, name: str, batch_size: int, arguments: argparse.Namespace) -
 
     def measure(learning_rate: float, temperature: float, seed: int) -> dict[str, float]:
         settings = {"learning_rate": learning_rate, "temperature": temperature, "seed": seed, "batch_size": batch_size}
+        settings |= {"steps": arguments.steps, "pairs": arguments.pairs, "mixed_precision": task.mixed_precision}
         path = folder / f"{label}-{learning_rate}-{temperature}-{seed}.json"
-        return cached(path, lambda: run(task, name, settings, arguments.steps, folder / "work" / label), settings)
+        return cached(path, lambda: run(task, name, settings, folder / "work" / label), settings)
 
     grid = list(itertools.product(arguments.learning_rates, arguments.temperatures))
     tuned = {(rate, tau): measure(rate, tau, 0)["validation"] for rate, tau in grid}

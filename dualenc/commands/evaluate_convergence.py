@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.convergence import Inputs, exact_gradient
 from dualenc.evaluation.geometry import SimilarityHistogram, alignment, effective_rank, pair_similarities, uniformity
+from dualenc.evaluation.ledger import Ledger
 from dualenc.evaluation.report import Figure, write_report
 from dualenc.evaluation.tables import Table, print_table
 from dualenc.files import write_json
@@ -50,6 +51,11 @@ class _Point(NamedTuple):
     metrics: dict[str, float]
     histogram: SimilarityHistogram
 
+    @classmethod
+    def restored(cls, run: str, step: int, found: dict[str, Any]) -> _Point:
+        """The point that `_measure` found."""
+        return cls(run, step, found["metrics"], SimilarityHistogram.from_plain(found["histogram"]))
+
 
 def convergence(
     run: str,
@@ -68,6 +74,7 @@ def convergence(
     """Measure the exact global loss, its gradient and the embeddings of every model of a run, on a finite set.
 
     Writes metrics.json and report.html with the curves. Under `accelerate launch` the processes share the models.
+    Interrupted, or with new checkpoints, it measures only those models that it has not measured yet.
 
     Args:
         run: output folder of a training (its checkpoints are measured), folder of model folders, or one model.
@@ -77,7 +84,7 @@ def convergence(
         split: of the data.
         left_column: of a table of pairs.
         right_column: of a table of pairs.
-        pairs: size of the finite set: the first so many images or pairs.
+        pairs: size of the finite set: so many images or pairs, chosen at random and always the same.
         temperature: of the loss; one for all models, so that they can be compared.
         augmentation: SimCLR's, or the training augmentation that the model folder knows.
         seed: of the augmentations, which are those of the first epoch of a training with this seed.
@@ -88,25 +95,31 @@ def convergence(
         raise DualencError(f"pairs={pairs}: a set of two or more is needed")
     device_to_use = start_processes(device)
     source = Source(data, split, left_column, right_column, pairs, augmentation, seed)
-    todo = [(name, place) for name in (run, *more) for place in find_models(name)]
-    own = todo[distributed.rank() :: distributed.world_size()]
     names = _short_names([run, *more])
-    points = []
-    for name in dict.fromkeys(name for name, _ in own):
+    places = {
+        f"{names[name]}, step {place.step}, written {place.written()}": (name, place)
+        for name in (run, *more)
+        for place in find_models(name)
+    }
+    facts = {name: value for name, value in source._asdict().items() if value is not None}
+    facts["temperature"] = temperature
+    ledger: Ledger[str] = Ledger(target / "finished", facts)
+    own = {key: places[key] for key in ledger.missing(places)}
+    for name in dict.fromkeys(name for name, _ in own.values()):
+        keys = {place: key for key, (owner, place) in own.items() if owner == name}
         finite: Finite | None = None
-        for place, model in load_models([place for owner, place in own if owner == name], device_to_use):
+        for place, model in load_models(list(keys), device_to_use):
             finite = finite or prepare_set(model, source)
-            points.append(_measure(model, finite, names[name], place.step, temperature))
-    everything = [point for part in distributed.gather_objects(points) for point in part]
+            ledger.add({keys[place]: _measure(model, finite, temperature)})
+    done = ledger.all_values()
     if distributed.is_main():
-        order = list(names.values())
-        facts = {name: value for name, value in source._asdict().items() if value is not None}
-        facts["temperature"] = temperature
-        _conclude(sorted(everything, key=lambda p: (order.index(p.run), p.step)), target, facts)
+        points = [_Point.restored(names[name], place.step, done[key]) for key, (name, place) in places.items()]
+        _conclude(points, target, facts)
     distributed.barrier()
 
 
-def _measure(model: DualEncoder, finite: Finite, run: str, step: int, temperature: float) -> _Point:
+def _measure(model: DualEncoder, finite: Finite, temperature: float) -> dict[str, Any]:
+    """Metrics and the histogram of similarities of one model, as plain values."""
     device = next(model.parameters()).device
 
     def encode(side: str, inputs: Inputs) -> torch.Tensor:
@@ -127,7 +140,7 @@ def _measure(model: DualEncoder, finite: Finite, run: str, step: int, temperatur
         "negative_cosine": histogram.negative_mean,
         "overlap": histogram.overlap,
     }
-    return _Point(run, step, metrics, histogram)
+    return {"metrics": metrics, "histogram": histogram.to_plain()}
 
 
 def _conclude(points: list[_Point], out: Path, facts: dict[str, object]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
-
 from dualenc import distributed
 from dualenc.commands.corruption_parts import Part, Setup, plain_part, robustness_part, versions_part
 from dualenc.commands.evaluation import display_name, output_folder, start_processes
@@ -14,6 +12,7 @@ from dualenc.commands.images import (
     labelled_features,
     open_image_tower,
     open_images,
+    random_rows,
     require_labels,
     simclr_prepare,
 )
@@ -144,20 +143,14 @@ def _setup(
         tower=tower,
         prepare_views=simclr_prepare(tower.prepare) if facts["augmentation"] == "simclr" else tower.prepare,
         source=source,
-        rows=_choose(len(source), limit),
+        rows=random_rows(len(source), limit).tolist(),
         clean=images,
-        clean_rows=[] if images is None else _choose(len(images), limit),
+        clean_rows=[] if images is None else random_rows(len(images), limit).tolist(),
         out=out / "finished",
         signature={**facts, "images": len(source), "model": tower_checksum(tower)},
         seed=int(str(facts["seed"])),
         num_workers=num_workers,
     )
-
-
-def _choose(total: int, limit: int | None) -> list[int]:
-    """All numbers below `total`, or `limit` of them, always the same: images may be sorted by class."""
-    chosen = np.random.default_rng(0).permutation(total)[:limit]
-    return sorted(chosen.tolist())
 
 
 def _robustness(setup: Setup, training: _Training, label_column: str | None) -> Part:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from dualenc.commands.images import simclr_prepare
+from dualenc.commands.images import random_rows, simclr_prepare
 from dualenc.errors import DualencError
 from dualenc.evaluation.convergence import FiniteSet, Inputs
 from dualenc.evaluation.image_versions import Prepare
@@ -53,9 +53,9 @@ def prepare_set(model: DualEncoder, source: Source) -> Finite:
             raise DualencError(
                 f"{source.data}: its {side} items are {modality}, but the model's {side} tower takes {wanted}"
             )
-    count = min(source.pairs, len(found))
-    rows = [found[number] for number in range(count)]
-    left_id, right_id = found.left_id[:count], found.right_id[:count]
+    numbers = random_rows(len(found), source.pairs)
+    rows = [found[number] for number in numbers.tolist()]
+    left_id, right_id = found.left_id[numbers], found.right_id[numbers]
     return Finite(
         _chunks(model.left.prepare, [row.left for row in rows]),
         _chunks(model.right.prepare, [row.right for row in rows]),
@@ -74,7 +74,7 @@ def _views(model: DualEncoder, source: Source) -> Finite:
     from dualenc.training.seeds import augmentation_seeds
 
     images = open_corpus(source.data, modality="image", split=source.split)
-    numbers = range(min(source.pairs, len(images)))
+    numbers = random_rows(len(images), source.pairs).tolist()
     items = [images[number] for number in numbers]
     tower = model.left
     prepare = simclr_prepare(tower.prepare) if source.augmentation == "simclr" else tower.prepare

@@ -27,6 +27,11 @@ Source = tuple[str, str, int | None]
 """Data, split and the number of images to take."""
 
 
+def random_rows(total: int, limit: int | None) -> np.ndarray:
+    """All numbers below `total`, or `limit` of them, always the same: files are often sorted by class."""
+    return np.sort(np.random.default_rng(0).permutation(total)[:limit])
+
+
 def open_images(data: str, split: str, *, label_column: str | None = None, limit: int | None = None) -> Corpus:
     """The images of whatever `data.open_corpus` reads, with their labels if there are any.
 
@@ -47,8 +52,7 @@ def open_images(data: str, split: str, *, label_column: str | None = None, limit
         raise DualencError(f"{data}: holds {images.modality}; give images")
     if limit is None or limit >= len(images):
         return images
-    # Folders are sorted by class: the first images would be of one class.
-    rows = np.sort(np.random.default_rng(0).permutation(len(images))[:limit])
+    rows = random_rows(len(images), limit)
     labels = None if images.labels is None else images.labels[rows]
     ids = [images.ids[row] for row in rows]
     return Corpus(ids, Picked(images.items, rows), "image", labels=labels, class_names=images.class_names)
@@ -219,7 +223,7 @@ def recorded(
     Returns:
         The value by number of every image that could be read, on every process. Others are counted on stderr.
     """
-    ledger = Ledger(folder, signature)
+    ledger: Ledger[int] = Ledger(folder, signature)
     todo = ledger.missing(indices)
     bar = tqdm(total=len(todo), desc=what, unit=" images", disable=not (todo and distributed.is_main()))
     with bar:

@@ -28,6 +28,10 @@ class Place(NamedTuple):
     path: Path
     base: Path | None = None
 
+    def written(self) -> int:
+        """When its latest file was written, in nanoseconds: another number for other weights; 0 for a hub name."""
+        return max((file.stat().st_mtime_ns for file in self.path.glob("*") if file.is_file()), default=0)
+
 
 def find_models(run: str) -> list[Place]:
     """The models of a run in order.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +100,16 @@ class SimilarityHistogram:
         """Common area of the two histograms, each scaled to area 1: 0 if told apart, 1 if alike."""
         positives, negatives = self.positives / self.positives.sum(), self.negatives / self.negatives.sum()
         return float(np.minimum(positives, negatives).sum())
+
+    def to_plain(self) -> dict[str, Any]:
+        """The same as numbers and lists, for JSON."""
+        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> SimilarityHistogram:
+        """What `to_plain` was called on."""
+        arrays: dict[str, Any] = {name: np.asarray(v) if isinstance(v, list) else v for name, v in plain.items()}
+        return cls(**arrays)
 
 
 def pair_similarities(

@@ -1,4 +1,4 @@
-"""Results of single images, written as they come, so that an interrupted evaluation goes on where it stopped."""
+"""Results of single items, written as they come, so that an interrupted evaluation goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from dualenc import distributed
 from dualenc.files import remove
 
 Signature = dict[str, Any]
+Key = TypeVar("Key", int, str)
 
 
-class Ledger:
-    """Values by image number in a folder, one JSON line each; every process appends to a file of its own.
+class Ledger(Generic[Key]):
+    """Values by number or name of an item in a folder, one JSON line each; every process appends to a file of its own.
 
     Lines of all processes are read back, whatever their number was. A line cut short by a kill is left out, and files
     that another model, other data or other settings wrote are removed.
 
     Args:
-        folder: Where the files are; made if it is not there.
+        folder: Where the files are; made with the first value.
         signature: Everything that the values depend on, as plain values.
     """
 
@@ -30,41 +31,42 @@ class Ledger:
         self.signature = json.loads(json.dumps(signature))
         self.path = self.folder / f"part-{distributed.rank():05d}.ndjson"
         if distributed.is_main():
-            self.folder.mkdir(parents=True, exist_ok=True)
             for part in self._parts():
                 if _read(part)[0] != self.signature:
                     remove(part)
         distributed.barrier()
-        self.values: dict[int, Any] = {}
+        self.values: dict[Key, Any] = {}
         for part in self._parts():
             self.values.update(_read(part)[1])
         distributed.barrier()
 
-    def missing(self, indices: Iterable[int]) -> list[int]:
-        """Those of the image numbers without a value that this process should do."""
-        left = [index for index in indices if index not in self.values]
+    def missing(self, keys: Iterable[Key]) -> list[Key]:
+        """Those of the items without a value that this process should do."""
+        left = [key for key in keys if key not in self.values]
         return left[distributed.rank_slice(len(left))]
 
-    def add(self, values: dict[int, Any]) -> None:
-        """Append values by image number."""
+    def add(self, values: dict[Key, Any]) -> None:
+        """Append values by item."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         lines = [] if self.path.exists() else [json.dumps({"signature": self.signature})]
-        lines += [json.dumps({"image": index, "value": value}) for index, value in values.items()]
+        lines += [json.dumps({"item": key, "value": value}) for key, value in values.items()]
         with open(self.path, "a", encoding="utf-8") as stream:
             # A first newline ends a line that a kill cut short.
             stream.write("\n" + "\n".join(lines) + "\n")
         self.values.update(values)
 
-    def all_values(self) -> dict[int, Any]:
-        """The values of all processes by image number, in order of number; all processes call it together."""
-        merged = {index: value for values in distributed.gather_objects(self.values) for index, value in values.items()}
+    def all_values(self) -> dict[Key, Any]:
+        """The values of all processes by item, in order; all processes call it together."""
+        merged = {key: value for values in distributed.gather_objects(self.values) for key, value in values.items()}
         return dict(sorted(merged.items()))
 
     def _parts(self) -> list[Path]:
         return sorted(self.folder.glob("part-*.ndjson"))
 
 
-def _read(part: Path) -> tuple[Signature | None, dict[int, Any]]:
-    signature, values = None, {}
+def _read(part: Path) -> tuple[Signature | None, dict[Any, Any]]:
+    signature: Signature | None = None
+    values: dict[Any, Any] = {}
     for line in part.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
@@ -73,5 +75,5 @@ def _read(part: Path) -> tuple[Signature | None, dict[int, Any]]:
         if "signature" in entry:
             signature = entry["signature"]
         else:
-            values[entry["image"]] = entry["value"]
+            values[entry["item"]] = entry["value"]
     return signature, values

@@ -5,14 +5,17 @@
     python eval/bench/memory.py --encoder linear --batch_sizes [32,4096,8192]
 
 Every measurement is a process of its own: its peak resident memory (of everything, Python and torch included), or the
-peak of allocated memory on a CUDA device. On the CPU the batch's own inputs are in it, as they are in training; the
-last column leaves them out. MiniLM (BERT with 6 layers of 384) and ResNet-18 have random weights and random inputs. The
-linear encoder holds next to nothing: what is left is the objective, the strictest comparison and a fast one.
+peak of allocated memory on a CUDA device. glibc is told to return what is freed at once: what it would keep for later
+depends on the order of sizes, and can be another 0.1 to 0.5 of the first batch's memory. On the CPU the batch's own
+inputs are in the peak, as they are in training; the last column leaves them out. MiniLM (BERT with 6 layers of 384)
+and ResNet-18 have random weights and random inputs. The linear encoder holds next to nothing: what is left is the
+objective, the strictest comparison and a fast one.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -145,7 +148,8 @@ def peak_resident_bytes() -> int:
 def measured_alone(options: dict[str, Any]) -> dict[str, float]:
     """`measure` in a fresh process."""
     command = [sys.executable, __file__, "--options", json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{options['objective']} at B = {options['batch_size']} failed: {done.stderr[-500:]}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

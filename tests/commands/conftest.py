@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import tiny
+from tests.commands.image_models import save_image_model
 
 
 @pytest.fixture(scope="session")
@@ -22,4 +23,12 @@ def image_text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an image-text model."""
     folder = tmp_path_factory.mktemp("models") / "clip"
     tiny.save_image_text_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of kind image."""
+    folder = tmp_path_factory.mktemp("models") / "image"
+    save_image_model(folder)
     return folder

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from dualenc.embeddings import Embeddings
 from dualenc.encoders import load_model
 from dualenc.index import Index
 from tests.commands import tiny
+from tests.commands.processes import run_on_two
 
 
 @pytest.fixture
@@ -181,17 +179,12 @@ def test_bad_images_are_left_out_and_reported(
 def test_two_processes_write_what_one_writes(tmp_path: Path, text_model: Path) -> None:
     tiny.save_documents(tmp_path / "docs.jsonl", 2100)
     run("embed", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "one", "--device", "cpu")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = f"-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1 --main_process_port {port}"
-    words = ["embed", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "two", "--device", "cpu"]
-    command = [sys.executable, *launch.split(), "--mixed_precision", "no", "-m", "dualenc", *words]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_on_two(
+        tmp_path, "embed", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "two", "--device", "cpu"
+    )
     assert "Traceback" not in done.stderr
     assert "destroy_process_group" not in done.stderr
-    assert done.stdout.count("2,100 embeddings") == 1
+    assert done.stdout.count("2,100 embeddings") == 1, "only the first of the two says so"
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == names
     assert sum(name.endswith(".npy") for name in names) > 1

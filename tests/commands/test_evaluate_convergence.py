@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from dualenc.cli import main
+from dualenc.commands import evaluate_convergence
+from dualenc.commands.images import random_rows
 from dualenc.commands.run_models import find_models
 from dualenc.data import ImageFolderViews
 from dualenc.data.views import SimCLR
@@ -20,6 +22,7 @@ from dualenc.objectives import DCL
 from dualenc.training.seeds import augmentation_seeds
 from dualenc.training.trainer import Trainer
 from tests.commands.image_models import save_classes, save_image_model
+from tests.commands.processes import run_on_two
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +61,11 @@ def points_of(folder: Path) -> dict[str, list[dict[str, float]]]:
 def plain_loss_and_norm(model: ImageEncoder, data: Path, count: int, tau: float) -> tuple[float, float]:
     """The loss of two stored SimCLR views of each image, with one autograd graph over everything."""
     views = ImageFolderViews(data)
+    chosen = random_rows(len(views), count).tolist()
     augment, pixels = SimCLR(32), []
     for side in ("left", "right"):
-        seeds = augmentation_seeds(0, 0, range(count), side)
-        pixels += [augment(views.item("left", i), seed) for i, seed in enumerate(seeds)]
+        seeds = augmentation_seeds(0, 0, chosen, side)
+        pixels += [augment(views.item("left", i), seed) for i, seed in zip(chosen, seeds)]
     mean, std = (torch.tensor(model.data_config[key]).view(3, 1, 1) for key in ("mean", "std"))
     embeddings = model.encode("left", {"image": (torch.stack(pixels) - mean) / std})
     similarities = embeddings @ embeddings.T / tau
@@ -165,3 +169,41 @@ def test_the_numbers_do_not_depend_on_how_many_models_are_measured(run: Path, da
     ours, theirs = points_of(tmp_path / "a"), points_of(tmp_path / "b")
     assert ours["short"] == theirs["short"]
     assert np.isclose(theirs["model"][0]["loss"], ours["short"][-1]["loss"])
+
+
+def test_what_was_measured_before_an_interruption_is_not_measured_again(
+    run: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = (run, data, "--pairs", "8")
+    assert evaluate(*given, "--out", tmp_path / "whole") == 0
+    measured, at_once = [], evaluate_convergence._measure
+
+    def interrupted(*arguments: object) -> dict[str, object]:
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(found := at_once(*arguments))  # type: ignore[arg-type]
+        return found
+
+    monkeypatch.setattr(evaluate_convergence, "_measure", interrupted)
+    assert evaluate(*given, "--out", tmp_path / "twice") != 0
+    measured.clear()
+    assert evaluate(*given, "--out", tmp_path / "twice") == 0
+    assert len(measured) == 1
+    assert points_of(tmp_path / "twice") == points_of(tmp_path / "whole")
+
+
+def test_a_model_that_was_written_anew_is_measured_anew(data: Path, tmp_path: Path) -> None:
+    losses = []
+    for seed in (1, 2):
+        save_image_model(tmp_path / "model", seed=seed)
+        assert evaluate(tmp_path / "model", data, "--out", tmp_path / "out", "--pairs", "8") == 0
+        losses.append(points_of(tmp_path / "out")["model"][0]["loss"])
+    assert losses[0] != losses[1]
+
+
+def test_two_processes_share_the_models(run: Path, data: Path, tmp_path: Path) -> None:
+    given = (run, data, "--pairs", "8", "--out")
+    assert evaluate(*given, tmp_path / "one") == 0
+    run_on_two(tmp_path, "evaluate", "convergence", *given, tmp_path / "two", "--device", "cpu")
+    assert len(list((tmp_path / "two" / "finished").iterdir())) == 2, "both processes took a share"
+    assert points_of(tmp_path / "two") == points_of(tmp_path / "one")

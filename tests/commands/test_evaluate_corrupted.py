@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +11,9 @@ from PIL import Image
 
 from dualenc.cli import main
 from tests.commands.image_models import save_cifar_c, save_image_model, save_splits
+from tests.commands.processes import run_on_two
 
-ROOT = Path(__file__).resolve().parents[2]
 FEW = ("--corruptions", "gaussian_noise,fog,pixelate")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "image"
-    save_image_model(folder)
-    return folder
 
 
 @pytest.fixture
@@ -51,9 +40,9 @@ def metrics_of(folder: Path) -> dict:
     return json.loads((folder / "metrics.json").read_text())
 
 
-def test_all_three_parts(model: Path, data: Path, tmp_path: Path) -> None:
+def test_all_three_parts(image_model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert evaluate(model, data, "--out", out, *FEW, "--train", data, "--severities", "1,5") == 0
+    assert evaluate(image_model, data, "--out", out, *FEW, "--train", data, "--severities", "1,5") == 0
     found = metrics_of(out)
     assert (found["corrupted"]["images"], found["plain"]["images"], found["robustness"]["images"]) == (9, 9, 9)
     assert {name for name in found["corrupted"] if "/" in name} == {"top1/gaussian_noise", "top1/fog", "top1/pixelate"}
@@ -69,78 +58,68 @@ def test_all_three_parts(model: Path, data: Path, tmp_path: Path) -> None:
     assert page.count("<figure>") == 2
 
 
-def test_a_baseline_divides_the_errors(model: Path, data: Path, tmp_path: Path) -> None:
+def test_a_baseline_divides_the_errors(image_model: Path, data: Path, tmp_path: Path) -> None:
     robust = (*FEW, "--train", data, "--severities", "5")
-    assert evaluate(model, data, "--out", tmp_path / "a", *robust) == 0
+    assert evaluate(image_model, data, "--out", tmp_path / "a", *robust) == 0
     if not all(row["5"] for row in metrics_of(tmp_path / "a")["robustness"]["errors"].values()):
         document = metrics_of(tmp_path / "a")
         document["robustness"]["errors"] = {name: {"5": 0.5} for name in document["robustness"]["errors"]}
         (tmp_path / "a" / "metrics.json").write_text(json.dumps(document))
     baseline = tmp_path / "a" / "metrics.json"
-    assert evaluate(model, data, "--out", tmp_path / "b", *robust, "--baseline", baseline) == 0
+    assert evaluate(image_model, data, "--out", tmp_path / "b", *robust, "--baseline", baseline) == 0
     ours, theirs = (metrics_of(tmp_path / name)["robustness"] for name in "ba")
     quotients = [ours["errors"][name]["5"] / theirs["errors"][name]["5"] for name in ours["errors"]]
     assert ours["relative_to_baseline"] == pytest.approx(np.mean(quotients))
 
 
-def test_workers_and_interruptions_change_nothing(model: Path, data: Path, tmp_path: Path) -> None:
-    assert evaluate(model, data, "--out", tmp_path / "one", *FEW) == 0
-    assert evaluate(model, data, "--out", tmp_path / "two", *FEW, workers=2) == 0
+def test_workers_and_interruptions_change_nothing(image_model: Path, data: Path, tmp_path: Path) -> None:
+    assert evaluate(image_model, data, "--out", tmp_path / "one", *FEW) == 0
+    assert evaluate(image_model, data, "--out", tmp_path / "two", *FEW, workers=2) == 0
     assert metrics_of(tmp_path / "two") == metrics_of(tmp_path / "one")
     part = tmp_path / "two" / "finished" / "versions" / "part-00000.ndjson"
     lines = part.read_text().splitlines()
     part.write_text("\n".join(lines[:5]) + "\n" + lines[5][:10])
     (tmp_path / "two" / "metrics.json").unlink()
-    assert evaluate(model, data, "--out", tmp_path / "two", *FEW) == 0
+    assert evaluate(image_model, data, "--out", tmp_path / "two", *FEW) == 0
     assert metrics_of(tmp_path / "two") == metrics_of(tmp_path / "one")
 
 
-def test_other_settings_do_not_take_over_finished_images(model: Path, data: Path, tmp_path: Path) -> None:
-    assert evaluate(model, data, "--out", tmp_path / "both", *FEW) == 0
-    assert evaluate(model, data, "--out", tmp_path / "both", *FEW, "--severity", "5", "--seed", "3") == 0
-    assert evaluate(model, data, "--out", tmp_path / "alone", *FEW, "--severity", "5", "--seed", "3") == 0
+def test_other_settings_do_not_take_over_finished_images(image_model: Path, data: Path, tmp_path: Path) -> None:
+    assert evaluate(image_model, data, "--out", tmp_path / "both", *FEW) == 0
+    assert evaluate(image_model, data, "--out", tmp_path / "both", *FEW, "--severity", "5", "--seed", "3") == 0
+    assert evaluate(image_model, data, "--out", tmp_path / "alone", *FEW, "--severity", "5", "--seed", "3") == 0
     assert metrics_of(tmp_path / "both") == metrics_of(tmp_path / "alone")
 
 
-def test_cifar_c_is_read_and_needs_no_clean_images(model: Path, data: Path, tmp_path: Path) -> None:
+def test_cifar_c_is_read_and_needs_no_clean_images(image_model: Path, data: Path, tmp_path: Path) -> None:
     folder = save_cifar_c(tmp_path / "cifar-c")
     out = tmp_path / "out"
-    assert evaluate(model, folder, "--out", out, "--train", data / "train", "--augmentation", "model") == 0
+    assert evaluate(image_model, folder, "--out", out, "--train", data / "train", "--augmentation", "model") == 0
     found = metrics_of(out)
     assert set(found["robustness"]["errors"]) == {"fog", "contrast", "snow"}
     assert found["corrupted"]["images"] == 6
     assert "plain" not in found
-    assert evaluate(model, folder, "--clean", data, "--out", out) == 0
+    assert evaluate(image_model, folder, "--clean", data, "--out", out) == 0
     assert metrics_of(out)["plain"]["images"] == 9
 
 
-def test_a_limit_takes_some_images_with_the_noise_they_always_have(model: Path, data: Path, tmp_path: Path) -> None:
-    assert evaluate(model, data, "--out", tmp_path / "all", *FEW) == 0
-    assert evaluate(model, data, "--out", tmp_path / "few", *FEW, "--limit", "4") == 0
+def test_a_limit_takes_some_images_with_their_usual_noise(image_model: Path, data: Path, tmp_path: Path) -> None:
+    assert evaluate(image_model, data, "--out", tmp_path / "all", *FEW) == 0
+    assert evaluate(image_model, data, "--out", tmp_path / "few", *FEW, "--limit", "4") == 0
     assert metrics_of(tmp_path / "few")["corrupted"]["images"] == 4
     parts = [tmp_path / name / "finished" / "versions" / "part-00000.ndjson" for name in ("all", "few")]
     values = [
-        {entry["image"]: entry["value"] for line in part.read_text().splitlines() if "image" in (entry := _json(line))}
+        {entry["item"]: entry["value"] for line in part.read_text().splitlines() if "item" in (entry := _json(line))}
         for part in parts
     ]
     assert len(values[1]) == 4
     assert values[1].items() <= values[0].items()
 
 
-def test_two_processes_find_what_one_finds(model: Path, data: Path, tmp_path: Path) -> None:
-    """`--multi_gpu` is what makes accelerate start several processes, ACCELERATE_USE_CPU what puts them on CPU."""
-    given = (model, data, *FEW, "--train", data, "--severities", "3")
+def test_two_processes_find_what_one_finds(image_model: Path, data: Path, tmp_path: Path) -> None:
+    given = (image_model, data, *FEW, "--train", data, "--severities", "3")
     assert evaluate(*given, "--out", tmp_path / "one") == 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = f"-m accelerate.commands.launch --num_processes 2 --multi_gpu --main_process_port {port} -m dualenc"
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *launch.split(), *words(*given, "--out", tmp_path / "two")]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_two(tmp_path, *words(*given, "--out", tmp_path / "two"))
     assert len(list((tmp_path / "two" / "finished" / "versions").iterdir())) == 2, "both processes took a share"
     assert metrics_of(tmp_path / "two") == metrics_of(tmp_path / "one")
 
@@ -155,7 +134,7 @@ def test_real_images_of_64_pixels(shared_data: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_one_line(
-    model: Path, data: Path, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    image_model: Path, data: Path, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     flat = tmp_path / "flat"
@@ -166,19 +145,22 @@ def test_mistakes_are_one_line(
     empty.write_text("{}")
     for given, message in [
         ((text_model, data), "is of kind query-document and encodes no images"),
-        ((model, data, "--corruptions", "fogg"), "unknown corruption fogg; did you mean fog?"),
-        ((model, data, "--severity", "6"), "severity 6: choose from 1, 2, 3, 4, 5"),
-        ((model, data, "--severities", "1,9", "--train", data), "severity 9"),
-        ((model, flat), "image 0 is 20x20; corruptions need 32x32"),
-        ((model, data, "--clean", data), "leave --clean out"),
-        ((model, folder, "--corruptions", "frost"), "frost.npy: no such file or folder; there are snow, fog, contrast"),
-        ((model, data, *FEW, "--train", flat), "there are no labels"),
-        ((model, data, *FEW, "--train", data, "--baseline", empty), "holds no corruption errors"),
+        ((image_model, data, "--corruptions", "fogg"), "unknown corruption fogg; did you mean fog?"),
+        ((image_model, data, "--severity", "6"), "severity 6: choose from 1, 2, 3, 4, 5"),
+        ((image_model, data, "--severities", "1,9", "--train", data), "severity 9"),
+        ((image_model, flat), "image 0 is 20x20; corruptions need 32x32"),
+        ((image_model, data, "--clean", data), "leave --clean out"),
+        (
+            (image_model, folder, "--corruptions", "frost"),
+            "frost.npy: no such file or folder; there are snow",
+        ),
+        ((image_model, data, *FEW, "--train", flat), "there are no labels"),
+        ((image_model, data, *FEW, "--train", data, "--baseline", empty), "holds no corruption errors"),
     ]:
         assert message in failure(capsys, *given, "--out", out), message
         assert not (out / "metrics.json").exists()
     np.save(folder / "fog.npy", np.zeros((10, 32, 32, 3), np.uint8))
-    assert "fog.npy: 10 images but labels.npy has 30" in failure(capsys, model, folder, "--out", out)
+    assert "fog.npy: 10 images but labels.npy has 30" in failure(capsys, image_model, folder, "--out", out)
 
 
 def _json(line: str) -> dict:

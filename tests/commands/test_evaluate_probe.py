@@ -14,14 +14,8 @@ from dualenc.cli import main
 from dualenc.data import open_corpus
 from dualenc.embed import embed
 from dualenc.encoders import load_model
-from tests.commands.image_models import HUES, picture, save_classes, save_image_model, save_splits
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "image"
-    save_image_model(folder)
-    return folder
+from tests.commands.image_models import HUES, picture, save_classes, save_splits
+from tests.commands.processes import run_on_two
 
 
 @pytest.fixture
@@ -40,9 +34,9 @@ def failure(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_every_probe_is_in_the_metrics_and_in_the_report(model: Path, data: Path, tmp_path: Path) -> None:
+def test_every_probe_is_in_the_metrics_and_in_the_report(image_model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert evaluate(model, data, "--out", out, "--sgd", "features", "--sgd-epochs", "20") == 0
+    assert evaluate(image_model, data, "--out", out, "--sgd", "features", "--sgd-epochs", "20") == 0
     metrics = json.loads((out / "metrics.json").read_text())
     assert (metrics["train_images"], metrics["test_images"]) == (30, 18)
     names = ["1-NN", "20-NN, weighted", "linear, L-BFGS", "1-shot, linear", "5-shot, linear", "10-shot, linear"]
@@ -55,10 +49,10 @@ def test_every_probe_is_in_the_metrics_and_in_the_report(model: Path, data: Path
     assert page.count("<figure>") == 2
 
 
-def test_the_features_are_the_backbones(model: Path, data: Path, tmp_path: Path) -> None:
+def test_the_features_are_the_backbones(image_model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert evaluate(model, data, "--out", out, "--shots", "1") == 0
-    tower = load_model(str(model)).left
+    assert evaluate(image_model, data, "--out", out, "--shots", "1") == 0
+    tower = load_model(str(image_model)).left
     parts = {part: open_corpus(data / part, modality="image") for part in ("train", "test")}
     features = {part: np.asarray(embed(tower, corpus, output="features").vectors) for part, corpus in parts.items()}
     reference = KNeighborsClassifier(1, metric="cosine").fit(features["train"], parts["train"].labels)
@@ -67,8 +61,8 @@ def test_the_features_are_the_backbones(model: Path, data: Path, tmp_path: Path)
     assert metrics["accuracy"]["1-NN"]["accuracy"] == pytest.approx(expected)
 
 
-def test_sgd_on_augmented_images(model: Path, data: Path, tmp_path: Path) -> None:
-    words = (model, data, "--sgd", "images", "--sgd-epochs", "3", "--shots", "1")
+def test_sgd_on_augmented_images(image_model: Path, data: Path, tmp_path: Path) -> None:
+    words = (image_model, data, "--sgd", "images", "--sgd-epochs", "3", "--shots", "1")
     assert evaluate(*words, "--out", tmp_path / "a") == 0
     assert evaluate(*words, "--out", tmp_path / "b") == 0
     first, second = (json.loads((tmp_path / name / "metrics.json").read_text())["accuracy"] for name in "ab")
@@ -76,18 +70,18 @@ def test_sgd_on_augmented_images(model: Path, data: Path, tmp_path: Path) -> Non
     assert "crops and flips" in first["linear, SGD"]["note"]
 
 
-def test_limits_take_images_of_all_classes(model: Path, data: Path, tmp_path: Path) -> None:
+def test_limits_take_images_of_all_classes(image_model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert evaluate(model, data, "--out", out, "--limit", "9", "--train-limit", "15") == 0
+    assert evaluate(image_model, data, "--out", out, "--limit", "9", "--train-limit", "15") == 0
     metrics = json.loads((out / "metrics.json").read_text())
     assert (metrics["train_images"], metrics["test_images"]) == (15, 9)
     assert "same_label_cosine" in metrics["features"]
 
 
-def test_an_image_that_does_not_decode_is_left_out(model: Path, data: Path, tmp_path: Path) -> None:
+def test_an_image_that_does_not_decode_is_left_out(image_model: Path, data: Path, tmp_path: Path) -> None:
     (data / "train" / "red" / "03.png").write_bytes(b"broken")
     out = tmp_path / "out"
-    assert evaluate(model, data, "--out", out, "--sgd", "images", "--sgd-epochs", "1") == 0
+    assert evaluate(image_model, data, "--out", out, "--sgd", "images", "--sgd-epochs", "1") == 0
     assert json.loads((out / "metrics.json").read_text())["train_images"] == 29
 
 
@@ -95,17 +89,17 @@ def test_an_image_text_model_is_probed_by_its_image_tower(image_text_model: Path
     assert evaluate(image_text_model, data, "--out", tmp_path / "out") == 0
 
 
-def test_classes_are_matched_by_name(model: Path, tmp_path: Path) -> None:
+def test_classes_are_matched_by_name(image_model: Path, tmp_path: Path) -> None:
     """A class that the test images lack shifts their numbers, not their names."""
     data = save_splits(tmp_path / "data")
     shutil.rmtree(data / "test" / "blue")
-    assert evaluate(model, data, "--out", tmp_path / "out") == 0
+    assert evaluate(image_model, data, "--out", tmp_path / "out") == 0
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert metrics["accuracy"]["linear, L-BFGS"]["accuracy"] > 0.9
 
 
 def test_mistakes_are_one_line(
-    model: Path, data: Path, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    image_model: Path, data: Path, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert "is of kind query-document and encodes no images" in failure(capsys, text_model, data, "--out", out)
@@ -113,21 +107,29 @@ def test_mistakes_are_one_line(
     flat.mkdir()
     for seed in range(3):
         picture(HUES["red"], seed).save(flat / f"{seed}.png")
-    assert "there are no labels" in failure(capsys, model, flat, "--out", out)
+    assert "there are no labels" in failure(capsys, image_model, flat, "--out", out)
     (data / "test" / "red").rename(data / "test" / "pink")
-    assert "class pink is not among the 3 classes" in failure(capsys, model, data, "--out", out)
+    assert "class pink is not among the 3 classes" in failure(capsys, image_model, data, "--out", out)
     (data / "test" / "pink").rename(data / "test" / "red")
-    assert "shots=11: class 0 has 10" in failure(capsys, model, data, "--out", out, "--shots", "11")
-    assert "l2=" in failure(capsys, model, data, "--out", out, "--l2", "0.1,-1")
+    assert "shots=11: class 0 has 10" in failure(capsys, image_model, data, "--out", out, "--shots", "11")
+    assert "l2=" in failure(capsys, image_model, data, "--out", out, "--l2", "0.1,-1")
     only = save_classes(tmp_path / "only", 4)
     shutil.rmtree(only / "red")
     shutil.rmtree(only / "green")
-    assert "all training images have the label 0" in failure(capsys, model, only, "--out", tmp_path / "other")
+    assert "all training images have the label 0" in failure(capsys, image_model, only, "--out", tmp_path / "other")
     assert not (out / "metrics.json").exists()
 
 
-def test_real_images_of_ten_classes(model: Path, shared_data: Path, tmp_path: Path) -> None:
-    words = (model, shared_data / "cifar10", "--limit", "60", "--train-limit", "200", "--shots", "5")
+def test_real_images_of_ten_classes(image_model: Path, shared_data: Path, tmp_path: Path) -> None:
+    words = (image_model, shared_data / "cifar10", "--limit", "60", "--train-limit", "200", "--shots", "5")
     assert evaluate(*words, "--out", tmp_path / "out") == 0
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert (metrics["train_images"], metrics["test_images"]) == (200, 60)
+
+
+def test_two_processes_find_what_one_finds(image_model: Path, data: Path, tmp_path: Path) -> None:
+    given = (image_model, data, "--shots", "1", "--num-workers", "0", "--device", "cpu", "--out")
+    assert main(["evaluate", "probe", *map(str, given), str(tmp_path / "one")]) == 0
+    run_on_two(tmp_path, "evaluate", "probe", *given, tmp_path / "two")
+    one, two = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "two"))
+    assert two == one
