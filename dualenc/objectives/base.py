@@ -67,6 +67,8 @@ class Objective(nn.Module):
 
     needs_num_left = False
     needs_encode = False
+    num_neighbors = 0
+    """How many neighbours of each item the objective wants to be told (`set_neighbors`) at the start of every epoch."""
 
     def __init__(
         self,
@@ -149,6 +151,9 @@ class Objective(nn.Module):
 
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
         """Tell how many pairs each left (num_left,) and right (num_right,) item is in; the oracle listens."""
+
+    def set_neighbors(self, side: Side, ids: Tensor) -> None:
+        """Tell which of the other side's items are near each item of a side, (m, k); chains listen."""
 
     def num_items(self, side: Side) -> int | None:
         """Size of a side's id space."""

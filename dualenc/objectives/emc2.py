@@ -42,8 +42,10 @@ class EMC2(Objective):
             every item of the corpus then counts once.
         burn_in: share of the proposals before "mh" counts, in [0, 1).
         neighbor_share: share in [0, 1) of the R draws that comes from the neighbours of the batch's anchors, told by
-            `set_neighbors`; acceptance and weights are corrected by the density of the proposals, so that harder
-            proposals make chains faster and not biased.
+            `set_neighbors` (the trainer does so at the start of every epoch, after a pass over the data); acceptance
+            and weights are corrected by the density of the proposals, so that harder proposals make chains faster and
+            not biased.
+        neighbors: how many neighbours of each item to be told.
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
     """
 
@@ -58,6 +60,7 @@ class EMC2(Objective):
         proposals: Literal["batch"] | int = "batch",
         burn_in: float = 0.5,
         neighbor_share: float = 0.0,
+        neighbors: int = 16,
         **common: Any,
     ) -> None:
         super().__init__(**common)
@@ -72,8 +75,11 @@ class EMC2(Objective):
             raise DualencError(
                 f"EMC2: neighbor_share is {neighbor_share}; it must lie in [0, 1), and needs proposals to be a number"
             )
+        if neighbors < 1:
+            raise DualencError(f"EMC2: neighbors is {neighbors}; it must be at least 1")
         self.kernel, self.score, self.proposals, self.burn_in = kernel, score, proposals, burn_in
         self.neighbor_share = neighbor_share
+        self.num_neighbors = neighbors if neighbor_share else 0
         self.encodes_every_state = kernel == "isir" or score == "fresh"
         # i-SIR moves between images, each with its two views; Metropolis–Hastings between single views.
         self.moves_images = self.views and kernel == "isir"

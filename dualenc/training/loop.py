@@ -15,6 +15,7 @@ from dualenc.training.checkpoint import Checkpoints
 from dualenc.training.fresh_pass import fresh_embeddings
 from dualenc.training.loader import Batch, BatchLoader
 from dualenc.training.meter import Meter
+from dualenc.training.neighbors import tell_neighbors
 from dualenc.training.run_log import RunLog
 from dualenc.training.selection import BatchPlan
 from dualenc.training.step import Step
@@ -128,6 +129,7 @@ class Loop:
     def _start_epoch(self) -> None:
         to_come = self.accumulation * (self.total_steps - self.steps)
         last = to_come <= self.plan.num_batches(self.epoch)
+        tell_neighbors(self.update.objective, self.loader.builder.pairs, self._fresh_pass)
         report = self.plan.start_epoch(self.epoch, self.steps, self._fresh_pass, last)
         if report:
             self.log.write(self.steps, {f"selection/{name}": value for name, value in report.items()})

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from dualenc.objectives import EMC2
 from dualenc.training.run_log import read_metrics
 from tests.training.fakes import TinyEncoder, tiny_pairs, weights
 from tests.training.runs import FixedEvaluator, train
@@ -23,13 +24,16 @@ CASES = {
     "bad samples": {"bad": (1, 4, 7)},
     "negatives": {"negatives": [[(i + 3) % 24] * (i % 3) for i in range(24)]},
     "evaluated": {"evaluate_every": 5},
+    "neighbours": {"proposals": 7},
 }
 
 
-def one_case(output: Path, bad=(), negatives=None, **changes) -> None:
+def one_case(output: Path, bad=(), negatives=None, proposals=None, **changes) -> None:
     """12 steps without dropout, whose masks are drawn per process."""
     evaluator = FixedEvaluator(0.1, 0.2, 0.4, 0.3) if "evaluate_every" in changes else None
     pairs = tiny_pairs(bad=bad, negatives=negatives)
+    if proposals:
+        changes["objective"] = EMC2(num_left=24, proposals=proposals, neighbor_share=0.5, neighbors=3).double()
     train(output, model=TinyEncoder(), pairs=pairs, evaluator=evaluator, **changes)
 
 
