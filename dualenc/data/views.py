@@ -18,8 +18,6 @@ from torchvision.transforms.v2 import functional as F
 
 from dualenc.errors import DualencError
 
-_MASK = (1 << 64) - 1
-
 
 class SimCLR:
     """The augmentation of SimCLR (Chen et al. 2020, appendix A): crop, flip, colour jitter, grey, blur.
@@ -120,21 +118,6 @@ def gaussian_blur(pixels: Tensor, sigma: float, kernel: int) -> Tensor:
     return rows @ pixels @ columns.T
 
 
-def sample_seed(seed: int, epoch: int, index: int, view: int) -> int:
-    """A well-mixed number in [0, 2^63) for one view of one sample in one epoch (splitmix64's finisher, chained).
-
-    Args:
-        seed: of the run.
-        epoch: from 0.
-        index: of the sample.
-        view: 0 or 1.
-    """
-    state = 0
-    for part in (seed, epoch, index, view):
-        state = _mix(state + 0x9E3779B97F4A7C15 + part)
-    return state >> 1
-
-
 def _blur_matrix(length: int, sigma: float, kernel: int) -> Tensor:
     """(length, length): row `i` holds the weights of all positions in the blurred value at `i`."""
     offsets = torch.arange(kernel) - kernel // 2
@@ -142,10 +125,3 @@ def _blur_matrix(length: int, sigma: float, kernel: int) -> Tensor:
     source = (torch.arange(length)[:, None] + offsets).abs()
     source = torch.where(source >= length, 2 * (length - 1) - source, source)
     return torch.zeros(length, length).scatter_add_(1, source, weights.expand(length, kernel))
-
-
-def _mix(state: int) -> int:
-    state &= _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return state ^ (state >> 31)

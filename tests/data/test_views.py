@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from dualenc.data.views import SimCLR, crop_box, gaussian_blur, jitter, sample_seed
+from dualenc.data.views import SimCLR, crop_box, gaussian_blur, jitter
 from dualenc.errors import DualencError
+from dualenc.training.seeds import derive_seed
 
 SEEDS = st.integers(0, 2**63 - 1)
 
@@ -81,7 +82,7 @@ def test_the_law_of_views_is_that_of_torchvisions_transforms(size: int, strength
     torch.manual_seed(0)
     theirs = reference(size, strength, blur)
     n = 1500
-    a = statistics(torch.stack([SimCLR(size, strength, blur)(image, sample_seed(0, 0, i, 0)) for i in range(n)]))
+    a = statistics(torch.stack([SimCLR(size, strength, blur)(image, derive_seed("batch", i)) for i in range(n)]))
     b = statistics(torch.stack([theirs(image) for _ in range(n)]))
     for moment in (lambda x: x, lambda x: (x - b.mean(0)) ** 2):
         x, y = moment(a), moment(b)
@@ -124,17 +125,3 @@ def test_defaults_follow_the_size() -> None:
 def test_arguments_out_of_range_are_told(wrong: dict) -> None:
     with pytest.raises(DualencError, match="is out of range; give size >= 8"):
         SimCLR(**wrong)
-
-
-def test_seeds_are_pure_fit_a_generator_and_do_not_collide() -> None:
-    grid = [(s, e, i, v) for s in range(4) for e in range(10) for i in range(500) for v in (0, 1)]
-    seeds = [sample_seed(*cell) for cell in grid]
-    assert seeds == [sample_seed(*cell) for cell in grid]
-    assert len(set(seeds)) == len(grid)
-    torch.Generator().manual_seed(max(seeds))
-    # Every bit is a fair coin, and neighbours in any coordinate differ in half of the bits.
-    bits = (np.array(seeds)[:, None] >> np.arange(63)) & 1
-    assert np.abs(bits.mean(0) - 0.5).max() < 5 * 0.5 / np.sqrt(len(grid))
-    cube = bits.reshape(4, 10, 500, 2, 63)
-    for axis in range(4):
-        assert abs(np.abs(np.diff(cube, axis=axis)).mean() - 0.5) < 0.005
