@@ -55,6 +55,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "EMC2 mh fresh": lambda **common: EMC2(score="fresh", **common),
     "EMC2 mh fresh draws": lambda batch_size, **common: EMC2(score="fresh", proposals=batch_size, **common),
     "EMC2 isir": lambda **common: EMC2(kernel="isir", **common),
+    "EMC2 isir own chains": lambda **common: EMC2(kernel="isir", shared_chain=False, **common),
     "EMC2 isir draws": lambda batch_size, **common: EMC2(kernel="isir", proposals=batch_size, **common),
     "ExactGlobal": ExactGlobal,
 }

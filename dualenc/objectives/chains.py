@@ -30,16 +30,16 @@ class Chains(nn.Module):
         self.register_buffer("state", torch.full((num_anchors,), NO_STATE))
         self.register_buffer("score", torch.full((num_anchors,), -torch.inf))
 
-    def store(self, anchors: Anchors, state: Tensor, score: Tensor) -> None:
-        """Write where the anchors (A,) of all ranks are now; of an item in several rows the first row counts."""
-        whole = distributed.gather(torch.stack([anchors.rows, anchors.ids, state], dim=1), anchors.sizes)
+    def store(self, anchors: Anchors, chains: Tensor, state: Tensor, score: Tensor) -> None:
+        """Write where the chains (A,) of all ranks' anchors are now; of several rows of a chain the first counts."""
+        whole = distributed.gather(torch.stack([anchors.rows, chains, state], dim=1), anchors.sizes)
         score = distributed.gather(score, anchors.sizes)
         in_order = whole[:, 0].argsort()
         in_order = in_order[whole[in_order, 2] != NO_STATE]
         chosen = in_order[first_rows(whole[in_order, 1])]
-        _, ids, state = whole[chosen].unbind(dim=1)
-        self.state[ids] = state
-        self.score[ids] = score[chosen].to(self.score)
+        _, chains, state = whole[chosen].unbind(dim=1)
+        self.state[chains] = state
+        self.score[chains] = score[chosen].to(self.score)
 
 
 @dataclass

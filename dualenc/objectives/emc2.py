@@ -28,7 +28,8 @@ class EMC2(Objective):
     the global loss whatever the batch size. Source: emc2.txt (Yau et al. 2024), Algorithm 1 and Eq. 11.
 
     With views, an image's two views share one chain: both walk on from its state, and the first view's walk is kept. So
-    at frozen views the law is exact for the first view and a little off for the second.
+    at frozen views the law is exact for the first view and a little off for the second; a chain per view
+    (`shared_chain=False`) is exact for both.
     Mined negatives are no uniform proposals and take no part.
 
     Args:
@@ -46,6 +47,7 @@ class EMC2(Objective):
             and weights are corrected by the density of the proposals, so that harder proposals make chains faster and
             not biased.
         neighbors: how many neighbours of each item to be told.
+        shared_chain: with views, one chain for an image's two views (the paper's Fig. 2), or one for each of them.
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
     """
 
@@ -61,6 +63,7 @@ class EMC2(Objective):
         burn_in: float = 0.5,
         neighbor_share: float = 0.0,
         neighbors: int = 16,
+        shared_chain: bool = True,
         **common: Any,
     ) -> None:
         super().__init__(**common)
@@ -85,7 +88,8 @@ class EMC2(Objective):
         self.moves_images = self.views and kernel == "isir"
         # How many matrices the kernels hold at once: the jumps of Metropolis–Hastings take many.
         self.matrices = 4 if kernel == "mh" else 2
-        self.left_chains = Chains(self.num_left or 1)
+        self.shared_chain = shared_chain or not self.views
+        self.left_chains = Chains((self.num_left or 1) * (1 if self.shared_chain else 2))
         self.right_chains = self.left_chains if self.views else Chains(self.num_right or 1)
         self.left_neighbors, self.right_neighbors = Neighbors(), Neighbors()
         self.random = SharedRandom(self.seed)
@@ -106,7 +110,8 @@ class EMC2(Objective):
         assert encode is not None
         chains = self.left_chains if anchors.side == "left" else self.right_chains
         items, mixture = self._proposed(anchors)
-        state, column = self._states(chains.state[anchors.ids], anchors, items, mixture)
+        own = self._chain_of(anchors)
+        state, column = self._states(chains.state[own], anchors, items, mixture)
         log_density, state_log_density = self._log_densities(mixture, items, state)
         away = (state != NO_STATE) & (column < 0)
         now = away.nonzero()[:, 0] if self.encodes_every_state else state[:0]
@@ -126,10 +131,10 @@ class EMC2(Objective):
             among = (move.weights * similarities).sum(dim=1)
             return among, move.outside_weights, move.state, move.score, log_mean_of_negatives(step)
 
-        rows = (state, column, chains.score[anchors.ids], outside.detach(), state_log_density)
+        rows = (state, column, chains.score[own], outside.detach(), state_log_density)
         found = anchors.by_rows(walk, *rows, row_entries=self.matrices * len(items))
         among, outside_weights, next_state, next_score, log_mean = found
-        chains.store(anchors, next_state, next_score)
+        chains.store(anchors, own, next_state, next_score)
         if not self.encodes_every_state:
             late = (away & (outside_weights[:, 0] > 0)).nonzero()[:, 0]
             if len(late):
@@ -138,6 +143,13 @@ class EMC2(Objective):
         surrogate = negatives / anchors.temperature - anchors.positive_logits
         value = log_mean + self.log_corpus_size(anchors) - anchors.positive_logits
         return AnchorLosses(surrogate, value.detach())
+
+    def _chain_of(self, anchors: Anchors) -> Tensor:
+        """(A,) the number of each anchor's chain."""
+        if self.shared_chain:
+            return anchors.ids
+        # The second views are the second half of all anchors.
+        return 2 * anchors.ids + (anchors.rows >= anchors.num_global // 2)
 
     def _proposed(self, anchors: Anchors) -> tuple[Tensor, Mixture]:
         """(C,) the proposed items, and what they were drawn from."""

@@ -30,6 +30,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"proposals": 7},
         {"kernel": "isir", "proposals": 7},
         {"proposals": 7, "neighbor_share": 0.5},
+        {"kernel": "isir", "shared_chain": False},
     ],
     "HCL": [{"hardness": 0.5}, {"annealing_steps": 3}],
     "NegativeCache": [{"refresh": 0.1}, {"refresh": 0.0}],

@@ -19,13 +19,14 @@ class Frozen:
 
     left: Tensor
     right: Tensor
+    views: bool = False
 
     @classmethod
-    def make(cls, num_pairs: int = 200, dimension: int = 5, noise: float = 0.5) -> Frozen:
+    def make(cls, num_pairs: int = 200, dimension: int = 5, noise: float = 0.5, views: bool = False) -> Frozen:
         draw = torch.Generator().manual_seed(0)
         left = torch.nn.functional.normalize(torch.randn(num_pairs, dimension, generator=draw), dim=1)
         near = left + noise * torch.randn(num_pairs, dimension, generator=draw) / dimension**0.5
-        return cls(left.requires_grad_(), torch.nn.functional.normalize(near, dim=1).requires_grad_())
+        return cls(left.requires_grad_(), torch.nn.functional.normalize(near, dim=1).requires_grad_(), views)
 
     def encode(self, side: str, ids: Tensor) -> Tensor:
         return (self.left if side == "left" else self.right)[ids]
@@ -38,7 +39,7 @@ class Frozen:
 
     def exact(self) -> tuple[float, Tensor]:
         """The global loss and its gradient."""
-        oracle = ExactGlobal(num_left=len(self.left), temperature=TAU)
+        oracle = ExactGlobal(num_left=len(self.left), temperature=TAU, views=self.views)
         ids = torch.arange(len(self.left))
         return float(self.loss(oracle, ids).detach()), self.gradient(oracle, ids)
 

@@ -73,6 +73,19 @@ def test_averaged_gradient_of_exact_chains_is_the_global_gradient(name: str) -> 
     assert averaged_bias(Frozen.make(), build(name), B, warm_up=20, num_epochs=160) <= 0.03
 
 
+@pytest.mark.parametrize("name", ["isir-batch", "isir-draws", "mh-fresh-draws"])
+def test_a_chain_for_each_of_two_views_makes_them_exact_too(name: str) -> None:
+    criterion = EMC2(num_left=N, temperature=TAU, views=True, shared_chain=False, **EXACT[name])
+    assert averaged_bias(Frozen.make(views=True), criterion, B, warm_up=20, num_epochs=160) <= 0.03
+
+
+def test_one_chain_for_both_views_is_nearer_than_the_in_batch_softmax() -> None:
+    frozen, common = Frozen.make(views=True), {"temperature": TAU, "views": True}
+    shared = averaged_bias(frozen, EMC2(num_left=N, kernel="isir", **common), B, warm_up=20, num_epochs=80)
+    in_batch = averaged_bias(frozen, DCL(**common), B, warm_up=0, num_epochs=40)
+    assert 0.03 < shared < 0.7 * in_batch
+
+
 @pytest.mark.parametrize("kernel", ["mh", "isir"])
 def test_proposals_from_neighbors_reach_the_law_in_fewer_steps(kernel: str) -> None:
     """After three visits with four proposals each, batch size 4."""
