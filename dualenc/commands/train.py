@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dualenc import distributed
-
 if TYPE_CHECKING:
     from dualenc.training.result import TrainingResult
 
@@ -27,6 +25,7 @@ def train(recipe: str, *overrides: str, resume: bool = False) -> None:
     """
     from accelerate import PartialState
 
+    from dualenc import distributed
     from dualenc.recipe import read_recipe
 
     result = read_recipe(recipe, overrides).train(resume=resume)

@@ -1,0 +1,58 @@
+"""Time of corrupted-image retrieval beside the encoder: corrupting, augmenting and searching, per 10,000 images.
+
+    python eval/bench/corruption.py PATH_TO_CIFAR10/test.parquet --size 32
+    python eval/bench/corruption.py PATH_TO_TINY_IMAGENET/val.parquet --size 64
+
+Every image is corrupted in 19 ways, each version augmented twice and searched for among the others, as `dualenc
+evaluate corrupted` does; in the encoder's place is a fixed random projection of the pixels.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+ALL_IMAGES = 10_000
+
+
+def main(data: str, size: int = 32, images: int = 300, num_workers: int = 2, severity: int = 1) -> None:
+    """Print milliseconds per image, and minutes for 10,000 images.
+
+    Args:
+        data: images, as `dualenc evaluate corrupted` reads them.
+        size: pixels per side of the augmented views.
+        images: how many are timed; chosen at random.
+        num_workers: processes that corrupt and augment.
+        severity: of the corruptions, 1 to 5.
+    """
+    from dualenc.commands.images import open_images, simclr_prepare
+    from dualenc.encoders import ImageEncoder
+    from dualenc.evaluation.corrupted_retrieval import nearest_versions, summarise
+    from dualenc.evaluation.corruption import ALL, GeneratedCorruptions
+    from dualenc.evaluation.image_versions import ImageVersions, Inputs, encode_versions
+
+    source = GeneratedCorruptions(open_images(data, "test", limit=images).items, ALL)
+    prepare = simclr_prepare(ImageEncoder(image_size=size).left.prepare)
+    versions = ImageVersions(source, [(name, severity) for name in ALL], prepare, views=2)
+    projection = np.random.default_rng(0).normal(size=(3 * size * size, 64)).astype(np.float32)
+
+    def encode(inputs: Inputs) -> np.ndarray:
+        return inputs["image"].flatten(1).numpy() @ projection
+
+    start, found, searching = time.perf_counter(), [], 0.0
+    for block in encode_versions(versions, encode, num_workers=num_workers):
+        before = time.perf_counter()
+        found.append(nearest_versions(block.features))
+        searching += time.perf_counter() - before
+    seconds = time.perf_counter() - start
+    top1 = summarise(np.concatenate(found), ALL)["top1"]
+    print(f"{len(source)} images of {size} pixels, {len(ALL)} corruptions, {num_workers} workers; top-1 {top1:.3f}")
+    print(f"{1000 * seconds / len(source):.1f} ms per image, {1000 * searching / len(source):.2f} of them in search")
+    print(f"{ALL_IMAGES * seconds / len(source) / 60:.1f} minutes for {ALL_IMAGES:,} images (want ≤ 15)")
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    auto_cli(main)
