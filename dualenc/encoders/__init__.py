@@ -1,6 +1,6 @@
 """Towers and dual encoders on open_clip, transformers and timm; their folders, read and written."""
 
-from dualenc.encoders.batchnorm import frozen_batchnorm
+from dualenc.encoders.batchnorm import BatchStatistics
 from dualenc.encoders.dual import DualEncoder
 from dualenc.encoders.image import ImageEncoder
 from dualenc.encoders.image_text import ImageTextEncoder
@@ -10,13 +10,13 @@ from dualenc.encoders.tokenizer import load_tokenizer, train_tokenizer
 from dualenc.encoders.tower import Prepare, Tower
 
 __all__ = [
+    "BatchStatistics",
     "DualEncoder",
     "ImageEncoder",
     "ImageTextEncoder",
     "Prepare",
     "TextEncoder",
     "Tower",
-    "frozen_batchnorm",
     "load_model",
     "load_tokenizer",
     "train_tokenizer",

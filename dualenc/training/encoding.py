@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dualenc.encoders.batchnorm import frozen_batchnorm
+from dualenc.encoders.batchnorm import BatchStatistics
 from dualenc.encoders.dual import DualEncoder
 from dualenc.training.inputs import Inputs
 from dualenc.training.loader import Side
@@ -20,13 +20,13 @@ Autocast = Callable[[], AbstractContextManager[None]]
 class Encoding(Protocol):
     """The forwards of one step, and how a loss on their results reaches the weights."""
 
-    def encode(self, side: Side, inputs: Inputs, frozen: bool = False) -> Tensor:
+    def encode(self, side: Side, inputs: Inputs, beside: bool = False) -> Tensor:
         """Encode n prepared items to (n, D); under `torch.no_grad()` without a graph.
 
         Args:
             side: which tower.
             inputs: the tower's inputs, on any device, first dimension n; {} for no item.
-            frozen: BatchNorm uses its running statistics and leaves them alone.
+            beside: they are no part of the batch: BatchNorm takes the batch's statistics, and counts them nowhere.
         """
         ...
 
@@ -42,24 +42,27 @@ class PlainEncoding:
         model: the two towers.
         device: where they are.
         autocast: a new mixed precision context per call.
+        keep_statistics: the objective will ask for items beside the batch.
     """
 
-    def __init__(self, model: DualEncoder, device: torch.device, autocast: Autocast = nullcontext) -> None:
+    def __init__(
+        self,
+        model: DualEncoder,
+        device: torch.device,
+        autocast: Autocast = nullcontext,
+        keep_statistics: bool = True,
+    ) -> None:
         self.model, self.device, self.autocast = model, device, autocast
+        self.statistics = BatchStatistics(keep=keep_statistics)
 
-    def encode(self, side: Side, inputs: Inputs, frozen: bool = False) -> Tensor:
-        return forward(self.model, side, to_device(inputs, self.device), self.autocast, frozen)
+    def encode(self, side: Side, inputs: Inputs, beside: bool = False) -> Tensor:
+        if not inputs:
+            return no_rows(self.model)
+        with self.statistics.of_batch(self.model.tower(side), beside), self.autocast():
+            return self.model.encode(side, to_device(inputs, self.device))
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
-
-
-def forward(model: DualEncoder, side: Side, inputs: Inputs, autocast: Autocast, frozen: bool) -> Tensor:
-    """(n, D) embeddings of inputs that are on the model's device."""
-    if not inputs:
-        return no_rows(model)
-    with frozen_batchnorm(model.tower(side)) if frozen else nullcontext(), autocast():
-        return model.encode(side, inputs)
 
 
 def no_rows(model: DualEncoder) -> Tensor:

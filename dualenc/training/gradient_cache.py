@@ -5,7 +5,8 @@ chunk without a graph; take the loss on the embeddings as leaves; then encode ea
 send the cached embedding gradients through it. Inputs stay where they are (the CPU) and travel chunk by chunk.
 
 BatchNorm in training mode normalises over what is encoded together, here a chunk: its gradient differs from the
-plain step's, and so do its running statistics. Everything else, dropout included, is exact.
+plain step's, and so do its running statistics; items beside the batch are normalised as the latest chunk was.
+Everything else, dropout included, is exact.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dualenc.encoders.batchnorm import BatchStatistics
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
-from dualenc.training.encoding import Autocast, forward, no_rows, to_device
+from dualenc.training.encoding import Autocast, no_rows, to_device
 from dualenc.training.inputs import Inputs, chunk_rows, take
 from dualenc.training.loader import Side
 
@@ -31,7 +33,7 @@ class _Recorded:
 
     side: Side
     inputs: Inputs
-    frozen: bool
+    beside: bool
     chunks: list[Tensor]
     random_states: list[list[Tensor]]
     leaves: Tensor
@@ -45,13 +47,19 @@ class CachedEncoding:
         device: where they are.
         autocast: a new mixed precision context per call.
         chunk_size: items encoded at once.
+        keep_statistics: the objective will ask for items beside the batch.
 
     Raises:
         DualencError: chunk_size below 1, or a synchronised BatchNorm, whose ranks would wait for one another.
     """
 
     def __init__(
-        self, model: DualEncoder, device: torch.device, autocast: Autocast = nullcontext, chunk_size: int = 32
+        self,
+        model: DualEncoder,
+        device: torch.device,
+        autocast: Autocast = nullcontext,
+        chunk_size: int = 32,
+        keep_statistics: bool = True,
     ) -> None:
         if chunk_size < 1:
             raise DualencError(f"chunk_size is {chunk_size}; it must be at least 1, or null for no gradient caching")
@@ -59,9 +67,10 @@ class CachedEncoding:
             raise DualencError("chunk_size does not go with SyncBatchNorm; leave chunk_size out or use plain BatchNorm")
         self.model, self.device, self.autocast = model, device, autocast
         self.chunk_size = chunk_size
+        self.statistics = BatchStatistics(keep=keep_statistics)
         self._recorded: list[_Recorded] = []
 
-    def encode(self, side: Side, inputs: Inputs, frozen: bool = False) -> Tensor:
+    def encode(self, side: Side, inputs: Inputs, beside: bool = False) -> Tensor:
         if not inputs:
             return no_rows(self.model)
         chunks = chunk_rows(inputs, self.chunk_size)
@@ -69,12 +78,13 @@ class CachedEncoding:
         with torch.no_grad():
             for rows in chunks:
                 random_states.append(_random_state(self.device))
-                parts.append(self._forward(side, inputs, rows, frozen))
+                with self.statistics.of_batch(self.model.tower(side), beside):
+                    parts.append(self._forward(side, inputs, rows))
             order = torch.cat(chunks).to(self.device)
             embeddings = torch.empty_like(encoded := torch.cat(parts)).index_copy_(0, order, encoded)
         if torch.is_grad_enabled():
             embeddings.requires_grad_()
-            self._recorded.append(_Recorded(side, inputs, frozen, chunks, random_states, embeddings))
+            self._recorded.append(_Recorded(side, inputs, beside, chunks, random_states, embeddings))
         return embeddings
 
     def backward(self, loss: Tensor) -> None:
@@ -89,12 +99,14 @@ class CachedEncoding:
     def _replay(self, record: _Recorded, gradient: Tensor) -> None:
         for rows, state in zip(record.chunks, record.random_states, strict=True):
             _set_random_state(state, self.device)
-            embeddings = self._forward(record.side, record.inputs, rows, record.frozen)
+            with self.statistics.applied(self.model.tower(record.side)) if record.beside else nullcontext():
+                embeddings = self._forward(record.side, record.inputs, rows)
             if embeddings.requires_grad:  # not so for a tower whose weights are all fixed
                 torch.autograd.backward(embeddings, gradient[rows.to(self.device)])
 
-    def _forward(self, side: Side, inputs: Inputs, rows: Tensor, frozen: bool) -> Tensor:
-        return forward(self.model, side, to_device(take(inputs, rows), self.device), self.autocast, frozen)
+    def _forward(self, side: Side, inputs: Inputs, rows: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.encode(side, to_device(take(inputs, rows), self.device))
 
 
 @contextmanager

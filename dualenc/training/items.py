@@ -19,9 +19,9 @@ from dualenc.training.seeds import item_seeds
 class ItemEncoder:
     """Fetches raw items, augments them with a seed of (seed, step, id, view), and encodes them.
 
-    BatchNorm uses its running statistics and does not move them: a chain's state must not depend on what else is
-    encoded. Whether a graph is built follows `torch.is_grad_enabled()`. With on_error="skip" a broken item gets a
-    zero vector, similar to nothing, and is counted in `bad`: nobody can leave it out of what was asked for.
+    BatchNorm normalises them as it did the batch: see `BatchStatistics`. Whether a graph is built follows
+    `torch.is_grad_enabled()`. With on_error="skip" a broken item gets a zero vector, similar to nothing, and is counted
+    in `bad`: nobody can leave it out of what was asked for.
 
     Args:
         model: the two towers, which also know how to prepare items.
@@ -62,7 +62,7 @@ class ItemEncoder:
         seeds = item_seeds(self.seed, step, [listed[position] for position in found], side)
         raw = [items[position] for position in found]
         inputs = dict(self.model.tower(side).prepare(raw, seeds)) if raw else {}
-        embeddings = encoding.encode(side, inputs, frozen=True)
+        embeddings = encoding.encode(side, inputs, beside=True)
         if len(found) == len(listed):
             return embeddings
         position = torch.tensor(found, dtype=torch.int64, device=embeddings.device)

@@ -102,9 +102,11 @@ class Step:
         return out
 
     def _encoding(self) -> Encoding:
+        common = self.model, self.device, self.accelerator.autocast
+        keep = self.objective.needs_encode
         if self.chunk_size is None:
-            return PlainEncoding(self.model, self.device, self.accelerator.autocast)
-        return CachedEncoding(self.model, self.device, self.accelerator.autocast, self.chunk_size)
+            return PlainEncoding(*common, keep_statistics=keep)
+        return CachedEncoding(*common, self.chunk_size, keep_statistics=keep)
 
     def _update(self) -> dict[str, Tensor | float]:
         # Averaged before unscaling: an overflow on one rank is then an overflow on all, and all skip the step.

@@ -125,7 +125,7 @@ def measure(options: dict[str, Any]) -> dict[str, float]:
         encoding = CachedEncoding(model, device, chunk_size=options["chunk_size"])
 
         def encode(side: Any, ids: Tensor, encoding: CachedEncoding = encoding) -> Tensor:
-            return encoding.encode(side, new_inputs(encoder, len(ids), size), frozen=True)
+            return encoding.encode(side, new_inputs(encoder, len(ids), size), beside=True)
 
         inputs = [new_inputs(encoder, batch_size, size) for _ in range(2)]
         input_bytes = sum(tensor.nbytes for side in inputs for tensor in side.values())

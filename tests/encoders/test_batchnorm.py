@@ -1,51 +1,113 @@
-"""A frozen BatchNorm neither looks at the batch nor remembers it."""
+"""Items beside a batch are normalised as the batch was; without a batch, by running statistics, which stay."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 
-from dualenc.encoders import frozen_batchnorm
+from dualenc.encoders import BatchStatistics
 
 
 @pytest.fixture
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.BatchNorm1d(16))
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.BatchNorm1d(16)
+    return nn.Sequential(*layers).double()
 
 
-def test_running_statistics_stay_and_are_used(network: nn.Sequential) -> None:
-    network.train()
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    images = torch.randn(6, 3, 4, 4)
-    with frozen_batchnorm(network):
-        torch.manual_seed(1)
-        together = network(images)
-        torch.manual_seed(1)
-        again = network(images)
-        assert network[2].training  # dropout keeps its mode
-    assert torch.equal(together, again)
-    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
-    assert network[1].training
-    assert network[4].training
+def images(count: int = 6) -> torch.Tensor:
+    return torch.randn(count, 3, 4, 4, dtype=torch.float64)
 
 
-def test_one_item_alone_gives_what_it_gives_in_a_batch(network: nn.Sequential) -> None:
+def state(network: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in network.state_dict().items()}
+
+
+def test_items_of_the_batch_get_their_embeddings_again_alone_or_together(network: nn.Sequential) -> None:
     network.train()
     network[2].eval()
-    images = torch.randn(6, 3, 4, 4)
-    with frozen_batchnorm(network):
-        torch.testing.assert_close(network(images)[2:3], network(images[2:3]))
+    statistics, batch = BatchStatistics(), images()
+    with statistics.recorded(network):
+        embeddings = network(batch)
+    with statistics.applied(network):
+        torch.testing.assert_close(network(batch), embeddings)
+        torch.testing.assert_close(network(batch[2:3]), embeddings[2:3])
 
 
-def test_gradients_flow_and_modes_return_after_an_error(network: nn.Sequential) -> None:
+def test_the_latest_batch_counts(network: nn.Sequential) -> None:
+    network.train()
+    network[2].eval()
+    statistics = BatchStatistics()
+    with statistics.recorded(network):
+        network(images())
+        embeddings = network(batch := images())
+    with statistics.applied(network):
+        torch.testing.assert_close(network(batch), embeddings)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.6, None])
+def test_running_statistics_move_as_they_always_do(network: nn.Sequential, momentum: float | None) -> None:
+    network.train()
+    for layer in (network[1], network[4]):
+        layer.momentum = momentum
+    twin, statistics = copy.deepcopy(network), BatchStatistics()
+    for count in (6, 3):
+        batch = images(count)
+        torch.manual_seed(1)
+        with statistics.recorded(network):
+            network(batch).sum().backward()
+        torch.manual_seed(1)
+        twin(batch)
+    for name, value in state(twin).items():
+        torch.testing.assert_close(network.state_dict()[name], value)
+    assert network[1].momentum == momentum
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_without_a_batch_running_statistics_are_used_and_stay(network: nn.Sequential, keep: bool) -> None:
+    network.train()
+    statistics = BatchStatistics(keep)
+    if not keep:
+        with statistics.recorded(network):
+            network(images())
+    before, batch = state(network), images()
+    with statistics.applied(network):
+        torch.manual_seed(1)
+        found = network(batch)
+        assert network[2].training, "dropout keeps its mode"
+    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+    assert network[1].training
+    twin = copy.deepcopy(network)
+    for layer in (twin[1], twin[4]):
+        layer.eval()
+    torch.manual_seed(1)
+    torch.testing.assert_close(twin(batch), found)
+
+
+def test_gradients_flow_through_both_forwards(network: nn.Sequential) -> None:
+    network.train()
+    statistics = BatchStatistics()
+    with statistics.recorded(network):
+        first, second = network(images()), network(images())
+    with statistics.applied(network):
+        beside = network(images(2))
+    (first.square().sum() + second.square().sum() + beside.square().sum()).backward()
+    assert network[1].weight.grad is not None
+
+
+def test_modes_and_statistics_return_after_an_error(network: nn.Sequential) -> None:
     network.train()
     network[4].eval()
-    with frozen_batchnorm(network):
-        network(torch.randn(2, 3, 4, 4)).sum().backward()
-    assert network[1].weight.grad is not None
-    with pytest.raises(RuntimeError, match="channels"), frozen_batchnorm(network):
-        network(torch.randn(2, 5, 4, 4))
-    assert network[1].training
-    assert not network[4].training  # was not training before either
+    statistics, before = BatchStatistics(), state(network)
+    for context in (statistics.recorded, statistics.applied):
+        with pytest.raises(RuntimeError, match="channels"), context(network):
+            network(torch.randn(2, 5, 4, 4).double())
+    broken = torch.zeros(1, 3, 3, 3).double()  # one value per channel
+    with pytest.raises(ValueError, match="more than 1 value"), statistics.recorded(network):
+        network(broken)
+    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items() if "num" not in name)
+    assert (network[1].training, network[1].momentum) == (True, 0.1)
+    assert not network[4].training, "it was not training before either"

@@ -50,9 +50,9 @@ def test_the_gradient_is_that_of_the_plain_step(inputs, chunk_size, shared):
 class ChunkedGraph(PlainEncoding):
     """The slow way to the same thing: every chunk with its graph, all of them kept."""
 
-    def encode(self, side, inputs, frozen=False):
+    def encode(self, side, inputs, beside=False):
         parts = inputs["rows"].split(4)
-        return torch.cat([super(ChunkedGraph, self).encode(side, {"rows": part}, frozen) for part in parts])
+        return torch.cat([super(ChunkedGraph, self).encode(side, {"rows": part}, beside) for part in parts])
 
 
 def test_dropout_is_replayed(inputs):
