@@ -5,7 +5,8 @@ chunk without a graph; take the loss on the embeddings as leaves; then encode ea
 send the cached embedding gradients through it. Inputs stay where they are (the CPU) and travel chunk by chunk.
 
 BatchNorm in training mode normalises over what is encoded together, here a chunk: its gradient differs from the
-plain step's, and so do its running statistics; items beside the batch are normalised as the latest chunk was.
+plain step's, and so do its running statistics; items beside the batch are normalised as the latest chunk was, by
+constants.
 Everything else, dropout included, is exact.
 """
 
