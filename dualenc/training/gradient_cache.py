@@ -6,8 +6,7 @@ send the cached embedding gradients through it. Inputs stay where they are (the 
 
 BatchNorm in training mode normalises over what is encoded together, here a chunk: its gradient differs from the
 plain step's, and so do its running statistics; items beside the batch are normalised as the latest chunk was, by
-constants.
-Everything else, dropout included, is exact.
+constants. Everything else, dropout included, is exact.
 """
 
 from __future__ import annotations
