@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dualenc import distributed
+
 
 class BatchStatistics:
     """The mean and variance by which BatchNorm layers normalised the latest training batch, with their gradient.
@@ -20,7 +22,10 @@ class BatchStatistics:
     The gradient goes through the statistics into the batch: otherwise a shift of all items beside it would seem to
     lower the loss, which the next batch's normalisation takes back.
 
-    Under a synchronised BatchNorm the statistics are those of this process's part of the batch.
+    Recording costs no pass over the batch: a layer writes down the statistics that it computes anyhow.
+
+    Under a synchronised BatchNorm the statistics are those of all processes; their gradient reaches this process's
+    part of the batch, as if the items beside the other parts were like its own.
 
     Args:
         keep: record at all; without, running statistics stand in.
@@ -39,8 +44,7 @@ class BatchStatistics:
         """Forwards in this context leave their statistics here."""
         with ExitStack() as stack:
             for layer in _training_layers(module) if self.keep else []:
-                hook = layer.register_forward_pre_hook(self._record)
-                stack.callback(hook.remove)
+                stack.enter_context(_Recorder(layer, self._latest).hooked())
             yield
 
     @contextmanager
@@ -57,11 +61,90 @@ class BatchStatistics:
                     stack.enter_context(_normalised_before(layer, *self._latest[layer]))
             yield
 
-    def _record(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        assert isinstance(layer, _BatchNorm)
+
+class _Recorder:
+    """Has one layer write its batch's statistics: for a forward, its running ones are blank and their momentum is 1."""
+
+    def __init__(self, layer: _BatchNorm, latest: dict[_BatchNorm, tuple[Tensor, Tensor]]) -> None:
+        self.layer, self.latest = layer, latest
+        self.mean, self.variance = layer.running_mean, layer.running_var
+        self.momentum, self.tracks = layer.momentum, layer.track_running_stats
+        self.num_batches = layer.num_batches_tracked
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        hooks = self.layer.register_forward_pre_hook(self.before), self.layer.register_forward_hook(self.after)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.restore()
+
+    def before(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        channels, device = inputs[0].shape[1], inputs[0].device
+        like = self.layer.weight if self.mean is None else self.mean
+        dtype = inputs[0].dtype if like is None else like.dtype
+        self.layer.running_mean, self.layer.running_var = torch.zeros(2, channels, dtype=dtype, device=device).unbind()
+        self.layer.momentum, self.layer.track_running_stats = 1.0, True
+        if self.num_batches is None:
+            self.layer.num_batches_tracked = torch.zeros((), dtype=torch.long, device=device)
+
+    def after(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        mean, variance = self.layer.running_mean, self.layer.running_var
+        assert mean is not None
+        assert variance is not None
+        self.restore()
+        if self.mean is not None and self.variance is not None:
+            share = self._share()
+            self.mean.mul_(1 - share).add_(mean, alpha=share)
+            self.variance.mul_(1 - share).add_(variance, alpha=share)
         values: Tensor = inputs[0]
-        variance, mean = torch.var_mean(values, dim=[0, *range(2, values.dim())], correction=0)
-        self._latest[layer] = mean, variance
+        count = values.numel() // values.shape[1]
+        counted = count * distributed.world_size() if isinstance(self.layer, nn.SyncBatchNorm) else count
+        biased = variance * ((counted - 1) / counted)  # running variances are unbiased, the layer divided by this one
+        self.latest[self.layer] = _with_gradient(values, mean, biased, count)
+
+    def restore(self) -> None:
+        self.layer.running_mean, self.layer.running_var = self.mean, self.variance
+        self.layer.momentum, self.layer.track_running_stats = self.momentum, self.tracks
+        self.layer.num_batches_tracked = self.num_batches
+
+    def _share(self) -> float:
+        """What this batch counts for in the running statistics; no momentum asks for their plain average."""
+        if self.momentum is not None:
+            return self.momentum
+        assert self.num_batches is not None
+        return 1 / float(self.num_batches)
+
+
+class _Statistics(torch.autograd.Function):
+    """Known mean and variance of known values: nothing is computed before a gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(values, mean)
+        ctx.count = count
+        return mean.clone(), variance.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        values, mean = ctx.saved_tensors
+        d_mean, d_variance = (_per_channel(gradient / ctx.count, values) for gradient in gradients)
+        centred = values - _per_channel(mean, values)
+        return torch.addcmul(d_mean, centred, d_variance, value=2).to(values.dtype), None, None, None
+
+
+def _with_gradient(values: Tensor, mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    if not (torch.is_grad_enabled() and values.requires_grad):
+        return mean, variance
+    mean, variance = _Statistics.apply(values, mean, variance, count)  # type: ignore[no-untyped-call]
+    return mean, variance
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    """(channels,) to a shape that goes with (B, channels, ...)."""
+    return values.view(1, -1, *(1 for _ in range(like.dim() - 2)))
 
 
 def _training_layers(module: nn.Module) -> list[_BatchNorm]:
@@ -97,7 +180,6 @@ def _normalise_by(mean: Tensor, variance: Tensor, eps: float) -> Callable[..., t
     shift = -mean * scale
 
     def normalise(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        shape = (1, -1, *(1 for _ in range(inputs[0].dim() - 2)))
-        return (torch.addcmul(shift.view(shape), inputs[0], scale.view(shape)),)
+        return (torch.addcmul(_per_channel(shift, inputs[0]), inputs[0], _per_channel(scale, inputs[0])),)
 
     return normalise

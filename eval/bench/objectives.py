@@ -3,10 +3,11 @@
     python eval/bench/objectives.py --encoder minilm --batch_sizes [32,256,1024]
     python eval/bench/objectives.py --encoder resnet18 --batch_sizes [32,256,1024] --device cuda
 
-The step of the model is that of 2B items, forward and backward chunk by chunk, and one update; the objective is timed
-alone, forward and backward, on embeddings of such a batch. ratio = (model + objective) / (model + InfoNCE). Items that
-an objective asks for beside the batch come from a table here, so the ratio is without them; their number is shown, and
-"with encodes" adds the model's time for them (with gradient in full, without gradient a third).
+The step of the model is that of 2B items, forward and backward chunk by chunk, and one update; for objectives that ask
+for items beside the batch it includes noting BatchNorm's statistics, as training does. The objective is timed alone,
+forward and backward, on embeddings of such a batch. ratio = (model + objective) / (model + InfoNCE). Items beside the
+batch come from a table here, so the ratio is without them; their number is shown, and "with encodes" adds the model's
+time for them, normalised by the batch's statistics (with gradient in full, without gradient a third).
 ResNet-18 trains on two views of images, MiniLM on pairs of texts. On a single CPU thread the clock is CPU time, which
 other processes on the machine disturb little.
 """
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from dualenc.encoders import BatchStatistics
 from dualenc.evaluation.tables import Table, print_table
 from dualenc.objectives import DCL, EMC2, HCL, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
 
@@ -57,6 +59,15 @@ class MiniLM(nn.Module):
 
 
 @dataclass
+class StepTimes:
+    """Seconds of the model's step, of one that notes BatchNorm's statistics, and of one more item beside the batch."""
+
+    plain: float
+    noting: float
+    item_beside: float
+
+
+@dataclass
 class Model:
     """An encoder, and random items for it."""
 
@@ -66,12 +77,24 @@ class Model:
     views: bool
     device: torch.device
 
-    def seconds(self, batch_size: int, chunk_size: int, repeats: int) -> float:
-        """Time of a step for 2B items: forward and backward of one chunk times the number of chunks, and an update."""
+    def step_times(self, batch_size: int, chunk_size: int, repeats: int) -> StepTimes:
+        """Times of a step for 2B items: of one chunk, times the number of chunks, and an update."""
         optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=1e-5)
         items = self.items(min(chunk_size, 2 * batch_size))
-        chunk = median_seconds(lambda: self.encoder(items).pow(2).mean().backward(), repeats, self.device)
-        return chunk * 2 * batch_size / len(items) + median_seconds(optimizer.step, repeats, self.device)
+
+        def chunk(keep: bool, beside: bool = False) -> None:
+            noted = BatchStatistics(keep)
+            with noted.recorded(self.encoder):
+                loss = self.encoder(items).pow(2).mean()
+            if beside:
+                with noted.applied(self.encoder):
+                    loss = loss + self.encoder(items).pow(2).mean()
+            loss.backward()
+
+        calls = (lambda: chunk(keep=False), lambda: chunk(keep=True), lambda: chunk(keep=True, beside=True))
+        plain, noting, both = median_seconds_of(calls, repeats, self.device)
+        update, chunks = median_seconds(optimizer.step, repeats, self.device), 2 * batch_size / len(items)
+        return StepTimes(plain * chunks + update, noting * chunks + update, (both - noting) / len(items))
 
 
 def resnet18(device: torch.device, image_size: int) -> Model:
@@ -89,15 +112,21 @@ def minilm(device: torch.device, length: int) -> Model:
 
 def median_seconds(run: Callable[[], Any], repeats: int, device: torch.device) -> float:
     """Median time of a call, after one to warm up."""
-    times = []
+    return median_seconds_of([run], repeats, device)[0]
+
+
+def median_seconds_of(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
+    """Median time of each call, after one to warm up; they take turns, so that a drift of the clock meets all."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    times: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats + 1):
-        start = clock()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(clock() - start)
-    return statistics.median(times[1:])
+        for run, taken in zip(runs, times, strict=True):
+            start = clock()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken.append(clock() - start)
+    return [statistics.median(taken[1:]) for taken in times]
 
 
 @dataclass
@@ -117,13 +146,12 @@ class Items:
 
 
 def time_objective(
-    build: Callable[..., Objective], model: Model, batch_size: int, num_items: int, repeats: int
+    criterion: Objective, model: Model, batch_size: int, num_items: int, repeats: int
 ) -> tuple[float, float, float]:
     """Seconds per step of the objective alone; items encoded per step with and without gradient."""
     draw = torch.Generator().manual_seed(0)
     vectors = nn.functional.normalize(torch.randn(num_items, model.dimension, generator=draw), dim=1)
     items = Items(vectors.to(model.device))
-    criterion = build(num_left=num_items, views=model.views).to(model.device)
     # Few anchors, so that each comes back after some steps and finds its state, mostly outside the batch.
     visited = torch.randperm(num_items, generator=draw)[: 4 * batch_size]
 
@@ -141,13 +169,15 @@ def time_objective(
 
 def compare(model: Model, batch_size: int, num_items: int, chunk_size: int, repeats: int) -> list[dict[str, object]]:
     """One row per objective."""
-    base = model.seconds(batch_size, chunk_size, repeats=min(repeats, 5))
+    times = model.step_times(batch_size, chunk_size, repeats=min(repeats, 5))
     rows: list[dict[str, object]] = []
     reference = 0.0
     for name, build in OBJECTIVES.items():
-        alone, graphs, plain = time_objective(build, model, batch_size, num_items, repeats)
+        criterion = build(num_left=num_items, views=model.views).to(model.device)
+        alone, graphs, plain = time_objective(criterion, model, batch_size, num_items, repeats)
+        base = times.noting if criterion.needs_encode else times.plain
         reference = reference or base + alone
-        encodes = base * (graphs + plain / 3) / (2 * batch_size)
+        encodes = times.item_beside * (graphs + plain / 3)
         rows.append(
             {
                 "B": batch_size,

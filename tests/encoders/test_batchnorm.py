@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,33 @@ def test_the_latest_batch_counts(network: nn.Sequential) -> None:
         embeddings = network(batch := images())
     with statistics.applied(network):
         torch.testing.assert_close(network(batch), embeddings)
+
+
+@pytest.mark.parametrize("arguments", [{"track_running_stats": False}, {"affine": False}, {"eps": 0.1}])
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.SyncBatchNorm])  # without other processes it is like the first
+def test_every_kind_of_layer_is_recorded(layer: type[nn.Module], arguments: dict[str, Any]) -> None:
+    norm, statistics = layer(3, **arguments).double().train(), BatchStatistics()
+    tracked = state(norm).keys()
+    batch = torch.randn(7, 3, 5, dtype=torch.float64)
+    with statistics.recorded(norm):
+        embeddings = norm(batch)
+    with statistics.applied(norm):
+        torch.testing.assert_close(norm(batch[:2]), embeddings[:2])
+    assert state(norm).keys() == tracked
+    assert norm.track_running_stats is arguments.get("track_running_stats", True)
+
+
+def test_statistics_have_the_gradient_of_mean_and_variance() -> None:
+    norm, statistics = nn.BatchNorm2d(3).double().train(), BatchStatistics()
+    batch, beside = images().requires_grad_(), images(2)
+    with statistics.recorded(norm):
+        norm(batch)
+    with statistics.applied(norm):
+        norm(beside).pow(3).sum().backward()
+    by_hand = batch.detach().clone().requires_grad_()
+    variance, mean = torch.var_mean(by_hand, dim=(0, 2, 3), correction=0, keepdim=True)
+    ((beside - mean) / (variance + norm.eps).sqrt()).pow(3).sum().backward()
+    torch.testing.assert_close(batch.grad, by_hand.grad)
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.6, None])
