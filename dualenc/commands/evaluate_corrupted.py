@@ -65,8 +65,7 @@ def corrupted(
 ) -> None:
     """Find the other view of an image among its own corrupted versions, and among all images.
 
-    With TRAIN, also the accuracy of a linear probe under every corruption and severity. Writes metrics.json and
-    report.html; finished images are kept below OUT, so that an interrupted evaluation goes on where it stopped.
+    Writes metrics.json and report.html. Finished images are kept below OUT: an interrupted evaluation goes on there.
 
     Args:
         model: model folder or name, of kind image or image-text.
@@ -76,7 +75,7 @@ def corrupted(
         clean: with a CIFAR-C or Tiny-ImageNet-C folder: the images without corruption.
         corruptions: their names; by default all 19, or all that the folder has.
         severity: of the corruptions in retrieval, 1 to 5.
-        train: labelled images to train the linear probe on.
+        train: labelled images to train a linear probe on; its accuracy is measured under every corruption.
         train_split: which split of them.
         train_limit: train on so many images, chosen at random.
         severities: of the corruptions in the robustness table; by default 1 to 5.

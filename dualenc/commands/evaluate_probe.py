@@ -67,8 +67,7 @@ def probe(
 ) -> None:
     """Probe the frozen image features of a model: linear, nearest neighbours, few-shot.
 
-    Writes metrics.json and report.html. Features are kept below OUT, so that an interrupted evaluation goes on
-    where it stopped.
+    Writes metrics.json and report.html. Features are kept below OUT: an interrupted evaluation goes on with them.
 
     Args:
         model: model folder or name, of kind image or image-text.
