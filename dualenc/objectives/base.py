@@ -187,9 +187,9 @@ class Objective(nn.Module):
         positive = anchors.positive_logits
         has_negatives = anchors.num_negatives > 0
         log_mean, hardest = anchors.statistics(_mean_and_hardest)
-        estimate = -positive + log_mean + self.log_corpus_size(anchors)
+        estimate = torch.where(has_negatives, -positive + log_mean + self.log_corpus_size(anchors), 0.0)
         return {
-            "batch_estimate": estimate[has_negatives].mean().nan_to_num(),
+            "batch_estimate": estimate.sum() / has_negatives.sum().clamp(min=1),
             "accuracy": (positive > hardest).to(positive.dtype).mean().nan_to_num(),
             "positive_similarity": anchors.positive_similarities.mean().nan_to_num(),
             "temperature": anchors.temperature.detach(),
@@ -210,13 +210,16 @@ class Objective(nn.Module):
         nothing = left_id.new_full((len(left_id), 0), PADDING)
         negatives = right[:0] if negatives is None else negatives
         negative_id = right_id[:0] if negative_id is None else negative_id
-        self._check_embeddings(left=left, right=right, negatives=negatives)
+        embeddings = {"left": left, "right": right, "negatives": negatives}
+        ids = {"left_id": (left_id, self.num_left), "right_id": (right_id, self.num_right)}
+        ids["negative_id"] = negative_id, self.num_right
+        self._check_embeddings(embeddings)
         if left.shape != right.shape or negatives.shape[1:] != right.shape[1:]:
             self._fail("left, right", f"have shapes {tuple(left.shape)}, {tuple(right.shape)}; both must be (b, D)")
-        self._check_ids("left_id", left_id, len(left), self.num_left)
-        self._check_ids("right_id", right_id, len(right), self.num_right)
-        self._check_ids("negative_id", negative_id, len(negatives), self.num_right)
-        if self.views and not torch.equal(left_id, right_id):
+        for of, (name, (values, _)) in zip(embeddings.values(), ids.items(), strict=True):
+            self._check_ids(name, values, of)
+        self._check_values(embeddings, ids)
+        if self.views and right_id is not left_id and not torch.equal(left_id, right_id):
             self._fail("right_id", "differs from left_id; with views=True both views carry the image's id")
         precision = torch.float64 if left.dtype == torch.float64 else torch.float32
         return Batch(
@@ -230,22 +233,34 @@ class Objective(nn.Module):
             negative_id=negative_id,
         )
 
-    def _check_embeddings(self, **embeddings: Tensor) -> None:
+    def _check_embeddings(self, embeddings: dict[str, Tensor]) -> None:
         for name, tensor in embeddings.items():
             if tensor.dim() != 2 or not tensor.is_floating_point():
                 self._fail(
                     name,
                     f"has shape {tuple(tensor.shape)} ({tensor.dtype}); it must be a float (b, D) tensor",
                 )
-            if not torch.isfinite(tensor.detach()).all():
-                self._fail(name, "holds NaN or infinite values; lower the learning rate or check the encoder")
 
-    def _check_ids(self, name: str, ids: Tensor, expected: int, limit: int | None) -> None:
-        if ids.shape != (expected,) or ids.is_floating_point():
-            self._fail(name, f"has shape {tuple(ids.shape)} ({ids.dtype}); it must hold {expected} integer ids")
-        if len(ids) and (int(ids.min()) < 0 or (limit is not None and int(ids.max()) >= limit)):
-            found = f"[{int(ids.min())}, {int(ids.max())}]"
-            self._fail(name, f"holds ids in {found}; they must lie in [0, {limit if limit is not None else 'N'})")
+    def _check_ids(self, name: str, ids: Tensor, of: Tensor) -> None:
+        if ids.shape != of.shape[:1] or ids.is_floating_point():
+            self._fail(name, f"has shape {tuple(ids.shape)} ({ids.dtype}); it must hold {len(of)} integer ids")
+        if ids.device != of.device:
+            self._fail(name, f"is on {ids.device}, the embeddings are on {of.device}; move it there")
+
+    def _check_values(self, embeddings: dict[str, Tensor], ids: dict[str, tuple[Tensor, int | None]]) -> None:
+        """All values in one look: on a GPU each look waits for the work before it."""
+        given = {name: (values, limit) for name, (values, limit) in ids.items() if len(values)}
+        finite = [torch.isfinite(tensor.detach()).all().long() for tensor in embeddings.values()]
+        bounds = [bound.long() for values, _ in given.values() for bound in values.aminmax()]
+        found = torch.stack([*finite, *bounds]).tolist()
+        for name, is_finite in zip(embeddings, found, strict=False):
+            if not is_finite:
+                self._fail(name, "holds NaN or infinite values; lower the learning rate or check the encoder")
+        lows, highs = found[len(finite) :: 2], found[len(finite) + 1 :: 2]
+        for (name, (_, limit)), low, high in zip(given.items(), lows, highs, strict=True):
+            if low < 0 or (limit is not None and high >= limit):
+                most = limit if limit is not None else "N"
+                self._fail(name, f"holds ids in [{low}, {high}]; they must lie in [0, {most})")
 
     def _fail(self, argument: str, problem: str) -> None:
         raise DualencError(f"{type(self).__name__}: {argument} {problem}")

@@ -72,5 +72,5 @@ def distinct_ids(ids: Tensor) -> Tensor:
 
 def _all_copies(excluded: Tensor, copies: Tensor) -> Tensor:
     """(A, C): whether the candidate, or another copy of its item, is excluded."""
-    hits = torch.zeros(len(excluded), int(copies.max()) + 1, device=excluded.device)
+    hits = torch.zeros_like(excluded, dtype=torch.float32)  # there are no more distinct items than candidates
     return (hits.index_add_(1, copies, excluded.float()) > 0)[:, copies]

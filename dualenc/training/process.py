@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration
-from torch import nn
 
 from dualenc import distributed
 from dualenc.encoders.dual import DualEncoder
@@ -71,12 +70,20 @@ def place(model: DualEncoder, device: torch.device, chunk_size: int | None) -> D
             message = f"BatchNorm with chunk_size takes its statistics over {chunk_size} items, not over the batch"
             warnings.warn(message, stacklevel=2)
         elif device.type == "cuda" and distributed.world_size() > 1:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            model = synchronised(model)
     model.to(device)
     if distributed.world_size() > 1:
         for tensor in model.state_dict().values():
             tensor.copy_(distributed.broadcast_object(tensor.cpu()))
     return model
+
+
+def synchronised(model: DualEncoder) -> DualEncoder:
+    """The model with `SyncBatchNorm` for every BatchNorm."""
+    from timm.layers import convert_sync_batchnorm  # torch's own would lose the activation inside timm's layers
+
+    converted: DualEncoder = convert_sync_batchnorm(model)
+    return converted
 
 
 @contextmanager

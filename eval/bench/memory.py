@@ -6,10 +6,10 @@
 
 Every measurement is a process of its own: its peak resident memory (of everything, Python and torch included), or the
 peak of allocated memory on a CUDA device. glibc is told to return what is freed at once: what it would keep for later
-depends on the order of sizes, and can be another 0.1 to 0.5 of the first batch's memory. On the CPU the batch's own
-inputs are in the peak, as they are in training; the last column leaves them out. MiniLM (BERT with 6 layers of 384)
-and ResNet-18 have random weights and random inputs. The linear encoder holds next to nothing: what is left is the
-objective, the strictest comparison and a fast one.
+depends on the order of sizes, and can be another 0.1 to 0.5 of the first batch's memory. On the CPU the inputs that a
+step keeps, of the batch and of items beside it, are in the peak, as they are in training; the last column leaves them
+out. MiniLM (BERT with 6 layers of 384) and ResNet-18 have random weights and random inputs. The linear encoder holds
+next to nothing: what is left is the objective, the strictest comparison and a fast one.
 """
 
 from __future__ import annotations
@@ -123,12 +123,16 @@ def measure(options: dict[str, Any]) -> dict[str, float]:
     input_bytes = 0
     for _ in range(options["steps"]):
         encoding = CachedEncoding(model, device, chunk_size=options["chunk_size"])
+        inputs = [new_inputs(encoder, batch_size, size) for _ in range(2)]
+        input_bytes = sum(map(num_bytes, inputs))
 
         def encode(side: Any, ids: Tensor, encoding: CachedEncoding = encoding) -> Tensor:
-            return encoding.encode(side, new_inputs(encoder, len(ids), size), beside=True)
+            nonlocal input_bytes
+            beside = new_inputs(encoder, len(ids), size)
+            if torch.is_grad_enabled():  # then they are kept for the backward pass
+                input_bytes += num_bytes(beside)
+            return encoding.encode(side, beside, beside=True)
 
-        inputs = [new_inputs(encoder, batch_size, size) for _ in range(2)]
-        input_bytes = sum(tensor.nbytes for side in inputs for tensor in side.values())
         ids = torch.randperm(num_items, device=device)[:batch_size]
         left, right = encoding.encode("left", inputs[0]), encoding.encode("right", inputs[1])
         encoding.backward(criterion(left, right, ids, encode=encode).loss)
@@ -137,6 +141,11 @@ def measure(options: dict[str, Any]) -> dict[str, float]:
     cuda = device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(device) if cuda else peak_resident_bytes()
     return {"peak": peak / MEBIBYTE, "inputs": 0.0 if cuda else input_bytes / MEBIBYTE}
+
+
+def num_bytes(inputs: Inputs) -> int:
+    """Size of prepared items."""
+    return sum(tensor.nbytes for tensor in inputs.values())
 
 
 def peak_resident_bytes() -> int:

@@ -19,6 +19,7 @@ BAD_CALLS = {
     "left has shape": {"left": torch.ones(4)},
     "right holds NaN": {"right": torch.eye(4) * torch.nan},
     "left holds NaN or infinite": {"left": torch.eye(4) / 0},
+    "left_id is on meta, the embeddings are on cpu": {"left_id": torch.arange(4, device="meta")},
     "negative_id has shape": {"negatives": torch.eye(4)},
     "negative_id holds": {"negatives": torch.eye(4), "negative_id": torch.tensor([0, 1, 2, 99])},
 }

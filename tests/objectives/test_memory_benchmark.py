@@ -14,7 +14,11 @@ OPTIONS = {"encoder": "linear", "size": 8, "layers": 1, "chunk_size": 4, "steps"
 @pytest.mark.parametrize("name", SCRIPT["OBJECTIVES"])
 def test_every_objective_is_trained(name: str) -> None:
     found = SCRIPT["measure"]({**OPTIONS, "objective": name, "batch_size": 6})
-    assert found["inputs"] == pytest.approx(2 * 6 * 8 * 4 / 2**20)
+    batch = 2 * 6 * 8 * 4 / 2**20
+    if SCRIPT["new_objective"](name, 12, views=False).needs_encode:
+        assert found["inputs"] >= batch
+    else:
+        assert found["inputs"] == pytest.approx(batch)
     assert found["peak"] > found["inputs"]
 
 
