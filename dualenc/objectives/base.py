@@ -249,18 +249,19 @@ class Objective(nn.Module):
 
     def _check_values(self, embeddings: dict[str, Tensor], ids: dict[str, tuple[Tensor, int | None]]) -> None:
         """All values in one look: on a GPU each look waits for the work before it."""
-        given = {name: (values, limit) for name, (values, limit) in ids.items() if len(values)}
-        finite = [torch.isfinite(tensor.detach()).all().long() for tensor in embeddings.values()]
-        bounds = [bound.long() for values, _ in given.values() for bound in values.aminmax()]
-        found = torch.stack([*finite, *bounds]).tolist()
-        for name, is_finite in zip(embeddings, found, strict=False):
-            if not is_finite:
+        named = {name: (values, limit) for name, (values, limit) in ids.items() if len(values)}
+        # A sum is finite when all that it adds up is; and it is one pass.
+        sums = [tensor.detach().sum(dtype=torch.float64) for tensor in embeddings.values()]
+        bounds = [bound.to(torch.float64) for values, _ in named.values() for bound in values.aminmax()]
+        found = torch.stack([*sums, *bounds]).tolist()
+        for name, total in zip(embeddings, found, strict=False):
+            if not math.isfinite(total):
                 self._fail(name, "holds NaN or infinite values; lower the learning rate or check the encoder")
-        lows, highs = found[len(finite) :: 2], found[len(finite) + 1 :: 2]
-        for (name, (_, limit)), low, high in zip(given.items(), lows, highs, strict=True):
+        lows, highs = found[len(sums) :: 2], found[len(sums) + 1 :: 2]
+        for (name, (_, limit)), low, high in zip(named.items(), lows, highs, strict=True):
             if low < 0 or (limit is not None and high >= limit):
                 most = limit if limit is not None else "N"
-                self._fail(name, f"holds ids in [{low}, {high}]; they must lie in [0, {most})")
+                self._fail(name, f"holds ids in [{low:.0f}, {high:.0f}]; they must lie in [0, {most})")
 
     def _fail(self, argument: str, problem: str) -> None:
         raise DualencError(f"{type(self).__name__}: {argument} {problem}")

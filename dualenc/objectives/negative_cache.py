@@ -88,6 +88,6 @@ class NegativeCache(Objective):
 
 def _gather_padded(ids: Tensor, sizes: list[int]) -> Tensor:
     """(A, K) lists of all ranks, whose K may differ."""
-    width = int(distributed.all_reduce(torch.tensor(ids.shape[1], device=ids.device), "max"))
+    width = int(distributed.all_reduce(ids.new_full((), ids.shape[1]), "max"))
     missing = ids.new_full((len(ids), width - ids.shape[1]), PADDING)
     return distributed.gather(torch.cat([ids, missing], dim=1), sizes)

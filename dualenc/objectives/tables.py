@@ -50,7 +50,7 @@ class LogAverages(nn.Module):
         old = self.log_u[ids].to(log_values)
         if rate >= 1:
             return torch.where(torch.isfinite(log_values), log_values, old)
-        share = torch.tensor(rate, dtype=log_values.dtype, device=log_values.device)
+        share = log_values.new_full((), rate)
         blended = torch.logaddexp(old + torch.log1p(-share), log_values + share.log())
         blended = torch.where(torch.isnan(old), log_values, blended)
         return torch.where(torch.isfinite(log_values), blended, old)

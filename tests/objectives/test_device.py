@@ -1,0 +1,55 @@
+"""On another device than the CPU everything stays there, and a step seldom waits for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.objectives.every import SETTINGS, STEPS, Setting, Towers, batch
+from tests.pretended_device import DEVICE, pretended_device
+
+STATELESS = ("InfoNCE", "DCL", "HCL", "SigLIP")
+
+
+def train(setting: Setting, device: torch.device | str) -> list[float]:
+    """The losses of some steps of plain gradient descent."""
+    towers, criterion = Towers(setting.views).to(device), setting.build().to(device)
+    if setting.views:
+        towers.right = towers.left  # moving has made two of one
+    towers.left_features, towers.right_features = towers.left_features.to(device), towers.right_features.to(device)
+    parameters = [*towers.parameters(), *criterion.parameters()]
+    losses = []
+    for step in range(STEPS):
+        given = {name: ids.to(device) for name, ids in batch(step, setting.views).items()}
+        for side in ("left", "right"):
+            given[side] = towers.encode(side, given[f"{side}_id"])
+        if "negative_id" in given:
+            given["negatives"] = towers.encode("right", given["negative_id"])
+        out = criterion(**given, encode=towers.encode)
+        out.loss.backward()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.data -= 0.1 * parameter.grad
+                parameter.grad = None
+        assert {value.device for value in out.metrics.values()} == {out.loss.device} == {torch.device(device)}
+        losses.append(float(out.loss.detach().to("cpu")))
+    return losses
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
+def test_losses_are_those_of_the_cpu(setting: Setting) -> None:
+    expected = train(setting, "cpu")
+    with pretended_device():
+        found = train(setting, DEVICE)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.objective.__name__ in STATELESS], ids=lambda s: s.name)
+def test_a_step_seldom_waits(setting: Setting) -> None:
+    """Once to look at the values, once per direction to see whether candidates repeat (views: whether ids agree)."""
+    with pretended_device() as device:
+        criterion, ids = setting.build().to(DEVICE), torch.arange(8).to(DEVICE)
+        left, right = (torch.randn(8, 5).double().to(DEVICE).requires_grad_() for _ in range(2))
+        before = device.waits
+        criterion(left, right, ids, ids.clone()).loss.backward()
+        assert device.waits - before == (2 if setting.views else 3)

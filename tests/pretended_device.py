@@ -1,0 +1,123 @@
+"""An accelerator that is not there: tensors on it are CPU tensors that refuse to meet those on the CPU.
+
+Where there is no GPU, this still shows that nothing is left behind on the CPU, and how often a step would wait for the
+device. It borrows the name of torch's "lazy" device, which has no kernels of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dualenc.objectives.random import SharedRandom
+
+DEVICE = torch.device("lazy", 0)
+COPIES = ("aten::_to_copy", "aten::copy_")
+BY_INDEX = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::_unique2")
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the pretended device."""
+
+    inner: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> OnDevice:
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.size(), **layout, device=DEVICE)
+        wrapper.inner = inner
+        return wrapper
+
+    def tolist(self) -> Any:
+        return self.to("cpu").tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(function, args, kwargs or {})
+
+
+class PretendedDevice(TorchDispatchMode):
+    """Runs every operation, and counts those that would wait for the device.
+
+    Attributes:
+        waits: how many there were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, given = function._schema.name, kwargs or {}
+        if any(isinstance(leaf, OnDevice) for leaf in tree_leaves((args, given))):
+            to_cpu = name == "aten::_to_copy" and given.get("device") == torch.device("cpu")
+            self.waits += name in WAITS or to_cpu or (name in BY_INDEX and has_mask(args[1]))
+        return run(function, args, given)
+
+
+def has_mask(indices: Any) -> bool:
+    """A mask becomes row numbers, whose count must be known."""
+    return any(index is not None and index.dtype == torch.bool for index in indices)
+
+
+def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """One operation, on the tensors inside; its result is on the device that a real one would have it on."""
+    name, device = function._schema.name, kwargs.get("device")
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    wrapped = {id(tensor.inner): tensor for tensor in tensors if isinstance(tensor, OnDevice)}
+    if wrapped and name not in COPIES:
+        check_no_mixing(name, args, tensors)
+    on_device = bool(wrapped) if device is None else torch.device(device).type == DEVICE.type
+    if name == "aten::copy_":
+        on_device = isinstance(args[0], OnDevice)
+    if device is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    args, kwargs = tree_map(lambda leaf: leaf.inner if isinstance(leaf, OnDevice) else leaf, (args, kwargs))
+    result = function(*args, **kwargs)
+
+    def wrap(leaf: Any) -> Any:
+        if not on_device or not isinstance(leaf, torch.Tensor):
+            return leaf
+        return wrapped.get(id(leaf)) if id(leaf) in wrapped else OnDevice(leaf)
+
+    return tree_map(wrap, result)
+
+
+def check_no_mixing(name: str, args: Any, tensors: list[torch.Tensor]) -> None:
+    """As on a GPU: CPU tensors may join in only as single numbers or as row numbers."""
+    indices = [id(index) for index in args[1] if index is not None] if name in BY_INDEX else []
+    for tensor in tensors:
+        if not isinstance(tensor, OnDevice) and tensor.dim() and id(tensor) not in indices:
+            raise RuntimeError(f"{name}: a tensor of shape {tuple(tensor.shape)} is on the CPU, another on the device")
+
+
+@contextmanager
+def pretended_device() -> Iterator[PretendedDevice]:
+    """Inside, `DEVICE` works; what torch cannot be told about it is replaced."""
+    is_enabled, autocast, generator = torch.is_autocast_enabled, torch.autocast, SharedRandom._next
+
+    def known(device: str) -> str:
+        return "cpu" if device == DEVICE.type else device
+
+    replacements = {
+        "is_autocast_enabled": lambda device="cpu": is_enabled(known(device)),
+        "autocast": lambda device, **options: autocast(known(device), **options),
+    }
+    # Recomputing in the backward pass keeps the random state of the device, of which this one has none.
+    module = SimpleNamespace(get_rng_state=lambda *_: torch.get_rng_state(), set_rng_state=lambda *_: None)
+    with (
+        mock.patch.object(torch, DEVICE.type, module, create=True),
+        mock.patch.multiple(torch, **replacements),
+        mock.patch.object(SharedRandom, "_next", lambda random, _: generator(random, torch.device("cpu"))),
+        PretendedDevice() as device,
+    ):
+        yield device
