@@ -31,7 +31,7 @@ def iterated_sir(step: Step, uniform: Tensor) -> Move:
     items = torch.cat([step.items.expand(len(step.state), -1), step.state[:, None].expand_as(step.outside)], dim=1)
     return Move(
         weights=weights[:, :num_proposals],
-        outside_weights=weights[:, num_proposals:],
+        outside_weights=weights[:, num_proposals:].clone(),  # a view would keep the whole matrix in memory
         state=torch.where(possible, at(items, drawn), NO_STATE),
         score=torch.where(possible, at(similarities, drawn), -torch.inf),
     )

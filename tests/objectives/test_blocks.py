@@ -75,6 +75,21 @@ def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monke
     assert left.numel() <= largest.num_entries <= 2 * block < batch_size**2
 
 
+@pytest.mark.parametrize("setting", IN_BATCH, ids=lambda s: s.name)
+def test_what_a_block_gives_keeps_no_matrix_alive(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    join, sizes = anchors._joined, []
+
+    def watched(parts: list[Any]) -> Any:
+        sizes.extend((leaf.untyped_storage().nbytes(), leaf.nbytes) for leaf in tree_leaves(parts))
+        return join(parts)
+
+    monkeypatch.setattr(anchors, "_joined", watched)
+    monkeypatch.setattr(anchors, "BLOCK_ENTRIES", FEW_ENTRIES)
+    three_steps(setting)
+    assert sizes
+    assert all(held == shown for held, shown in sizes)
+
+
 def large(setting: Setting, batch_size: int) -> Objective:
     common = {"num_left": batch_size, "temperature": 0.2, "views": setting.views}
     return setting.objective(**common, **setting.arguments)
