@@ -28,6 +28,8 @@ class RowDraws:
 
     def of(self, rows: Tensor, like: Tensor) -> Tensor:
         """(n, C) the numbers of some rows (n,), with the device and precision of `like`."""
+        if self.num_rows <= ROWS_PER_DRAW:
+            return self._draw(0, like)[rows]
         numbers = like.new_empty(len(rows), self.width)
         draw_of_row = rows // ROWS_PER_DRAW
         for draw in draw_of_row.unique().tolist():

@@ -42,8 +42,7 @@ class LogAverages(nn.Module):
         # A row without negatives gets its item's old average back, but has no say in the new one.
         stored = torch.where(torch.isfinite(log_values), updated, torch.nan)
         all_ids, all_updated = distributed.gather(ids, sizes), distributed.gather(stored, sizes)
-        usable = torch.isfinite(all_updated)
-        self._store_mean(all_ids[usable], all_updated[usable])
+        self._store_mean(all_ids, all_updated)
         return updated
 
     def _blend(self, ids: Tensor, log_values: Tensor, rate: float) -> Tensor:
@@ -56,14 +55,16 @@ class LogAverages(nn.Module):
         return torch.where(torch.isfinite(log_values), blended, old)
 
     def _store_mean(self, ids: Tensor, log_u: Tensor) -> None:
-        """Write the mean (of u, not of log u) over the rows of each item."""
-        if not len(ids):
-            return
+        """Write the mean (of u, not of log u) over the usable rows of each item."""
+        usable = torch.isfinite(log_u)
+        log_u = log_u.masked_fill(~usable, -torch.inf)
         # Every row is scaled by the peak of the batch's rows for its item, so that exp stays in range.
         items, row_item = torch.unique(ids, return_inverse=True)
         peak = log_u.new_full((len(items),), -torch.inf).scatter_reduce(0, row_item, log_u, reduce="amax")
-        _, mean = mean_per_item(ids, torch.exp(log_u - peak[row_item]))
-        self.log_u[items] = (peak + mean.log()).to(self.log_u)
+        scaled = torch.exp(log_u - peak[row_item]).masked_fill(~usable, 0.0)
+        total, count = (torch.zeros_like(peak).index_add(0, row_item, rows.to(peak)) for rows in (scaled, usable))
+        mean = (peak + (total / count).log()).to(self.log_u)
+        self.log_u[items] = torch.where(count > 0, mean, self.log_u[items])
 
 
 def mean_per_item(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
