@@ -250,14 +250,14 @@ class Objective(nn.Module):
     def _check_values(self, embeddings: dict[str, Tensor], ids: dict[str, tuple[Tensor, int | None]]) -> None:
         """All values in one look: on a GPU each look waits for the work before it."""
         named = {name: (values, limit) for name, (values, limit) in ids.items() if len(values)}
-        # A sum is finite when all that it adds up is; and it is one pass.
-        sums = [tensor.detach().sum(dtype=torch.float64) for tensor in embeddings.values()]
-        bounds = [bound.to(torch.float64) for values, _ in named.values() for bound in values.aminmax()]
-        found = torch.stack([*sums, *bounds]).tolist()
-        for name, total in zip(embeddings, found, strict=False):
-            if not math.isfinite(total):
+        # A norm is finite when all entries are, and takes one pass.
+        norms = [torch.linalg.vector_norm(tensor.detach()).double() for tensor in embeddings.values()]
+        bounds = [bound.double() for values, _ in named.values() for bound in values.aminmax()]
+        found = torch.stack([*norms, *bounds]).tolist()
+        for name, norm in zip(embeddings, found, strict=False):
+            if not math.isfinite(norm):
                 self._fail(name, "holds NaN or infinite values; lower the learning rate or check the encoder")
-        lows, highs = found[len(sums) :: 2], found[len(sums) + 1 :: 2]
+        lows, highs = found[len(norms) :: 2], found[len(norms) + 1 :: 2]
         for (name, (_, limit)), low, high in zip(named.items(), lows, highs, strict=True):
             if low < 0 or (limit is not None and high >= limit):
                 most = limit if limit is not None else "N"
