@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualenc import distributed
@@ -22,7 +23,8 @@ class BatchStatistics:
     The gradient goes through the statistics into the batch: otherwise a shift of all items beside it would seem to
     lower the loss, which the next batch's normalisation takes back.
 
-    Recording costs no pass over the batch: a layer writes down the statistics that it computes anyhow.
+    Recording costs no pass over the batch: a layer writes down the statistics that it computes anyhow. What their
+    gradient needs of the batch is held until `release`.
 
     Under a synchronised BatchNorm the statistics are those of all processes; their gradient reaches this process's
     part of the batch, as if the items beside the other parts were like its own.
@@ -33,7 +35,12 @@ class BatchStatistics:
 
     def __init__(self, keep: bool = True) -> None:
         self.keep = keep
-        self._latest: dict[_BatchNorm, tuple[Tensor, Tensor]] = {}
+        self._latest: dict[_BatchNorm, _Noted] = {}
+
+    def release(self) -> None:
+        """Before the backward pass, which then frees layer by layer what it is done with: no new item will come."""
+        for noted in self._latest.values():
+            noted.values = None
 
     def of_batch(self, module: nn.Module, beside: bool) -> AbstractContextManager[None]:
         """For a forward of the training batch, which is recorded, or of items beside it, to which that is applied."""
@@ -58,14 +65,35 @@ class BatchStatistics:
             for layer in _training_layers(module):
                 stack.enter_context(_evaluating(layer))
                 if layer in self._latest:
-                    stack.enter_context(_normalised_before(layer, *self._latest[layer]))
+                    stack.enter_context(_normalised_before(layer, *self._latest[layer].statistics()))
             yield
+
+
+class _Noted:
+    """The mean and (biased) variance of one layer's inputs (B, channels, ...), of `count` values per channel."""
+
+    def __init__(self, values: Tensor, mean: Tensor, variance: Tensor, count: int) -> None:
+        # Without a graph there is no gradient to come, and no reason to keep a batch's activations.
+        self.values = values if torch.is_grad_enabled() and values.requires_grad else None
+        self.mean, self.variance, self.count = mean, variance, count
+        self._with_gradient: tuple[Tensor, Tensor] | None = None
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance; where a graph is built, with their gradient."""
+        if self.values is not None and self._with_gradient is None and torch.is_grad_enabled():
+            given = self.values, self.mean, self.variance, self.count
+            # An item may be encoded under a checkpoint, which would do without these tensors until it encodes again.
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                self._with_gradient = _Statistics.apply(*given)  # type: ignore[no-untyped-call]
+        if self._with_gradient is None or not torch.is_grad_enabled():
+            return self.mean, self.variance
+        return self._with_gradient
 
 
 class _Recorder:
     """Has one layer write its batch's statistics: for a forward, its running ones are blank and their momentum is 1."""
 
-    def __init__(self, layer: _BatchNorm, latest: dict[_BatchNorm, tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, layer: _BatchNorm, latest: dict[_BatchNorm, _Noted]) -> None:
         self.layer, self.latest = layer, latest
         self.mean, self.variance = layer.running_mean, layer.running_var
         self.momentum, self.tracks = layer.momentum, layer.track_running_stats
@@ -103,7 +131,7 @@ class _Recorder:
         count = values.numel() // values.shape[1]
         counted = count * distributed.world_size() if isinstance(self.layer, nn.SyncBatchNorm) else count
         biased = variance * ((counted - 1) / counted)  # running variances are unbiased, the layer divided by this one
-        self.latest[self.layer] = _with_gradient(values, mean, biased, count)
+        self.latest[self.layer] = _Noted(values, mean, biased, count)
 
     def restore(self) -> None:
         self.layer.running_mean, self.layer.running_var = self.mean, self.variance
@@ -133,13 +161,6 @@ class _Statistics(torch.autograd.Function):
         d_mean, d_variance = (_per_channel(gradient / ctx.count, values) for gradient in gradients)
         centred = values - _per_channel(mean, values)
         return torch.addcmul(d_mean, centred, d_variance, value=2).to(values.dtype), None, None, None
-
-
-def _with_gradient(values: Tensor, mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    if not (torch.is_grad_enabled() and values.requires_grad):
-        return mean, variance
-    mean, variance = _Statistics.apply(values, mean, variance, count)  # type: ignore[no-untyped-call]
-    return mean, variance
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ class PlainEncoding:
             return self.model.encode(side, to_device(inputs, self.device))
 
     def backward(self, loss: Tensor) -> None:
+        self.statistics.release()
         loss.backward()
 
 

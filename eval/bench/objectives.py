@@ -89,6 +89,7 @@ class Model:
             if beside:
                 with noted.applied(self.encoder):
                     loss = loss + self.encoder(items).pow(2).mean()
+            noted.release()
             loss.backward()
 
         calls = (lambda: chunk(keep=False), lambda: chunk(keep=True), lambda: chunk(keep=True, beside=True))

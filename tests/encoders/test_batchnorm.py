@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -74,6 +76,21 @@ def test_statistics_have_the_gradient_of_mean_and_variance() -> None:
     variance, mean = torch.var_mean(by_hand, dim=(0, 2, 3), correction=0, keepdim=True)
     ((beside - mean) / (variance + norm.eps).sqrt()).pow(3).sum().backward()
     torch.testing.assert_close(batch.grad, by_hand.grad)
+
+
+@pytest.mark.parametrize("with_graph", [True, False])
+def test_the_batch_is_held_only_until_it_is_released_and_only_for_a_gradient(with_graph: bool) -> None:
+    norm, statistics, batch = nn.BatchNorm1d(3).train(), BatchStatistics(), torch.randn(4, 3)
+    with torch.set_grad_enabled(with_graph), statistics.recorded(norm):
+        inputs = batch.requires_grad_(with_graph) * 2
+        alive = weakref.ref(inputs)
+        norm(inputs)
+    del inputs
+    gc.collect()
+    assert (alive() is not None) == with_graph
+    statistics.release()
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.6, None])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from dualenc.training.encoding import PlainEncoding
 from dualenc.training.gradient_cache import CachedEncoding
@@ -43,6 +44,27 @@ def gradients_beside(way, batch, others):
     encoding.encode("left", batch)
     encoding.backward(encoding.encode("left", others, beside=True)[:, 0].sum())
     return {name: parameter.grad for name, parameter in model.left.named_parameters()}
+
+
+def gradients_with_checkpoint(batch, others):
+    """Of the batch and of items beside it, which the backward pass encodes again."""
+    model = TinyEncoder(batchnorm=True).train()
+    encoding = PlainEncoding(model, CPU)
+    loss = encoding.encode("left", batch)[:, 1].sum()
+    beside = checkpoint(lambda: encoding.encode("left", others, beside=True), use_reentrant=False)
+    encoding.backward(loss + beside[:, 0].sum())
+    return {name: parameter.grad for name, parameter in model.left.named_parameters()}
+
+
+def test_items_may_be_encoded_again_in_the_backward_pass():
+    batch, others = rows(12, seed=0), rows(5, seed=1)
+    model = TinyEncoder(batchnorm=True).train()
+    encoding = PlainEncoding(model, CPU)
+    loss = encoding.encode("left", batch)[:, 1].sum()
+    encoding.backward(loss + encoding.encode("left", others, beside=True)[:, 0].sum())
+    found = gradients_with_checkpoint(batch, others)
+    for name, parameter in model.left.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
 
 
 def gradients_by_hand(batch, others, constant):
