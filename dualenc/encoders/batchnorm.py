@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -65,7 +65,7 @@ class BatchStatistics:
             for layer in _training_layers(module):
                 stack.enter_context(_evaluating(layer))
                 if layer in self._latest:
-                    stack.enter_context(_normalised_before(layer, *self._latest[layer].statistics()))
+                    stack.enter_context(_normalising_by(layer, *self._latest[layer].statistics()))
             yield
 
 
@@ -182,25 +182,41 @@ def _evaluating(layer: _BatchNorm) -> Iterator[None]:
 
 
 @contextmanager
-def _normalised_before(layer: _BatchNorm, mean: Tensor, variance: Tensor) -> Iterator[None]:
-    """The layer's inputs come normalised; its own normalisation does nothing, and what it does after that stays."""
+def _normalising_by(layer: _BatchNorm, mean: Tensor, variance: Tensor) -> Iterator[None]:
+    """Outside training a layer takes its running statistics for constants: these stand there for the time."""
     running = layer.running_mean, layer.running_var
-    dtype = mean.dtype if layer.weight is None else layer.weight.dtype
-    layer.running_mean = torch.zeros_like(mean, dtype=dtype)
-    layer.running_var = torch.full_like(mean, 1 - layer.eps, dtype=dtype)
-    hook = layer.register_forward_pre_hook(_normalise_by(mean, variance, layer.eps))
-    try:
-        yield
-    finally:
-        hook.remove()
-        layer.running_mean, layer.running_var = running
+    layer.running_mean, layer.running_var = mean.detach(), variance.detach()
+
+    def connect(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        return (_Connection.apply(inputs[0], mean, variance, layer.eps),)  # type: ignore[no-untyped-call]
+
+    with ExitStack() as stack:
+        if mean.requires_grad:
+            stack.callback(layer.register_forward_pre_hook(connect).remove)
+        try:
+            yield
+        finally:
+            layer.running_mean, layer.running_var = running
 
 
-def _normalise_by(mean: Tensor, variance: Tensor, eps: float) -> Callable[..., tuple[Tensor]]:
-    scale = torch.rsqrt(variance + eps)
-    shift = -mean * scale
+class _Connection(torch.autograd.Function):
+    """Values (B, channels, ...) as they are, on their way into a layer that normalises them by mean and variance.
 
-    def normalise(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        return (torch.addcmul(_per_channel(shift, inputs[0]), inputs[0], _per_channel(scale, inputs[0])),)
+    The layer's result depends on (x − μ)/√(σ² + ε) alone. So with g the loss's gradient in x, that in μ is −Σ g, and
+    that in σ² is −Σ g·(x − μ) / 2(σ² + ε).
+    """
 
-    return normalise
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(values, mean, variance)
+        ctx.eps = eps
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        (gradient,), (values, mean, variance) = gradients, ctx.saved_tensors
+        others = [0, *range(2, values.dim())]
+        d_mean = -gradient.sum(dim=others, dtype=mean.dtype)
+        centred = values - _per_channel(mean, values)
+        d_variance = (gradient * centred).sum(dim=others, dtype=mean.dtype) / (-2 * (variance + ctx.eps))
+        return gradient, d_mean, d_variance, None
