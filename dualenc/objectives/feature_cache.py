@@ -108,9 +108,7 @@ class FeatureCache(nn.Module):
         local = query.barred - self.first_item
         for rows in self._chunks(len(value)):
             logits, possible = self._logits(query, rows, local)
-            log_sums = torch.logsumexp(
-                logits.unflatten(1, (logits.shape[1] // self.block_size, self.block_size)), dim=2
-            )
+            log_sums = _log_sums(logits.unflatten(1, (-1, self.block_size)))
             first = rows.start // self.block_size
             perturbed = log_sums + gumbels[self.blocks][first : first + log_sums.shape[1]].T
             best, place = perturbed.max(dim=1)
@@ -199,3 +197,10 @@ class FeatureCache(nn.Module):
             own = slice(self.first_item, self.first_item + len(self.features))
             self.features[: len(features[own])] = features[own]
             self.filled[: len(filled[own])] = filled[own]
+
+
+def _log_sums(blocks: Tensor) -> Tensor:
+    """(A, n, block) -> (A, n) log of the sum of exp over a block, -inf for an empty one; the blocks are used up."""
+    peak = blocks.amax(dim=2)
+    peak.masked_fill_(torch.isneginf(peak), 0.0)
+    return blocks.sub_(peak[:, :, None]).exp_().sum(dim=2).log_().add_(peak)

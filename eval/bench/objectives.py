@@ -14,10 +14,11 @@ other processes on the machine disturb little.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -76,13 +77,22 @@ class Model:
     dimension: int
     views: bool
     device: torch.device
+    chunk_seconds: dict[int, list[float]] = field(default_factory=dict)
 
     def step_times(self, batch_size: int, chunk_size: int, repeats: int) -> StepTimes:
         """Times of a step for 2B items: of one chunk, times the number of chunks, and an update."""
         optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=1e-5)
-        items = self.items(min(chunk_size, 2 * batch_size))
+        size = min(chunk_size, 2 * batch_size)
+        if size not in self.chunk_seconds:
+            self.chunk_seconds[size] = self._time_chunk(self.items(size), repeats)
+        plain, noting, both = self.chunk_seconds[size]
+        update, chunks = median_seconds(optimizer.step, repeats, self.device), 2 * batch_size / size
+        return StepTimes(plain * chunks + update, noting * chunks + update, (both - noting) / size)
 
-        def chunk(keep: bool, beside: bool = False) -> None:
+    def _time_chunk(self, items: Tensor, repeats: int) -> list[float]:
+        """Seconds of forward and backward, with noting statistics, and with as many items beside them."""
+
+        def run(keep: bool, beside: bool = False) -> None:
             noted = BatchStatistics(keep)
             with noted.recorded(self.encoder):
                 loss = self.encoder(items).pow(2).mean()
@@ -92,10 +102,8 @@ class Model:
             noted.release()
             loss.backward()
 
-        calls = (lambda: chunk(keep=False), lambda: chunk(keep=True), lambda: chunk(keep=True, beside=True))
-        plain, noting, both = median_seconds_of(calls, repeats, self.device)
-        update, chunks = median_seconds(optimizer.step, repeats, self.device), 2 * batch_size / len(items)
-        return StepTimes(plain * chunks + update, noting * chunks + update, (both - noting) / len(items))
+        runs = (lambda: run(keep=False), lambda: run(keep=True), lambda: run(keep=True, beside=True))
+        return median_seconds_of(runs, repeats, self.device)
 
 
 def resnet18(device: torch.device, image_size: int) -> Model:
@@ -117,16 +125,17 @@ def median_seconds(run: Callable[[], Any], repeats: int, device: torch.device) -
 
 
 def median_seconds_of(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
-    """Median time of each call, after one to warm up; they take turns, so that a drift of the clock meets all."""
+    """Median time of each call, after one to warm up; in a new order each time, for each leaves memory to the next."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     times: list[list[float]] = [[] for _ in runs]
+    orders = random.Random(0)
     for _ in range(repeats + 1):
-        for run, taken in zip(runs, times, strict=True):
+        for which in orders.sample(range(len(runs)), len(runs)):
             start = clock()
-            run()
+            runs[which]()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            taken.append(clock() - start)
+            times[which].append(clock() - start)
     return [statistics.median(taken[1:]) for taken in times]
 
 
@@ -170,7 +179,7 @@ def time_objective(
 
 def compare(model: Model, batch_size: int, num_items: int, chunk_size: int, repeats: int) -> list[dict[str, object]]:
     """One row per objective."""
-    times = model.step_times(batch_size, chunk_size, repeats=min(repeats, 5))
+    times = model.step_times(batch_size, chunk_size, repeats)
     rows: list[dict[str, object]] = []
     reference = 0.0
     for name, build in OBJECTIVES.items():
