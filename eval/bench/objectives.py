@@ -102,8 +102,12 @@ class Model:
             noted.release()
             loss.backward()
 
-        runs = (lambda: run(keep=False), lambda: run(keep=True), lambda: run(keep=True, beside=True))
-        return median_seconds_of(runs, repeats, self.device)
+        has_statistics = any(isinstance(module, nn.BatchNorm2d) for module in self.encoder.modules())
+        alone = [lambda: run(keep=False), lambda: run(keep=True)][: 1 + has_statistics]
+        plain, *noting = median_seconds_of(alone, repeats, self.device)
+        # By itself: it leaves more memory to its successor, which would run up to 0.05 faster for it.
+        both = median_seconds(lambda: run(keep=True, beside=True), repeats, self.device)
+        return [plain, *(noting or [plain]), both]
 
 
 def resnet18(device: torch.device, image_size: int) -> Model:
