@@ -15,7 +15,6 @@ other processes on the machine disturb little.
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -86,7 +85,7 @@ class Model:
         if size not in self.chunk_seconds:
             self.chunk_seconds[size] = self._time_chunk(self.items(size), repeats)
         plain, noting, both = self.chunk_seconds[size]
-        update, chunks = median_seconds(optimizer.step, repeats, self.device), 2 * batch_size / size
+        update, chunks = least_seconds(optimizer.step, repeats, self.device), 2 * batch_size / size
         return StepTimes(plain * chunks + update, noting * chunks + update, (both - noting) / size)
 
     def _time_chunk(self, items: Tensor, repeats: int) -> list[float]:
@@ -104,9 +103,9 @@ class Model:
 
         has_statistics = any(isinstance(module, nn.BatchNorm2d) for module in self.encoder.modules())
         alone = [lambda: run(keep=False), lambda: run(keep=True)][: 1 + has_statistics]
-        plain, *noting = median_seconds_of(alone, repeats, self.device)
+        plain, *noting = least_seconds_of(alone, repeats, self.device)
         # By itself: it leaves more memory to its successor, which would run up to 0.05 faster for it.
-        both = median_seconds(lambda: run(keep=True, beside=True), repeats, self.device)
+        both = least_seconds(lambda: run(keep=True, beside=True), repeats, self.device)
         return [plain, *(noting or [plain]), both]
 
 
@@ -123,13 +122,13 @@ def minilm(device: torch.device, length: int) -> Model:
     return Model(MiniLM().to(device), lambda n: torch.randint(0, 30000, (n, length), device=device), 384, False, device)
 
 
-def median_seconds(run: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Median time of a call, after one to warm up."""
-    return median_seconds_of([run], repeats, device)[0]
+def least_seconds(run: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    """Least time of a call, after one to warm up: whatever else the machine does only adds to it."""
+    return least_seconds_of([run], repeats, device)[0]
 
 
-def median_seconds_of(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
-    """Median time of each call, after one to warm up; in a new order each time, for each leaves memory to the next."""
+def least_seconds_of(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
+    """Least time of each call, after one to warm up; in a new order each time, for each leaves memory to the next."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     times: list[list[float]] = [[] for _ in runs]
     orders = random.Random(0)
@@ -140,7 +139,7 @@ def median_seconds_of(runs: Sequence[Callable[[], Any]], repeats: int, device: t
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times[which].append(clock() - start)
-    return [statistics.median(taken[1:]) for taken in times]
+    return [min(taken[1:]) for taken in times]
 
 
 @dataclass
@@ -177,7 +176,7 @@ def time_objective(
     for _ in range(8):
         step()
     items.with_gradient = items.without_gradient = 0
-    seconds = median_seconds(step, repeats, model.device)
+    seconds = least_seconds(step, repeats, model.device)
     return seconds, items.with_gradient / (repeats + 1), items.without_gradient / (repeats + 1)
 
 
