@@ -16,16 +16,16 @@ from __future__ import annotations
 import csv
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from embedding import default_model
+from embedding import default_model, seconds
 
 from dualenc.data import PairDataset
 from dualenc.data.images import ImageFiles
@@ -143,13 +143,6 @@ def open_clip_loop(folder: Path, names: list[str], captions: list[str], batch_si
     return train
 
 
-def seconds(train: Train, steps: int) -> float:
-    """Wall-clock time of a run."""
-    start = time.perf_counter()
-    train(steps)
-    return time.perf_counter() - start
-
-
 def seconds_per_step(trains: dict[str, Train], few: int, steps: int, repeats: int) -> dict[str, float]:
     """Median time of one step; the tools take turns, the first run of each is left out."""
     found: dict[str, list[float]] = {name: [] for name in trains}
@@ -157,8 +150,8 @@ def seconds_per_step(trains: dict[str, Train], few: int, steps: int, repeats: in
         train(few)
     for _ in range(repeats):
         for name, train in trains.items():
-            short = seconds(train, few)
-            found[name].append((seconds(train, few + steps) - short) / steps)
+            short, long = (seconds(partial(train, count))[0] for count in (few, few + steps))
+            found[name].append((long - short) / steps)
     return {name: statistics.median(times) for name, times in found.items()}
 
 

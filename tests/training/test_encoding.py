@@ -46,25 +46,25 @@ def gradients_beside(way, batch, others):
     return {name: parameter.grad for name, parameter in model.left.named_parameters()}
 
 
-def gradients_with_checkpoint(batch, others):
-    """Of the batch and of items beside it, which the backward pass encodes again."""
+def gradients_of_both(batch, others, again):
+    """Of the batch and of items beside it, which the backward pass may have to encode again."""
     model = TinyEncoder(batchnorm=True).train()
     encoding = PlainEncoding(model, CPU)
     loss = encoding.encode("left", batch)[:, 1].sum()
-    beside = checkpoint(lambda: encoding.encode("left", others, beside=True), use_reentrant=False)
+
+    def encode_beside():
+        return encoding.encode("left", others, beside=True)
+
+    beside = checkpoint(encode_beside, use_reentrant=False) if again else encode_beside()
     encoding.backward(loss + beside[:, 0].sum())
     return {name: parameter.grad for name, parameter in model.left.named_parameters()}
 
 
 def test_items_may_be_encoded_again_in_the_backward_pass():
     batch, others = rows(12, seed=0), rows(5, seed=1)
-    model = TinyEncoder(batchnorm=True).train()
-    encoding = PlainEncoding(model, CPU)
-    loss = encoding.encode("left", batch)[:, 1].sum()
-    encoding.backward(loss + encoding.encode("left", others, beside=True)[:, 0].sum())
-    found = gradients_with_checkpoint(batch, others)
-    for name, parameter in model.left.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad)
+    found, expected = (gradients_of_both(batch, others, again) for again in (True, False))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
 
 
 def gradients_by_hand(batch, others, constant):
