@@ -86,6 +86,7 @@ class Recipe:
             DualencError: a part does not take its arguments; begins with the source and the part's section.
         """
         from dualenc.training.random_state import seed_everything
+        from dualenc.training.trainer import Trainer
 
         def make(found: type, *positional: Any, **arguments: Any) -> Any:
             try:
@@ -95,6 +96,7 @@ class Recipe:
                 problem = error if isinstance(error, DualencError) else f"{type(error).__name__}: {error}"
                 raise DualencError(f"{self.source}: {place}: {problem}") from error
 
+        make(Trainer, **self.config.trainer.as_dict())  # its mistakes are told before data and models are read
         seed_everything(self.config.trainer.seed)
         built = _parser().instantiate(self.config, instantiators=[(make, object, True)])
         return Parts(**{name: built[name] for name in Parts._fields})

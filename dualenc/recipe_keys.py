@@ -169,7 +169,8 @@ class _Check:
         found = getattr(package, name, None)
         if not self._fits(found, base):
             names = [key for key, value in vars(package).items() if key[0] != "_" and self._fits(value, base)]
-            what = f"no class {name!r}" if found is None else f"{name!r} is not {_described(base)}"
+            abstract = "abstract" if inspect.isabstract(found) else f"not {_described(base)}"
+            what = f"no class {name!r}" if found is None else f"{name!r} is {abstract}"
             among = nearest(name, names) or (f"; there are {', '.join(names)}" if names else "; name another class")
             raise self._refused(where, f"{what} in {package_name}{among}" if found is None else f"{what}{among}")
         return f"{package_name}.{name}", typing.cast(type, found)

@@ -115,7 +115,7 @@ def test_the_resolved_recipe_makes_the_same_recipe(recipe):
         ("objective.class_path=dualenc.nowhere.SogCLR", "cannot import dualenc.nowhere"),
         ("objective.class_path=BeirPairs", "no class 'BeirPairs' in dualenc.objectives"),
         ("objective.class_path=Objective.x", "is not of dualenc"),
-        ("batching.class_path=BatchSelector", "'BatchSelector' is not a class .* there are .*OSGDBatches"),
+        ("batching.class_path=BatchSelector", "'BatchSelector' is abstract"),
         ("objective.num_left=3", "objective.init_args.num_left is filled in by the training; leave it out"),
         ("trainer.epochs=many", "trainer.epochs is 'many'; it must be an integer or null"),
         ("objective.temperature=warm", "objective.temperature is 'warm'; it must be a number"),
@@ -159,7 +159,7 @@ def test_files_that_are_no_recipe(tmp_path):
         ("data: {path: a}\ndata: {path: b}", "the key data is given twice, again in line 2; remove one"),
         ("data:\n  path: a\n  path: a\n", "the key path is given twice, again in line 3; remove one"),
         ("1: x", "the key 1 is not text; quote it"),
-        ("data: 2001-13-45", "section 'data' is '2001-13-45'"),
+        ("data: !!timestamp 2001-13-45", "not valid YAML .*month must be in"),
         ("data: " + "9" * 5000, "data is 9+ …; give a finite number|not valid YAML"),
     ):
         path = tmp_path / "broken.yaml"
@@ -213,7 +213,8 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path):
         ("objective.gamma=7", "recipe.yaml: objective: SogCLR: gamma is 7"),
         ("evaluator.path=/nope", "recipe.yaml: evaluator: /nope"),
         (
-            "evaluator={class_path: ImageTextEvaluator, init_args: {pairs: {class_path: BeirPairs, init_args: {path: /no}}}}",
+            "evaluator={class_path: ImageTextEvaluator, init_args: {pairs: "
+            "{class_path: BeirPairs, init_args: {path: /no}}}}",
             "recipe.yaml: evaluator.pairs: /no",
         ),
         ("model.tokenizer=/nope", "recipe.yaml: model: /nope"),

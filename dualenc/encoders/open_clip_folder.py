@@ -97,8 +97,8 @@ def check_config(config: dict[str, Any], where: str, pretrained: bool = False) -
     for key in text.get("tokenizer_kwargs") or {}:
         if key not in TOKENIZER_ARGUMENTS:
             raise DualencError(
-                f"{where}: tokenizer_kwargs has {key}, with which a tokenizer can run code; leave it out, only "
-                f"{', '.join(TOKENIZER_ARGUMENTS)} are taken"
+                f"{where}: with {key} in tokenizer_kwargs a tokenizer can be code of its own, which is not run; "
+                f"leave it out, only {', '.join(TOKENIZER_ARGUMENTS)} are taken"
             )
     towers = [str(name) for name in (text.get("hf_model_name"), vision.get("timm_model_name")) if name]
     for folder in (Path(name.removeprefix("local-dir:")) for name in towers):
