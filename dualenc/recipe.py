@@ -243,7 +243,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, DualencError):
             raise
-        raise DualencError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+        raise DualencError(f"{path}: not valid YAML ({' '.join(str(error).split())[:300]})") from None
     if not isinstance(settings, dict):
         raise DualencError(f"{path}: holds no sections; a recipe has model, data, objective and trainer")
     return settings

@@ -60,6 +60,7 @@ def checked(
         DualencError: an unknown section, key or class (names the nearest valid one), a missing section, a value that
             is not of its parameter's type, or a class that a recipe may not name there.
     """
+    allow_modules = [allow_modules] if isinstance(allow_modules, str) else list(allow_modules)
     for name in allow_modules:
         if not all(part.isidentifier() for part in str(name).split(".")):
             raise DualencError(f"--allow-module {name!r} is no module; give a name such as my_package")
@@ -151,7 +152,11 @@ class _Check:
     def _resolve(self, path: Any, base: Any, place: str, default: str) -> tuple[str, type]:
         """The full path and the class of a class path, which may be a name of the default package."""
         where = f"{place}.class_path"
-        if not isinstance(path, str) or not all(p.isidentifier() and p[0] != "_" for p in path.split(".")):
+        if (
+            not isinstance(path, str)
+            or len(path) > 200
+            or not all(p.isidentifier() and p[0] != "_" for p in path.split("."))
+        ):
             raise self._refused(where, f"is {_shown(path)}; name a class, such as {default}.NAME")
         package_name, _, name = path.rpartition(".")
         package_name = package_name or default
@@ -242,6 +247,7 @@ class _Check:
                 raise self._refused(f"{place}.{key}", "no class can be named here; give plain values")
 
     def _refused(self, place: str, problem: str) -> DualencError:
+        place = place if len(place) <= 200 else f"{place[:196]} …"
         joint = " " if problem.startswith(("is ", "has ", "holds ")) else ": "
         return DualencError(f"{self.source}: {place}{joint}{problem}")
 
@@ -261,7 +267,19 @@ def argument_types(found: type) -> dict[str, Any]:
     return hints
 
 
-class _Unknown:
+class _AnyName(type):
+    """Has every public attribute and subscript, each itself."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return cls
+
+    def __getitem__(cls, item: Any) -> Any:
+        return cls
+
+
+class _Unknown(metaclass=_AnyName):
     """Stands for a type that is imported for type checkers only: nothing in a recipe can be of it."""
 
 
@@ -271,6 +289,8 @@ def _type_hints(function: Any) -> dict[str, Any]:
         try:
             return typing.get_type_hints(function, localns=unknown)
         except NameError as error:
+            if not error.name or error.name in unknown:
+                raise
             unknown[str(error.name)] = _Unknown
 
 
@@ -278,13 +298,13 @@ def _is_class_place(hint: Any) -> bool:
     """Whether an object of some class must be made for a parameter of this type."""
     if typing.get_origin(hint) is Callable:
         return isinstance(typing.get_args(hint)[0], list)
-    if not inspect.isclass(hint) or hint in (Any, object, Callable) or getattr(hint, "_is_protocol", False):
+    if not _is_class(hint) or hint in (Any, object, Callable) or getattr(hint, "_is_protocol", False):
         return False
     return not issubclass(hint, (*PLAIN, Mapping, enum.Enum)) and not _holds_items(hint)
 
 
 def _holds_items(hint: Any) -> bool:
-    return inspect.isclass(hint) and (issubclass(hint, (list, tuple)) or issubclass(list, hint))
+    return _is_class(hint) and (issubclass(hint, (list, tuple)) or issubclass(list, hint))
 
 
 def _is_of(value: Any, hint: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
@@ -315,7 +335,11 @@ def _takes(found: type, arguments: Any) -> bool:
 
 
 def _is_subclass(hint: Any, base: Any) -> bool:
-    return inspect.isclass(hint) and issubclass(hint, base)
+    return _is_class(hint) and issubclass(hint, base)
+
+
+def _is_class(hint: Any) -> bool:
+    return isinstance(hint, type) and typing.get_origin(hint) is None  # Python 3.10 takes list[int] for a class
 
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "null"}
@@ -324,6 +348,8 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 def _described(hint: Any) -> str:
     """A type in words."""
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if hint is _Unknown:
+        return "something that a recipe cannot hold"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(_described(option) for option in inner if option is not _Unknown))
     if origin is Literal:
@@ -357,4 +383,4 @@ def _check_known(key: Any, known: Iterable[str], problem: str) -> None:
 
 
 def _printable(key: Any) -> str:
-    return key if isinstance(key, str) and key.isprintable() else _shown(key)
+    return key if isinstance(key, str) and key.isprintable() and len(key) <= 80 else _shown(key)

@@ -19,6 +19,7 @@ import yaml
 from dualenc import cli
 from dualenc.errors import DualencError
 from dualenc.recipe import make_recipe, read_recipe
+from dualenc.recipe_keys import _Check, argument_types
 
 EVIL = "dualenc_evil_canary"
 """A module that exists in each test, and writes the canary when it is imported."""
@@ -400,3 +401,24 @@ def test_plain_recipes_pass(canary: Canary) -> None:
     assert make_recipe(resolved).settings == resolved
     (canary.folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
     assert read_recipe("recipe.yaml").settings == resolved
+
+
+def test_types_that_only_type_checkers_know() -> None:
+    """A recipe can set what else such a parameter takes, such as null, and name no class there."""
+
+    class Part:
+        def __init__(self, *, a: int | made.up[str] | None = None, **more: Any) -> None:  # type: ignore[name-defined]  # noqa: F821
+            """Annotated with what is not imported."""
+
+    hints = argument_types(Part)
+    assert list(hints) == ["a"]
+    check = _Check({}, "recipe", ("dualenc",))
+    assert check._value(None, hints["a"], "a") is None
+    assert check._value(3, hints["a"], "a") == 3
+    for value in ("x", call("dualenc.data.TableViews", path="x"), [1]):
+        with pytest.raises(DualencError, match=r"recipe: a"):
+            check._value(value, hints["a"], "a")
+
+
+def test_one_name_of_a_module_need_not_be_a_list() -> None:
+    assert make_recipe(recipe(), allow_modules="dualenc_own_package").settings["trainer"]["output"] == "run"
