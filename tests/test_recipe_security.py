@@ -47,6 +47,7 @@ def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Canary:
     (tmp_path / "tokenizer.yaml").write_text(yaml.safe_dump({"class_path": f"{EVIL}.X"}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop(EVIL, None)  # of a test that failed
     return found
 
 
