@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualenc.data.arrow_cache import FILE, LINE, Kind, Reshape, check_columns, read_lines
+from dualenc.data.arrow_cache import FILE, LINE, Kind, Reshape, cache_folder, check_columns, read_lines
+from dualenc.data.identity import digest_of, file_identity
 from dualenc.data.lines import LINE_FORMATS, file_format, read_records
 from dualenc.data.skips import Skips
 from dualenc.errors import DualencError
@@ -225,7 +226,11 @@ def _from_parquet(files: list[Path], columns: Mapping[str, Kind]) -> Dataset:
     short = sum(file.stat().st_size for file in files) < _BAR_BYTES
     try:
         with _no_bars() if short else nullcontext():
-            return datasets.load_dataset("parquet", data_files=data_files, split="train", columns=names or None)
+            # The cache of `datasets` knows a file by its path and time of change; ours also by its contents.
+            cache = cache_folder() / "parquet" / digest_of(*(file_identity(file) for file in files))
+            return datasets.load_dataset(
+                "parquet", data_files=data_files, split="train", columns=names or None, cache_dir=str(cache)
+            )
     except Exception as error:  # broken pages, files that differ, kinds of columns that `datasets` does not know
         cause = _first_line(error.__cause__ or error)
         raise DualencError(f"{files[0]}: cannot be read ({cause}); fetch it again") from None
