@@ -107,16 +107,19 @@ class Column:
         return len(self.array)
 
     def __getitem__(self, index: int) -> Any:
-        return self.array[int(index)].as_py()
+        try:
+            return self.array[int(index)].as_py()
+        except UnicodeDecodeError:  # files may hold any bytes as strings
+            raise BadSample(f"column {self.name!r}, value {index}: not UTF-8 text; mend or remove it") from None
 
     def values(self, rows: np.ndarray) -> np.ndarray:
-        """The values at some positions (n,), in bulk, as an array of objects."""
+        """The values at some positions (n,), in bulk, as an array of objects; bytes that are not UTF-8 as escapes."""
         starts = np.cumsum([0, *(len(chunk) for chunk in self.array.chunks)])
         chunk_of = np.searchsorted(starts, rows, side="right") - 1
         result = np.empty(len(rows), dtype=object)
         for number in np.unique(chunk_of).tolist():
             here = np.flatnonzero(chunk_of == number)
-            values = self.array.chunk(number).take(rows[here] - starts[number]).to_pylist()
+            values = _as_python(self.array.chunk(number).take(rows[here] - starts[number]))
             for place, value in zip(here.tolist(), values, strict=True):
                 result[place] = value
         return result
@@ -292,6 +295,16 @@ def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
     return (data if isinstance(data, bytes) else None), (path if isinstance(path, str) else None)
 
 
+def _as_python(array: pa.Array) -> list[Any]:
+    import pyarrow as pa
+
+    try:
+        return array.to_pylist()
+    except UnicodeDecodeError:
+        values = array.cast(pa.large_binary()).to_pylist()
+        return [None if value is None else value.decode(errors="backslashreplace") for value in values]
+
+
 def _holds_text(kind: pa.DataType) -> bool:
     import pyarrow.types as kinds
 
@@ -342,14 +355,21 @@ def filled(column: Column) -> np.ndarray:
 
 
 def _filled(array: pa.ChunkedArray) -> np.ndarray:
+    import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.types as kinds
 
     kind = array.type
     there = pc.is_valid(array)
     if kinds.is_string(kind) or kinds.is_large_string(kind):
-        there = pc.and_(there, pc.fill_null(pc.invert(pc.utf8_is_space(array)), False))
-    if not kinds.is_null(kind) and not kinds.is_primitive(kind):
+        try:
+            there = pc.and_(there, pc.fill_null(pc.invert(pc.utf8_is_space(array)), False))
+        except pa.ArrowInvalid:  # not UTF-8 somewhere; those that are not are told when they are read
+            values = [value for chunk in array.chunks for value in _as_python(chunk)]
+            return np.array([bool(value and value.strip()) for value in values], dtype=bool)
+    if any(
+        is_kind(kind) for is_kind in (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary)
+    ):
         there = pc.and_(there, pc.fill_null(pc.greater(pc.binary_length(array), 0), False))
     return there.to_numpy()
 

@@ -70,7 +70,8 @@ def image_corpus(
 def _ids(table: Table, id_column: str | None) -> Sequence[str | None]:
     if id_column is None:
         return [str(row) for row in range(len(table))]
-    values = Column.of(table, id_column, "text").array.to_pylist()
+    column = Column.of(table, id_column, "text")
+    values = column.values(np.arange(len(column))).tolist()
     return [None if value is None else str(value) for value in values]
 
 

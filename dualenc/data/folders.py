@@ -88,7 +88,7 @@ def _only_images(table: Table, folder: Path, column: str, known: set[str]) -> Ta
     from datasets import Dataset
 
     names = Column.of(table, column, "text")
-    files = names.array.to_pylist()
+    files = names.values(np.arange(len(names))).tolist()
     there = np.array([not file or Path(file).as_posix() in known for file in files], dtype=bool)
     for row in np.flatnonzero(~there).tolist():
         table.skips.bad("image that is not in the folder", table.where(row), f"{files[row]!r} is not in {folder}")

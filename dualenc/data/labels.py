@@ -39,7 +39,8 @@ def labels_of_names(names: Sequence[str]) -> Labels:
 
 def labels_of_column(table: Table, name: str) -> Labels:
     """The labels in a column of class numbers or names; `datasets.ClassLabel` brings names to numbers."""
-    values = Column.of(table, name, "text").array.to_pylist()
+    column = Column.of(table, name, "text")
+    values = column.values(np.arange(len(column))).tolist()
     known = np.array([value is not None for value in values])
     labels = labels_of_names([str(value) for value in values if value is not None])
     numbers = np.full(len(values), -1, dtype=np.int64)

@@ -4,6 +4,8 @@ import logging
 import multiprocessing
 import os
 import pickle
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
@@ -289,3 +291,23 @@ def test_images_in_a_table_that_do_not_decode_are_named_by_their_row(tmp_path: P
     with pytest.raises(BadSample, match=r"x\.parquet row 1, column 'image': image cannot be decoded") as error:
         TableViews(tmp_path / "x.parquet")[1]
     assert "BytesIO" not in str(error.value)
+
+
+def test_strings_of_a_parquet_file_that_are_not_utf8_are_bad_samples(tmp_path: Path) -> None:
+    broken = pa.array([b"one", b"caf\xe9"]).view(pa.string())
+    pq.write_table(pa.table({"text": broken, "_id": broken}), tmp_path / "x.parquet")
+    corpus = open_corpus(tmp_path / "x.parquet")
+    assert corpus.ids == ["one", r"caf\xe9"]
+    assert corpus[0] == "one"
+    with pytest.raises(BadSample, match="column 'text', value 1: not UTF-8 text"):
+        corpus[1]
+    assert corpus.identity() == open_corpus(tmp_path / "x.parquet").identity()
+    with pytest.raises(BadSample, match="not UTF-8 text"):
+        TablePairs(tmp_path / "x.parquet", "text", "_id")
+
+
+def test_decimals_and_dates_are_spelled_out(tmp_path: Path) -> None:
+    columns = {"text": pa.array([Decimal("1.50"), None]), "_id": pa.array([date(2020, 1, 2), date(2021, 1, 2)])}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    corpus = open_corpus(tmp_path / "x.parquet")
+    assert (corpus.ids, corpus[0], corpus.skipped) == (["2020-01-02"], "1.50", 1)
