@@ -97,6 +97,15 @@ class Objective(nn.Module):
         self.log_temperature = nn.Parameter(log_temperature, requires_grad=learnable_temperature)
 
     @property
+    def updates_state(self) -> bool:
+        """Whether this call is part of training, and so may write state: tables, caches, chains, random positions.
+
+        Evaluation, which is a call in eval mode or under `torch.no_grad()`, leaves all state as it is. Ask before
+        entering a `no_grad` block of your own.
+        """
+        return self.training and torch.is_grad_enabled()
+
+    @property
     def temperature(self) -> Tensor:
         """Scalar τ, never below 1e-3 however far a learned one drifts."""
         return self.log_temperature.exp().clamp(min=1e-3)
