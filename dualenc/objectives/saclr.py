@@ -19,23 +19,35 @@ from dualenc.objectives.tables import LogAverages
 class SACLR(Objective):
     """−log q⁺ + s·(q⁺ + n·mean_{c ∈ M} q_c) per anchor, with q an unnormalised kernel and 1/s a moving average.
 
-    The I-divergence between the matrix of positives and s·q (saclr.txt, "Stochastic approximation to contrastive
-    learning"): row form Eq. 11 and Algorithm 1 (one scale per item), matrix form Eq. 6 and Algorithm 2 (one scale).
-    The scale follows Eq. 4,
+    The I-divergence between the matrix of positives and s·q ("Stochastic approximation to contrastive learning"): row
+    form Eq. 11 and Algorithm 1 (one scale per item), matrix form Eq. 6 and Algorithm 2 (one scale). N items, n of them
+    negatives (with views two for each other image).
+
+    variant="equations" takes the scale from Eq. 4,
 
         1/s ← ρ/s + (1 − ρ)·ξ,   ξ = (α·N + 1 − α)·q⁺ + (1 − α)·n·mean_{c ∈ M} q_c,
 
-    N items, n of them negatives. The positive stands once in the repulsive sum, as in Eq. 10, and not among the
-    sampled negatives; so α = 0, all candidates and an exact scale are SimCLR (Theorem 1). The matrix form's 1/s is the
-    mean of ξ over anchors: Eq. 7's sum over rows as well would leave the repulsion N times too weak against the
-    attraction, which sums to N rather than, as in its source (SCE), to 1.
+    so with views the mean kernels of positives and negatives weigh α : 2(1 − α). The positive stands once in the
+    repulsive sum, as in Eq. 10, and not among the sampled negatives; so α = 0, all candidates and an exact scale are
+    SimCLR (Theorem 1). A step uses the scale that it has updated, and an item's first visit sets it: the repulsion
+    s·(q⁺ + n·mean q) is then at most 1/((1 − ρ)(1 − α)), whatever the temperature, in the row form for every anchor,
+    in the matrix form on average over the anchors.
+
+    variant="authors" is what Algorithm 1 and the authors' program do: ξ = n·(α·q⁺ + (1 − α)·mean q_c), weights
+    α : 1 − α; the positive stands in the scale only; a step uses the scale from before its update; and 1/s starts at
+    0.01·n (appendix A.1.5). Far below the paper's temperature its repulsion is not bounded.
+
+    The matrix form's 1/s is the mean of ξ over anchors: Eq. 7's sum over rows as well would leave the repulsion N times
+    too weak against the attraction, which sums to N rather than, as in its source (SCE), to 1.
 
     Args:
         form: "row" keeps a scale per item, "matrix" one for all.
         negatives: "all" candidates of the batch, or 1 drawn uniformly per anchor (with views, both its views).
         alpha: share of the positives in the scale, in [0, 1].
-        rho: forgetting rate in [0, 1): share of the old scale. An item's first visit sets its scale.
-        kernel: "gaussian" exp(−‖x − z‖²/(2τ)), or "cauchy" 1/(1 + ‖x − z‖²/(2τ)).
+        rho: forgetting rate in [0, 1): share of the old scale.
+        kernel: "gaussian" exp(−‖x − z‖²/(2τ)), or "cauchy" 1/(1 + ‖x − z‖²/(2τ)). The paper's Gaussian is
+            exp(−‖x − z‖²/(2τ²)): its τ = 0.5 is temperature=0.25 here.
+        variant: "equations" or "authors", see above.
         **common: see `Objective`.
     """
 
@@ -49,6 +61,7 @@ class SACLR(Objective):
         alpha: float = 0.125,
         rho: float = 0.9,
         kernel: Literal["gaussian", "cauchy"] = "gaussian",
+        variant: Literal["equations", "authors"] = "equations",
         **common: Any,
     ) -> None:
         super().__init__(**common)
@@ -57,8 +70,11 @@ class SACLR(Objective):
         if not 0 <= rho < 1:
             raise DualencError(f"SACLR: rho is {rho}; it must lie in [0, 1)")
         self.form, self.negatives, self.alpha, self.rho, self.kernel = form, negatives, alpha, rho, kernel
-        self.left_scales = LogAverages(self.num_left or 1 if form == "row" else 1)
-        self.right_scales = LogAverages(self.num_right or 1 if form == "row" else 1)
+        self.variant = variant
+        # The authors' scales are kept as 1/(s·n), a mean of kernels, since n differs between anchors.
+        start = math.log(0.01) if variant == "authors" else math.nan
+        self.left_scales = LogAverages(self.num_left or 1 if form == "row" else 1, start)
+        self.right_scales = LogAverages(self.num_right or 1 if form == "row" else 1, start)
         if self.views:
             self.right_scales = self.left_scales
         self.random = SharedRandom(self.seed)
@@ -68,12 +84,15 @@ class SACLR(Objective):
         draws = []
         if self.negatives == 1:
             draws = [self.random.uniform(anchors.num_global, like=anchors.embeddings)[anchors.rows]]
-        log_negatives = anchors.by_rows(self._log_sum_of_negatives, *draws)
-        log_inverse_scale = self._scale(anchors, log_positive.detach(), log_negatives.detach())
-        log_sum = torch.logaddexp(log_positive, log_negatives)
-        repulsion = torch.exp(log_sum - log_inverse_scale)
+        log_mean, some = anchors.by_rows(self._log_mean_of_negatives, *draws)
+        log_count = torch.where(some, self.log_corpus_size(anchors), 0.0)
+        authors = self.variant == "authors"
+        log_sum = log_mean if authors else torch.logaddexp(log_positive, log_mean + log_count)
+        scale = self._authors_scale if authors else self._scale
+        log_scale = scale(anchors, log_positive.detach(), log_mean.detach(), log_count)
+        repulsion = torch.exp(log_sum - log_scale)
         # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1 (Eq. 13).
-        value = log_inverse_scale + repulsion - 1 - log_positive
+        value = log_scale + (log_count if authors else 0.0) + repulsion - 1 - log_positive
         return AnchorLosses(repulsion - log_positive, value.detach())
 
     def _log_kernel(self, similarities: Tensor, temperature: Tensor) -> Tensor:
@@ -81,29 +100,39 @@ class SACLR(Objective):
         distance = (1 - similarities) / temperature
         return -distance if self.kernel == "gaussian" else -torch.log1p(distance.clamp(min=0))
 
-    def _log_sum_of_negatives(self, anchors: Anchors, draws: Tensor | None = None) -> Tensor:
-        """(A,) log of n·mean of q over the anchor's sampled negatives; very small where it has none."""
+    def _log_mean_of_negatives(self, anchors: Anchors, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(A,) log of the mean of q over the anchor's sampled negatives, very small without any; (A,) if there are."""
         log_q = self._log_kernel(anchors.similarities, anchors.temperature)
         sampled = anchors.allowed if draws is None else anchors.allowed & _one_each(anchors, draws)
         count = sampled.sum(dim=1)
         # A finite floor: a row of -inf has a NaN gradient.
-        lowest = torch.full_like(log_q, -1e4)
-        log_mean = torch.logsumexp(torch.where(sampled, log_q, lowest), dim=1) - count.clamp(min=1).log().to(log_q)
-        return log_mean + torch.where(count > 0, self.log_corpus_size(anchors), 0.0)
+        log_sum = torch.logsumexp(log_q.masked_fill(~sampled, -1e4), dim=1)
+        return log_sum - count.clamp(min=1).log().to(log_q), count > 0
 
-    def _scale(self, anchors: Anchors, log_positive: Tensor, log_negatives: Tensor) -> Tensor:
-        """(A,) log(1/s) in use this step, before the update by this step's ξ; an unvisited item uses ξ itself."""
+    def _scale(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_count: Tensor) -> Tensor:
+        """(A,) log(1/s), this step's ξ counted in."""
         total = self.num_items(anchors.candidate_side) or 1
         log_new = log_positive + math.log(self.alpha * total + 1 - self.alpha)
         if self.alpha < 1:
-            log_new = torch.logaddexp(log_new, log_negatives + math.log1p(-self.alpha))
-        table = self.left_scales if anchors.side == "left" else self.right_scales
-        ids = anchors.ids if self.form == "row" else torch.zeros_like(anchors.ids)
-        if self.form == "matrix":
-            log_new = _mean_over_anchors(log_new, anchors)
+            log_new = torch.logaddexp(log_new, log_mean + log_count + math.log1p(-self.alpha))
+        table, ids, log_new = self._tracked(anchors, log_new)
+        return table.track(ids, log_new, 1 - self.rho, anchors.sizes, store=self.updates_state)
+
+    def _authors_scale(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_count: Tensor) -> Tensor:
+        """(A,) log(1/(s·n)) as it was before this step's ξ/n, which it then takes up."""
+        terms = [(self.alpha, log_positive), (1 - self.alpha, log_mean)]
+        shares = [log_q + math.log(share) for share, log_q in terms if share]
+        table, ids, log_new = self._tracked(anchors, torch.logsumexp(torch.stack(shares), dim=0))
         old = table.log_u[ids].to(log_new)
-        table.track(ids, log_new, 1 - self.rho, anchors.sizes)
-        return torch.where(torch.isnan(old), log_new, old)
+        table.track(ids, log_new, 1 - self.rho, anchors.sizes, store=self.updates_state)
+        return old
+
+    def _tracked(self, anchors: Anchors, log_new: Tensor) -> tuple[LogAverages, Tensor, Tensor]:
+        """The table of scales, the places (A,) of the anchors' own, and what (A,) they take up."""
+        table = self.left_scales if anchors.side == "left" else self.right_scales
+        if self.form == "row":
+            return table, anchors.ids, log_new
+        return table, torch.zeros_like(anchors.ids), _mean_over_anchors(log_new, anchors)
 
 
 def _one_each(anchors: Anchors, draws: Tensor) -> Tensor:

@@ -13,16 +13,19 @@ class LogAverages(nn.Module):
 
     Args:
         num_items: N, the number of items.
+        start: log u of every item. NaN marks an item that was never visited: its first value is taken whole, whatever
+            the batch around it.
     """
 
     log_u: Tensor
 
-    def __init__(self, num_items: int) -> None:
+    def __init__(self, num_items: int, start: float = torch.nan) -> None:
         super().__init__()
-        # NaN marks an item that was never visited: its first value is taken whole, whatever the batch around it.
-        self.register_buffer("log_u", torch.full((num_items,), torch.nan))
+        self.register_buffer("log_u", torch.full((num_items,), start))
 
-    def track(self, ids: Tensor, log_values: Tensor, rate: float, sizes: list[int] | None = None) -> Tensor:
+    def track(
+        self, ids: Tensor, log_values: Tensor, rate: float, sizes: list[int] | None = None, store: bool = True
+    ) -> Tensor:
         """u ← (1 − rate)·u + rate·value for the rows of this rank; the table takes the rows of all ranks.
 
         An item that stands in several rows of the batch (two views, several captions) gets each row's own average
@@ -33,12 +36,15 @@ class LogAverages(nn.Module):
             log_values: (A,) log of the new values; -inf (a row without negatives) leaves its item untouched.
             rate: share of the new value, in (0, 1].
             sizes: number of rows on every rank, where known.
+            store: whether the table is written; pass the objective's `updates_state`, alike on all ranks.
 
         Returns:
             (A,) the updated log u of each row, without gradient.
         """
         log_values = log_values.detach()
         updated = self._blend(ids, log_values, rate)
+        if not store:
+            return updated
         # A row without negatives gets its item's old average back, but has no say in the new one.
         stored = torch.where(torch.isfinite(log_values), updated, torch.nan)
         all_ids, all_updated = distributed.gather(ids, sizes), distributed.gather(stored, sizes)

@@ -64,7 +64,7 @@ def isogclr_surrogate(case: Case, u: Table, taus: Table, slopes: Table, argument
 
 
 def saclr_surrogate(case: Case, inverse_scale: Table, tau: float, alpha: float, rho: float, cauchy: bool) -> Tensor:
-    """saclr.txt Eq. 11 with the scale of Eq. 4, every candidate a negative; updates 1/s in place."""
+    """Eq. 11 with the scale of Eq. 4 after its update, every candidate a negative; updates 1/s in place."""
     total = case.num_items
 
     def kernel(similarity: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def saclr_surrogate(case: Case, inverse_scale: Table, tau: float, alpha: float, 
         new = float(((alpha * total + 1 - alpha) * positive + (1 - alpha) * count * mean).detach())
         old = inverse_scale.get((row.table, row.item))
         update = new if old is None else rho * old + (1 - rho) * new
-        return -positive.log() + (positive + count * mean) / (new if old is None else old), update
+        return -positive.log() + (positive + count * mean) / update, update
 
     return _run(case, inverse_scale, anchor)
 
