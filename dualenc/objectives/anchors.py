@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dualenc import distributed
-from dualenc.objectives.positives import PADDING, Positives, distinct_ids, listed
+from dualenc.objectives.positives import distinct_ids, listed, partners
 
 Side = Literal["left", "right"]
 Rows = TypeVar("Rows", Tensor, tuple[Tensor, ...])
@@ -28,20 +28,53 @@ BLOCK_ENTRIES = 2**20
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's part of a batch as it enters an objective, checked and in full precision.
+    """A batch as it enters an objective, checked and in full precision: this rank's b pairs, and all P pairs.
 
-    Shapes: left, right (b, D); left_id, right_id (b,); left_positives, right_positives (b, K) padded with -1, the
-    opposite side's ids that are positive with each row; negatives (n, D) with negative_id (n,): mined right items.
+    Attributes:
+        left, right: (b, D) this rank's embeddings.
+        left_id, right_id: (b,) their ids.
+        left_positives, right_positives: (b, K) further ids of the opposite side that are positive with each row, padded
+            with -1; None without any.
+        all_left, all_right: (P, D) embeddings of all ranks.
+        all_left_id, all_right_id: (P,) their ids.
+        negatives, negative_id: (n, D) and (n,) mined right items of all ranks.
+        sizes: number of pairs on every rank.
+        left_copies, right_copies: how many pairs of the batch share one left item, at most; one right item.
     """
 
     left: Tensor
     right: Tensor
     left_id: Tensor
     right_id: Tensor
-    left_positives: Tensor
-    right_positives: Tensor
+    left_positives: Tensor | None
+    right_positives: Tensor | None
+    all_left: Tensor
+    all_right: Tensor
+    all_left_id: Tensor
+    all_right_id: Tensor
     negatives: Tensor
     negative_id: Tensor
+    sizes: list[int]
+    left_copies: int
+    right_copies: int
+
+    @property
+    def rows(self) -> Tensor:
+        """(b,) positions of this rank's pairs in the global batch."""
+        start = sum(self.sizes[: distributed.rank()])
+        return torch.arange(start, start + len(self.left_id), device=self.left_id.device)
+
+    def detached(self, left: Tensor, right: Tensor) -> Batch:
+        """The same without gradient, with copies (b, D) of this rank's embeddings."""
+        alone = self.all_left is self.left
+        return replace(
+            self,
+            left=left,
+            right=right,
+            all_left=left if alone else self.all_left.detach(),
+            all_right=right if alone else self.all_right.detach(),
+            negatives=self.negatives.detach(),
+        )
 
 
 @dataclass
@@ -56,13 +89,18 @@ class Anchors:
         sizes: number of anchors on every rank, for gathering without asking again.
         num_global: number of anchors in the global batch.
         embeddings: (A, D) with gradient.
-        positive_similarities: (A,) cosine with the anchor's own positive, with gradient.
+        partners: (A, D) embeddings of the anchors' own positives, with gradient.
+        positive_column: (A,) the candidates that these are.
         candidates: (C, D) embeddings of the candidates, with gradient.
         candidate_ids: (C,) ids of the candidates.
-        positives: which candidates are no negatives.
+        positive_ids: (A, K) distinct ids of the candidate side that are known to be no negatives: the anchor's own
+            positive, listed ones, and those of other pairs with the anchor's item; padded with -1.
         temperature: scalar τ, with gradient when learned.
         num_in_batch: the first so many candidates are the batch itself; the rest are mined negatives.
         views: candidates are first all left, then all right views of the batch.
+        distinct: no item comes twice and no further positives are listed: each anchor has its own pair as positive,
+            and all other candidates as negatives.
+        mirror: the same pairs' anchors of the other direction, where similarities with them are the transposed ones.
         with_grad: whether similarities carry a gradient, whoever asks for them first.
         log_corpus_size: (A,) kept here by `Objective.log_corpus_size` once it is asked for.
     """
@@ -74,13 +112,16 @@ class Anchors:
     sizes: list[int]
     num_global: int
     embeddings: Tensor
-    positive_similarities: Tensor
+    partners: Tensor
+    positive_column: Tensor
     candidates: Tensor
     candidate_ids: Tensor
-    positives: Positives
+    positive_ids: Tensor
     temperature: Tensor
     num_in_batch: int
     views: bool = False
+    distinct: bool = False
+    mirror: Anchors | None = None
     with_grad: bool = field(default_factory=torch.is_grad_enabled)
     log_corpus_size: Tensor | None = field(init=False, default=None)
 
@@ -122,69 +163,115 @@ class Anchors:
             ids=self.ids[rows],
             rows=self.rows[rows],
             embeddings=self.embeddings[rows],
-            positive_similarities=self.positive_similarities[rows],
-            positives=self.positives.take(rows),
+            partners=self.partners[rows],
+            positive_column=self.positive_column[rows],
+            positive_ids=self.positive_ids[rows],
+            mirror=None,
             with_grad=torch.is_grad_enabled(),
         )
-        for name in ("num_negatives", "known_positives"):
+        for name in ("num_negatives", "positive_similarities"):
             if name in self.__dict__:
                 part.__dict__[name] = self.__dict__[name][rows]
         return part
 
     @property
-    def positive_ids(self) -> Tensor:
-        """(A, K) every id of the candidate side that is known to be no negative, padded with -1."""
-        return self.positives.ids
+    def distinct_rows(self) -> bool:
+        """Whether it is known that no anchor stands in two rows of the global batch."""
+        return self.distinct and not self.views
 
     @property
+    def known_positives(self) -> Tensor:
+        """(A, K) the same as `positive_ids`."""
+        return self.positive_ids
+
+    @cached_property
+    def positive_similarities(self) -> Tensor:
+        """(A,) cosine with the anchor's own positive, with gradient."""
+        if self.mirror is not None:
+            return self.mirror.positive_similarities
+        with torch.set_grad_enabled(self.with_grad):
+            return (self.embeddings * self.partners).sum(dim=1)
+
+    @cached_property
     def positive_logits(self) -> Tensor:
-        """(A,) s(x, y)/τ."""
-        return self.positive_similarities / self.temperature
+        """(A,) s(x, y)/τ, with gradient."""
+        if self.mirror is not None:
+            return self.mirror.positive_logits
+        with torch.set_grad_enabled(self.with_grad):
+            return self.positive_similarities / self.temperature
+
+    @cached_property
+    def excluded(self) -> Tensor:
+        """(A, C) true where a candidate is no negative of the anchor."""
+        return listed(self.positive_ids, self.candidate_ids)
 
     @cached_property
     def allowed(self) -> Tensor:
         """(A, C) true where a candidate is a negative of the anchor."""
-        return ~self.positives.excluded(self.candidate_ids)
+        return ~self.excluded
 
     @cached_property
     def similarities(self) -> Tensor:
         """(A, C) cosines with every candidate, with gradient."""
         with torch.set_grad_enabled(self.with_grad):
+            if self._is_mirrored:
+                assert self.mirror is not None
+                return self.mirror.similarities.T
             return self.embeddings @ self.candidates.T
 
     @cached_property
-    def logits(self) -> Tensor:
-        """(A, C) s/τ, -inf where a candidate is no negative."""
+    def scores(self) -> Tensor:
+        """(A, C) s/τ with every candidate, with gradient."""
         with torch.set_grad_enabled(self.with_grad):
-            return (self.similarities / self.temperature).masked_fill(~self.allowed, -torch.inf)
+            if self._is_mirrored:
+                assert self.mirror is not None
+                return self.mirror.scores.T
+            return self.similarities / self.temperature
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """(A, C) s/τ with gradient, -inf where a candidate is no negative."""
+        with torch.set_grad_enabled(self.with_grad):
+            return self.scores.masked_fill(self.excluded, -torch.inf)
+
+    @property
+    def logits_with_positive(self) -> Tensor:
+        """(A, C) s/τ with gradient, -inf where a candidate is neither a negative nor the anchor's own positive."""
+        if self.distinct and not self.views:
+            return self.scores
+        others = self.excluded.scatter(1, self.positive_column[:, None], False)
+        with torch.set_grad_enabled(self.with_grad):
+            return self.scores.masked_fill(others, -torch.inf)
 
     @cached_property
     def num_negatives(self) -> Tensor:
         """(A,) how many candidates are negatives."""
+        if self.distinct:
+            return torch.full_like(self.ids, self.num_in_batch - (2 if self.views else 1))
         return self.statistics(_count_allowed)
 
-    @cached_property
-    def known_positives(self) -> Tensor:
-        """(A, K) distinct ids that are no negatives: listed, or excluded in the batch; padded with -1."""
-        num_excluded = len(self.candidate_ids) - self.num_negatives
-        width = int(num_excluded.max()) if self.ids.numel() else 0
-
-        def excluded_ids(anchors: Anchors) -> Tensor:
-            return torch.where(anchors.allowed, PADDING, anchors.candidate_ids[None, :]).topk(width, dim=1).values
-
-        return distinct_ids(torch.cat([self.positive_ids, self.statistics(excluded_ids)], dim=1))
+    @property
+    def log_mean_exp(self) -> Tensor:
+        """(A,) log of the mean of exp(s/τ) over the negatives, with gradient; -inf without any."""
+        return log_mean_exp(self.logits, self.num_negatives)
 
     def is_negative(self, ids: Tensor) -> Tensor:
         """Whether any items are negatives: shared ones, ids (n,) -> (A, n), or one per anchor, (A, 1) -> (A, 1)."""
         if ids.dim() == 1:
-            return ~listed(self.known_positives, ids)
-        return ~(ids[:, :, None] == self.known_positives[:, None, :]).any(dim=2)
+            return ~listed(self.positive_ids, ids)
+        return ~(ids == self.positive_ids).any(dim=1, keepdim=True)
 
     def outside_logits(self, embeddings: Tensor) -> Tensor:
         """s/τ of items outside the batch: shared ones (n, D) -> (A, n), or one per anchor (A, 1, D) -> (A, 1)."""
         if embeddings.dim() == 2:
             return self.embeddings @ embeddings.T / self.temperature
         return torch.einsum("ad,and->an", self.embeddings, embeddings) / self.temperature
+
+    @property
+    def _is_mirrored(self) -> bool:
+        """Whether the other direction has the same similarities: one process, and no mined negatives."""
+        mirror = self.mirror
+        return mirror is not None and mirror.candidates is self.embeddings and mirror.embeddings is self.candidates
 
     def _blocks(self, row_entries: int) -> list[slice]:
         """Runs of rows whose matrices have at most BLOCK_ENTRIES entries."""
@@ -193,7 +280,7 @@ class Anchors:
 
 
 def _count_allowed(anchors: Anchors) -> Tensor:
-    return anchors.allowed.sum(dim=1)
+    return anchors.excluded.shape[1] - anchors.excluded.sum(dim=1)
 
 
 def _joined(parts: list[Rows]) -> Rows:
@@ -202,90 +289,95 @@ def _joined(parts: list[Rows]) -> Rows:
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
-def log_mean_exp(logits: Tensor) -> Tensor:
-    """(A, C) -> (A,) log of the mean of exp over the finite entries of a row; -inf for a row without any."""
-    count = torch.isfinite(logits).sum(dim=1)
+def log_mean_exp(logits: Tensor, count: Tensor) -> Tensor:
+    """(A, C) -> (A,) log of the mean of exp over the `count` (A,) finite entries of a row; -inf for a row without."""
     return torch.logsumexp(logits, dim=1) - count.clamp(min=1).to(logits.dtype).log()
 
 
-def weighted_sum(weights: Tensor, logits: Tensor) -> Tensor:
-    """(A,) Σ_c weights·logits over negatives; its gradient is the weighted gradient of the logits.
+def weighted_sum(weights: Tensor, scores: Tensor) -> Tensor:
+    """(A,) Σ_c weights·scores over candidates; its gradient is the weighted gradient of the scores.
 
     Args:
-        weights: (A, C), used as constants: no gradient flows through a weight.
-        logits: (A, C), -inf where masked; there the weight must be zero and does not count.
+        weights: (A, C), used as constants, no gradient flows through a weight; zero where masked.
+        scores: (A, C), finite everywhere.
     """
-    return (weights.detach() * logits.masked_fill(torch.isneginf(logits), 0.0)).sum(dim=1)
+    return (weights.detach() * scores).sum(dim=1)
 
 
 def pair_anchors(batch: Batch, temperature: Tensor) -> Iterator[Anchors]:
     """Two towers: left anchors against all right items (and mined negatives), then right against left."""
-    sizes = distributed.rank_sizes(len(batch.left_id), batch.left_id.device)
-    own = torch.stack([batch.left_id, batch.right_id], dim=1)
-    pairs = distributed.gather(own, sizes)
-    left, right = (distributed.gather_with_grad(part, sizes) for part in (batch.left, batch.right))
-    negatives, negative_id = _gathered_negatives(batch)
-    rows = _own_rows(sizes, own)
-    positive = (batch.left * batch.right).sum(dim=1)
+    rows, mined = batch.rows, len(batch.negative_id) > 0
+    once = batch.left_copies <= 1 and batch.right_copies <= 1
+    candidates = torch.cat([batch.all_right, batch.negatives]) if mined else batch.all_right
+    candidate_ids = torch.cat([batch.all_right_id, batch.negative_id]) if mined else batch.all_right_id
+    left = Anchors(
+        side="left",
+        candidate_side="right",
+        ids=batch.left_id,
+        rows=rows,
+        sizes=batch.sizes,
+        num_global=sum(batch.sizes),
+        embeddings=batch.left,
+        partners=batch.right,
+        positive_column=rows,
+        candidates=candidates,
+        candidate_ids=candidate_ids,
+        positive_ids=_known(batch, "left"),
+        temperature=temperature,
+        num_in_batch=sum(batch.sizes),
+        distinct=once and not mined and batch.left_positives is None,
+    )
+    yield left
+    yield replace(
+        left,
+        side="right",
+        candidate_side="left",
+        ids=batch.right_id,
+        embeddings=batch.right,
+        partners=batch.left,
+        candidates=batch.all_left,
+        candidate_ids=batch.all_left_id,
+        positive_ids=_known(batch, "right"),
+        distinct=once and batch.right_positives is None,
+        mirror=left,
+    )
 
-    def direction(side: Side, embeddings: Tensor, candidates: Tensor, candidate_ids: Tensor, known: Tensor) -> Anchors:
-        return Anchors(
-            side=side,
-            candidate_side="right" if side == "left" else "left",
-            ids=own[:, 0 if side == "left" else 1],
-            rows=rows,
-            sizes=sizes,
-            num_global=sum(sizes),
-            embeddings=embeddings,
-            positive_similarities=positive,
-            candidates=candidates,
-            candidate_ids=candidate_ids,
-            positives=Positives.of_pairs(known, own, pairs, candidate_ids),
-            temperature=temperature,
-            num_in_batch=sum(sizes),
-        )
 
-    known = torch.cat([batch.left_positives, batch.right_id[:, None]], dim=1)
-    with_mined = torch.cat([right, negatives]), torch.cat([pairs[:, 1], negative_id])
-    yield direction("left", batch.left, *with_mined, known)
-    known = torch.cat([batch.right_positives, batch.left_id[:, None]], dim=1)
-    yield direction("right", batch.right, left, pairs[:, 0], known)
+def _known(batch: Batch, side: Side) -> Tensor:
+    """(b, K) distinct ids that are no negatives of a side's anchors."""
+    own, everyone = (batch.left_id, batch.right_id), (batch.all_left_id, batch.all_right_id)
+    further, copies = batch.left_positives, batch.left_copies
+    if side == "right":
+        own, everyone, further, copies = own[::-1], everyone[::-1], batch.right_positives, batch.right_copies
+    if copies <= 1:
+        known = own[1][:, None]
+        return known if further is None else distinct_ids(torch.cat([further, known], dim=1))
+    known = partners(own[0], *everyone, copies)
+    return distinct_ids(known if further is None else torch.cat([further, known], dim=1))
 
 
 def view_anchors(batch: Batch, temperature: Tensor) -> Iterator[Anchors]:
     """Two views of each image: 2b anchors against the 2B views of the global batch."""
-    sizes = distributed.rank_sizes(len(batch.left_id), batch.left_id.device)
-    ids = distributed.gather(batch.left_id, sizes)
-    rows = _own_rows(sizes, ids)
-    positive = (batch.left * batch.right).sum(dim=1)
-    known = torch.cat([batch.left_positives, batch.left_id[:, None]], dim=1)
+    rows, total = batch.rows, sum(batch.sizes)
+    further = [ids for ids in (batch.left_positives, batch.right_positives) if ids is not None]
+    known = batch.left_id[:, None]
+    if further:
+        known = distinct_ids(torch.cat([*further, known], dim=1))
     yield Anchors(
         side="left",
         candidate_side="left",
         ids=torch.cat([batch.left_id, batch.left_id]),
-        rows=torch.cat([rows, rows + len(ids)]),
-        sizes=[2 * size for size in sizes],
-        num_global=2 * len(ids),
+        rows=torch.cat([rows, rows + total]),
+        sizes=[2 * size for size in batch.sizes],
+        num_global=2 * total,
         embeddings=torch.cat([batch.left, batch.right]),
-        positive_similarities=torch.cat([positive, positive]),
-        candidates=torch.cat([distributed.gather_with_grad(view, sizes) for view in (batch.left, batch.right)]),
-        candidate_ids=torch.cat([ids, ids]),
-        positives=Positives.of_views(torch.cat([known, known])),
+        partners=torch.cat([batch.right, batch.left]),
+        positive_column=torch.cat([rows + total, rows]),
+        candidates=torch.cat([batch.all_left, batch.all_right]),
+        candidate_ids=torch.cat([batch.all_left_id, batch.all_left_id]),
+        positive_ids=torch.cat([known, known]),
         temperature=temperature,
-        num_in_batch=2 * len(ids),
+        num_in_batch=2 * total,
         views=True,
+        distinct=batch.left_copies <= 1 and not further,
     )
-
-
-def _gathered_negatives(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mined negatives of all ranks, and their ids."""
-    sizes = distributed.rank_sizes(len(batch.negative_id), batch.negative_id.device)
-    if not any(sizes):
-        return batch.negatives, batch.negative_id
-    return distributed.gather_with_grad(batch.negatives, sizes), distributed.gather(batch.negative_id, sizes)
-
-
-def _own_rows(sizes: list[int], ids: Tensor) -> Tensor:
-    """Positions of this rank's pairs in the global batch."""
-    start = sum(sizes[: distributed.rank()])
-    return torch.arange(start, start + sizes[distributed.rank()], device=ids.device)

@@ -6,25 +6,52 @@ An objective's own file holds its equation: `anchor_losses` turns `Anchors` into
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import (
-    Anchors,
-    Batch,
-    Side,
-    log_mean_exp,
-    pair_anchors,
-    view_anchors,
-)
+from dualenc.objectives.anchors import Anchors, Batch, Side, pair_anchors, view_anchors
 from dualenc.objectives.positives import PADDING
+from dualenc.objectives.random import SharedRandom
 
 Encode = Callable[[Side, Tensor], Tensor]
+
+MIN_TEMPERATURE = 1e-3
+# Rounding to bfloat16 moves the norm of a unit vector by 0.4 % at most, normalising in bfloat16 by twice that.
+NORM_TOLERANCE = 0.01
+
+
+class Metrics(Mapping[str, Tensor]):
+    """Detached scalars for logging, computed when the first of them is read.
+
+    Until then this holds the batch's embeddings without their graph, and nothing of the size of a similarity matrix.
+    No other process is asked, so one may read them and another not.
+    """
+
+    NAMES = ("batch_estimate", "accuracy", "positive_similarity", "temperature")
+
+    def __init__(self, compute: Callable[[], dict[str, Tensor]]) -> None:
+        self._compute: Callable[[], dict[str, Tensor]] | None = compute
+        self._values: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._compute is not None and name in self.NAMES:
+            self._values, self._compute = self._compute(), None
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.NAMES)
+
+    def __len__(self) -> int:
+        return len(self.NAMES)
+
+    def __repr__(self) -> str:
+        return repr({name: float(value) for name, value in self.items()})
 
 
 class ObjectiveOutput(NamedTuple):
@@ -32,18 +59,18 @@ class ObjectiveOutput(NamedTuple):
 
     `loss` is a scalar: its value is the objective's estimate of the loss, its gradient the objective's gradient. On
     several ranks the average over ranks of the loss (and of the gradients) is that of the global batch.
-    `metrics` are detached scalars for logging, averaged over this rank's anchors.
+    `metrics` are detached scalars for logging, averaged over this rank's anchors, and computed when read.
     """
 
     loss: Tensor
-    metrics: dict[str, Tensor]
+    metrics: Mapping[str, Tensor]
 
 
 class AnchorLosses(NamedTuple):
-    """Per anchor (A,): `surrogate` carries the gradient, `value` (no gradient) what is reported."""
+    """Per anchor (A,): `surrogate` carries the gradient, `value` (no gradient) is reported, or else the surrogate."""
 
     surrogate: Tensor
-    value: Tensor
+    value: Tensor | None = None
 
 
 class Objective(nn.Module):
@@ -56,19 +83,25 @@ class Objective(nn.Module):
     Args:
         num_left: size of the left id space; needed by objectives that keep state per item.
         num_right: size of the right id space (the corpus); defaults to num_left.
-        temperature: τ > 0 of the softmax over cosine similarities.
+        temperature: τ ≥ 0.001 of the softmax over cosine similarities, a number.
         learnable_temperature: learn log τ with the model.
         views: left and right are two views of one image (unimodal training): 2B anchors, one shared id space.
         seed: of the objective's own random generator.
 
     Raises:
-        DualencError: an argument out of range; in `forward`, shapes or ids that do not fit, non-finite embeddings.
+        DualencError: an argument out of range; in `forward`, shapes or ids that do not fit, embeddings that are not
+            finite or not of norm 1; in `load_state_dict`, the state of another objective or of other sizes.
     """
+
+    left_counts: Tensor | None
+    right_counts: Tensor | None
 
     needs_num_left = False
     needs_encode = False
     num_neighbors = 0
     """How many neighbours of each item the objective wants to be told (`set_neighbors`) at the start of every epoch."""
+    corpus_of_pairs = True
+    """Whether an item of the corpus weighs as often as it stands in a pair (`set_counts`), or once."""
 
     def __init__(
         self,
@@ -82,8 +115,14 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise DualencError(f"{name}: temperature is {temperature}; it must be a positive number such as 0.07")
+        if isinstance(temperature, Tensor):
+            raise DualencError(
+                f"{name}: temperature is a tensor; pass a number, and learnable_temperature=True to have it learned"
+            )
+        if not (temperature >= MIN_TEMPERATURE and math.isfinite(temperature)):
+            raise DualencError(
+                f"{name}: temperature is {temperature}; it must be a number such as 0.07, at least {MIN_TEMPERATURE}"
+            )
         if self.needs_num_left and num_left is None:
             raise DualencError(f"{name}: num_left is missing; pass the number of left items, e.g. len(pairs)")
         for argument, value in (("num_left", num_left), ("num_right", num_right)):
@@ -95,6 +134,10 @@ class Objective(nn.Module):
         self.seed = seed
         log_temperature = torch.tensor(math.log(temperature), dtype=torch.float64).float()
         self.log_temperature = nn.Parameter(log_temperature, requires_grad=learnable_temperature)
+        # Facts about the data, told anew in every run, and no state; absent where every item stands in one pair.
+        self.register_buffer("left_counts", None, persistent=False)
+        self.register_buffer("right_counts", None, persistent=False)
+        self.num_pairs: int | None = None
 
     @property
     def updates_state(self) -> bool:
@@ -108,7 +151,7 @@ class Objective(nn.Module):
     @property
     def temperature(self) -> Tensor:
         """Scalar τ, never below 1e-3 however far a learned one drifts."""
-        return self.log_temperature.exp().clamp(min=1e-3)
+        return self.log_temperature.exp().clamp(min=MIN_TEMPERATURE)
 
     def forward(
         self,
@@ -133,23 +176,24 @@ class Objective(nn.Module):
                 them; honours `torch.is_grad_enabled()`. With views, "left" and "right" are an image's two views.
             left_positives: (b, K) right ids known to be relevant to each left item, padded with -1.
             right_positives: (b, K) left ids known to be relevant to each right item, padded with -1.
-            negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of left anchors.
+            negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of left anchors; not
+                with views.
         """
-        given = (left_id, right_id, left_positives, right_positives, negatives, negative_id)
-        batch = self._checked(left, right, *given)
+        ids = {"left_id": left_id, "right_id": left_id if right_id is None else right_id}
+        ids |= {"left_positives": left_positives, "right_positives": right_positives, "negative_id": negative_id}
+        batch, copies = self._checked({"left": left, "right": right, "negatives": negatives}, ids)
         if self.needs_encode and encode is None:
             raise DualencError(
                 f"{type(self).__name__}: encode is missing; pass encode(side, ids) -> (n, D) that embeds items by id"
             )
-        encode = _as_called(encode, left.device.type)
-        with torch.autocast(left.device.type, enabled=False):
-            build = view_anchors if self.views else pair_anchors
+        encode = None if encode is None else _guarded(encode, batch.left, torch.is_autocast_enabled(left.device.type))
+        with torch.autocast(left.device.type, enabled=False), self._draws_kept():
+            temperature = self.temperature.to(batch.left.dtype)
             # One direction after the other: what the first one held is gone before the second begins.
-            directions = build(batch, self.temperature.to(batch.left.dtype))
-            outputs = [self._direction_loss(anchors, encode) for anchors in directions]
-        loss = torch.stack([loss for loss, _ in outputs]).mean()
-        metrics = {k: torch.stack([m[k] for _, m in outputs]).mean() for k in outputs[0][1]}
-        return ObjectiveOutput(loss, metrics)
+            losses = [self.anchor_losses(anchors, encode) for anchors in self._anchors(batch, temperature)]
+            loss = self._mean(losses, sum(batch.sizes))
+        watched, temperature = batch.detached(*copies), temperature.detach()
+        return ObjectiveOutput(loss, Metrics(lambda: self._metrics(watched, temperature)))
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         """One loss per anchor: the equation of the objective."""
@@ -159,7 +203,22 @@ class Objective(nn.Module):
         """Tell how much of the training is done, in [0, 1]; objectives with schedules listen."""
 
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
-        """Tell how many pairs each left (num_left,) and right (num_right,) item is in; the oracle listens."""
+        """Tell how many pairs each left (num_left,) and right (num_right,) item is in.
+
+        The corpus is the multiset of the pairs' items. Without this, every item stands in one pair.
+
+        Raises:
+            DualencError: another number of items.
+        """
+        for side, counts in (("left", left_counts), ("right", left_counts if self.views else right_counts)):
+            total = self.num_left if side == "left" else self.num_right
+            if total is None:
+                continue
+            if counts.shape != (total,):
+                self._fail(f"{side}_counts", f"has shape {tuple(counts.shape)}; it must hold {total} counts")
+            uneven = bool((counts != 1).any())
+            self.num_pairs = int(counts.sum())
+            setattr(self, f"{side}_counts", counts.to(self.log_temperature.device, torch.float32) if uneven else None)
 
     def set_neighbors(self, side: Side, ids: Tensor) -> None:
         """Tell which of the other side's items are near each item of a side, (m, k); chains listen."""
@@ -168,6 +227,16 @@ class Objective(nn.Module):
         """Size of a side's id space."""
         return self.num_left if side == "left" else self.num_right
 
+    def counts(self, side: Side) -> Tensor | None:
+        """(N,) how often each item of a side stands in the corpus; None where every one stands there once."""
+        if not self.corpus_of_pairs:
+            return None
+        return self.left_counts if side == "left" else self.right_counts
+
+    def corpus_size(self, side: Side) -> int | None:
+        """N, a side's items, each as often as it stands in the corpus; None if unknown."""
+        return self.num_items(side) if self.counts(side) is None else self.num_pairs
+
     def log_corpus_size(self, anchors: Anchors) -> Tensor:
         """(A,) log of the number of negatives an anchor has in the whole corpus; in the batch, if N is unknown."""
         if anchors.log_corpus_size is None:
@@ -175,102 +244,207 @@ class Objective(nn.Module):
         return anchors.log_corpus_size
 
     def _log_corpus_size(self, anchors: Anchors) -> Tensor:
-        total = self.num_items(anchors.candidate_side)
+        total, counts = self.corpus_size(anchors.candidate_side), self.counts(anchors.candidate_side)
+        positives, num_views = anchors.positive_ids, 2 if anchors.views else 1
         if total is None:
-            return anchors.num_negatives.clamp(min=1).to(anchors.embeddings.dtype).log()
-        ordered = anchors.positive_ids.sort(dim=1).values
-        distinct = (ordered != PADDING) & (ordered != ordered.roll(1, dims=1))
-        distinct[:, 0] = ordered[:, 0] != PADDING
-        count = (total - distinct.sum(dim=1)).clamp(min=1) * (2 if anchors.views else 1)
-        return count.to(anchors.embeddings.dtype).log()
+            number = anchors.num_negatives
+        elif counts is not None:
+            number = total - counts[positives.clamp(min=0)].masked_fill(positives == PADDING, 0.0).sum(dim=1)
+        elif positives.shape[1] == 1:
+            return anchors.embeddings.new_full((len(anchors.ids),), math.log(num_views * max(total - 1, 1)))
+        else:
+            number = total - (positives != PADDING).sum(dim=1)
+        number = number if total is None else num_views * number
+        return number.clamp(min=1).to(anchors.embeddings.dtype).log()
 
-    def _direction_loss(self, anchors: Anchors, encode: Encode | None) -> tuple[Tensor, dict[str, Tensor]]:
-        losses = self.anchor_losses(anchors, encode)
-        per_anchor = losses.surrogate + (losses.value - losses.surrogate).detach()
-        scale = distributed.world_size() / max(anchors.num_global, 1)
-        return per_anchor.sum() * scale, self._metrics(anchors)
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of `torch.nn.Module`; what does not fit is told before anything is taken over.
+
+        Raises:
+            DualencError: a table has another size, or is missing.
+        """
+        name = type(self).__name__
+        for prefix, module in self.named_modules():
+            # Modules with a way of their own to load know their sizes themselves.
+            if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
+                continue
+            for key, here in [*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)]:
+                saved = state_dict.get(key)
+                if saved is not None and saved.shape != here.shape:
+                    raise DualencError(
+                        f"{name}: {key} has shape {tuple(saved.shape)} in the saved state, {tuple(here.shape)} here; "
+                        "load it into an objective with the same num_left, num_right, views and options"
+                    )
+        try:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        except RuntimeError as error:
+            raise DualencError(f"{name}: {' '.join(str(error).split())}") from error
+
+    def _anchors(self, batch: Batch, temperature: Tensor) -> Iterator[Anchors]:
+        return (view_anchors if self.views else pair_anchors)(batch, temperature)
+
+    def _mean(self, losses: list[AnchorLosses], num_pairs: int) -> Tensor:
+        """Over all anchors of the global batch, so that the average over ranks is the global loss."""
+        scale = distributed.world_size() / max(2 * num_pairs, 1)
+        surrogate = torch.cat([of.surrogate for of in losses]).sum() * scale
+        if all(of.value is None for of in losses):
+            return surrogate
+        with torch.no_grad():
+            values = [of.surrogate if of.value is None else of.value for of in losses]
+            difference = torch.cat(values).sum() * scale - surrogate
+        return surrogate + difference
+
+    @contextmanager
+    def _draws_kept(self) -> Iterator[None]:
+        """Outside of training, random draws are made but not counted."""
+        if self.updates_state:
+            yield
+            return
+        positions = [(module, module.draws) for module in self.modules() if isinstance(module, SharedRandom)]
+        yield
+        for random, draws in positions:
+            random.draws = draws
 
     @torch.no_grad()
-    def _metrics(self, anchors: Anchors) -> dict[str, Tensor]:
+    def _metrics(self, batch: Batch, temperature: Tensor) -> dict[str, Tensor]:
         """The same for every objective, so that runs can be compared: in-batch estimates of L(θ) and accuracy."""
-        positive = anchors.positive_logits
-        has_negatives = anchors.num_negatives > 0
-        log_mean, hardest = anchors.statistics(_mean_and_hardest)
-        estimate = torch.where(has_negatives, -positive + log_mean + self.log_corpus_size(anchors), 0.0)
-        return {
-            "batch_estimate": estimate.sum() / has_negatives.sum().clamp(min=1),
-            "accuracy": (positive > hardest).to(positive.dtype).mean().nan_to_num(),
-            "positive_similarity": anchors.positive_similarities.mean().nan_to_num(),
-            "temperature": anchors.temperature.detach(),
-        }
+        found = []
+        with torch.autocast(batch.left.device.type, enabled=False):
+            for anchors in self._anchors(batch, temperature):
+                positive, has_negatives = anchors.positive_logits, anchors.num_negatives > 0
+                log_mean, hardest = anchors.statistics(_mean_and_hardest)
+                estimate = torch.where(has_negatives, -positive + log_mean + self.log_corpus_size(anchors), 0.0)
+                of_batch = estimate.sum() / has_negatives.sum().clamp(min=1)
+                accuracy = (positive > hardest).to(positive.dtype).mean().nan_to_num()
+                similarity = anchors.positive_similarities.mean().nan_to_num()
+                found.append(torch.stack([of_batch, accuracy, similarity, temperature]))
+        return dict(zip(Metrics.NAMES, torch.stack(found).mean(dim=0).unbind(), strict=True))
 
     def _checked(
-        self,
-        left: Tensor,
-        right: Tensor,
-        left_id: Tensor,
-        right_id: Tensor | None,
-        left_positives: Tensor | None,
-        right_positives: Tensor | None,
-        negatives: Tensor | None,
-        negative_id: Tensor | None,
-    ) -> Batch:
-        right_id = left_id if right_id is None else right_id
-        nothing = left_id.new_full((len(left_id), 0), PADDING)
-        negatives = right[:0] if negatives is None else negatives
-        negative_id = right_id[:0] if negative_id is None else negative_id
-        embeddings = {"left": left, "right": right, "negatives": negatives}
-        ids = {"left_id": (left_id, self.num_left), "right_id": (right_id, self.num_right)}
-        ids["negative_id"] = negative_id, self.num_right
-        self._check_embeddings(embeddings)
-        if left.shape != right.shape or negatives.shape[1:] != right.shape[1:]:
+        self, embeddings: dict[str, Tensor | None], ids: dict[str, Tensor | None]
+    ) -> tuple[Batch, tuple[Tensor, Tensor]]:
+        """The batch, and copies of this rank's embeddings that nobody changes later."""
+        left, right = embeddings["left"], embeddings["right"]
+        given = {name: tensor for name, tensor in embeddings.items() if tensor is not None}
+        for name, tensor in given.items():
+            self._check_embeddings(name, tensor)
+        assert left is not None and right is not None
+        wrong_width = [name for name, tensor in given.items() if tensor.shape[1:] != left.shape[1:]]
+        if left.shape != right.shape or wrong_width:
             self._fail("left, right", f"have shapes {tuple(left.shape)}, {tuple(right.shape)}; both must be (b, D)")
-        for of, (name, (values, _)) in zip(embeddings.values(), ids.items(), strict=True):
-            self._check_ids(name, values, of)
-        self._check_values(embeddings, ids)
-        if self.views and right_id is not left_id and not torch.equal(left_id, right_id):
-            self._fail("right_id", "differs from left_id; with views=True both views carry the image's id")
+        if self.views and "negatives" in given:
+            self._fail("negatives", "do not go with views=True, where every other image is a negative; leave them out")
+        if ("negatives" in given) != (ids["negative_id"] is not None):
+            self._fail("negatives", "and negative_id must be given together, (n, D) and (n,)")
+        of = {"negative_id": given.get("negatives", left)}
+        known = {n: self._checked_ids(n, t, of.get(n, left)) for n, t in ids.items() if t is not None}
+        alone = not distributed.is_initialized()
+        sizes = distributed.rank_sizes(len(left), left.device)
+        with torch.no_grad():
+            both = torch.stack([known["left_id"], known["right_id"]])
+            both = both if alone else distributed.gather(both.T, sizes).T
+            rows = torch.cat(list(given.values()))
+            numbers = self._look(given, rows, both, known)
+            parts = rows.split([len(tensor) for tensor in given.values()])
         precision = torch.float64 if left.dtype == torch.float64 else torch.float32
-        return Batch(
-            left=left.to(precision),
-            right=right.to(precision),
-            left_id=left_id,
-            right_id=right_id,
-            left_positives=nothing if left_positives is None else left_positives,
-            right_positives=nothing if right_positives is None else right_positives,
-            negatives=negatives.to(precision),
-            negative_id=negative_id,
+        left, right = left.to(precision), right.to(precision)
+        negatives = given["negatives"].to(precision) if "negatives" in given else right[:0]
+        negative_id = known.get("negative_id", known["right_id"][:0])
+        mined = distributed.rank_sizes(len(negatives), left.device)
+        batch = Batch(
+            left=left,
+            right=right,
+            left_id=known["left_id"],
+            right_id=known["right_id"],
+            left_positives=known.get("left_positives"),
+            right_positives=known.get("right_positives"),
+            all_left=distributed.gather_with_grad(left, sizes),
+            all_right=distributed.gather_with_grad(right, sizes),
+            all_left_id=known["left_id"] if alone else both[0],
+            all_right_id=known["right_id"] if alone else both[1],
+            negatives=distributed.gather_with_grad(negatives, mined) if any(mined) else negatives,
+            negative_id=distributed.gather(negative_id, mined) if any(mined) else negative_id,
+            sizes=sizes,
+            left_copies=numbers[0],
+            right_copies=numbers[1],
         )
+        return batch, (parts[0].to(precision), parts[1].to(precision))
 
-    def _check_embeddings(self, embeddings: dict[str, Tensor]) -> None:
-        for name, tensor in embeddings.items():
-            if tensor.dim() != 2 or not tensor.is_floating_point():
-                self._fail(
-                    name,
-                    f"has shape {tuple(tensor.shape)} ({tensor.dtype}); it must be a float (b, D) tensor",
-                )
+    def _check_embeddings(self, name: str, tensor: Tensor) -> None:
+        if tensor.dim() != 2 or not tensor.is_floating_point():
+            what = f"has shape {tuple(tensor.shape)} ({tensor.dtype})"
+            self._fail(name, f"{what}; it must be a float (b, D) tensor")
 
-    def _check_ids(self, name: str, ids: Tensor, of: Tensor) -> None:
-        if ids.shape != of.shape[:1] or ids.is_floating_point():
-            self._fail(name, f"has shape {tuple(ids.shape)} ({ids.dtype}); it must hold {len(of)} integer ids")
+    def _checked_ids(self, name: str, ids: Tensor, of: Tensor) -> Tensor:
+        """Ids of any integer type as int64: one per row of the embeddings, or a list per row."""
+        is_list = name.endswith("positives")
+        fits = ids.shape[:1] == of.shape[:1] and ids.dim() == (2 if is_list else 1)
+        if not fits or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            what = f"({len(of)}, K) integer ids" if is_list else f"{len(of)} integer ids"
+            self._fail(name, f"has shape {tuple(ids.shape)} ({ids.dtype}); it must hold {what}")
         if ids.device != of.device:
             self._fail(name, f"is on {ids.device}, the embeddings are on {of.device}; move it there")
+        return ids.long()
 
-    def _check_values(self, embeddings: dict[str, Tensor], ids: dict[str, tuple[Tensor, int | None]]) -> None:
-        """All values in one look: on a GPU each look waits for the work before it."""
-        named = {name: (values, limit) for name, (values, limit) in ids.items() if len(values)}
-        # A norm is finite when all entries are, and takes one pass.
-        norms = [torch.linalg.vector_norm(tensor.detach()).double() for tensor in embeddings.values()]
-        bounds = [bound.double() for values, _ in named.values() for bound in values.aminmax()]
-        found = torch.stack([*norms, *bounds]).tolist()
-        for name, norm in zip(embeddings, found, strict=False):
-            if not math.isfinite(norm):
+    def _look(
+        self, embeddings: dict[str, Tensor], rows: Tensor, both: Tensor, ids: dict[str, Tensor]
+    ) -> tuple[int, int]:
+        """Check all values in one look: on a GPU each look waits for the work before it.
+
+        Args:
+            embeddings: by name.
+            rows: (n, D) all of them.
+            both: (2, P) left and right ids of the pairs of all ranks.
+            ids: by name, this rank's.
+
+        Returns:
+            How many pairs share one left item at most, and one right item.
+        """
+        bounds: dict[str, tuple[Tensor, ...]] = {}
+        if len(rows):
+            norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+            bounds["norms"] = norms.aminmax(dim=0, keepdim=True)
+        if both.shape[1]:
+            ordered = both.sort(dim=1).values
+            copies = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
+            bounds["pairs"] = (copies.amax(dim=1), *both.aminmax(dim=1))
+        for name in ("left_positives", "right_positives", "negative_id"):
+            if name in ids and ids[name].numel():
+                bounds[name] = ids[name].flatten().aminmax(dim=0, keepdim=True)
+        if self.views and ids["left_id"] is not ids["right_id"] and len(ids["left_id"]):
+            bounds["differ"] = ((ids["left_id"] != ids["right_id"]).any()[None],)
+        numbers = torch.cat([part for parts in bounds.values() for part in parts]).tolist() if bounds else []
+        found = {}
+        for name, parts in bounds.items():
+            count = sum(len(part) for part in parts)
+            found[name], numbers = numbers[:count], numbers[count:]
+        self._check_norms(embeddings, *found.get("norms", (1.0, 1.0)))
+        left_copies, right_copies, *ends = found.get("pairs", [0] * 6)
+        self._check_range("left_id", ends[0], ends[2], self.num_left)
+        self._check_range("right_id", ends[1], ends[3], self.num_right)
+        limits = {"left_positives": self.num_right, "right_positives": self.num_left, "negative_id": self.num_right}
+        for name, limit in limits.items():
+            if name in found:
+                self._check_range(name, *found[name], limit, padded=name != "negative_id")
+        if any(found.get("differ", [])):
+            self._fail("right_id", "differs from left_id; with views=True both views carry the image's id")
+        return int(left_copies), int(right_copies)
+
+    def _check_norms(self, embeddings: dict[str, Tensor], lowest: float, highest: float) -> None:
+        if abs(lowest - 1) <= NORM_TOLERANCE and abs(highest - 1) <= NORM_TOLERANCE:
+            return
+        for name, tensor in embeddings.items():
+            norms = torch.linalg.vector_norm(tensor.detach(), dim=1, dtype=torch.float64)
+            if not bool(torch.isfinite(norms).all()):
                 self._fail(name, "holds NaN or infinite values; lower the learning rate or check the encoder")
-        lows, highs = found[len(norms) :: 2], found[len(norms) + 1 :: 2]
-        for (name, (_, limit)), low, high in zip(named.items(), lows, highs, strict=True):
-            if low < 0 or (limit is not None and high >= limit):
-                most = limit if limit is not None else "N"
-                self._fail(name, f"holds ids in [{low:.0f}, {high:.0f}]; they must lie in [0, {most})")
+            if len(norms) and float((norms - 1).abs().max()) > NORM_TOLERANCE:
+                ends = f"[{float(norms.min()):.4g}, {float(norms.max()):.4g}]"
+                self._fail(name, f"has rows of norm in {ends}; they must be unit vectors: normalise them")
+
+    def _check_range(self, name: str, low: float, high: float, limit: int | None, padded: bool = False) -> None:
+        if low < (PADDING if padded else 0) or (limit is not None and high >= limit):
+            most, padding = limit if limit is not None else "N", " (-1 is padding)" if padded else ""
+            self._fail(name, f"holds ids in [{low:.0f}, {high:.0f}]; they must lie in [0, {most}){padding}")
 
     def _fail(self, argument: str, problem: str) -> None:
         raise DualencError(f"{type(self).__name__}: {argument} {problem}")
@@ -279,17 +453,26 @@ class Objective(nn.Module):
 def _mean_and_hardest(anchors: Anchors) -> tuple[Tensor, ...]:
     """(A,) log of the mean of exp(s/τ) over the negatives, and (A,) the largest s/τ."""
     logits = anchors.logits
-    return log_mean_exp(logits), logits.amax(dim=1) if logits.shape[1] else anchors.positive_logits
+    return anchors.log_mean_exp, logits.amax(dim=1) if logits.shape[1] else anchors.positive_logits
 
 
-def _as_called(encode: Encode | None, device: str) -> Encode | None:
-    """`encode` under the autocast setting of the caller: objectives compute in full precision, encoders do not."""
-    if encode is None or not torch.is_autocast_enabled(device):
-        return encode
-    dtype = torch.get_autocast_dtype(device)
+def _guarded(encode: Encode, like: Tensor, autocast: bool) -> Encode:
+    """`encode` under the autocast setting of the caller, since objectives compute in full precision and encoders do
+    not; with its result checked, and in the precision and on the device of `like` (b, D)."""
+    device = like.device.type
+    dtype = torch.get_autocast_dtype(device) if autocast else None
 
-    def wrapped(side: Side, ids: Tensor) -> Tensor:
-        with torch.autocast(device, dtype=dtype):
-            return encode(side, ids)
+    def guarded(side: Side, ids: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=dtype) if autocast else nullcontext():
+            embeddings = encode(side, ids)
+        expected = (len(ids), like.shape[1])
+        if embeddings.shape != expected:
+            raise DualencError(f"encode gave shape {tuple(embeddings.shape)} for {len(ids)} ids; it must be {expected}")
+        with torch.no_grad():
+            # A norm is finite when all entries are, and takes one pass.
+            norm = float(torch.linalg.vector_norm(embeddings, dtype=torch.float64))
+        if not math.isfinite(norm):
+            raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
+        return embeddings.to(like)
 
-    return wrapped
+    return guarded

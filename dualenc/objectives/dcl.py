@@ -13,8 +13,7 @@ class DCL(Objective):
     """−s⁺/τ + log Σ_c exp(s_c/τ) over the negatives c of the batch (Yeh et al. 2022, decoupled contrastive loss)."""
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        loss = anchors.by_rows(_log_partition) - anchors.positive_logits
-        return AnchorLosses(loss, loss.detach())
+        return AnchorLosses(anchors.by_rows(_log_partition) - anchors.positive_logits)
 
 
 def _log_partition(anchors: Anchors) -> Tensor:

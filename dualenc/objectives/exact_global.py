@@ -15,7 +15,7 @@ from dualenc.objectives.base import AnchorLosses, Encode, Objective
 
 
 class ExactGlobal(Objective):
-    """−s⁺/τ + log Σ_z exp(s_z/τ) over every negative z of the corpus: L(θ) itself (emc2.txt, Eq. 1 and 4).
+    """−s⁺/τ + log Σ_z exp(s_z/τ) over every negative z of the corpus: L(θ) itself (Yau et al. 2024, Eq. 1 and 4).
 
     The corpus is encoded in chunks, twice: once for the log-sum, once for the weighted similarities, whose encoder
     activations are recomputed in the backward pass. One step costs several passes over the corpus; use it to check
@@ -31,20 +31,12 @@ class ExactGlobal(Objective):
 
     needs_num_left = True
     needs_encode = True
-    log_left_counts: Tensor
-    log_right_counts: Tensor
 
     def __init__(self, *, corpus_chunk_size: int = 1024, **common: Any) -> None:
         super().__init__(**common)
         if corpus_chunk_size < 1:
             raise DualencError(f"ExactGlobal: corpus_chunk_size is {corpus_chunk_size}; it must be at least 1")
         self.corpus_chunk_size = corpus_chunk_size
-        self.register_buffer("log_left_counts", torch.zeros(self.num_left or 1))
-        self.register_buffer("log_right_counts", torch.zeros(self.num_right or 1))
-
-    def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
-        self.log_left_counts.copy_(left_counts.log())
-        self.log_right_counts.copy_(right_counts.log())
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         assert encode is not None
@@ -65,15 +57,15 @@ class ExactGlobal(Objective):
 
     def _chunk_term(self, anchors: Anchors, encode: Encode, ids: Tensor, log_partition: Tensor) -> Tensor:
         logits = self._chunk_logits(anchors, encode, ids)
-        return weighted_sum(torch.exp(logits - log_partition[:, None]), logits)
+        return weighted_sum(torch.exp(logits - log_partition[:, None]), logits.masked_fill(torch.isneginf(logits), 0.0))
 
     def _chunk_logits(self, anchors: Anchors, encode: Encode, ids: Tensor) -> Tensor:
         """(A, n) s/τ plus the log of each item's count, -inf at positives; with views (A, 2n)."""
         sides: tuple[Side, ...] = ("left", "right") if anchors.views else (anchors.candidate_side,)
-        embeddings = torch.cat([encode(side, ids) for side in sides]).to(anchors.embeddings)
-        ids = ids.repeat(len(sides))
-        counts = self.log_left_counts if anchors.candidate_side == "left" else self.log_right_counts
-        logits = anchors.outside_logits(embeddings) + counts[ids].to(embeddings)
+        logits = anchors.outside_logits(torch.cat([encode(side, ids) for side in sides]))
+        ids, counts = ids.repeat(len(sides)), self.counts(anchors.candidate_side)
+        if counts is not None:
+            logits = logits + counts[ids].log().to(logits)
         return logits.masked_fill(~anchors.is_negative(ids), -torch.inf)
 
     def _chunks(self, anchors: Anchors) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dualenc import distributed
+from dualenc.errors import DualencError
 from dualenc.objectives.isir import inverse_cdf
 from dualenc.objectives.tables import first_rows
 
@@ -133,7 +134,7 @@ class FeatureCache(nn.Module):
     def _inside_block(self, query: Query, block: Tensor, uniform: Tensor, anchors: Tensor) -> Tensor:
         """(n,) items drawn inside this rank's winning blocks, for some of the anchors (n,)."""
         drawn = []
-        per_chunk = max(1, MAX_ELEMENTS // (self.block_size * self.features.shape[1]))
+        per_chunk = max(1, MAX_ELEMENTS // max(1, self.block_size * self.features.shape[1]))
         for chosen in anchors.split(per_chunk):
             rows = block[chosen, None] * self.block_size + torch.arange(self.block_size, device=block.device)
             logits = torch.einsum("ad,acd->ac", query.embeddings[chosen], self.features[rows]) / query.temperature
@@ -191,7 +192,10 @@ class FeatureCache(nn.Module):
         if not len(filled):
             self.features, self.filled = features.clone(), filled.clone()
         elif len(filled) != self.num_items:
-            error_msgs.append(f"{prefix}features holds {len(filled)} items, this cache {self.num_items}")
+            raise DualencError(
+                f"{prefix}features holds {len(filled)} items in the saved state, {self.num_items} here; load it into "
+                "an objective with the same num_left, num_right and views"
+            )
         else:
             self._allocate(features)
             own = slice(self.first_item, self.first_item + len(self.features))

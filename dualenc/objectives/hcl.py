@@ -50,17 +50,16 @@ class HCL(Objective):
             self.hardness = self.initial_hardness * (1 - passed / self.annealing_steps)
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        loss = anchors.by_rows(self._cross_entropy)
-        return AnchorLosses(loss, loss.detach())
+        return AnchorLosses(anchors.by_rows(self._cross_entropy))
 
     def _cross_entropy(self, anchors: Anchors) -> Tensor:
         positive = anchors.positive_logits
         alone = anchors.num_negatives == 0
-        masked = ~(anchors.allowed | alone[:, None])
-        scores = anchors.similarities / anchors.temperature
+        masked = anchors.excluded & ~alone[:, None]
+        scores = anchors.scores
         importance = (self.hardness * scores).masked_fill(masked, -torch.inf)
         weighted = ((1 + self.hardness) * scores).masked_fill(masked, -torch.inf)
-        hard = torch.logsumexp(weighted, dim=1) - log_mean_exp(importance)
+        hard = torch.logsumexp(weighted, dim=1) - log_mean_exp(importance, anchors.num_negatives)
         log_negatives = self._debiased(hard, positive, anchors)
         loss = torch.logaddexp(positive, log_negatives) - positive
         return torch.where(alone, positive - positive, loss)

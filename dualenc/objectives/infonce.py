@@ -18,10 +18,8 @@ class InfoNCE(Objective):
     """
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        loss = anchors.by_rows(_cross_entropy)
-        return AnchorLosses(loss, loss.detach())
+        return AnchorLosses(anchors.by_rows(_cross_entropy))
 
 
 def _cross_entropy(anchors: Anchors) -> Tensor:
-    positive = anchors.positive_logits
-    return torch.logsumexp(torch.cat([positive[:, None], anchors.logits], dim=1), dim=1) - positive
+    return torch.nn.functional.cross_entropy(anchors.logits_with_positive, anchors.positive_column, reduction="none")

@@ -71,12 +71,13 @@ class ISogCLR(SogCLR):
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         table, averages = self._tables(anchors)
         tau = table.tau[anchors.ids].to(anchors.embeddings)
-        log_mean = anchors.statistics(lambda some, tau: log_mean_exp(_own_logits(some, tau)), tau)
-        log_u = torch.nan_to_num(averages.track(anchors.ids, log_mean, self.gamma, anchors.sizes), nan=0.0)
+        log_mean = anchors.statistics(_log_mean, tau)
+        found = (anchors.ids, log_mean, self.gamma, anchors.sizes, self.updates_state, anchors.distinct_rows)
+        log_u = torch.nan_to_num(averages.track(*found), nan=0.0)
         negative = anchors.by_rows(_weighted, tau, log_u)
         surrogate = (negative - anchors.positive_similarities) / anchors.temperature
         value = log_u + self.log_corpus_size(anchors) - anchors.positive_similarities / tau
-        if self.temperature_rate and self.training:
+        if self.temperature_rate and self.updates_state:
             self._step(table, anchors, log_u + self.radius - negative.detach() / tau)
         return AnchorLosses(surrogate, value.detach())
 
@@ -94,7 +95,11 @@ class ISogCLR(SogCLR):
 
 def _own_logits(anchors: Anchors, tau: Tensor) -> Tensor:
     """(A, C) s/τ_a without gradient, -inf where a candidate is no negative."""
-    return (anchors.similarities.detach() / tau[:, None]).masked_fill(~anchors.allowed, -torch.inf)
+    return (anchors.similarities.detach() / tau[:, None]).masked_fill(anchors.excluded, -torch.inf)
+
+
+def _log_mean(anchors: Anchors, tau: Tensor) -> Tensor:
+    return log_mean_exp(_own_logits(anchors, tau), anchors.num_negatives)
 
 
 def _weighted(anchors: Anchors, tau: Tensor, log_u: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class NegativeCache(Objective):
     Source: Lindgren et al. 2021, "Efficient training of retrieval models using negative cache", Algorithm 1 (cached
     Gumbel-max gradient descent). Each step encodes a share of the corpus anew, the items that waited longest; the
     items of the batch, mined negatives and the drawn negatives are remembered as they come, at no cost.
-    Every item of the corpus counts once. With views an image is two items, its left and its right view.
+    Every item of the corpus counts once, however many pairs it is in. With views an image is two items, its left and its right view.
 
     Args:
         refresh: ρ in [0, 1], share of the corpus that a step encodes anew (without gradient).
@@ -34,6 +34,7 @@ class NegativeCache(Objective):
 
     needs_num_left = True
     needs_encode = True
+    corpus_of_pairs = False
 
     def __init__(self, *, refresh: float = 0.01, **common: Any) -> None:
         super().__init__(**common)
@@ -48,10 +49,11 @@ class NegativeCache(Objective):
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         assert encode is not None
         cache = self.left_cache if anchors.candidate_side == "left" else self.right_cache
-        items = candidate_items(anchors)
+        items, updates = candidate_items(anchors), self.updates_state
         with torch.no_grad():
-            self._refresh(cache, anchors, encode)
-            cache.write(items, anchors.candidates)
+            if updates:
+                self._refresh(cache, anchors, encode)
+                cache.write(items, anchors.candidates)
             drawn, log_mean = self._draw(cache, anchors)
         column = find(items, drawn)
         in_batch = (anchors.embeddings * anchors.candidates[column.clamp(min=0)]).sum(dim=1)
@@ -59,8 +61,9 @@ class NegativeCache(Objective):
         away = ((drawn >= 0) & (column < 0)).nonzero()[:, 0]
         embeddings = embed(drawn[away], encode, anchors)
         similarity = similarity.index_put((away,), (anchors.embeddings[away] * embeddings).sum(dim=1))
-        sizes = distributed.rank_sizes(len(away), away.device)
-        cache.write(distributed.gather(drawn[away], sizes), distributed.gather(embeddings, sizes))
+        if updates:
+            sizes = distributed.rank_sizes(len(away), away.device)
+            cache.write(distributed.gather(drawn[away], sizes), distributed.gather(embeddings, sizes))
         value = log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
         return AnchorLosses(similarity / anchors.temperature - anchors.positive_logits, value.detach())
 
@@ -77,7 +80,7 @@ class NegativeCache(Objective):
         """(A,) items drawn for this rank's anchors, -1 for none, and (A,) the log of the mean of exp(s/τ)."""
         rows = distributed.gather(anchors.rows, anchors.sizes)
         embeddings = distributed.gather(anchors.embeddings, anchors.sizes)
-        barred = _gather_padded(items_of(anchors.known_positives, self.views), anchors.sizes)
+        barred = _gather_padded(items_of(anchors.positive_ids, self.views), anchors.sizes)
         query = Query(embeddings, barred, anchors.temperature)
         uniform = self.random.uniform(cache.num_blocks + 1, anchors.num_global, like=embeddings)[:, rows]
         items, log_mean = cache.draw(query, gumbels=-(-uniform[1:].log()).log(), uniform=uniform[0])

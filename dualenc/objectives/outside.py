@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors, Side
 from dualenc.objectives.base import Encode
 
@@ -50,23 +49,19 @@ def find(items: Tensor, wanted: Tensor) -> Tensor:
 
 
 def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
-    """(n, D) embeddings of items (n,), each distinct one encoded once; this rank's own needs, no collective.
-
-    Raises:
-        DualencError: `encode` gave another shape than (n, D), or values that are not finite.
-    """
+    """(n, D) embeddings of items (n,), each distinct one encoded once; this rank's own needs, no collective."""
     if not len(items):
         return anchors.embeddings[:0]
     distinct, row = torch.unique(items, return_inverse=True)
     if not anchors.views:
-        return _checked(encode(anchors.candidate_side, distinct), distinct, anchors)[row]
+        return encode(anchors.candidate_side, distinct)[row]
     embeddings = anchors.embeddings.new_zeros(len(distinct), anchors.embeddings.shape[1])
     sides: tuple[Side, ...] = ("left", "right")
     for view, side in enumerate(sides):
         place = (distinct % 2 == view).nonzero()[:, 0]
         if len(place):
             ids = ids_of(distinct[place], views=True)
-            embeddings = embeddings.index_put((place,), _checked(encode(side, ids), ids, anchors))
+            embeddings = embeddings.index_put((place,), encode(side, ids))
     return embeddings[row]
 
 
@@ -77,12 +72,3 @@ def similarities_beside(anchors: Anchors, rows: Tensor, embeddings: Tensor, num_
         return empty
     own = embeddings.view(len(rows), num_each, embeddings.shape[-1])
     return empty.index_put((rows,), torch.einsum("ad,asd->as", anchors.embeddings[rows], own))
-
-
-def _checked(embeddings: Tensor, ids: Tensor, anchors: Anchors) -> Tensor:
-    expected = (len(ids), anchors.embeddings.shape[1])
-    if embeddings.shape != expected:
-        raise DualencError(f"encode gave shape {tuple(embeddings.shape)} for {len(ids)} ids; it must be {expected}")
-    if not torch.isfinite(embeddings.detach()).all():
-        raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
-    return embeddings.to(anchors.embeddings)

@@ -111,7 +111,7 @@ class SACLR(Objective):
 
     def _scale(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_count: Tensor) -> Tensor:
         """(A,) log(1/s), this step's ξ counted in."""
-        total = self.num_items(anchors.candidate_side) or 1
+        total = self.corpus_size(anchors.candidate_side) or 1
         log_new = log_positive + math.log(self.alpha * total + 1 - self.alpha)
         if self.alpha < 1:
             log_new = torch.logaddexp(log_new, log_mean + log_count + math.log1p(-self.alpha))

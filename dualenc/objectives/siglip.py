@@ -28,12 +28,9 @@ class SigLIP(Objective):
         self.bias = nn.Parameter(torch.tensor(float(bias)), requires_grad=learnable_bias)
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        loss = anchors.by_rows(self._cross_entropy)
-        return AnchorLosses(loss, loss.detach())
+        return AnchorLosses(anchors.by_rows(self._cross_entropy))
 
     def _cross_entropy(self, anchors: Anchors) -> Tensor:
         attract = logsigmoid(anchors.positive_logits + self.bias)
-        # A masked logit of -inf has log σ(+inf) = 0, but its gradient would be NaN: replace it first.
-        logits = anchors.logits.masked_fill(~anchors.allowed, 0.0)
-        repel = logsigmoid(-(logits + self.bias)) * anchors.allowed
+        repel = logsigmoid(-(anchors.scores + self.bias)).masked_fill(anchors.excluded, 0.0)
         return -attract - repel.sum(dim=1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import Anchors, log_mean_exp, weighted_sum
+from dualenc.objectives.anchors import Anchors, weighted_sum
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
 from dualenc.objectives.tables import LogAverages
 
@@ -51,8 +51,8 @@ class SogCLR(Objective):
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         table = self.left_averages if anchors.side == "left" else self.right_averages
-        log_mean = anchors.statistics(lambda some: log_mean_exp(some.logits))
-        log_u = table.track(anchors.ids, log_mean, self.gamma, anchors.sizes)
+        log_mean = anchors.statistics(lambda some: some.log_mean_exp)
+        log_u = table.track(anchors.ids, log_mean, self.gamma, anchors.sizes, self.updates_state, anchors.distinct_rows)
         # An anchor that has never met a negative has no average; it has no weights either.
         log_u = torch.nan_to_num(log_u, nan=0.0)
         surrogate = anchors.by_rows(_weighted, log_u) - anchors.positive_logits
@@ -61,5 +61,7 @@ class SogCLR(Objective):
 
 
 def _weighted(anchors: Anchors, log_u: Tensor) -> Tensor:
-    weights = torch.exp(anchors.logits.detach() - log_u[:, None]) / anchors.num_negatives.clamp(min=1)[:, None]
-    return weighted_sum(weights, anchors.logits)
+    with torch.no_grad():
+        log_total = log_u + anchors.num_negatives.clamp(min=1).to(log_u).log()
+        weights = torch.exp(anchors.logits - log_total[:, None])
+    return weighted_sum(weights, anchors.scores)

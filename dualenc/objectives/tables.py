@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -23,8 +25,15 @@ class LogAverages(nn.Module):
         super().__init__()
         self.register_buffer("log_u", torch.full((num_items,), start))
 
+    @torch.no_grad()
     def track(
-        self, ids: Tensor, log_values: Tensor, rate: float, sizes: list[int] | None = None, store: bool = True
+        self,
+        ids: Tensor,
+        log_values: Tensor,
+        rate: float,
+        sizes: list[int] | None = None,
+        store: bool = True,
+        distinct: bool = False,
     ) -> Tensor:
         """u ← (1 − rate)·u + rate·value for the rows of this rank; the table takes the rows of all ranks.
 
@@ -37,28 +46,30 @@ class LogAverages(nn.Module):
             rate: share of the new value, in (0, 1].
             sizes: number of rows on every rank, where known.
             store: whether the table is written; pass the objective's `updates_state`, alike on all ranks.
+            distinct: no item stands in two rows, on any ranks.
 
         Returns:
             (A,) the updated log u of each row, without gradient.
         """
-        log_values = log_values.detach()
-        updated = self._blend(ids, log_values, rate)
+        old = self.log_u[ids].to(log_values)
+        updated, usable = log_values, log_values > -torch.inf
+        if rate < 1:
+            updated = torch.logaddexp(old + math.log1p(-rate), log_values + math.log(rate))
+            updated = torch.where(torch.isnan(old), log_values, updated)
+        # A row without negatives gets its item's old average back, but has no say in the new one.
+        updated = torch.where(usable, updated, old)
         if not store:
             return updated
-        # A row without negatives gets its item's old average back, but has no say in the new one.
-        stored = torch.where(torch.isfinite(log_values), updated, torch.nan)
-        all_ids, all_updated = distributed.gather(ids, sizes), distributed.gather(stored, sizes)
-        self._store_mean(all_ids, all_updated)
+        if distributed.is_initialized():
+            ids, usable, stored = (distributed.gather(rows, sizes) for rows in (ids, usable, updated))
+        else:
+            stored = updated
+        if distinct:
+            # What a row without negatives writes is what was there.
+            self.log_u[ids] = stored.to(self.log_u)
+        else:
+            self._store_mean(ids, torch.where(usable, stored, torch.nan))
         return updated
-
-    def _blend(self, ids: Tensor, log_values: Tensor, rate: float) -> Tensor:
-        old = self.log_u[ids].to(log_values)
-        if rate >= 1:
-            return torch.where(torch.isfinite(log_values), log_values, old)
-        share = log_values.new_full((), rate)
-        blended = torch.logaddexp(old + torch.log1p(-share), log_values + share.log())
-        blended = torch.where(torch.isnan(old), log_values, blended)
-        return torch.where(torch.isfinite(log_values), blended, old)
 
     def _store_mean(self, ids: Tensor, log_u: Tensor) -> None:
         """Write the mean (of u, not of log u) over the usable rows of each item."""

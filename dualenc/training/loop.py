@@ -65,6 +65,7 @@ class Loop:
     def run(self) -> None:
         """Train to the last step, from wherever the loop stands."""
         self.update.model.train()
+        self.update.objective.train()
         while self.steps < self.total_steps:
             if self.batch == 0:
                 self._start_epoch()
@@ -160,7 +161,10 @@ class Loop:
         step = self.steps + 1
         try:
             values = self.update(
-                group, self.batches_done, lambda i, left, right: self.plan.observe(i, left, right, step)
+                group,
+                self.batches_done,
+                lambda i, left, right: self.plan.observe(i, left, right, step),
+                with_metrics=self._logs_at(step),
             )
         except DualencError as error:
             # What the objective stumbles over may be the work of an earlier step; and not every rank comes here.
@@ -173,7 +177,7 @@ class Loop:
 
     def _between_steps(self) -> None:
         last = self.steps == self.total_steps
-        if last or self.steps % self.log_every == 0:
+        if self._logs_at(self.steps):
             self._check_finite()
             self._write_log()
         if last or _due(self.steps, self.evaluate_every):
@@ -182,6 +186,9 @@ class Loop:
         if self.save_every is not None and (last or _due(self.steps, self.save_every)):
             self._check_finite()
             self.checkpoints.save(self.steps, self.state_dict())
+
+    def _logs_at(self, step: int) -> bool:
+        return step == self.total_steps or step % self.log_every == 0
 
     def _write_log(self) -> None:
         values = self.meter.average()

@@ -55,22 +55,26 @@ class Step:
         self.device = torch.device(accelerator.device.type, accelerator.device.index)
         self.parameters = trainable_parameters([model, objective])
 
-    def __call__(self, batches: list[Batch], number: int, observe: Observe) -> dict[str, Tensor | float]:
+    def __call__(
+        self, batches: list[Batch], number: int, observe: Observe, with_metrics: bool = True
+    ) -> dict[str, Tensor | float]:
         """Accumulate the mean gradient over some global batches, and update.
 
         Args:
             batches: this rank's parts of the batches.
             number: how many batches the run has had before these; seeds what objectives ask for.
             observe: gets the pair indices (b,) and embeddings (b, D), (b, D) of each batch.
+            with_metrics: have the objective compute its metrics, which costs a look at all similarities.
 
         Returns:
-            Scalars to log: this rank's loss, the objective's metrics, gradient_norm when clipped,
+            Scalars to log: this rank's loss, the objective's metrics if wanted, gradient_norm when clipped,
             items_encoded for objectives that ask for items.
         """
         encoded_before = self.items.num_encoded
         outputs = [self._accumulate(b, number + n, 1 / len(batches), observe) for n, b in enumerate(batches)]
-        values: dict[str, Tensor | float]
-        values = {k: torch.stack([out.metrics[k].detach() for out in outputs]).mean() for k in outputs[0].metrics}
+        values: dict[str, Tensor | float] = {}
+        if with_metrics:
+            values = {k: torch.stack([out.metrics[k] for out in outputs]).mean() for k in outputs[0].metrics}
         values["loss"] = torch.stack([out.loss.detach() for out in outputs]).mean()
         if self.objective.needs_encode:
             values["items_encoded"] = float(self.items.num_encoded - encoded_before)

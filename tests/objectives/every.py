@@ -34,7 +34,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "HCL": [{"hardness": 0.5}, {"annealing_steps": 3}],
     "NegativeCache": [{"refresh": 0.1}, {"refresh": 0.0}],
-    "SACLR": [{}, {"form": "matrix"}, {"negatives": 1}],
+    "SACLR": [{}, {"form": "matrix"}, {"negatives": 1}, {"variant": "authors"}],
     "SogCLR": [{}, {"gamma_schedule": "cosine"}],
 }
 

@@ -84,13 +84,30 @@ def saclr_surrogate(case: Case, inverse_scale: Table, tau: float, alpha: float, 
     return _run(case, inverse_scale, anchor)
 
 
+def saclr_authors_surrogate(case: Case, scale: Table, tau: float, alpha: float, rho: float) -> Tensor:
+    """Algorithm 1 as the authors' program has it: 1/(s·n) from 0.01 on, used before its update; in place."""
+
+    def kernel(similarity: Tensor) -> Tensor:
+        return (-(1 - similarity) / tau).exp()
+
+    def anchor(row: Row) -> tuple[Tensor, float | None]:
+        positive = kernel(row.positive)
+        mean = sum(kernel(s) for s in row.negatives) / len(row.negatives) if row.negatives else 0.0 * positive
+        old = scale.get((row.table, row.item), 0.01)
+        new = float((alpha * positive + (1 - alpha) * mean).detach())
+        return -positive.log() + mean / old, rho * old + (1 - rho) * new
+
+    return _run(case, scale, anchor)
+
+
 def _positives(case: Case, row: Row) -> set[int]:
     """Ids of the candidate side that the batch knows to be positive with the anchor."""
     if case.views:
         return {row.item}
+    known = case.relevant | set(zip(case.left_id, case.right_id))
     if row.table == "left":
-        return {r for q, r in case.relevant if q == row.item} | {row.partner}
-    return {q for q, r in case.relevant if r == row.item} | {row.partner}
+        return {r for q, r in known if q == row.item}
+    return {q for q, r in known if r == row.item}
 
 
 def _run(case: Case, table: Table, anchor: Callable[[Row], tuple[Tensor, float | None]]) -> Tensor:

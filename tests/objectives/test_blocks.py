@@ -65,7 +65,8 @@ def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monke
     monkeypatch.setattr(anchors, "BLOCK_ENTRIES", block)
     monkeypatch.setattr(row_draws, "ROWS_PER_DRAW", 8)
     criterion = large(setting, batch_size)
-    left, right = (torch.randn(batch_size, 4).requires_grad_() for _ in range(2))
+    draws = torch.randn(2, batch_size, 4)
+    left, right = (torch.nn.functional.normalize(draw, dim=1).requires_grad_() for draw in draws)
 
     def encode(side: str, ids: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.normalize(torch.ones(len(ids), 4).requires_grad_(), dim=1)

@@ -75,6 +75,37 @@ def test_saclr_row_form(seed: int, size: int, views: bool, cauchy: bool) -> None
         assert_same_step(criterion, case, slow_state.saclr_surrogate(case, scales, 0.2, 0.25, 0.7, cauchy))
 
 
+@many
+@given(seed=st.integers(0, 1000), size=st.integers(2, 7), views=st.booleans())
+def test_saclr_as_its_authors_program_it(seed: int, size: int, views: bool) -> None:
+    criterion = SACLR(num_left=20, temperature=0.2, alpha=0.25, rho=0.7, variant="authors", views=views).double()
+    scales: slow_state.Table = {}
+    for case in cases(seed, size, views):
+        assert_same_step(criterion, case, slow_state.saclr_authors_surrogate(case, scales, 0.2, 0.25, 0.7))
+    for (side, item), value in scales.items():
+        table = criterion.left_scales if side == "left" else criterion.right_scales
+        assert float(table.log_u[item]) == pytest.approx(math.log(value), abs=1e-6)
+
+
+@pytest.mark.parametrize("tau", [0.05, 0.02, 0.005])
+@pytest.mark.parametrize("form", ["row", "matrix"])
+@pytest.mark.parametrize("negatives", ["all", 1])
+def test_saclr_gradient_is_bounded_whatever_the_embeddings_do(tau: float, form: str, negatives: object) -> None:
+    """The repulsion of an anchor is at most r = 1/((1 − ρ)(1 − α)), in the matrix form on average, spread over unit
+    vectors; so its loss pulls at its own and at other embeddings with a total of at most 2·(1 + r)/τ."""
+    alpha, rho, draw = 0.125, 0.9, torch.Generator().manual_seed(0)
+    criterion = SACLR(num_left=40, temperature=tau, alpha=alpha, rho=rho, form=form, negatives=negatives)
+    largest = 0.0
+    for _ in range(65):
+        ids = torch.randperm(40, generator=draw)[:8]
+        # Embeddings far from those of the last visit, and a pair that was apart may now be together.
+        left, right = torch.nn.functional.normalize(torch.randn(2, 8, 4, generator=draw), dim=2).unbind()
+        left, right = left.requires_grad_(), right.requires_grad_()
+        criterion(left, right, ids).loss.backward()
+        largest = max(largest, float(torch.cat([left.grad, right.grad]).norm()))
+    assert 1 / tau / 8 < largest <= 2 * (1 + 1 / ((1 - rho) * (1 - alpha))) / tau
+
+
 def test_saclr_matrix_form_keeps_the_mean_of_the_row_scales() -> None:
     row, matrix = (
         SACLR(num_left=20, alpha=0.25, rho=0.0, form=form, views=True).double() for form in ("row", "matrix")

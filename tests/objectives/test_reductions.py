@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dualenc.objectives import DCL, HCL, SACLR, ExactGlobal, InfoNCE, ISogCLR, Objective, SogCLR
+from dualenc.errors import DualencError
+from dualenc.objectives import DCL, HCL, SACLR, ExactGlobal, InfoNCE, ISogCLR, NegativeCache, Objective, SogCLR
 from tests.objectives import slow
 
 
@@ -84,3 +85,24 @@ def test_exact_global_counts_an_item_as_often_as_it_stands_in_pairs() -> None:
     found = oracle(queries, documents[right_id], torch.arange(6), right_id, encode, **known).loss
     whole_batch = DCL(temperature=0.2)(queries, documents[right_id], torch.arange(6), right_id).loss
     torch.testing.assert_close(found, whole_batch)
+    # The estimators count the same corpus: with the whole of it in the batch, they agree on the value.
+    counts, batch = (torch.ones(6), torch.tensor([2.0, 2.0, 1.0, 1.0])), (queries, documents[right_id], torch.arange(6))
+    sizes = {"num_left": 6, "num_right": 4, "temperature": 0.2}
+    for given in (known, {}):
+        local = SogCLR(gamma=1.0, **sizes).double()
+        local.set_counts(*counts)
+        out = local(*batch, right_id, **given)
+        torch.testing.assert_close(out.loss, whole_batch)
+        torch.testing.assert_close(out.metrics["batch_estimate"], whole_batch)
+    with pytest.raises(DualencError, match=r"right_counts has shape \(6,\); it must hold 4 counts"):
+        oracle.set_counts(torch.ones(6), torch.ones(6))
+
+
+def test_a_corpus_of_items_counts_each_once() -> None:
+    """The cache draws every document alike, whatever pairs it stands in."""
+    values = []
+    for counts in (torch.ones(4), torch.tensor([1.0, 5.0, 1.0, 1.0])):
+        criterion = NegativeCache(num_left=4, refresh=0.0).double()
+        criterion.set_counts(torch.ones(4), counts)
+        values.append(float(criterion(torch.eye(4), torch.eye(4), torch.arange(4), encode=lambda s, i: 0).loss))
+    assert values[0] == values[1]

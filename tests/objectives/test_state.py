@@ -7,7 +7,9 @@ import io
 import pytest
 import torch
 
-from tests.objectives.every import SETTINGS, STEPS, Run, Setting
+from dualenc.errors import DualencError
+from dualenc.objectives import EMC2, Objective
+from tests.objectives.every import SETTINGS, STEPS, Run, Setting, batch
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
@@ -64,3 +66,55 @@ def test_memory_is_in_the_state(setting: Setting) -> None:
         if key not in learned and not torch.equal(torch.nan_to_num(before[key]), torch.nan_to_num(after[key]))
     }
     assert changed or setting.objective.__name__ == "ExactGlobal"
+
+
+def state_of(criterion: Objective) -> dict[str, torch.Tensor]:
+    return {key: torch.nan_to_num(values.clone()) for key, values in criterion.state_dict().items()}
+
+
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.objective is not EMC2], ids=lambda s: s.name)
+@pytest.mark.parametrize("how", ["eval mode", "no gradient"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_evaluation_leaves_the_state_alone(setting: Setting, how: str, steps: int) -> None:
+    """And so the training after it, on whatever was evaluated; it gives the same value twice."""
+    training, undisturbed = Run(setting), Run(setting)
+    for step in range(steps):
+        training.step(step)
+        undisturbed.step(step)
+    before = state_of(training.criterion)
+    training.criterion.train(how != "eval mode")
+    ids = batch(3, setting.views)
+    embeddings = {side: training.towers.encode(side, ids[f"{side}_id"]) for side in ("left", "right")}
+    if "negative_id" in ids:
+        embeddings["negatives"] = training.towers.encode("right", ids["negative_id"])
+    with torch.set_grad_enabled(how != "no gradient"):
+        losses = [training.criterion(**embeddings, **ids, encode=training.towers.encode).loss for _ in range(2)]
+    assert torch.isfinite(losses[0])
+    assert losses[0] == losses[1]
+    after = state_of(training.criterion)
+    assert all(torch.equal(after[key], values) for key, values in before.items()), after.keys() == before.keys()
+    training.criterion.train()
+    assert torch.equal(training.step(steps), undisturbed.step(steps))
+
+
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.objective.needs_num_left], ids=lambda s: s.name)
+def test_a_state_of_another_size_is_told_in_one_line(setting: Setting) -> None:
+    training = Run(setting)
+    training.step(0)
+    sizes = {"num_left": 21, "num_right": 71, "views": setting.views}
+    other = setting.objective(**sizes, **setting.arguments).double()
+    state, mine = other.state_dict(), state_of(training.criterion)
+    if state.keys() == {"log_temperature"} or all(state[k].shape == mine[k].shape for k in state):
+        pytest.skip("its state has no size")
+    with pytest.raises(DualencError) as caught:
+        other.load_state_dict(training.criterion.state_dict())
+    assert "\n" not in str(caught.value)
+    assert ("20" in str(caught.value) and "21" in str(caught.value)) or "40" in str(caught.value)
+    assert all(torch.equal(state_of(other)[key], torch.nan_to_num(values)) for key, values in state.items())
+
+
+def test_a_state_of_another_objective_is_told_in_one_line() -> None:
+    table = {s.objective.__name__: s for s in SETTINGS if not s.views}
+    with pytest.raises(DualencError, match="SogCLR: .*left_averages.log_u") as caught:
+        table["SogCLR"].build().load_state_dict(table["InfoNCE"].build().state_dict())
+    assert "\n" not in str(caught.value)

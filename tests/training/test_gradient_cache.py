@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dualenc.errors import DualencError
-from dualenc.objectives.infonce import InfoNCE
+from dualenc.objectives import SACLR, InfoNCE
 from dualenc.training.encoding import PlainEncoding
 from dualenc.training.gradient_cache import CachedEncoding
 from dualenc.training.items import ItemEncoder
@@ -120,6 +120,17 @@ def test_running_statistics_count_every_item_once(inputs):
     run(CachedEncoding(cached, CPU, chunk_size=BATCH), cached, inputs)
     for (name, first), (_, second) in zip(plain.named_buffers(), cached.named_buffers(), strict=True):
         assert torch.equal(first, second), name
+
+
+def test_state_is_written_once_per_step(inputs):
+    states, losses = [], []
+    for way, options in ((PlainEncoding, {}), (CachedEncoding, {"chunk_size": 4})):
+        model, objective = TinyEncoder().train(), SACLR(num_left=24, negatives=1).double()
+        losses.append(run(way(model, CPU, **options), model, inputs, objective)[0])
+        assert objective.random.draws == 2  # one per direction
+        states.append(objective.state_dict())
+    assert torch.allclose(*losses)
+    assert all(torch.allclose(states[0][key], values, equal_nan=True) for key, values in states[1].items())
 
 
 def test_memory_of_the_graph_is_that_of_a_chunk(inputs):
