@@ -169,9 +169,9 @@ class Anchors:
             mirror=None,
             with_grad=torch.is_grad_enabled(),
         )
-        for name in ("num_negatives", "positive_similarities"):
-            if name in self.__dict__:
-                part.__dict__[name] = self.__dict__[name][rows]
+        # Nothing with gradient: that may be there when a block is computed again, and not at first.
+        if "num_negatives" in self.__dict__:
+            part.__dict__["num_negatives"] = self.num_negatives[rows]
         return part
 
     @property

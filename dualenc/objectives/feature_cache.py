@@ -133,8 +133,10 @@ class FeatureCache(nn.Module):
 
     def _inside_block(self, query: Query, block: Tensor, uniform: Tensor, anchors: Tensor) -> Tensor:
         """(n,) items drawn inside this rank's winning blocks, for some of the anchors (n,)."""
+        if not len(anchors):
+            return block[:0]
         drawn = []
-        per_chunk = max(1, MAX_ELEMENTS // max(1, self.block_size * self.features.shape[1]))
+        per_chunk = max(1, MAX_ELEMENTS // (self.block_size * self.features.shape[1]))
         for chosen in anchors.split(per_chunk):
             rows = block[chosen, None] * self.block_size + torch.arange(self.block_size, device=block.device)
             logits = torch.einsum("ad,acd->ac", query.embeddings[chosen], self.features[rows]) / query.temperature
@@ -142,7 +144,7 @@ class FeatureCache(nn.Module):
             possible = self.filled[rows] & ~(items[:, :, None] == query.barred[chosen, None, :]).any(dim=2)
             weights = torch.softmax(logits.masked_fill(~possible, -torch.inf), dim=1)
             drawn.append(items.gather(1, inverse_cdf(weights, uniform[chosen])[:, None])[:, 0])
-        return torch.cat(drawn) if drawn else block[:0]
+        return torch.cat(drawn)
 
     def _chunks(self, num_anchors: int) -> Iterator[slice]:
         """Runs of whole blocks of this rank, small enough for (A, n) similarities."""

@@ -8,6 +8,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dualenc.errors import DualencError
 from dualenc.objectives import feature_cache
 from dualenc.objectives.feature_cache import FeatureCache, Query
 from dualenc.objectives.random import SharedRandom
@@ -119,7 +120,7 @@ def test_state_round_trip() -> None:
     fresh.load_state_dict(cache.state_dict())
     query = same_query(cache, 100, [4])
     assert torch.equal(draw(cache, query).items, draw(fresh, query).items)
-    with pytest.raises(RuntimeError, match="holds 300 items, this cache 10"):
+    with pytest.raises(DualencError, match="features holds 300 items in the saved state, 10 here"):
         FeatureCache(10).load_state_dict(cache.state_dict())
     with pytest.raises(RuntimeError, match="features"):
         fresh.load_state_dict({"num_steps": torch.tensor(0)})

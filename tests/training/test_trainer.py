@@ -6,7 +6,7 @@ import torch
 
 from dualenc.batching import RandomBatches
 from dualenc.errors import DualencError
-from dualenc.objectives.infonce import InfoNCE
+from dualenc.objectives import InfoNCE, SogCLR
 from dualenc.training.run_log import read_metrics
 from dualenc.training.trainer import Trainer
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
@@ -123,6 +123,21 @@ def test_the_log_tells_loss_rate_and_objective_metrics(tmp_path):
     expected = {"loss", "learning_rate", "epoch", "samples_per_second", "accuracy", "temperature", "gradient_norm"}
     assert expected < lines[1].keys()
     assert lines[-1] == {"step": 12, "evaluation/score": 0.2}
+
+
+def test_an_objective_is_trained_whatever_mode_it_came_in(tmp_path):
+    objective = SogCLR(num_left=24).double().eval()
+    train(tmp_path, objective=objective)
+    assert objective.training
+    assert torch.isfinite(objective.left_averages.log_u).all()
+
+
+def test_metrics_are_computed_for_the_steps_that_are_logged(tmp_path, monkeypatch):
+    computed, compute = [], InfoNCE._metrics
+    monkeypatch.setattr(InfoNCE, "_metrics", lambda *given: computed.append(1) or compute(*given))
+    train(tmp_path, log_every=5)
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "accuracy" in line] == [5, 10, 12]
+    assert len(computed) == 3
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):
