@@ -179,8 +179,13 @@ class Objective(nn.Module):
             negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of left anchors; not
                 with views.
         """
-        ids = {"left_id": left_id, "right_id": left_id if right_id is None else right_id}
-        ids |= {"left_positives": left_positives, "right_positives": right_positives, "negative_id": negative_id}
+        ids = {
+            "left_id": left_id,
+            "right_id": left_id if right_id is None else right_id,
+            "left_positives": left_positives,
+            "right_positives": right_positives,
+            "negative_id": negative_id,
+        }
         batch, copies = self._checked({"left": left, "right": right, "negatives": negatives}, ids)
         if self.needs_encode and encode is None:
             raise DualencError(
@@ -321,14 +326,13 @@ class Objective(nn.Module):
         return dict(zip(Metrics.NAMES, torch.stack(found).mean(dim=0).unbind(), strict=True))
 
     def _checked(
-        self, embeddings: dict[str, Tensor | None], ids: dict[str, Tensor | None]
+        self, embeddings: Mapping[str, Tensor | None], ids: Mapping[str, Tensor | None]
     ) -> tuple[Batch, tuple[Tensor, Tensor]]:
         """The batch, and copies of this rank's embeddings that nobody changes later."""
-        left, right = embeddings["left"], embeddings["right"]
         given = {name: tensor for name, tensor in embeddings.items() if tensor is not None}
+        left, right = given["left"], given["right"]
         for name, tensor in given.items():
             self._check_embeddings(name, tensor)
-        assert left is not None and right is not None
         wrong_width = [name for name, tensor in given.items() if tensor.shape[1:] != left.shape[1:]]
         if left.shape != right.shape or wrong_width:
             self._fail("left, right", f"have shapes {tuple(left.shape)}, {tuple(right.shape)}; both must be (b, D)")
@@ -425,7 +429,8 @@ class Objective(nn.Module):
         limits = {"left_positives": self.num_right, "right_positives": self.num_left, "negative_id": self.num_right}
         for name, limit in limits.items():
             if name in found:
-                self._check_range(name, *found[name], limit, padded=name != "negative_id")
+                low, high = found[name]
+                self._check_range(name, low, high, limit, padded=name != "negative_id")
         if any(found.get("differ", [])):
             self._fail("right_id", "differs from left_id; with views=True both views carry the image's id")
         return int(left_copies), int(right_copies)

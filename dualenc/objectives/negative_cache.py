@@ -25,7 +25,8 @@ class NegativeCache(Objective):
     Source: Lindgren et al. 2021, "Efficient training of retrieval models using negative cache", Algorithm 1 (cached
     Gumbel-max gradient descent). Each step encodes a share of the corpus anew, the items that waited longest; the
     items of the batch, mined negatives and the drawn negatives are remembered as they come, at no cost.
-    Every item of the corpus counts once, however many pairs it is in. With views an image is two items, its left and its right view.
+    Every item of the corpus counts once, however many pairs it is in. With views an image is two items, its left and
+    its right view. Evaluation draws from the cache as it stands.
 
     Args:
         refresh: ρ in [0, 1], share of the corpus that a step encodes anew (without gradient).

@@ -84,7 +84,7 @@ def test_rounded_unit_vectors_pass(dtype: torch.dtype, dimension: int) -> None:
 def test_large_half_precision_is_not_called_infinite() -> None:
     """The norm of the whole batch is beyond float16, every entry is not."""
     embeddings = 4000 * torch.eye(400, dtype=torch.float16)
-    with pytest.raises(DualencError, match="left has rows of norm in .4000, 4000.; .* normalise them"):
+    with pytest.raises(DualencError, match=r"left has rows of norm in .4000, 4000.; .* normalise them"):
         InfoNCE()(embeddings, embeddings, torch.arange(400))
 
 

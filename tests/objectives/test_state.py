@@ -115,6 +115,6 @@ def test_a_state_of_another_size_is_told_in_one_line(setting: Setting) -> None:
 
 def test_a_state_of_another_objective_is_told_in_one_line() -> None:
     table = {s.objective.__name__: s for s in SETTINGS if not s.views}
-    with pytest.raises(DualencError, match="SogCLR: .*left_averages.log_u") as caught:
+    with pytest.raises(DualencError, match=r"SogCLR: .*left_averages.log_u") as caught:
         table["SogCLR"].build().load_state_dict(table["InfoNCE"].build().state_dict())
     assert "\n" not in str(caught.value)
