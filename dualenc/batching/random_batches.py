@@ -23,6 +23,8 @@ class RandomBatches(BatchSelector):
         DualencError: an argument is out of its range.
     """
 
+    uniform = True
+
     def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
         """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings make no difference."""
         return self.random_batches(self.generator(epoch))

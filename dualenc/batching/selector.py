@@ -28,6 +28,8 @@ class BatchSelector(ABC):
     """
 
     needs_embeddings: bool = False
+    uniform: bool = False
+    """Whether any pairs are equally likely to meet in a batch."""
 
     def __init__(self, num_pairs: int, batch_size: int, seed: int = 0, remainder: Remainder = "drop") -> None:
         check_at_least(1, num_pairs=num_pairs, batch_size=batch_size)

@@ -98,6 +98,12 @@ class Objective(nn.Module):
 
     needs_num_left = False
     needs_encode = False
+
+    @property
+    def needs_uniform_batches(self) -> str | None:
+        """For an objective that is right only if any pairs are equally likely to meet: what to set where they are not."""
+        return None
+
     num_neighbors = 0
     """How many neighbours of each item the objective wants to be told (`set_neighbors`) at the start of every epoch."""
     corpus_of_pairs = True
