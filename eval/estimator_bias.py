@@ -2,6 +2,7 @@
 
     python eval/estimator_bias.py --out runs/estimator_bias.png
     python eval/estimator_bias.py --views true --batch_size 32 --embeddings pairs.npy
+    python eval/estimator_bias.py --mixing 8
 
 Gradients are taken with respect to the embeddings themselves and compared with the gradient of the global loss.
 
@@ -9,6 +10,8 @@ bias: distance of the mean gradient of an epoch from the exact one, relative; fr
 many epochs (products of independent stretches of the run), so 0 means: not to be told from unbiased.
 mean error: the same distance with the noise left in, which more epochs would lower to the bias.
 step error: distance of a single step's gradient from the exact gradient of the same anchors, relative.
+With --mixing: how the bias of the chains' gradient falls with the epochs, for chains that start on recent items and
+for chains that start cold.
 value: mean of the reported loss minus the exact loss. encodes: items beside the batch encoded per step.
 """
 
@@ -16,8 +19,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +63,8 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "ExactGlobal": ExactGlobal,
 }
 VIEWS_ONLY: dict[str, Callable[..., Objective]] = {
-    "EMC2 isir own chains": lambda **common: EMC2(kernel="isir", shared_chain=False, **common),
+    "EMC2 isir shared chain": lambda **common: EMC2(kernel="isir", shared_chain=True, **common),
+    "EMC2 mh shared chain": lambda **common: EMC2(shared_chain=True, **common),
 }
 STRETCHES = 8
 
@@ -103,9 +108,9 @@ def synthetic(num_pairs: int, dimension: int) -> Frozen:
     return Frozen(left.requires_grad_(), torch.nn.functional.normalize(near, dim=1).requires_grad_())
 
 
-def epochs(num_pairs: int, batch_size: int, count: int) -> Iterator[list[Tensor]]:
+def epochs(num_pairs: int, batch_size: int, count: int, seed: int = 0) -> Iterator[list[Tensor]]:
     """For each epoch a random order of all pairs, cut into batches."""
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
     for _ in range(count):
         yield list(torch.randperm(num_pairs, generator=draw).split(batch_size))
 
@@ -146,6 +151,54 @@ def bias(found: Measured, exact: Tensor) -> float:
     return max(0.0, statistics.mean(products)) ** 0.5 / float(exact.norm())
 
 
+def mixing(
+    frozen: Frozen,
+    temperature: float,
+    batch_size: int,
+    replicas: int,
+    looks: Sequence[int] = (1, 3, 10, 30),
+    **how: Any,
+) -> dict[int, tuple[float, float]]:
+    """Of the epochs that follow so many: relative bias of the mean gradient, and mean of the reported loss minus exact.
+
+    Replicas are independent runs; the mean product of their deviations has no noise in it.
+    """
+    num_pairs = len(frozen.left)
+    common = {"num_left": num_pairs, "temperature": temperature}
+    exact, exact_value = frozen.step(ExactGlobal(**common), torch.arange(num_pairs))
+    deviations: dict[int, list[Tensor]] = {look: [] for look in looks}
+    values: dict[int, list[float]] = {look: [] for look in looks}
+    for replica in range(replicas):
+        criterion = EMC2(seed=replica, **common, **how)
+        for epoch, order in enumerate(epochs(num_pairs, batch_size, max(looks) + 1, seed=replica)):
+            mean, value = torch.zeros_like(exact), 0.0
+            for ids in order:
+                gradient, loss = frozen.step(criterion, ids)
+                mean += gradient * len(ids) / num_pairs
+                value += loss * len(ids) / num_pairs
+            if epoch in deviations:
+                deviations[epoch].append(mean - exact)
+                values[epoch].append(value - exact_value)
+    found = {}
+    for look, several in deviations.items():
+        products = [float((a * b).sum()) for a, b in combinations(several, 2)]
+        bias = max(0.0, statistics.mean(products)) ** 0.5 / float(exact.norm())
+        found[look] = bias, statistics.mean(values[look])
+    return found
+
+
+def mixing_table(frozen: Frozen, replicas: int, kernels: Sequence[str] = ("isir",)) -> Table:
+    """A row per kernel, τ, B and start."""
+    rows = []
+    for kernel, temperature, batch_size in product(kernels, (0.02, 0.05, 0.07), (4, 16, 32)):
+        for start, recent in (("recent items", 4096), ("cold", 0)):
+            found = mixing(frozen, temperature, batch_size, replicas, kernel=kernel, recent=recent)
+            named = {f"bias after {look}": bias for look, (bias, _) in found.items()}
+            value = {"value after 3": found[3][1]}
+            rows.append({"kernel": kernel, "τ": temperature, "B": batch_size, "start": start, **named, **value})
+    return Table(f"N = {len(frozen.left)}; bias of the epoch after so many, {replicas} runs", rows)
+
+
 def draw(results: dict[str, Measured], out: Path, title: str) -> None:
     """Error of the mean gradient as epochs add up, and error of a single step."""
     import matplotlib
@@ -176,6 +229,7 @@ def main(
     epochs: int = 400,
     warm_up: int = 40,
     embeddings: Path | None = None,
+    mixing: int = 0,
     out: Path | None = None,
 ) -> None:
     """Print one line per objective.
@@ -189,6 +243,7 @@ def main(
         epochs: over which gradients are averaged.
         warm_up: epochs before that.
         embeddings: real ones instead: a .npy file of shape (2, N, D), left then right, unit norm.
+        mixing: show instead how fast chains mix, from so many independent runs, at several τ and B.
         out: a PNG file to draw to.
     """
     frozen = synthetic(num_pairs, dimension)
@@ -196,6 +251,9 @@ def main(
         left, right = (torch.from_numpy(side).float().requires_grad_() for side in np.load(embeddings))
         frozen = Frozen(left, right)
         num_pairs = len(frozen.left)
+    if mixing:
+        print_table(mixing_table(frozen, mixing))
+        return
     common: dict[str, Any] = {"num_left": num_pairs, "temperature": temperature, "views": views}
     oracle = ExactGlobal(**common)
     exact, exact_value = frozen.step(oracle, torch.arange(num_pairs))

@@ -101,7 +101,7 @@ class Objective(nn.Module):
 
     @property
     def needs_uniform_batches(self) -> str | None:
-        """For an objective that is right only if any pairs are equally likely to meet: what to set where they are not."""
+        """What to set where some pairs meet more than others, for an objective that is right only if none do."""
         return None
 
     num_neighbors = 0

@@ -3,43 +3,178 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.outside import ids_of
 from dualenc.objectives.tables import first_rows
 
 NO_STATE = -1
 
 
 class Chains(nn.Module):
-    """One chain per anchor: the item it is on (-1 before its first step) and that item's similarity when accepted.
+    """One chain per anchor: the pair it is on, named by two ids, and that pair's similarity when accepted.
+
+    A pair is named by its item on the candidates' side and by its partner on the anchors' side: of a document that
+    three queries share, a chain knows on which of the three copies it is. Both are -1 before the first step; the
+    partner is -1 as well where items are not proposed in pairs.
 
     Args:
         num_anchors: m, the number of chains.
     """
 
     state: Tensor
+    partner: Tensor
     score: Tensor
 
     def __init__(self, num_anchors: int) -> None:
         super().__init__()
         self.register_buffer("state", torch.full((num_anchors,), NO_STATE))
+        self.register_buffer("partner", torch.full((num_anchors,), NO_STATE))
         self.register_buffer("score", torch.full((num_anchors,), -torch.inf))
 
-    def store(self, anchors: Anchors, chains: Tensor, state: Tensor, score: Tensor) -> None:
+    def store(self, anchors: Anchors, chains: Tensor, state: Tensor, partner: Tensor, score: Tensor) -> None:
         """Write where the chains (A,) of all ranks' anchors are now; of several rows of a chain the first counts."""
-        whole = distributed.gather(torch.stack([anchors.rows, chains, state], dim=1), anchors.sizes)
+        whole = distributed.gather(torch.stack([anchors.rows, chains, state, partner], dim=1), anchors.sizes)
         score = distributed.gather(score, anchors.sizes)
         in_order = whole[:, 0].argsort()
         in_order = in_order[whole[in_order, 2] != NO_STATE]
         chosen = in_order[first_rows(whole[in_order, 1])]
-        _, chains, state = whole[chosen].unbind(dim=1)
+        _, chains, state, partner = whole[chosen].unbind(dim=1)
         self.state[chains] = state
+        self.partner[chains] = partner
         self.score[chains] = score[chosen].to(self.score)
+
+    def forget(self) -> None:
+        """Back to before the first step."""
+        self.state.fill_(NO_STATE)
+        self.partner.fill_(NO_STATE)
+        self.score.fill_(-torch.inf)
+
+
+class RecentItems(nn.Module):
+    """The latest embeddings of up to K items: where chains start, and what the loss is worth.
+
+    Item k has slot k mod K. With K ≥ N every item keeps its own latest embedding; with more items each slot holds
+    the latest of its class, and stands for all of that class (a stratified sample of the corpus).
+
+    Args:
+        num_slots: the most that K may be; 0 remembers nothing.
+        num_items: N.
+    """
+
+    items: Tensor
+    partners: Tensor
+    embeddings: Tensor
+    log_counts: Tensor
+
+    def __init__(self, num_slots: int, num_items: int) -> None:
+        super().__init__()
+        self.num_slots = size = min(num_slots, num_items)
+        self.num_seen, self.enough = 0, min(2 * size, num_items)
+        slots = torch.arange(size)
+        self.register_buffer("items", torch.full((size,), NO_STATE))
+        self.register_buffer("partners", torch.full((size,), NO_STATE))
+        # The dimension shows when the first embeddings come.
+        self.register_buffer("embeddings", torch.zeros(size, 0))
+        counts = num_items // max(size, 1) + (slots < num_items % max(size, 1))
+        self.register_buffer("log_counts", counts.float().log())
+
+    def set_counts(self, counts: Tensor, weigh: bool) -> None:
+        """Tell in how many pairs each item (N,) is; in a corpus that is made of pairs it weighs so much."""
+        if not self.num_slots:
+            return
+        self.enough = min(2 * self.num_slots, int(counts.sum()))
+        if weigh:
+            slots = torch.arange(len(counts), device=counts.device) % self.num_slots
+            total = torch.zeros_like(self.log_counts, dtype=torch.float64).index_add_(0, slots, counts.double())
+            self.log_counts.copy_(total.log())
+
+    def add(self, items: Tensor, partners: Tensor, embeddings: Tensor) -> None:
+        """Take in items (n,), their partners (n,) and embeddings (n, D), alike on all ranks."""
+        if embeddings.shape[1] != self.embeddings.shape[1]:
+            self.embeddings = embeddings.new_zeros(self.num_slots, embeddings.shape[1], dtype=self.log_counts.dtype)
+        rows = first_rows(items % self.num_slots)
+        items, slots = items[rows], items[rows] % self.num_slots
+        self.items[slots], self.partners[slots] = items, partners[rows]
+        self.embeddings[slots] = embeddings[rows].detach().to(self.embeddings)
+
+    def visited(self, count: int) -> bool:
+        """Note that batches brought so many items; true once, when all of a small corpus or most slots have come."""
+        seen, self.num_seen = self.num_seen, self.num_seen + count
+        return seen < self.enough <= self.num_seen
+
+    @torch.no_grad()
+    def look(self, anchors: Anchors, uniform: Tensor) -> tuple[Tensor, ...]:
+        """What anchors (A,) see here.
+
+        Args:
+            anchors: for which all that is here, but their positives, are negatives.
+            uniform: (A,) draws in (0, 1).
+
+        Returns:
+            (A,) each: log of the sum and of the number of exp(s/τ) over the corpus that is stood for, -inf for none;
+            item, partner and similarity of a draw from the softmax, -1, -1 and -inf for none.
+        """
+
+        def rows(some: Anchors, uniform: Tensor) -> tuple[Tensor, ...]:
+            allowed = some.is_negative(ids_of(self.items, some.views)) & (self.items != NO_STATE)
+            if not some.views:
+                allowed &= some.ids[:, None] != self.partners
+            similarities = some.embeddings @ self.embeddings.to(some.embeddings).T
+            log_counts = self.log_counts.to(similarities).expand_as(allowed).masked_fill(~allowed, -torch.inf)
+            logits = similarities / some.temperature + log_counts
+            log_sum = torch.logsumexp(logits, dim=1)
+            possible = torch.isfinite(log_sum)
+            drawn = inverse_cdf(torch.softmax(logits, dim=1).nan_to_num(0.0), uniform)
+            item, partner = (torch.where(possible, ids[drawn], NO_STATE) for ids in (self.items, self.partners))
+            score = torch.where(possible, at(similarities, drawn), -torch.inf)
+            return log_sum, torch.logsumexp(log_counts, dim=1), item, partner, score
+
+        if self.embeddings.shape[1] == 0:
+            none, nowhere = torch.full_like(uniform, -torch.inf), torch.full_like(anchors.ids, NO_STATE)
+            return none, none, nowhere, nowhere, none
+        return anchors.statistics(rows, uniform, row_entries=4 * self.num_slots)
+
+    def log_mean(self, log_sum: Tensor, log_count: Tensor, state: Tensor, logit: Tensor, otherwise: Tensor) -> Tensor:
+        """(A,) estimate of the log of the mean of exp(s/τ) over all negatives.
+
+        All of the corpus may be here; then it is exact, but for the age of the embeddings. Else the mean of what is
+        here errs low (Jensen), and with the state added high (a size-biased sample): halfway between both the errors
+        nearly cancel (bidirectional Monte Carlo, Grosse et al. 2015, arXiv:1511.02543).
+
+        Args:
+            log_sum, log_count: (A,) what `look` gives.
+            state, logit: (A,) the chain's item, -1 for none, and its s/τ.
+            otherwise: (A,) the estimate where nothing is here.
+        """
+        if not self.num_slots:
+            return otherwise
+        slots = state % self.num_slots
+        low = log_sum - log_count
+        log_weight = self.log_counts[slots].to(low)
+        high = torch.logaddexp(log_sum, logit + log_weight) - torch.logaddexp(log_count, log_weight)
+        beside = (state != NO_STATE) & (self.items[slots] != state)
+        mean = torch.where(beside, (low + high) / 2, low)
+        return torch.where(torch.isfinite(mean), mean, otherwise)
+
+    def get_extra_state(self) -> Tensor:
+        """How many rows came in, and how many are enough, for the state dict."""
+        return torch.tensor([self.num_seen, self.enough])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Continue from a saved position."""
+        self.num_seen, self.enough = (int(number) for number in state)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        saved = state_dict.get(prefix + "embeddings")
+        if saved is not None and len(saved) == self.num_slots:
+            self.embeddings = self.embeddings.new_zeros(saved.shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 @dataclass
@@ -51,10 +186,10 @@ class Step:
         similarities: (A, C) cosines with the proposals.
         allowed: (A, C) whether a proposal is a negative of the anchor.
         state: (A,) item that the chain comes with, -1 for none.
-        column: (A,) the proposal that is the same item, -1 where there is none.
+        places: (A, S) the proposals that are the same as what the state stands for, -1 where there is none.
+        beside: (A,) whether the state counts beside the proposals: it is not among them, or they are other copies.
         score: (A,) similarity of the state, stored or fresh; -inf for none.
-        outside: (A, S) similarities of what the state stands for beside the proposals; -inf where it is among them,
-            or not known.
+        outside: (A, S) similarities of what the state stands for; -inf where they are not known.
         log_density: (C,) log of how often each proposal is proposed, over uniform proposals.
         state_log_density: (A,) the same of the state.
         temperature: scalar τ.
@@ -64,7 +199,8 @@ class Step:
     similarities: Tensor
     allowed: Tensor
     state: Tensor
-    column: Tensor
+    places: Tensor
+    beside: Tensor
     score: Tensor
     outside: Tensor
     log_density: Tensor
@@ -75,20 +211,31 @@ class Step:
 class Move(NamedTuple):
     """What a kernel gives: the negatives' weights, and where the chain is now.
 
-    weights: (A, C) of the proposals; outside_weights: (A, S) of what the state stands for beside them; together they
-    sum to 1 (to 0 where the anchor has no negative at all). state: (A,) the next item, -1 for none; score: (A,) its
-    similarity.
+    weights: (A, C) of the proposals; outside_weights: (A, S) of what the state stands for, where it is not among
+    them; together they sum to 1 (to 0 where the anchor has no negative at all). column: (A,) the proposal that is the
+    next state, -1 where the chain stays where it is.
     """
 
     weights: Tensor
     outside_weights: Tensor
-    state: Tensor
-    score: Tensor
+    column: Tensor
 
 
 def at(values: Tensor, column: Tensor) -> Tensor:
     """(A,) of each row of values (A, C) the entry in its column (A,)."""
     return values.gather(1, column[:, None])[:, 0]
+
+
+def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """(A,) a column drawn from each row of weights (A, C) ≥ 0, which need not sum to 1; any for rows of zeros.
+
+    Args:
+        weights: (A, C).
+        uniform: (A,) draws in (0, 1); they never lead to a column of weight 0.
+    """
+    cumulative = weights.cumsum(dim=1)
+    drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
+    return drawn.clamp(max=weights.shape[1] - 1)
 
 
 @torch.no_grad()
@@ -104,5 +251,5 @@ def log_mean_of_negatives(step: Step) -> Tensor:
     low = log_sum - log_count
     with_state = torch.logaddexp(log_sum, step.score / step.temperature - step.state_log_density)
     high = with_state - torch.logaddexp(log_count, -step.state_log_density)
-    high = torch.where((step.state != NO_STATE) & (step.column < 0), high, low)
+    high = torch.where(step.beside, high, low)
     return torch.where(torch.isfinite(log_count), (low + high) / 2, high).nan_to_num(nan=0.0, neginf=0.0)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import Anchors, Side
+from dualenc.objectives.anchors import Anchors, Side, log_mean_exp
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.chains import NO_STATE, Chains, Move, Step, at, log_mean_of_negatives
+from dualenc.objectives.chains import NO_STATE, Chains, Move, RecentItems, Step, at, log_mean_of_negatives
 from dualenc.objectives.isir import iterated_sir, log_copies
 from dualenc.objectives.metropolis import metropolis_hastings
 from dualenc.objectives.neighbors import Mixture, Neighbors
@@ -25,12 +25,17 @@ class EMC2(Objective):
     """Negatives weigh what a Markov chain on the corpus, kept per anchor from step to step, gives them.
 
     The law of a chain at fixed parameters is the softmax over all negatives of its anchor, so the gradient is that of
-    the global loss whatever the batch size. Source: emc2.txt (Yau et al. 2024), Algorithm 1 and Eq. 11.
+    the global loss whatever the batch size, once the chains have mixed. Source: Yau et al. 2024 (EMC²: Efficient MCMC
+    negative sampling for contrastive learning), Algorithm 1 and Eq. 11.
 
-    With views, an image's two views share one chain: both walk on from its state, and the first view's walk is kept. So
-    at frozen views the law is exact for the first view and a little off for the second; a chain per view
-    (`shared_chain=False`) is exact for both.
-    Mined negatives are no uniform proposals and take no part.
+    Where a chain starts never changes its law, but it decides how long the law takes to come: MIXING
+
+    The value of the loss takes the partition function from the same recent items: at fixed parameters exact to 0.01
+    nats from the second epoch on if there are no more items than `recent`. Else they are a sample of the corpus, and
+    the value errs low where single negatives outweigh it: VALUE
+
+    Mined negatives are no uniform proposals and take no part. In-batch proposals are uniform only if batches are
+    random: with selected batches draw them from the corpus (`proposals=64`).
 
     Args:
         kernel: "mh", Metropolis–Hastings: a weight is the share of steps after burn-in that the chain spends on the
@@ -39,15 +44,18 @@ class EMC2(Objective):
         score: "mh" compares with the state's similarity as "stored" when it was accepted (m floats, as on the paper's
             poster), or with a "fresh" one (exact at the current parameters; each out-of-batch state is encoded).
         proposals: "batch", the other items of the batch in random order: the corpus is then the multiset of the pairs'
-            items. Or R: so many items drawn uniformly from the whole id space, encoded once and shared by all chains:
-            every item of the corpus then counts once.
+            items, so that a document counts once for each of its queries. Or R: so many items drawn uniformly from
+            the whole id space, encoded once and shared by all chains: every item of the corpus then counts once.
         burn_in: share of the proposals before "mh" counts, in [0, 1).
         neighbor_share: share in [0, 1) of the R draws that comes from the neighbours of the batch's anchors, told by
             `set_neighbors` (the trainer does so at the start of every epoch, after a pass over the data); acceptance
             and weights are corrected by the density of the proposals, so that harder proposals make chains faster and
             not biased.
         neighbors: how many neighbours of each item to be told.
-        shared_chain: with views, one chain for an image's two views (the paper's Fig. 2), or one for each of them.
+        shared_chain: with views, False gives each of an image's two views a chain of its own, which is exact. True is
+            the paper's Fig. 2: both walk on from one state, and the first view's walk is kept. SHARED
+        recent: of how many items of each side the latest embeddings are kept (`recent`·D floats beside the model), for
+            chains to start on and for the value of the loss. 0 keeps none: chains start on their first batch.
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
     """
 
@@ -63,7 +71,8 @@ class EMC2(Objective):
         burn_in: float = 0.5,
         neighbor_share: float = 0.0,
         neighbors: int = 16,
-        shared_chain: bool = True,
+        shared_chain: bool = False,
+        recent: int = 4096,
         **common: Any,
     ) -> None:
         super().__init__(**common)
@@ -80,6 +89,8 @@ class EMC2(Objective):
             )
         if neighbors < 1:
             raise DualencError(f"EMC2: neighbors is {neighbors}; it must be at least 1")
+        if recent < 0:
+            raise DualencError(f"EMC2: recent is {recent}; it must be at least 0, a number of items")
         self.kernel, self.score, self.proposals, self.burn_in = kernel, score, proposals, burn_in
         self.neighbor_share = neighbor_share
         self.num_neighbors = neighbors if neighbor_share else 0
@@ -92,6 +103,10 @@ class EMC2(Objective):
         self.left_chains = Chains((self.num_left or 1) * (1 if self.shared_chain else 2))
         self.right_chains = self.left_chains if self.views else Chains(self.num_right or 1)
         self.left_neighbors, self.right_neighbors = Neighbors(), Neighbors()
+        num_left, num_right = ((count or 1) * (2 if self.views else 1) for count in (self.num_left, self.num_right))
+        # Of left items for the chains of right anchors, and the other way round; with views both are the same.
+        self.recent_left = RecentItems(recent * (2 if self.views else 1), num_left)
+        self.recent_right = self.recent_left if self.views else RecentItems(recent, num_right)
         self.random = SharedRandom(self.seed)
 
     def set_neighbors(self, side: Side, ids: Tensor) -> None:
@@ -106,35 +121,95 @@ class EMC2(Objective):
         else:
             self.right_neighbors.set(ids, self.num_right or 1, self.num_left or 1)
 
+    @property
+    def needs_uniform_batches(self) -> str | None:
+        """In-batch proposals follow the law that chains assume in random batches only."""
+        return "proposals=64" if self.proposals == "batch" else None
+
+    def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
+        """Tell how many pairs each item is in; where proposals come from the corpus, every item weighs the same."""
+        weigh = self.proposals == "batch"
+        if weigh:
+            super().set_counts(left_counts, right_counts)
+        if self.views:
+            left_counts = right_counts = left_counts.repeat_interleave(2)
+        self.recent_left.set_counts(left_counts, weigh)
+        self.recent_right.set_counts(right_counts, weigh)
+
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         assert encode is not None
+        writes, draws = self.training and torch.is_grad_enabled(), self.random.draws
         chains = self.left_chains if anchors.side == "left" else self.right_chains
-        items, mixture = self._proposed(anchors)
+        recent = self.recent_right if anchors.candidate_side == "right" else self.recent_left
+        partners = self._partners(anchors)
+        if writes and recent.num_slots:
+            own_batch = slice(anchors.num_in_batch)
+            recent.add(candidate_items(anchors)[own_batch], partners, anchors.candidates[own_batch])
+            if recent.visited(anchors.num_in_batch):
+                # Chains that began while little was there begin anew.
+                chains.forget()
         own = self._chain_of(anchors)
-        state, column = self._states(chains.state[own], anchors, items, mixture)
+        log_sum, log_count, *start = self._look(anchors, recent)
+        state, partner, stored = self._states(anchors, chains, own, start)
+        items, mixture = self._proposed(anchors)
+        if self.proposals != "batch":
+            partners = torch.full_like(items, NO_STATE)
+        places, beside = self._places(anchors, items, partners, state, partner, mixture)
         log_density, state_log_density = self._log_densities(mixture, items, state)
-        away = (state != NO_STATE) & (column < 0)
+        away = (state != NO_STATE) & (places[:, 0] < 0)
         now = away.nonzero()[:, 0] if self.encodes_every_state else state[:0]
         proposed, outside = self._encoded(anchors, items, state, now, encode)
+        if writes and recent.num_slots and self.proposals != "batch" and mixture.is_uniform:
+            recent.add(items, partners, proposed)
         kernel = self._kernel(anchors, items)
 
         def walk(
-            some: Anchors, state: Tensor, column: Tensor, stored: Tensor, outside: Tensor, density: Tensor
+            some: Anchors,
+            state: Tensor,
+            places: Tensor,
+            beside: Tensor,
+            stored: Tensor,
+            outside: Tensor,
+            density: Tensor,
         ) -> tuple[Tensor, ...]:
             allowed, similarities = self._compared(some, items, proposed)
             with torch.no_grad():
-                score = self._scores(stored, similarities, state, column, outside)
+                known = similarities.gather(1, places.clamp(min=0)) if len(items) else outside
+                outside = torch.where(places >= 0, known, outside)
+                score = stored
+                if self.encodes_every_state:
+                    score = some.temperature * log_mean_exp(outside / some.temperature)
+                score = torch.where(state == NO_STATE, -torch.inf, score)
                 step = Step(
-                    items, similarities, allowed, state, column, score, outside, log_density, density, some.temperature
+                    items=items,
+                    similarities=similarities,
+                    allowed=allowed,
+                    state=state,
+                    places=places,
+                    beside=beside,
+                    score=score,
+                    outside=outside,
+                    log_density=log_density,
+                    state_log_density=density,
+                    temperature=some.temperature,
                 )
                 move = kernel(step, some.rows)
+                gained = at(similarities, move.column.clamp(min=0)) if len(items) else score
+                gained = torch.where(move.column >= 0, gained, score)
             among = (move.weights * similarities).sum(dim=1)
-            return among, move.outside_weights, move.state, move.score, log_mean_of_negatives(step)
+            return among, move.outside_weights, move.column, score, gained, log_mean_of_negatives(step)
 
-        rows = (state, column, chains.score[own], outside.detach(), state_log_density)
+        rows = (state, places, beside, stored, outside.detach(), state_log_density)
         found = anchors.by_rows(walk, *rows, row_entries=self.matrices * len(items))
-        among, outside_weights, next_state, next_score, log_mean = found
-        chains.store(anchors, own, next_state, next_score)
+        among, outside_weights, column, score, next_score, log_mean = found
+        log_mean = recent.log_mean(log_sum, log_count, state, score / anchors.temperature.detach(), log_mean)
+        if writes:
+            moved, column = column >= 0, column.clamp(min=0)
+            next_state = torch.where(moved, items[column], state) if len(items) else state
+            next_partner = torch.where(moved, partners[column], partner) if len(items) else partner
+            chains.store(anchors, own, next_state, next_partner, next_score)
+        else:
+            self.random.draws = draws
         if not self.encodes_every_state:
             late = (away & (outside_weights[:, 0] > 0)).nonzero()[:, 0]
             if len(late):
@@ -167,23 +242,54 @@ class EMC2(Objective):
             return torch.cat([2 * ids, 2 * ids + 1]), mixture
         return 2 * ids + self.random.integers(2, self.proposals, device=ids.device), mixture
 
+    def _partners(self, anchors: Anchors) -> Tensor:
+        """(num_in_batch,) the other id of the pair that each candidate of the batch comes from, -1 with views."""
+        if self.views:
+            return torch.full_like(anchors.candidate_ids[: anchors.num_in_batch], NO_STATE)
+        return distributed.gather(anchors.ids, anchors.sizes)
+
+    def _look(self, anchors: Anchors, recent: RecentItems) -> tuple[Tensor, ...]:
+        """(A,) each: what `RecentItems.look` gives."""
+        uniform = torch.zeros_like(anchors.positive_similarities)
+        if recent.num_slots:
+            uniform = self.random.uniform(anchors.num_global, like=uniform)[anchors.rows]
+        return recent.look(anchors, uniform)
+
+    def _states(
+        self, anchors: Anchors, chains: Chains, own: Tensor, start: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(A,) states, partners and scores; where a chain has no negative of this anchor, those of the start."""
+        state = chains.state[own]
+        usable = anchors.is_negative(ids_of(state, self.views)[:, None])[:, 0] & (state != NO_STATE)
+        there = state, chains.partner[own], chains.score[own].to(start[2])
+        state, partner, score = (torch.where(usable, old, new) for old, new in zip(there, start, strict=True))
+        return (left_view(state) if self.moves_images else state), partner, score
+
+    def _places(
+        self, anchors: Anchors, items: Tensor, partners: Tensor, state: Tensor, partner: Tensor, mixture: Mixture
+    ) -> tuple[Tensor, Tensor]:
+        """(A, S) columns of what the states stand for, -1 for none; (A,) whether they count beside the proposals."""
+        column = find(left_view(items) if self.moves_images else items, state)
+        if self.kernel == "isir" and not mixture.is_uniform:
+            # Draws of unequal density cannot stand for the state: it counts beside them.
+            among = torch.zeros_like(column, dtype=torch.bool)
+        elif self.kernel == "isir" and self.proposals == "batch" and not self.views:
+            # Other copies of the item do not stand for the state's own pair. A pair that is not known is any.
+            width = self.num_items(anchors.side) or 1
+            among = (find(items * width + partners, state * width + partner) >= 0) | ((partner < 0) & (column >= 0))
+        else:
+            among = column >= 0
+        beside = (state != NO_STATE) & ~among
+        if not self.moves_images:
+            return column[:, None], beside
+        return torch.stack([column, torch.where(column < 0, -1, column + len(items) // 2)], dim=1), beside
+
     def _log_densities(self, mixture: Mixture, items: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """(C,) and (A,) log of how often proposals and states are proposed, over uniform proposals."""
         proposed, states = (mixture.log_density(ids_of(some, self.views)) for some in (items, state))
-        if self.kernel == "isir" and mixture.is_uniform:
+        if self.kernel == "isir" and mixture.is_uniform and (self.views or self.proposals != "batch"):
             proposed = proposed + log_copies(items)
         return proposed, states
-
-    def _states(self, state: Tensor, anchors: Anchors, items: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
-        """(A,) the states, -1 where the item is no negative of this anchor, and (A,) their columns, -1 for none."""
-        if self.moves_images:
-            state, items = left_view(state), left_view(items)
-        negative = anchors.is_negative(ids_of(state, self.views)[:, None])[:, 0]
-        state = torch.where(negative, state, NO_STATE)
-        if self.kernel == "isir" and not mixture.is_uniform:
-            # Draws of unequal density cannot stand for the state: it counts beside them.
-            return state, torch.full_like(state, -1)
-        return state, find(items, state)
 
     def _encoded(
         self, anchors: Anchors, items: Tensor, state: Tensor, rows: Tensor, encode: Encode
@@ -206,13 +312,6 @@ class EMC2(Objective):
             own = slice(anchors.num_in_batch)
             return anchors.allowed[:, own], anchors.similarities[:, own]
         return anchors.is_negative(ids_of(items, self.views)), anchors.embeddings @ proposed.T
-
-    def _scores(self, stored: Tensor, similarities: Tensor, state: Tensor, column: Tensor, outside: Tensor) -> Tensor:
-        """(A,) similarity of each state, -inf for none."""
-        score = stored.to(similarities)
-        if self.encodes_every_state:
-            score = torch.where(column >= 0, at(similarities, column.clamp(min=0)), outside.mean(dim=1))
-        return torch.where(state == NO_STATE, -torch.inf, score)
 
     def _kernel(self, anchors: Anchors, items: Tensor) -> Callable[[Step, Tensor], Move]:
         """The move of some rows (n,) of the global batch; all that is random is settled here, alike on all ranks."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dualenc.objectives.chains import NO_STATE, Move, Step, at
+from dualenc.objectives.chains import NO_STATE, Move, Step
 
 
 def metropolis_hastings(step: Step, uniform: Tensor, order: Tensor, burn_in: float) -> Move:
@@ -41,14 +41,13 @@ def metropolis_hastings(step: Step, uniform: Tensor, order: Tensor, burn_in: flo
     weights = torch.zeros_like(scores)
     weights[:, order] = visits / total[:, None]
     stay_weight = stays / total
-    among = step.column >= 0
-    weights.scatter_add_(1, step.column.clamp(min=0)[:, None], torch.where(among, stay_weight, 0.0)[:, None])
-    moved, last = last >= 0, order[last.clamp(min=0)]
+    column = step.places[:, 0]
+    among = column >= 0
+    weights.scatter_add_(1, column.clamp(min=0)[:, None], torch.where(among, stay_weight, 0.0)[:, None])
     return Move(
         weights=weights,
         outside_weights=torch.where(among, 0.0, stay_weight)[:, None],
-        state=torch.where(moved, step.items[last], step.state),
-        score=torch.where(moved, at(step.similarities, last), step.score),
+        column=torch.where(last >= 0, order[last.clamp(min=0)], -1),
     )
 
 

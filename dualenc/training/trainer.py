@@ -172,6 +172,11 @@ class Trainer:
         batching = batching or RandomBatches(len(pairs), self.batch_size, seed=self.seed)
         _check_equal("batch_size", self.batch_size, batching.batch_size, "the trainer", "batching")
         _check_equal("num_pairs", len(pairs), batching.num_pairs, "the data", "batching")
+        if (remedy := objective.needs_uniform_batches) and not batching.uniform:
+            raise DualencError(
+                f"{type(batching).__name__} chooses who meets whom, but {type(objective).__name__} as set assumes "
+                f"random batches; give it {remedy}, or leave batching out"
+            )
         accelerator = process.start(self.mixed_precision, self._trackers(), Path(self.output))
         run_folder.claim(self.output, resume=resume, overwrite=self.overwrite)
         with process.deterministic_algorithms(self.deterministic, accelerator.device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,16 @@ TAU = 0.07
 
 @dataclass
 class Frozen:
-    """N pairs of unit vectors: some of an anchor's negatives are much nearer than most."""
+    """N pairs of unit vectors: some of an anchor's negatives are much nearer than most.
+
+    With right_id (N,) pair i is left item i with right item right_id[i]: several pairs may share one.
+    """
 
     left: Tensor
     right: Tensor
     views: bool = False
+    right_id: Tensor | None = None
+    tau: float = TAU
 
     @classmethod
     def make(cls, num_pairs: int = 200, dimension: int = 5, noise: float = 0.5, views: bool = False) -> Frozen:
@@ -28,18 +34,47 @@ class Frozen:
         near = left + noise * torch.randn(num_pairs, dimension, generator=draw) / dimension**0.5
         return cls(left.requires_grad_(), torch.nn.functional.normalize(near, dim=1).requires_grad_(), views)
 
+    @classmethod
+    def zipf(cls, num_pairs: int = 200, num_documents: int = 40, tau: float = 0.5) -> Frozen:
+        """Queries whose documents are shared as in Zipf's law: the first is in some 50 pairs, the last in one."""
+        frozen = cls.make(num_pairs)
+        share = 1 / torch.arange(1, num_documents + 1)
+        draws = torch.multinomial(share, num_pairs, True, generator=torch.Generator().manual_seed(0))
+        right = frozen.right.detach()[:num_documents].requires_grad_()
+        return cls(frozen.left, right, right_id=draws, tau=tau)
+
+    @property
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """How many pairs each left and each right item is in."""
+        if self.right_id is None:
+            return (torch.ones(len(self.left)),) * 2
+        return torch.ones(len(self.left)), torch.bincount(self.right_id, minlength=len(self.right)).float()
+
+    def build(self, kind: type[Objective], **arguments: Any) -> Objective:
+        """An objective for these pairs, told how they share items."""
+        sizes = {"num_left": len(self.left), "num_right": len(self.right)}
+        criterion = kind(**sizes, temperature=self.tau, views=self.views, **arguments)
+        criterion.set_counts(*self.counts)
+        return criterion
+
     def encode(self, side: str, ids: Tensor) -> Tensor:
         return (self.left if side == "left" else self.right)[ids]
 
     def loss(self, criterion: Objective, ids: Tensor) -> Tensor:
-        return criterion(self.left[ids], self.right[ids], ids, encode=self.encode).loss
+        if self.right_id is None:
+            return criterion(self.left[ids], self.right[ids], ids, encode=self.encode).loss
+        own = self.right_id[ids]
+        known = (own[:, None] == self.right_id[None, :]).long()
+        queries = torch.where(known > 0, torch.arange(len(self.left)), -1)
+        queries = queries.sort(dim=1, descending=True).values[:, : int(known.sum(dim=1).max())]
+        return criterion(self.left[ids], self.right[own], ids, own, encode=self.encode, right_positives=queries).loss
 
     def gradient(self, criterion: Objective, ids: Tensor) -> Tensor:
         return torch.cat(torch.autograd.grad(self.loss(criterion, ids), [self.left, self.right]))
 
     def exact(self) -> tuple[float, Tensor]:
         """The global loss and its gradient."""
-        oracle = ExactGlobal(num_left=len(self.left), temperature=TAU, views=self.views)
+        oracle = self.build(ExactGlobal)
         ids = torch.arange(len(self.left))
         return float(self.loss(oracle, ids).detach()), self.gradient(oracle, ids)
 

@@ -46,8 +46,11 @@ Proposal = tuple[Item, Tensor, bool]
 
 @dataclass
 class Chain:
+    """`partner` is the other id of the pair that the item came with; None where items do not come in pairs."""
+
     item: Item
     score: float
+    partner: int | None = None
 
 
 @dataclass
@@ -85,7 +88,10 @@ class SlowEMC2:
                 chain = None
             negatives = [(item, anchor.vector @ vector, not _barred(case, anchor, item)) for item, vector in columns]
             if self.kernel == "isir":
-                terms, chain = self._isir(negatives, chain, anchor, corpus, float(uniform[row]))
+                partners: list[int] | None = None
+                if self.proposals == "batch" and side != "views":
+                    partners = case.left_id if side == "left" else case.right_id
+                terms, chain = self._isir(negatives, partners, chain, anchor, corpus, float(uniform[row]))
             else:
                 among = None if chain is None else next((s for i, s, _ in negatives if i == chain.item), None)
                 ordered = [negatives[j] for j in order]
@@ -146,27 +152,43 @@ class SlowEMC2:
         return terms, None if current is None else Chain(current[0], score)
 
     def _isir(
-        self, proposals: list[Proposal], chain: Chain | None, anchor: Anchor, corpus: Corpus, uniform: float
+        self,
+        proposals: list[Proposal],
+        partners: list[int] | None,
+        chain: Chain | None,
+        anchor: Anchor,
+        corpus: Corpus,
+        uniform: float,
     ) -> tuple[list[tuple[float, Tensor]], Chain | None]:
-        """Softmax over state and proposals for one anchor, every item once."""
-        copies = {i: sum(j == i for j, _, _ in proposals) for i, _, _ in proposals}
-        weighted = [
-            (i, s, math.exp(float(s.detach()) / self.temperature) / copies[i]) for i, s, allowed in proposals if allowed
-        ]
-        if chain is not None and not any(i.id == chain.item.id for i, _, _ in proposals):
+        """Softmax over state and proposals for one anchor: every pair once, or every item where there are no pairs."""
+        copies = [1 if partners else sum(j == i for j, _, _ in proposals) for i, _, _ in proposals]
+        weighted, nexts = [], []
+        for place, ((item, s, allowed), count) in enumerate(zip(proposals, copies)):
+            if allowed:
+                weighted.append((s, math.exp(float(s.detach()) / self.temperature) / count))
+                nexts.append(Chain(item, 0.0, partners[place] if partners else None))
+        if partners:
+            there = chain is not None and (chain.item, chain.partner) in [
+                (i, q) for (i, _, _), q in zip(proposals, partners)
+            ]
+        else:
+            there = chain is not None and any(i.id == chain.item.id for i, _, _ in proposals)
+        if chain is not None and not there:
             sides = ("left", "right") if anchor.views else (chain.item.side,)
             for item in (Item(side, chain.item.id) for side in sides):
-                similarity = anchor.vector @ _vector(corpus, item)
-                weighted.append((item, similarity, math.exp(float(similarity.detach()) / self.temperature)))
-        total = sum(w for _, _, w in weighted)
+                copy = next((s for i, s, _ in proposals if i == item), None)
+                s = anchor.vector @ _vector(corpus, item) if copy is None else copy
+                weighted.append((s, math.exp(float(s.detach()) / self.temperature)))
+                nexts.append(chain)
+        total = sum(w for _, w in weighted)
         if not weighted:
             return [], None
         threshold = uniform * total
-        drawn, summed = 0, weighted[0][2]
+        drawn, summed = 0, weighted[0][1]
         while summed < threshold:
             drawn += 1
-            summed += weighted[drawn][2]
-        return [(w / total, s) for _, s, w in weighted], Chain(weighted[drawn][0], 0.0)
+            summed += weighted[drawn][1]
+        return [(w / total, s) for s, w in weighted], nexts[drawn]
 
 
 @dataclass

@@ -39,7 +39,8 @@ def gradients(loss: torch.Tensor, case: Case, corpus: Corpus) -> torch.Tensor:
 )
 def test_equals_the_loop(setting: dict, seed: int, size: int, views: bool, burn_in: float, tau: float) -> None:
     shared = {"temperature": tau, "burn_in": burn_in, **setting}
-    criterion = EMC2(num_left=NUM_ITEMS, views=views, seed=seed, **shared).double()
+    chains = {"shared_chain": True, "recent": 0}
+    criterion = EMC2(num_left=NUM_ITEMS, views=views, seed=seed, **chains, **shared).double()
     slow = SlowEMC2(**shared, random=copy.deepcopy(criterion.random))
     for step in range(5):
         case, corpus = make_case(seed * 5 + step, size, views), Corpus.make(seed)
@@ -115,14 +116,14 @@ def test_a_state_in_the_batch_is_not_encoded_again() -> None:
 
 def test_a_new_chain_accepts_its_first_proposal() -> None:
     corpus, _ = hard_corpus()
-    criterion = EMC2(num_left=20, temperature=0.01, burn_in=0.0).double()
+    criterion = EMC2(num_left=20, temperature=0.01, burn_in=0.0, recent=0).double()
     criterion(**batch_of(corpus, [0, 1]), encode=corpus.encode)
     assert criterion.left_chains.state[:3].tolist() == [1, 0, -1]
 
 
 def test_views_share_a_chain_and_the_first_view_moves_it() -> None:
     corpus = Corpus.make(1)
-    criterion = EMC2(num_left=20, views=True, kernel="isir", temperature=0.5).double()
+    criterion = EMC2(num_left=20, views=True, kernel="isir", temperature=0.5, shared_chain=True).double()
     for _ in range(20):
         criterion(**batch_of(corpus, [3, 5, 8]), encode=corpus.encode)
     assert criterion.left_chains is criterion.right_chains

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
+
 import pytest
 import torch
 from scipy.stats import chisquare
 
-from dualenc.objectives import DCL, EMC2, InfoNCE, NegativeCache, Objective, SogCLR
+from dualenc.objectives import DCL, EMC2, InfoNCE, NegativeCache, Objective, SogCLR, isir
+from dualenc.objectives.chains import Move, Step
 from tests.objectives.frozen import TAU, Frozen, averaged_bias, batches
 
 N, B = 200, 40
@@ -42,8 +45,7 @@ def states_as_quantiles(frozen: Frozen, criterion: EMC2, num_records: int, forge
         for ids in order:
             if forget:
                 criterion.left_chains.state[:] = criterion.right_chains.state[:] = -1
-            with torch.no_grad():
-                frozen.loss(criterion, ids)
+            frozen.loss(criterion, ids)
             # Chains ten epochs apart, and far from the start: nearly independent.
             if epoch % 10 == 9 and epoch >= 20:
                 for side in ("left", "right"):
@@ -64,7 +66,7 @@ def test_states_follow_the_softmax_over_the_whole_corpus(name: str) -> None:
 
 
 def test_the_law_test_rejects_a_sampler_without_memory() -> None:
-    criterion = EMC2(num_left=N, temperature=TAU, kernel="isir")
+    criterion = EMC2(num_left=N, temperature=TAU, kernel="isir", recent=0)
     assert p_value(states_as_quantiles(Frozen.make(), criterion, num_records=1, forget=True)) < 1e-6
 
 
@@ -74,14 +76,14 @@ def test_averaged_gradient_of_exact_chains_is_the_global_gradient(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["isir-batch", "isir-draws", "mh-fresh-draws"])
-def test_a_chain_for_each_of_two_views_makes_them_exact_too(name: str) -> None:
-    criterion = EMC2(num_left=N, temperature=TAU, views=True, shared_chain=False, **EXACT[name])
+def test_two_views_are_exact_by_default(name: str) -> None:
+    criterion = EMC2(num_left=N, temperature=TAU, views=True, **EXACT[name])
     assert averaged_bias(Frozen.make(views=True), criterion, B, warm_up=20, num_epochs=160) <= 0.03
 
 
 def test_one_chain_for_both_views_is_nearer_than_the_in_batch_softmax() -> None:
     frozen, common = Frozen.make(views=True), {"temperature": TAU, "views": True}
-    shared = averaged_bias(frozen, EMC2(num_left=N, kernel="isir", **common), B, warm_up=20, num_epochs=80)
+    shared = averaged_bias(frozen, EMC2(num_left=N, kernel="isir", shared_chain=True, **common), B, 20, 80)
     in_batch = averaged_bias(frozen, DCL(**common), B, warm_up=0, num_epochs=40)
     assert 0.03 < shared < 0.7 * in_batch
 
@@ -92,12 +94,11 @@ def test_proposals_from_neighbors_reach_the_law_in_fewer_steps(kernel: str) -> N
     frozen, distances = Frozen.make(), []
     law = frozen.softmax("left")
     for share in (0.0, 0.7):
-        criterion = EMC2(num_left=N, temperature=TAU, kernel=kernel, proposals=4, neighbor_share=share)
+        criterion = EMC2(num_left=N, temperature=TAU, kernel=kernel, proposals=4, neighbor_share=share, recent=0)
         criterion.set_neighbors("left", law.topk(5, dim=1).indices)
         for order in batches(N, 4, 3):
             for ids in order:
-                with torch.no_grad():
-                    frozen.loss(criterion, ids)
+                frozen.loss(criterion, ids)
         mass = law.gather(1, criterion.left_chains.state[:, None])[:, 0]
         # Under the law itself, the mean probability of the state is Σ p².
         distances.append(float((law.pow(2).sum(dim=1) - mass).mean()))
@@ -114,15 +115,149 @@ def test_averaged_gradient_of_in_batch_softmax_is_not(criterion: Objective) -> N
     assert averaged_bias(Frozen.make(), criterion, B, warm_up=0, num_epochs=40) > 0.2
 
 
-def test_chains_estimate_the_value_of_the_loss() -> None:
-    frozen = Frozen.make()
+def transition(frozen: Frozen) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of left anchor 0: the law (P,) of its negative pairs, and (P, N) the mean law of the next item from each of them.
+
+    Every batch of three of the four pairs that holds the anchor's own is tried; nothing is drawn.
+    """
+    moves = []
+
+    def recorded(step: Step, uniform: torch.Tensor) -> Move:
+        moves.append((step, isir.iterated_sir(step, uniform)))
+        return moves[-1][1]
+
+    right_id = [0, 1, 1, 2]
+    pairs = [1, 2, 3]
+    similarities = (frozen.left[0] @ frozen.right.T).detach()
+    law = torch.softmax(torch.stack([similarities[right_id[pair]] / frozen.tau for pair in pairs]), dim=0)
+    following = torch.zeros(len(pairs), 3, dtype=torch.float64)
+    for start, others in product(pairs, combinations(pairs, 2)):
+        criterion = frozen.build(EMC2, kernel="isir", recent=0).double()
+        criterion.left_chains.state[0] = right_id[start]
+        criterion.left_chains.partner[0] = start
+        moves.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dualenc.objectives.emc2.iterated_sir", recorded)
+            frozen.loss(criterion, torch.tensor([0, *others]))
+        step, move = moves[0]
+        row = following[pairs.index(start)]
+        row.index_add_(0, step.items, move.weights[0] / 3)
+        row.index_add_(0, step.state[:1], move.outside_weights[0] / 3)
+    return law, following
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["equal similarities", "unequal similarities"])
+def test_isir_leaves_the_softmax_over_unevenly_shared_items_invariant(equal: bool) -> None:
+    """Queries 1 and 2 share document 1: over all batches it comes twice as often, and weighs twice."""
+    draw = torch.Generator().manual_seed(3)
+    left = torch.nn.functional.normalize(torch.randn(4, 3, generator=draw, dtype=torch.float64), dim=1)
+    right = torch.nn.functional.normalize(torch.randn(3, 3, generator=draw, dtype=torch.float64), dim=1)
+    if equal:
+        right = right[:1].repeat(3, 1)
+    frozen = Frozen(left.requires_grad_(), right.requires_grad_(), right_id=torch.tensor([0, 1, 1, 2]), tau=0.2)
+    law, following = transition(frozen)
+    # Copies of an item are alike, so the law of items says all about the law of pairs.
+    expected = torch.stack([law[:0].sum(), law[:2].sum(), law[2]])
+    torch.testing.assert_close(law @ following, expected, rtol=0, atol=1e-12)
+    if equal:
+        torch.testing.assert_close(expected[1:], torch.tensor([2 / 3, 1 / 3], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kernel", ["isir", "mh"])
+def test_with_all_pairs_in_the_batch_isir_is_the_global_loss(kernel: str) -> None:
+    frozen = Frozen.zipf(num_pairs=30, num_documents=8)
+    everything = torch.arange(30)
+    exact, gradient = frozen.exact()
+    criterion = frozen.build(EMC2, kernel=kernel)
+    for _ in range(4):
+        found = frozen.gradient(criterion, everything)
+        if kernel == "isir":
+            torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-6)
+        assert float(frozen.loss(criterion, everything).detach()) == pytest.approx(exact, abs=1e-4)
+    torch.testing.assert_close(frozen.gradient(DCL(temperature=frozen.tau), everything), gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["isir", "mh"])
+@pytest.mark.parametrize("batch_size", [16, 64])
+def test_documents_shared_as_in_zipfs_law_make_no_bias(kernel: str, batch_size: int) -> None:
+    frozen = Frozen.zipf()
+    criterion = frozen.build(EMC2, kernel=kernel)
+    assert averaged_bias(frozen, criterion, batch_size, warm_up=8, num_epochs=80) <= 0.03
+
+
+@pytest.mark.parametrize("proposals", ["batch", "draws"])
+@pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
+@pytest.mark.parametrize("kernel", ["isir", "mh"])
+@pytest.mark.parametrize(("tau", "batch_size"), [(0.02, 4), (0.02, 16), (0.07, 4), (0.5, 16)])
+def test_the_value_is_that_of_the_global_loss_after_two_epochs(
+    kernel: str, views: bool, proposals: str, tau: float, batch_size: int
+) -> None:
+    frozen = Frozen.make(num_pairs=120, views=views)
+    frozen.tau = tau
     exact, _ = frozen.exact()
-    for criterion in (EMC2(num_left=N, temperature=TAU, kernel="isir"), EMC2(num_left=N, temperature=TAU)):
-        values = []
-        for epoch, order in enumerate(batches(N, B, 40)):
-            with torch.no_grad():
-                values += [float(frozen.loss(criterion, ids)) for ids in order if epoch >= 20]
-        assert abs(sum(values) / len(values) - exact) < 0.15
+    criterion = frozen.build(EMC2, kernel=kernel, proposals=batch_size if proposals == "draws" else "batch")
+    assert value_of_epoch(frozen, criterion, batch_size, epoch=2) == pytest.approx(exact, abs=0.2)
+
+
+@pytest.mark.parametrize("kernel", ["isir", "mh"])
+@pytest.mark.parametrize("tau", [0.02, 0.5])
+def test_the_value_counts_shared_documents_as_often_as_they_are_shared(kernel: str, tau: float) -> None:
+    frozen = Frozen.zipf(tau=tau)
+    exact, _ = frozen.exact()
+    assert value_of_epoch(frozen, frozen.build(EMC2, kernel=kernel), 16, epoch=2) == pytest.approx(exact, abs=0.2)
+
+
+def value_of_epoch(frozen: Frozen, criterion: Objective, batch_size: int, epoch: int) -> float:
+    """Mean over the pairs of the loss that is reported in an epoch."""
+    values: list[float] = []
+    for order in batches(len(frozen.left), batch_size, epoch + 1):
+        values = [float(frozen.loss(criterion, ids).detach()) * len(ids) for ids in order]
+    return sum(values) / len(frozen.left)
+
+
+@pytest.mark.parametrize("kernel", ["isir", "mh"])
+@pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
+def test_chains_start_by_the_law_as_soon_as_every_item_was_seen(kernel: str, views: bool) -> None:
+    """One epoch of batches of 4 at τ = 0.02, and one to start on. Without recent items chains are far off then."""
+    frozen = Frozen.make(views=views)
+    frozen.tau = 0.02
+    similarities = (frozen.left @ frozen.right.T).detach().double()
+    law = torch.softmax((similarities / frozen.tau).fill_diagonal_(-torch.inf), dim=1)
+    if views:
+        both = torch.stack([(frozen.left @ view.T).detach().double() for view in (frozen.left, frozen.right)])
+        both[:, torch.arange(N), torch.arange(N)] = -torch.inf
+        law = torch.softmax(torch.cat(list(both / frozen.tau), dim=1), dim=1)
+        law = law[:, :N] + law[:, N:]
+    distances = {}
+    for recent in (0, 4096):
+        criterion = frozen.build(EMC2, kernel=kernel, score="fresh", recent=recent)
+        for order in batches(N, 4, 2):
+            for ids in order:
+                frozen.loss(criterion, ids)
+        state = criterion.left_chains.state
+        state = state[0::2] // 2 if views else state
+        mass = law.gather(1, state[:, None])[:, 0]
+        # Under the law itself, the mean probability of the state is Σ p².
+        distances[recent] = float((law.pow(2).sum(dim=1) - mass).mean())
+    assert distances[0] > 0.3
+    assert abs(distances[4096]) < 0.1
+
+
+@pytest.mark.parametrize("kernel", ["isir", "mh"])
+@pytest.mark.parametrize("proposals", ["batch", 6])
+def test_evaluation_leaves_chains_recent_items_and_draws_alone(kernel: str, proposals: str | int) -> None:
+    frozen = Frozen.make(num_pairs=20)
+    criterion = frozen.build(EMC2, kernel=kernel, proposals=proposals)
+    frozen.loss(criterion, torch.arange(8))
+    before = {key: value.clone() for key, value in criterion.state_dict().items()}
+    criterion.eval()
+    frozen.loss(criterion, torch.arange(4, 12))
+    criterion.train()
+    with torch.no_grad():
+        frozen.loss(criterion, torch.arange(4, 12))
+    for key, value in criterion.state_dict().items():
+        assert torch.equal(value, before[key]), key
 
 
 def test_log_averages_of_sogclr_converge_to_the_log_mean() -> None:

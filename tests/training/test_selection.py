@@ -9,6 +9,7 @@ import torch
 
 from dualenc.batching import OSGDBatches, RandomBatches, SpectralBatches, batch_losses
 from dualenc.errors import DualencError
+from dualenc.objectives import EMC2, NegativeCache
 from dualenc.training.embedding_table import EmbeddingTable
 from dualenc.training.run_log import read_metrics
 from dualenc.training.selection import BatchPlan
@@ -188,3 +189,15 @@ def test_a_fresh_pass_leaves_the_training_as_it_is(instant, tmp_path):
         model = TinyEncoder(dropout=0.2, batchnorm=True)
         train(tmp_path / name, model=model, batching=selector, selection_embeddings="fresh")
     assert same(weights(tmp_path / "asking"), weights(tmp_path / "random"))
+
+
+def test_chains_refuse_selected_batches_before_the_folder_is_touched(tmp_path):
+    """Their law assumes that any pairs may meet; proposals from the corpus do not depend on the batches."""
+    selected, random = OSGDBatches(24, 6, seed=1), RandomBatches(24, 6, seed=1)
+    with pytest.raises(DualencError, match=r"OSGDBatches chooses who meets whom.*proposals=64") as raised:
+        train(tmp_path / "refused", objective=EMC2(num_left=24).double(), batching=selected)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "refused").exists()
+    train(tmp_path / "drawn", objective=EMC2(num_left=24, proposals=6).double(), batching=selected, max_steps=2)
+    train(tmp_path / "random", objective=EMC2(num_left=24).double(), batching=random, max_steps=2)
+    train(tmp_path / "others", objective=NegativeCache(num_left=24).double(), batching=selected, max_steps=2)
