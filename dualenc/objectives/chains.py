@@ -109,12 +109,13 @@ class RecentItems(nn.Module):
         return seen < self.enough <= self.num_seen
 
     @torch.no_grad()
-    def look(self, anchors: Anchors, uniform: Tensor) -> tuple[Tensor, ...]:
+    def look(self, anchors: Anchors, uniform: Tensor, draw: bool) -> tuple[Tensor, ...]:
         """What anchors (A,) see here.
 
         Args:
             anchors: for which all that is here, but their positives, are negatives.
             uniform: (A,) draws in (0, 1).
+            draw: whether any of them needs one of the items; else none are drawn.
 
         Returns:
             (A,) each: log of the sum and of the number of exp(s/τ) over the corpus that is stood for, -inf for none;
@@ -129,16 +130,22 @@ class RecentItems(nn.Module):
             log_counts = self.log_counts.to(similarities).expand_as(allowed).masked_fill(~allowed, -torch.inf)
             logits = similarities / some.temperature + log_counts
             log_sum = torch.logsumexp(logits, dim=1)
+            log_count = torch.logsumexp(log_counts, dim=1)
+            if not draw:
+                return log_sum, log_count, *nothing(some)
             possible = torch.isfinite(log_sum)
-            drawn = inverse_cdf(torch.softmax(logits, dim=1).nan_to_num(0.0), uniform)
+            drawn = inverse_cdf(torch.exp(logits - log_sum[:, None]).nan_to_num(0.0), uniform)
             item, partner = (torch.where(possible, ids[drawn], NO_STATE) for ids in (self.items, self.partners))
-            score = torch.where(possible, at(similarities, drawn), -torch.inf)
-            return log_sum, torch.logsumexp(log_counts, dim=1), item, partner, score
+            return log_sum, log_count, item, partner, torch.where(possible, at(similarities, drawn), -torch.inf)
+
+        def nothing(some: Anchors) -> tuple[Tensor, ...]:
+            nowhere = torch.full_like(some.ids, NO_STATE)
+            return nowhere, nowhere, torch.full_like(some.positive_similarities, -torch.inf)
 
         if self.embeddings.shape[1] == 0:
-            none, nowhere = torch.full_like(uniform, -torch.inf), torch.full_like(anchors.ids, NO_STATE)
-            return none, none, nowhere, nowhere, none
-        return anchors.statistics(rows, uniform, row_entries=4 * self.num_slots)
+            none = torch.full_like(uniform, -torch.inf)
+            return none, none, *nothing(anchors)
+        return anchors.statistics(rows, uniform, row_entries=2 * self.num_slots)
 
     def log_mean(self, log_sum: Tensor, log_count: Tensor, state: Tensor, logit: Tensor, otherwise: Tensor) -> Tensor:
         """(A,) estimate of the log of the mean of exp(s/τ) over all negatives.

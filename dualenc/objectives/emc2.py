@@ -28,11 +28,13 @@ class EMC2(Objective):
     the global loss whatever the batch size, once the chains have mixed. Source: Yau et al. 2024 (EMC²: Efficient MCMC
     negative sampling for contrastive learning), Algorithm 1 and Eq. 11.
 
-    Where a chain starts never changes its law, but it decides how long the law takes to come: MIXING
+    Where a chain starts never changes its law, but it decides when the law is reached. On an anchor's first visit the
+    chain starts on a draw from the softmax over the latest embeddings of up to `recent` items; once these are there
+    for the first time (after an epoch, or 2·`recent` items of a larger corpus) every chain starts anew. MIXING
 
-    The value of the loss takes the partition function from the same recent items: at fixed parameters exact to 0.01
-    nats from the second epoch on if there are no more items than `recent`. Else they are a sample of the corpus, and
-    the value errs low where single negatives outweigh it: VALUE
+    The value of the loss takes the partition function from the same embeddings. At fixed parameters it is exact from
+    the second epoch on where the corpus has no more than `recent` items. Of a larger one they are a sample, and the
+    value errs low where a few negatives outweigh all others.
 
     Mined negatives are no uniform proposals and take no part. In-batch proposals are uniform only if batches are
     random: with selected batches draw them from the corpus (`proposals=64`).
@@ -149,8 +151,10 @@ class EMC2(Objective):
                 # Chains that began while little was there begin anew.
                 chains.forget()
         own = self._chain_of(anchors)
-        log_sum, log_count, *start = self._look(anchors, recent)
-        state, partner, stored = self._states(anchors, chains, own, start)
+        usable = anchors.is_negative(ids_of(chains.state[own], self.views)[:, None])[:, 0]
+        usable &= chains.state[own] != NO_STATE
+        log_sum, log_count, *start = self._look(anchors, recent, usable)
+        state, partner, stored = self._states(chains, own, usable, start)
         items, mixture = self._proposed(anchors)
         if self.proposals != "batch":
             partners = torch.full_like(items, NO_STATE)
@@ -248,20 +252,19 @@ class EMC2(Objective):
             return torch.full_like(anchors.candidate_ids[: anchors.num_in_batch], NO_STATE)
         return distributed.gather(anchors.ids, anchors.sizes)
 
-    def _look(self, anchors: Anchors, recent: RecentItems) -> tuple[Tensor, ...]:
-        """(A,) each: what `RecentItems.look` gives."""
+    def _look(self, anchors: Anchors, recent: RecentItems, usable: Tensor) -> tuple[Tensor, ...]:
+        """(A,) each: what `RecentItems.look` gives, with a draw where a chain has no usable state."""
         uniform = torch.zeros_like(anchors.positive_similarities)
-        if recent.num_slots:
-            uniform = self.random.uniform(anchors.num_global, like=uniform)[anchors.rows]
-        return recent.look(anchors, uniform)
+        if not recent.num_slots:
+            return recent.look(anchors, uniform, draw=False)
+        uniform = self.random.uniform(anchors.num_global, like=uniform)[anchors.rows]
+        return recent.look(anchors, uniform, draw=not bool(usable.all()))
 
     def _states(
-        self, anchors: Anchors, chains: Chains, own: Tensor, start: list[Tensor]
+        self, chains: Chains, own: Tensor, usable: Tensor, start: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(A,) states, partners and scores; where a chain has no negative of this anchor, those of the start."""
-        state = chains.state[own]
-        usable = anchors.is_negative(ids_of(state, self.views)[:, None])[:, 0] & (state != NO_STATE)
-        there = state, chains.partner[own], chains.score[own].to(start[2])
+        """(A,) states, partners and scores; those of the start where a chain has no negative of this anchor."""
+        there = chains.state[own], chains.partner[own], chains.score[own].to(start[2])
         state, partner, score = (torch.where(usable, old, new) for old, new in zip(there, start, strict=True))
         return (left_view(state) if self.moves_images else state), partner, score
 

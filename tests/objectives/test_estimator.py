@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from dualenc.objectives import DCL, EMC2, InfoNCE, NegativeCache, Objective, SogCLR, isir
+from dualenc.objectives import DCL, EMC2, ExactGlobal, InfoNCE, NegativeCache, Objective, SogCLR, isir
 from dualenc.objectives.chains import Move, Step
 from tests.objectives.frozen import TAU, Frozen, averaged_bias, batches
 
@@ -129,7 +129,8 @@ def transition(frozen: Frozen) -> tuple[torch.Tensor, torch.Tensor]:
     right_id = [0, 1, 1, 2]
     pairs = [1, 2, 3]
     similarities = (frozen.left[0] @ frozen.right.T).detach()
-    law = torch.softmax(torch.stack([similarities[right_id[pair]] / frozen.tau for pair in pairs]), dim=0)
+    tau = frozen.build(EMC2).double().temperature.detach()
+    law = torch.softmax(torch.stack([similarities[right_id[pair]] / tau for pair in pairs]), dim=0)
     following = torch.zeros(len(pairs), 3, dtype=torch.float64)
     for start, others in product(pairs, combinations(pairs, 2)):
         criterion = frozen.build(EMC2, kernel="isir", recent=0).double()
@@ -206,6 +207,23 @@ def test_the_value_counts_shared_documents_as_often_as_they_are_shared(kernel: s
     frozen = Frozen.zipf(tau=tau)
     exact, _ = frozen.exact()
     assert value_of_epoch(frozen, frozen.build(EMC2, kernel=kernel), 16, epoch=2) == pytest.approx(exact, abs=0.2)
+
+
+def test_the_value_with_proposals_from_the_corpus_counts_every_document_once() -> None:
+    frozen = Frozen.zipf()
+    criterion = frozen.build(EMC2, kernel="isir", proposals=16)
+    oracle = ExactGlobal(num_left=len(frozen.left), num_right=len(frozen.right), temperature=frozen.tau)
+    exact = float(frozen.loss(oracle, torch.arange(len(frozen.left))).detach())
+    assert value_of_epoch(frozen, criterion, 16, epoch=2) == pytest.approx(exact, abs=0.1)
+
+
+def test_a_sample_of_the_corpus_gives_the_value_too() -> None:
+    """A quarter of the corpus, at a temperature where no negative outweighs all others."""
+    frozen = Frozen.make(num_pairs=120)
+    frozen.tau = 0.2
+    exact, _ = frozen.exact()
+    criterion = frozen.build(EMC2, kernel="isir", recent=30)
+    assert value_of_epoch(frozen, criterion, 4, epoch=3) == pytest.approx(exact, abs=0.2)
 
 
 def value_of_epoch(frozen: Frozen, criterion: Objective, batch_size: int, epoch: int) -> float:
