@@ -94,6 +94,8 @@ class EMC2(Objective):
         if recent < 0:
             raise DualencError(f"EMC2: recent is {recent}; it must be at least 0, a number of items")
         self.kernel, self.score, self.proposals, self.burn_in = kernel, score, proposals, burn_in
+        # Draws from the corpus weigh every item once.
+        self.corpus_of_pairs = proposals == "batch"
         self.neighbor_share = neighbor_share
         self.num_neighbors = neighbors if neighbor_share else 0
         self.encodes_every_state = kernel == "isir" or score == "fresh"
@@ -130,13 +132,11 @@ class EMC2(Objective):
 
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
         """Tell how many pairs each item is in; where proposals come from the corpus, every item weighs the same."""
-        weigh = self.proposals == "batch"
-        if weigh:
-            super().set_counts(left_counts, right_counts)
+        super().set_counts(left_counts, right_counts)
         if self.views:
             left_counts = right_counts = left_counts.repeat_interleave(2)
-        self.recent_left.set_counts(left_counts, weigh)
-        self.recent_right.set_counts(right_counts, weigh)
+        self.recent_left.set_counts(left_counts, weigh=self.corpus_of_pairs)
+        self.recent_right.set_counts(right_counts, weigh=self.corpus_of_pairs)
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         assert encode is not None

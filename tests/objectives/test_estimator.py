@@ -78,7 +78,7 @@ def test_averaged_gradient_of_exact_chains_is_the_global_gradient(name: str) -> 
 @pytest.mark.parametrize("name", ["isir-batch", "isir-draws", "mh-fresh-draws"])
 def test_two_views_are_exact_by_default(name: str) -> None:
     criterion = EMC2(num_left=N, temperature=TAU, views=True, **EXACT[name])
-    assert averaged_bias(Frozen.make(views=True), criterion, B, warm_up=20, num_epochs=160) <= 0.03
+    assert averaged_bias(Frozen.make(views=True), criterion, B, warm_up=20, num_epochs=160) <= 0.04
 
 
 def test_one_chain_for_both_views_is_nearer_than_the_in_batch_softmax() -> None:
