@@ -153,7 +153,7 @@ class EMC2(Objective):
         own = self._chain_of(anchors)
         usable = anchors.is_negative(ids_of(chains.state[own], self.views)[:, None])[:, 0]
         usable &= chains.state[own] != NO_STATE
-        log_sum, log_count, *start = self._look(anchors, recent, usable)
+        log_sum, log_count, *start = self._seen(anchors, recent, usable)
         state, partner, stored = self._states(chains, own, usable, start)
         items, mixture = self._proposed(anchors)
         if self.proposals != "batch":
@@ -252,7 +252,7 @@ class EMC2(Objective):
             return torch.full_like(anchors.candidate_ids[: anchors.num_in_batch], NO_STATE)
         return distributed.gather(anchors.ids, anchors.sizes)
 
-    def _look(self, anchors: Anchors, recent: RecentItems, usable: Tensor) -> tuple[Tensor, ...]:
+    def _seen(self, anchors: Anchors, recent: RecentItems, usable: Tensor) -> tuple[Tensor, ...]:
         """(A,) each: what `RecentItems.look` gives, with a draw where a chain has no usable state."""
         uniform = torch.zeros_like(anchors.positive_similarities)
         if not recent.num_slots:
