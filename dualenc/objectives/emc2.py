@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import Anchors, Side, log_mean_exp
+from dualenc.objectives.anchors import Anchors, Side
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
 from dualenc.objectives.chains import NO_STATE, Chains, Move, RecentItems, Step, at, log_mean_of_negatives
 from dualenc.objectives.isir import iterated_sir, log_copies
@@ -182,7 +183,8 @@ class EMC2(Objective):
                 outside = torch.where(places >= 0, known, outside)
                 score = stored
                 if self.encodes_every_state:
-                    score = some.temperature * log_mean_exp(outside / some.temperature)
+                    log_mean = torch.logsumexp(outside / some.temperature, dim=1) - math.log(outside.shape[1])
+                    score = some.temperature * log_mean
                 score = torch.where(state == NO_STATE, -torch.inf, score)
                 step = Step(
                     items=items,
