@@ -33,7 +33,7 @@ class EMC2(Objective):
     chain starts on a draw from the softmax over the latest embeddings of up to `recent` items; once these are there
     for the first time (after an epoch, or 2·`recent` items of a larger corpus) every chain starts anew.
     With 200 random pairs at τ = 0.02 the bias of i-SIR's gradient is gone from the second epoch on (below the 0.1
-    that a few runs resolve). With chains that start cold (`recent=0`) it is 0.93 after one epoch, 0.48 after 30 at B = 4;
+    that a few runs resolve). With chains that start cold (`recent=0`) it is .93 after one epoch, .48 after 30 at B = 4;
     0.67 and 0.31 after one and ten at B = 16; 0.51 and 0.16 at B = 32 (`eval/estimator_bias.py --mixing`). Where the
     corpus is much larger than `recent`, a start is as good as a softmax over so many negatives, and chains mix on
     from there.
