@@ -17,11 +17,12 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from dualenc.errors import DiskFull, DualencError
 
@@ -233,6 +234,26 @@ def read_json(source: str | os.PathLike[str]) -> Any:
         raise DualencError(f"{source}: not valid JSON (nested too deeply); write it again") from None
     except ValueError as error:
         raise DualencError(f"{source}: not valid JSON ({error}); write it again") from None
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading bytes; never waits for a named pipe, never touches a device.
+
+    Raises:
+        DualencError: a folder, device, pipe or socket.
+        OSError: missing or not readable.
+    """
+    kind = os.stat(path).st_mode
+    if stat.S_ISREG(kind):
+        # The path may name something else by now: open without waiting, and look at what was opened.
+        at_once = getattr(os, "O_NONBLOCK", 0)
+        stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once))  # noqa: SIM115
+        kind = os.fstat(stream.fileno()).st_mode
+        if stat.S_ISREG(kind):
+            return stream
+        stream.close()
+    what = "a folder" if stat.S_ISDIR(kind) else "a device, pipe or socket"
+    raise DualencError(f"{path}: {what}, not a file; give a regular file")
 
 
 def read_json_object(source: str | os.PathLike[str], kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
