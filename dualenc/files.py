@@ -19,7 +19,8 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -227,11 +228,14 @@ def write_json(target: str | os.PathLike[str], value: Any) -> None:
 def read_json(source: str | os.PathLike[str]) -> Any:
     """Read a JSON file; a missing or malformed one is a one-line `DualencError`."""
     try:
-        return json.loads(Path(source).read_text(encoding="utf-8"))
+        with open_regular(source) as stream:
+            return json.loads(stream.read().decode("utf-8"))
     except FileNotFoundError:
         raise DualencError(f"{source}: no such file; is the folder complete?") from None
     except RecursionError:
         raise DualencError(f"{source}: not valid JSON (nested too deeply); write it again") from None
+    except DualencError:
+        raise
     except ValueError as error:
         raise DualencError(f"{source}: not valid JSON ({error}); write it again") from None
 
@@ -286,12 +290,46 @@ def _kind(kind: type) -> str:
 
 
 def checksum(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """SHA-256 of a regular file, in hexadecimal."""
     digest = hashlib.sha256()
-    with open(path, "rb") as stream:
+    with open_regular(path) as stream:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of some files of a folder by name, several at a time: one core takes about 1.5 GB a second."""
+    names = list(names)
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
+        return dict(zip(names, threads.map(lambda name: checksum(folder / name), names)))
+
+
+def verify_checksums(folder: Path, names: Iterable[str], recorded: Any, mend: str) -> None:
+    """Insist that a folder's files are those that were written.
+
+    Args:
+        folder: where they are.
+        names: the files that belong to it.
+        recorded: what its meta.json says: the SHA-256 of each of them, and of no others.
+        mend: what to do if they are not.
+
+    Raises:
+        DualencError: a file is missing, is no regular file, has changed, or has no checksum.
+    """
+    names = list(names)
+    if not isinstance(recorded, dict) or sorted(recorded) != sorted(names):
+        raise DualencError(f"{folder / 'meta.json'}: its checksums are not those of {_list(names)}; {mend}")
+    for name in names:
+        if not (folder / name).is_file():
+            raise DualencError(f"{folder / name}: missing; {mend}")
+    for name, found in checksums(folder, names).items():
+        if found != recorded[name]:
+            raise DualencError(f"{folder / name}: corrupt, its checksum is not that of meta.json; {mend}")
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def remove(path: Path) -> None:
