@@ -46,11 +46,15 @@ def search(
     from dualenc.evaluation.tables import Table, print_table
     from dualenc.index import Index
 
+    if k < 1:
+        raise DualencError(f"k is {k}; ask for at least 1 result")
+    if not query.strip():
+        raise DualencError("the query is empty; give a text, or the path of an image")
     opened = Index.open(index)
     encoder = load_model(model or _recorded_model(opened, Path(index)), device=device)
     check_model(opened, encoder, index)
     vector = encode_query(encoder, query, opened.meta)
-    scores, rows = opened.search_rows(vector, k, nprobe=nprobe, ef_search=ef_search)
+    scores, rows = opened.search_rows(vector, min(k, len(opened)), nprobe=nprobe, ef_search=ef_search)
     results = [
         {"rank": rank, "id": opened.ids[row], "score": round(float(score), 6), "snippet": opened.snippet(int(row))}
         for rank, (score, row) in enumerate(zip(scores[0], rows[0]), 1)
