@@ -6,10 +6,11 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dualenc.errors import DualencError
 
@@ -46,6 +47,26 @@ def read_json(source: str | os.PathLike[str]) -> Any:
         raise DualencError(f"{source}: no such file; is the folder complete?") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DualencError(f"{source}: not valid JSON ({error}); write it again") from None
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading bytes; never waits for a named pipe, never touches a device.
+
+    Raises:
+        DualencError: a folder, device, pipe or socket.
+        OSError: missing or not readable.
+    """
+    kind = os.stat(path).st_mode
+    if stat.S_ISREG(kind):
+        # The path may name something else by now: open without waiting, and look at what was opened.
+        at_once = getattr(os, "O_NONBLOCK", 0)
+        stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once))  # noqa: SIM115
+        kind = os.fstat(stream.fileno()).st_mode
+        if stat.S_ISREG(kind):
+            return stream
+        stream.close()
+    what = "a folder" if stat.S_ISDIR(kind) else "a device, pipe or socket"
+    raise DualencError(f"{path}: {what}, not a file; give a regular file")
 
 
 def checksum(path: str | os.PathLike[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from dualenc.data.identity import file_identity, identities
 from dualenc.data.images import IMAGE_SUFFIXES, decode_image, open_image
 from dualenc.data.pairs import Items, Modality
 from dualenc.errors import BadSample
@@ -30,6 +32,7 @@ class Column:
     def __init__(self, dataset: Dataset, name: str) -> None:
         self.dataset, self.name = dataset, name
         self._array: pa.ChunkedArray | None = None
+        self._lengths: np.ndarray | None = None
 
     @property
     def array(self) -> pa.ChunkedArray:
@@ -56,6 +59,13 @@ class Column:
 
         return kinds.is_string(self.array.type) or kinds.is_large_string(self.array.type)
 
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether the values are file contents."""
+        import pyarrow.types as kinds
+
+        return kinds.is_binary(self.array.type) or kinds.is_large_binary(self.array.type)
+
     def row_of_values(self) -> np.ndarray:
         """The row that each value stands in, (len(self),)."""
         rows = np.arange(len(self.dataset))
@@ -72,8 +82,37 @@ class Column:
     def __getitem__(self, index: int) -> Any:
         return self.array[int(index)].as_py()
 
+    def values(self, rows: np.ndarray) -> np.ndarray:
+        """The values at some positions (n,), in bulk, as an array of objects."""
+        starts = np.cumsum([0, *(len(chunk) for chunk in self.array.chunks)])
+        chunk_of = np.searchsorted(starts, rows, side="right") - 1
+        result = np.empty(len(rows), dtype=object)
+        for number in np.unique(chunk_of).tolist():
+            here = np.flatnonzero(chunk_of == number)
+            values = self.array.chunk(number).take(rows[here] - starts[number]).to_pylist()
+            for place, value in zip(here.tolist(), values, strict=True):
+                result[place] = value
+        return result
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Bytes of the texts or file contents at some positions (n,); 0 for values of other kinds."""
+        import pyarrow.compute as pc
+        import pyarrow.types as kinds
+
+        if self._lengths is None:
+            array = self.array
+            if kinds.is_struct(array.type) and array.type.get_field_index("bytes") >= 0:
+                array = pc.struct_field(array, "bytes")
+            self._lengths = np.zeros(len(self), dtype=np.int64)
+            if any(
+                of(array.type)
+                for of in (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary)
+            ):
+                self._lengths = pc.fill_null(pc.binary_length(array), 0).to_numpy()
+        return self._lengths[rows]
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_array": None}
+        return {**self.__dict__, "_array": None, "_lengths": None}
 
 
 class Texts:
@@ -88,6 +127,11 @@ class Texts:
     def __getitem__(self, index: int) -> str:
         return str(self.column[index])
 
+    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
+        """As `dualenc.data.identity` asks for: the texts, or their lengths."""
+        values = self.column.values(rows) if read else self.column.lengths(rows)
+        return [str(value).encode(errors="surrogatepass") for value in values.tolist()]
+
 
 class Titled:
     """Titles joined to texts by a space, as BEIR does; either may be empty."""
@@ -100,6 +144,12 @@ class Titled:
 
     def __getitem__(self, index: int) -> str:
         return f"{self.titles[index] or ''} {self.texts[index] or ''}".strip()
+
+    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
+        """As `dualenc.data.identity` asks for: titles and texts, or their lengths."""
+        parts = [column.values(rows) if read else column.lengths(rows) for column in (self.titles, self.texts)]
+        both = zip(*(part.tolist() for part in parts), strict=True)
+        return [f"{title or ''} {text or ''}".strip().encode(errors="surrogatepass") for title, text in both]
 
 
 class Images:
@@ -118,16 +168,29 @@ class Images:
         return len(self.column)
 
     def __getitem__(self, index: int) -> Image.Image:
-        value = self.column[index]
-        data = value.get("bytes") if isinstance(value, dict) else value
-        path = value.get("path") if isinstance(value, dict) else value
+        data, path = _contents_and_path(self.column[index])
         if isinstance(data, bytes):
             return decode_image(data, f"{self.source} row {index}, column {self.column.name!r}")
-        if isinstance(path, str):
+        if path:
             return open_image(self.root / path)
         raise BadSample(
             f"{self.source} row {index}, column {self.column.name!r}: no image; fill it in or remove the row"
         )
+
+    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
+        """As `dualenc.data.identity` asks for: file contents, or lengths; of paths what `file_identity` tells."""
+        result = [str(length).encode() for length in self.column.lengths(rows).tolist()]
+        unknown = np.arange(len(rows))
+        if not read and not self.column.holds_strings:  # only records without contents have a path to look at
+            unknown = np.flatnonzero(self.column.lengths(rows) == 0)
+        for place, value in zip(unknown.tolist(), self.column.values(rows[unknown]).tolist(), strict=True):
+            data, path = _contents_and_path(value)
+            if data is not None:
+                result[place] = data
+            elif path:
+                name = path.encode(errors="surrogatepass")
+                result[place] = name + b" " + file_identity(self.root / path, read)
+        return result
 
 
 class Picked:
@@ -141,6 +204,10 @@ class Picked:
 
     def __getitem__(self, index: int) -> Any:
         return self.items[int(self.positions[index])]
+
+    def identities(self, rows: np.ndarray, read: bool) -> Sequence[bytes]:
+        """As `dualenc.data.identity` asks for."""
+        return identities(self.items, self.positions[rows], read)
 
 
 class Chained:
@@ -156,13 +223,25 @@ class Chained:
         split = len(self.first)
         return self.first[index] if index < split else self.second[index - split]
 
+    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
+        """As `dualenc.data.identity` asks for."""
+        in_first = rows < len(self.first)
+        first = iter(identities(self.first, rows[in_first], read))
+        second = iter(identities(self.second, rows[~in_first] - len(self.first), read))
+        return [next(first if from_first else second) for from_first in in_first.tolist()]
+
+
+def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
+    """What an image cell holds: file contents, a path, a record of both, or neither."""
+    data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, value)
+    return (data if isinstance(data, bytes) else None), (path if isinstance(path, str) else None)
+
 
 def modality_of(column: Column) -> Modality:
     """What a column holds: records, file contents and names of image files are images, all else is text."""
     import pyarrow.types as kinds
 
-    kind = column.array.type
-    if kinds.is_struct(kind) or kinds.is_binary(kind) or kinds.is_large_binary(kind):
+    if column.holds_bytes or kinds.is_struct(column.array.type):
         return "image"
     if not column.holds_strings:
         return "text"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dualenc.data.identity import digest_of, items_identity
 from dualenc.data.pairs import Items, Modality
 from dualenc.errors import DualencError
 
@@ -53,6 +54,20 @@ class Corpus:
 
     def __getitem__(self, index: int) -> Any:
         return self.items[index]
+
+    def identity(self, *, labels: bool = False) -> str:
+        """Checksum of ids and items, in hexadecimal: equal for equal data, whatever files and folders it came from.
+
+        Changed texts and images under the same ids give another one. Ids count in full; of more than 2,097,152 texts
+        or 65,536 images only a sample is read (`dualenc.data.identity.items_identity` says what counts of the others).
+
+        Args:
+            labels: whether class numbers and names count too, for results that depend on them.
+        """
+        parts = [digest_of(self.ids), items_identity(self.items, self.modality)]
+        if labels and self.labels is not None:
+            parts += [digest_of(self.labels), digest_of(self.class_names or [])]
+        return digest_of(parts)
 
     def text(self, index: int) -> str:
         """The beginning of a text in one line, to show beside a search result; "" for an image."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from dualenc.data.columns import Picked, number_distinct
 from dualenc.data.corpus import Corpus
+from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES, decode_image
 from dualenc.data.pairs import Modality, PairDataset
 from dualenc.data.skips import OnError, Skips
@@ -133,6 +134,7 @@ class _Files:
         self.samples: pa.ChunkedArray = shards.table["sample"]
         values = [pc.list_flatten(shards.table[name]).to_numpy() for name in ("offset", "size")]
         self.offset, self.size = (np.where(chosen >= 0, v[chosen] if len(v) else -1, -1) for v in values)
+        self._tar_identities: list[bytes] | None = None
         images = [extension.endswith(_IMAGE_ENDS) for extension in spec.partition(":")[0].lower().split(";")]
         self.modality: Modality = "image" if all(images) else "text"
         if field and not spec.lower().startswith("json:"):
@@ -174,6 +176,17 @@ class _Files:
         if len(data) < size:
             raise BadSample(f"{where}: the tar ends inside this sample; fetch it again")
         return decode_image(data, where) if self.modality == "image" else self._text(data, where)
+
+    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
+        """As `dualenc.data.identity` asks for: the tar's own identity, and where in it the file lies."""
+        if self._tar_identities is None:
+            self._tar_identities = [file_identity(tar) for tar in self.tars.paths]
+        names = [path.name.encode(errors="surrogateescape") for path in self.tars.paths]
+        places = zip(*(part[rows].tolist() for part in (self.tar, self.offset, self.size)), strict=True)
+        return [
+            b"%s %s %d %d %s" % (names[tar], self._tar_identities[tar], offset, size, self.spec.encode())
+            for tar, offset, size in places
+        ]
 
     def _text(self, data: bytes, where: str) -> str:
         try:

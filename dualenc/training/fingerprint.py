@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from dualenc import distributed
 from dualenc.data.pairs import PairDataset
 
 
@@ -21,14 +22,17 @@ def fingerprint(
         settings: nested settings that the result depends on.
         model: its class and the names and shapes of its weights count.
         objective: likewise; its state is part of the run.
-        pairs: its class and sizes count.
+        pairs: its class, sizes, ids and contents count (`PairDataset.identities`), so that changed data of equal size
+            is noticed; the main process reads them for all.
         batching: its class counts.
     """
+    contents = distributed.broadcast_object(pairs.identities() if distributed.is_main() else {})
     return {
         **flatten(json.loads(json.dumps(settings, default=str))),
         "model": _describe(model),
         "objective": _describe(objective),
         "data": f"{type(pairs).__name__} of {len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items",
+        **flatten(contents, "data."),
         "batching": type(batching).__name__,
     }
 

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dualenc.data import BeirPairs
 from dualenc.errors import DualencError
 from dualenc.training.run_log import read_metrics
+from tests.data.make import write_beir
 from tests.training.fakes import kill_this_process, same, weights
 from tests.training.runs import run_and_die, train, train_and_die
 
@@ -127,3 +129,26 @@ def test_another_model_is_another_recipe(unbroken):
 
     with pytest.raises(DualencError, match=r"model was .* and is now"):
         train(unbroken, resume=True, model=TinyEncoder(shared=True))
+
+
+def beir_pairs(folder: Path, changed: str = "nothing") -> BeirPairs:
+    """24 queries, each with one document, as numbers that the tiny encoder reads."""
+    texts = [" ".join(str((7 * i + j) % 11 / 10) for j in range(6)) for i in range(24)]
+    documents = [" ".join(reversed(text.split())) for text in texts]
+    if changed == "a text":
+        documents[5] = documents[5].replace("0.3", "0.9")
+    corpus = [{"_id": f"d{i}", "text": text} for i, text in enumerate(documents)]
+    queries = [{"_id": f"q{i}", "text": text} for i, text in enumerate(texts)]
+    judged = range(24) if changed != "judgements" else reversed(range(24))
+    write_beir(folder, corpus, queries, {"train": [[f"q{i}", f"d{j}", 1] for i, j in enumerate(judged)]})
+    return BeirPairs(folder)
+
+
+@pytest.mark.parametrize(("changed", "named"), [("a text", "data.right_items"), ("judgements", "data.pairs")])
+def test_changed_data_of_equal_size_is_refused_and_named(tmp_path, changed, named):
+    train(tmp_path / "run", pairs=beir_pairs(tmp_path / "data"))
+    train(tmp_path / "run", pairs=BeirPairs(tmp_path / "data"), resume=True)  # read again, nothing touched
+    other = beir_pairs(tmp_path / "other", changed)
+    with pytest.raises(DualencError, match=rf"another recipe: {named} was '\w+' and is now '\w+'") as raised:
+        train(tmp_path / "run", pairs=other, resume=True)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,137 @@
+"""What tells one set of items from another: a checksum that notices changed contents under the same names.
+
+Nothing depends on workers, processes or folders above the data: the same files give the same checksum wherever they
+lie, every time they are read. What is read in full is told apart by its contents alone. Of huge sets only a sample of
+the contents is read; there files count with size and time of change besides, so copy them with their times (`cp -p`,
+`rsync -t`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from PIL import Image
+
+from dualenc.errors import BadSample
+from dualenc.files import open_regular
+
+if TYPE_CHECKING:
+    from dualenc.data.pairs import Items
+
+MOST_TEXTS = 1 << 21
+"""Sets of more texts are sampled."""
+MOST_IMAGES = 1 << 16
+"""Sets of more images are sampled."""
+SAMPLED_TEXTS = 1 << 18
+SAMPLED_IMAGES = 1 << 12
+
+_TEXT_BLOCK, _IMAGE_BLOCK = 1 << 14, 1 << 8  # items whose contents are in memory together
+_MOST_BYTES = 1 << 26  # larger files than that are sampled
+_PIECE = 1 << 16
+
+
+def items_identity(items: Items, modality: Literal["text", "image"] = "text") -> str:
+    """Checksum of items in their order, in hexadecimal.
+
+    Up to 2,097,152 texts or 65,536 images are read in full. Of more, a fixed random sample (262,144 texts, 4,096
+    images) is read; of all the others only what is known without reading counts: the length of a text in a table, the
+    name, size and time of change of an image file. Files in tars count with their place in the tar and the tar's own
+    checksum (`file_identity`). An item that cannot be read counts as such.
+
+    Args:
+        items: N raw items. A collection may have a method `identities(rows, read) -> sequence of bytes` that tells
+            its items apart in bulk without decoding them.
+        modality: of the items.
+    """
+    most, sampled = (MOST_TEXTS, SAMPLED_TEXTS) if modality == "text" else (MOST_IMAGES, SAMPLED_IMAGES)
+    block = _TEXT_BLOCK if modality == "text" else _IMAGE_BLOCK
+    digest = hashlib.blake2b(f"{len(items)} {modality}".encode(), digest_size=16)
+    every = range(len(items))
+    if len(items) <= most:
+        _update(digest, items, every, block, read=True)
+    else:
+        _update(digest, items, every, block, read=False)
+        rows = np.unique(np.random.default_rng(0).integers(len(items), size=sampled))
+        _update(digest, items, rows, block, read=True)
+    return digest.hexdigest()
+
+
+def identities(items: Items, rows: np.ndarray, read: bool) -> Sequence[bytes]:
+    """What tells each of some items from others, by its contents or by what is known without reading them.
+
+    Args:
+        items: N raw items.
+        rows: (n,) which of them.
+        read: whether to read the contents.
+    """
+    in_bulk: Callable[[np.ndarray, bool], Sequence[bytes]] | None = getattr(items, "identities", None)
+    if in_bulk is not None:
+        return in_bulk(rows, read)
+    return [_identity(items, row) for row in rows.tolist()] if read else [b""] * len(rows)
+
+
+def file_identity(path: Path, read: bool = True) -> bytes:
+    """Size and contents of a file; size and time of change if it is not read.
+
+    A file above 64 MiB is not read in full but in 1,024 pieces spread over it, and its time of change counts besides.
+    """
+    try:
+        with open_regular(path) as stream:
+            size = path.stat().st_size
+            changed = path.stat().st_mtime_ns
+            if not read:
+                return f"{size} {changed}".encode()
+            digest = hashlib.blake2b(digest_size=16)
+            if size <= _MOST_BYTES:
+                while piece := stream.read(1 << 20):
+                    digest.update(piece)
+                return f"{size} {digest.hexdigest()}".encode()
+            for offset in np.linspace(0, size - _PIECE, _MOST_BYTES // _PIECE).astype(np.int64).tolist():
+                stream.seek(offset)
+                digest.update(stream.read(_PIECE))
+            return f"{size} {changed} {digest.hexdigest()}".encode()
+    except (OSError, ValueError):  # a name with a NUL byte is a ValueError
+        return b"unreadable"
+
+
+def digest_of(*parts: str | bytes | np.ndarray | Iterable[str]) -> str:
+    """Checksum of strings, bytes, arrays and lists of strings, in hexadecimal."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            values = [f"{part.dtype.str}{part.shape}".encode(), np.ascontiguousarray(part).tobytes()]
+        elif isinstance(part, (str, bytes)):
+            values = [_bytes(part)]
+        else:
+            values = [_bytes(entry) for entry in part]
+        _add(digest, values)
+    return digest.hexdigest()
+
+
+def _update(digest: hashlib.blake2b, items: Items, rows: range | np.ndarray, block: int, read: bool) -> None:
+    for start in range(0, len(rows), block):
+        _add(digest, identities(items, np.asarray(rows[start : start + block], dtype=np.int64), read))
+
+
+def _add(digest: hashlib.blake2b, values: Sequence[bytes]) -> None:
+    """Lengths first, so that no two lists of values look alike when laid behind one another."""
+    digest.update(np.array([len(values), *map(len, values)], dtype="<i8").tobytes())
+    digest.update(b"".join(values))
+
+
+def _identity(items: Items, row: int) -> bytes:
+    try:
+        item: Any = items[row]
+    except BadSample:
+        return b"unreadable"
+    if isinstance(item, Image.Image):
+        return f"{item.mode} {item.size} ".encode() + item.tobytes()
+    return _bytes(item)
+
+
+def _bytes(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")

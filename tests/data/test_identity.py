@@ -1,0 +1,181 @@
+"""Equal data has one identity wherever it lies; changed data has another, even under the same names and sizes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tarfile
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+from dualenc.data import BeirPairs, Corpus, PairDataset, TablePairs, WebDatasetPairs, identity, open_corpus
+from dualenc.data.identity import file_identity, items_identity
+
+from .make import encoded, picture, write_beir, write_csv, write_jsonl
+
+TEXTS = [f"text {i} é" for i in range(40_000)]
+
+
+def replace_keeping_times(path: Path, data: bytes) -> None:
+    """Other contents of equal size under the same name, with the old time of change."""
+    before = path.stat()
+    assert len(data) == before.st_size
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def image_folder(folder: Path, count: int = 5) -> Path:
+    folder.mkdir(parents=True)
+    for i in range(count):
+        picture(i).save(folder / f"{i}.bmp")
+    return folder
+
+
+def test_texts_have_one_identity_in_memory_in_csv_in_parquet_and_picked(tmp_path: Path) -> None:
+    write_csv(tmp_path / "x.csv", ["_id", "text"], enumerate(TEXTS))
+    datasets.Dataset.from_dict({"_id": list(map(str, range(len(TEXTS)))), "text": TEXTS}).to_parquet(
+        tmp_path / "x.parquet"
+    )
+    here = Corpus([str(i) for i in range(len(TEXTS))], TEXTS).identity()
+    assert here == open_corpus(tmp_path / "x.csv").identity() == open_corpus(tmp_path / "x.parquet").identity()
+    assert open_corpus(tmp_path / "x.csv").identity() == here  # read again
+
+
+@pytest.mark.parametrize(
+    "other",
+    [["ab", "d"], ["abc", ""], ["d", "abc"], ["abc", "D"], ["abc", "d", "d"]],
+    ids=["cut", "emptied", "reversed", "rewritten", "longer"],
+)
+def test_other_texts_have_another_identity(other: list[str]) -> None:
+    assert items_identity(["abc", "d"]) != items_identity(other)
+
+
+def test_ids_and_on_demand_labels_count() -> None:
+    corpora = [Corpus(ids, ["x", "y"], labels=labels) for ids in ("ab", "ba") for labels in ([0, 1], [1, 0])]
+    assert len({corpus.identity() for corpus in corpora}) == 2
+    assert len({corpus.identity(labels=True) for corpus in corpora}) == 4
+
+
+def test_an_image_replaced_under_its_name_changes_the_identity_of_a_folder(tmp_path: Path) -> None:
+    folder = image_folder(tmp_path / "a")
+    before = open_corpus(folder).identity()
+    assert open_corpus(folder).identity() == before
+    shutil.copytree(folder, tmp_path / "b", copy_function=shutil.copyfile)
+    assert open_corpus(tmp_path / "b").identity() == before, "another place and other times of change"
+    replace_keeping_times(folder / "3.bmp", encoded(picture(77), "BMP"))
+    assert open_corpus(folder).identity() != before
+
+
+def test_a_repaired_image_changes_the_identity(tmp_path: Path) -> None:
+    folder = image_folder(tmp_path / "a")
+    (folder / "3.bmp").write_bytes(b"")
+    before = open_corpus(folder).identity()
+    picture(3).save(folder / "3.bmp")
+    assert open_corpus(folder).identity() != before
+
+
+@pytest.mark.parametrize("kind", ["paths", "contents", "records", "records of paths"])
+def test_an_image_replaced_in_or_behind_a_table_changes_its_identity(tmp_path: Path, kind: str) -> None:
+    folder = image_folder(tmp_path / "a")
+
+    def identity_with(shade: int) -> str:
+        replace_keeping_times(folder / "3.bmp", encoded(picture(shade), "BMP"))
+        files = [folder / f"{i}.bmp" for i in range(5)]
+        columns = {
+            "paths": [file.name for file in files],
+            "contents": [file.read_bytes() for file in files],
+            "records": [{"bytes": file.read_bytes(), "path": None} for file in files],
+            "records of paths": [{"bytes": None, "path": file.name} for file in files],
+        }
+        datasets.Dataset.from_dict({"image": columns[kind]}).to_parquet(folder / "train.parquet")
+        return open_corpus(folder / "train.parquet", image_column="image", modality="image").identity()
+
+    assert identity_with(3) == identity_with(3) != identity_with(77)
+
+
+def test_a_changed_tar_changes_the_identity_of_its_samples(tmp_path: Path) -> None:
+    tar = tmp_path / "x.tar"
+    for i in range(3):
+        picture(i).save(tmp_path / f"{i}.png")
+        (tmp_path / f"{i}.txt").write_text(f"caption {i}")
+
+    def identity_of_tar() -> str:
+        with tarfile.open(tar, "w") as archive:
+            for i in range(3):
+                archive.add(tmp_path / f"{i}.png", f"{i}.png")
+                archive.add(tmp_path / f"{i}.txt", f"{i}.txt")
+        return WebDatasetPairs(tar).identity()
+
+    before = identity_of_tar()
+    assert WebDatasetPairs(tar).identity() == before == identity_of_tar()
+    (tmp_path / "1.txt").write_text("CAPTION 1")
+    assert identity_of_tar() != before
+
+
+def test_of_huge_sets_all_sizes_times_and_a_sample_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "MOST_IMAGES", 10)
+    monkeypatch.setattr(identity, "SAMPLED_IMAGES", 3)
+    monkeypatch.setattr(identity, "MOST_TEXTS", 10)
+    monkeypatch.setattr(identity, "SAMPLED_TEXTS", 3)
+    folder = image_folder(tmp_path / "a", 20)
+    seen = {open_corpus(folder).identity()}
+    for i in range(20):  # every single file is noticed
+        os.utime(folder / f"{i}.bmp", ns=(0, 1 + i))
+        seen.add(open_corpus(folder).identity())
+    assert len(seen) == 21
+    path = write_jsonl(tmp_path / "x.jsonl", [{"text": f"text {i}"} for i in range(20)])
+    before = open_corpus(path).identity()
+    for i in range(20):  # a text of another length, too
+        write_jsonl(path, [{"text": f"text {j}{'!' * (i == j)}"} for j in range(20)])
+        assert open_corpus(path).identity() != before
+
+
+def test_a_large_file_is_read_in_pieces_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_MOST_BYTES", 1 << 18)
+    data = np.random.default_rng(0).bytes(1 << 20)
+    path = tmp_path / "x.tar"
+    path.write_bytes(data)
+    before = file_identity(path)
+    for place in (0, len(data) - 1):
+        replace_keeping_times(path, data[:place] + b"?" + data[place + 1 :])
+        assert file_identity(path) != before
+    replace_keeping_times(path, data)
+    assert file_identity(path) == before
+    os.utime(path, ns=(0, 0))
+    assert file_identity(path) != before, "what lies between the pieces is told by the time of change"
+
+
+def test_reversed_judgements_and_rewritten_documents_are_told_apart(tmp_path: Path) -> None:
+    def pairs(name: str, texts: tuple[str, str] = ("one", "two"), documents: str = "ab") -> dict[str, str]:
+        corpus = [{"_id": i, "title": "t", "text": text} for i, text in zip("ab", texts, strict=True)]
+        queries = [{"_id": "q", "text": "x"}, {"_id": "r", "text": "y"}]
+        qrels = {"train": [["q", documents[0], 1], ["r", documents[1], 1]]}
+        data = BeirPairs(write_beir(tmp_path / name, corpus, queries, qrels))
+        assert data.identities() == BeirPairs(tmp_path / name).identities()
+        return data.identities()
+
+    first = pairs("first")
+    assert pairs("same") == first
+    differing = [
+        {key for key in first if other[key] != first[key]}
+        for other in (pairs("reversed", documents="ba"), pairs("rewritten", texts=("one", "owt")))
+    ]
+    assert differing == [{"pairs"}, {"right_items"}]
+
+
+def test_mined_negatives_count(tmp_path: Path) -> None:
+    def pairs(negatives: list[list[int]] | None) -> str:
+        return PairDataset(["q", "r"], ["a", "b", "c"], right_id=[0, 1], negatives=negatives).identity()
+
+    assert len({pairs(None), pairs([[2], [2]]), pairs([[2], []]), pairs([[], [2]])}) == 4
+
+
+def test_tables_with_chained_negatives_have_a_stable_identity(tmp_path: Path) -> None:
+    rows = [{"q": f"q{i}", "d": f"d{i}", "n": [f"n{i}", f"d{i - 1}"]} for i in range(1, 50)]
+    path = write_jsonl(tmp_path / "x.jsonl", rows)
+    data = TablePairs(path, "q", "d", "n")
+    texts = [data.item("right", i) for i in range(data.num_right)]
+    assert data.identities()["right_items"] == items_identity(texts)
