@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.commands.source import open_side, recorded_name
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.embeddings import Embeddings
@@ -76,5 +77,5 @@ def report(embeddings: Embeddings, out: str) -> None:
     if meta["skipped"]:
         total, first = meta["skipped"] + len(embeddings), meta["first_skipped"][0]
         told = f"left out {meta['skipped']:,} of {total:,} items; the first, {first['id']}: {first['reason']}"
-        print(told, file=sys.stderr)
-    print(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({meta['side']} side) → {out}")
+        print(printable(told), file=sys.stderr)
+    print(printable(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({meta['side']} side) → {out}"))

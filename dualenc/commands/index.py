@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dualenc.commands.embed import embed
 from dualenc.errors import DualencError
 from dualenc.files import remove
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.index import Index
@@ -99,6 +100,7 @@ def describe(index: Index, folder: str) -> str:
     meta = index.meta
     settings = "".join(f", {name}={value}" for name, value in meta["search_parameters"].items())
     line = f"{len(index):,} vectors of dimension {index.dim} ({meta['factory']}{settings}, {meta['metric']}) → {folder}"
+    line = printable(line)
     if "recall_at_10" in meta:
         line += f"\nrecall@10 against exact search: {meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)"
     return line

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json as json_format
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualenc.errors import DualencError
+from dualenc.terminal import printable_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +36,7 @@ def search(
         index: folder that `dualenc index` wrote.
         query: text, or path of an image if the model encodes images.
         k: how many results.
-        json: print JSON instead of a table.
+        json: print JSON, in ASCII, instead of a table.
         model: model folder or name, if the one that made the index has moved.
         nprobe: lists that an IVF index visits; by default what the build chose.
         ef_search: candidates that an HNSW index keeps; by default what the build chose.
@@ -57,7 +57,7 @@ def search(
         if row >= 0
     ]
     if json:
-        print(json_format.dumps({"query": query, "index": index, "results": results}, ensure_ascii=False, indent=2))
+        print(printable_json({"query": query, "index": index, "results": results}))
     else:
         columns = ("rank", "id", "score") if opened.snippets is None else ("rank", "id", "score", "snippet")
         print_table(Table(query, [{name: result[name] for name in columns} for result in results]))
