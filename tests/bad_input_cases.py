@@ -63,6 +63,7 @@ def make_toys(toys: Path) -> None:
     (toys / "names.txt").write_text("blue\ngreen\nred\n")
     for name, recipe in recipes(toys).items():
         (toys / name).write_text(yaml.safe_dump(recipe, sort_keys=False))
+    corrupted = "evaluate corrupted image classes --corruptions contrast,brightness"
     for line in (
         "embed text docs.jsonl --out emb",
         "index emb --out idx",
@@ -72,7 +73,7 @@ def make_toys(toys: Path) -> None:
         "train recipe.yaml trainer.output=run trainer.max_steps=4 trainer.save_every=2",
         "train image-recipe.yaml trainer.output=image-run trainer.max_steps=4 trainer.save_every=2",
         "evaluate retrieval text beir --out retrieval",
-        "evaluate corrupted image classes --out corrupted --corruptions contrast,brightness --train classes --severities 1",
+        f"{corrupted} --out corrupted --train classes --severities 1",
         "evaluate probe image classes --out probe",
         "evaluate zero-shot clip classes --out zero-shot",
         "evaluate image-text clip captioned --out image-text",
@@ -121,7 +122,9 @@ def recipes(toys: Path) -> dict[str, dict[str, Any]]:
             "data": {
                 "class_path": "TablePairs",
                 "init_args": {
-                    "path": str(toys / "captioned" / "test.jsonl"), "left_column": "image", "right_column": "captions"
+                    "path": str(toys / "captioned" / "test.jsonl"),
+                    "left_column": "image",
+                    "right_column": "captions",
                 },
             },
             "objective": {"class_path": "InfoNCE", "init_args": {"temperature": 0.1}},
@@ -212,7 +215,6 @@ NOT_TEXT: dict[str, Spoil] = {
     "empty": holding(b""),
     "noise": holding(NOISE),
     "Latin-1": holding("é café ÿ\n".encode("latin-1") * 5),
-    "zeros": holding(b"\0" * 1000),
 }
 NOT_JSON: dict[str, Spoil] = {
     "deep": holding(b"[" * 200_000),
@@ -237,7 +239,17 @@ def files_of(folder: Path) -> list[str]:
 
 def all_cases(toys: Path) -> list[Case]:
     """Every case, under a name of its own."""
-    groups = [sound(), files(), cut_files(toys), model_files(toys), options(), modalities(), outputs(), data(), trees(toys)]
+    groups = [
+        sound(),
+        files(),
+        cut_files(toys),
+        model_files(toys),
+        options(),
+        modalities(),
+        outputs(),
+        data(),
+        trees(toys),
+    ]
     return [case for group in groups for case in group] + list(recipe_keys(toys)) + list(evaluations(toys))
 
 
@@ -284,8 +296,7 @@ def sound() -> Iterator[Case]:
         "evaluate compare {a.trec} {a.trec} --qrels {qrels.tsv}",
         "evaluate corrupted {image} {cifarc} --out out",
         "evaluate zero-shot {clip} {classes} --out out --templates {templates.txt} --class-names {names.txt}",
-        "evaluate corrupted {image} {classes} --out out --corruptions contrast,brightness --train {classes} --severities 1 "
-        "--baseline {corrupted}/metrics.json",
+        f"{CORRUPTED} --train {{classes}} --severities 1 --baseline {{corrupted}}/metrics.json",
         "quickstart --out out --max-docs 300 --test-docs 20 --steps 2 --vocab-size 300",
     ):
         change = (lambda box: box["run"]) if "--resume" in words else None
@@ -312,7 +323,12 @@ def files() -> Iterator[Case]:
         "pairs.tar": (IMAGE_TEXT.replace("captioned", "pairs.tar"), tables),
         "corrupted/metrics.json": (
             CORRUPTED + " --train {classes} --severities 1 --baseline {corrupted}/metrics.json",
-            {**NOT_A_FILE, **NOT_TEXT, **NOT_JSON, "other corruptions": holding('{"robustness": {"errors": {"x": 1}}}')},
+            {
+                **NOT_A_FILE,
+                **NOT_TEXT,
+                **NOT_JSON,
+                "other corruptions": holding('{"robustness": {"errors": {"x": 1}}}'),
+            },
         ),
         "cifarc/labels.npy": ("evaluate corrupted {image} {cifarc} --out out", {**NOT_A_FILE, **NOT_TEXT}),
         "cifarc/fog.npy": ("evaluate corrupted {image} {cifarc} --out out", {**NOT_A_FILE, **NOT_TEXT}),
@@ -320,9 +336,8 @@ def files() -> Iterator[Case]:
     every |= {name: (f"embed {{text}} {{{name}}} --out out", tables) for name in FORMATS}
     fine = {  # these may well be read
         "cifarc/labels.npy": {"missing"},
-        "cifarc/fog.npy": {"missing"},
-        "docs.txt": {"Latin-1", "noise", "zeros", "deep"},
-        "templates.txt": set(),
+        "cifarc/fog.npy": {"missing", "a folder", "a pipe", "an endless device"},
+        "docs.txt": {"Latin-1", "noise", "deep"},
     }
     for name, (words, ways) in every.items():
         for way, how in ways.items():
@@ -339,13 +354,13 @@ def cut_files(toys: Path) -> Iterator[Case]:
     }
     for folder, words in ours.items():
         for file in files_of(toys / folder):
-            for number in range(2):
+            for number in range(1):
                 name = f"{folder}/{file}"
                 # A changed note in meta.json, such as a path, cannot be told from a sound one.
                 flips = "either" if file == "meta.json" else "error"
                 yield Case(f"flipped {number}: {name}", words, spoil(name, flipped(number)), flips)
                 yield Case(f"cut {number}: {name}", words, spoil(name, cut(number)))
-            for way, how in {**NOT_A_FILE, "empty": holding(b""), "noise": holding(NOISE)}.items():
+            for way, how in {"missing": remove, "a pipe": as_fifo, "noise": holding(NOISE)}.items():
                 # Snippets and a list of what was left out are optional.
                 may = "either" if way == "missing" and "snippets" in file else "error"
                 yield Case(f"{folder}/{file}: {way}", words, spoil(f"{folder}/{file}", how), may)
@@ -369,7 +384,7 @@ def cut_files(toys: Path) -> Iterator[Case]:
         "recipe.yaml": "train {recipe.yaml}",
     }
     for file, words in theirs.items():
-        for number in range(3):
+        for number in range(2):
             yield Case(f"flipped {number}: {file}", words, spoil(file, flipped(number, 4)), "either")
             yield Case(f"cut {number}: {file}", words, spoil(file, cut(number)), "either")
     resume = "train {recipe.yaml} trainer.output={run} trainer.max_steps=6 trainer.save_every=2 --resume"
@@ -396,12 +411,10 @@ def model_files(toys: Path) -> Iterator[Case]:
             if file == "README.md":
                 continue
             name = f"{model}/{file}"
-            ways = {"empty": holding(b""), "noise": holding(NOISE), "a folder": as_folder, "cut": cut(0)}
-            ways |= NOT_JSON if file.endswith(".json") else {}
-            for way, how in ways.items():
-                yield Case(f"model {name}: {way}", words, spoil(name, how), "either")
-            yield Case(f"model {name}: missing", words, spoil(name, remove), "either")
-            yield Case(f"model {name}: flipped", words, spoil(name, flipped(1)), "either")
+            ways = {"missing": remove, "noise": holding(NOISE), "cut": cut(0), "a folder": as_folder}
+            ways |= {**NOT_JSON, "flipped": flipped(1)} if file.endswith(".json") else {}
+            for way in random.Random(name).sample(sorted(ways), 3):
+                yield Case(f"model {name}: {way}", words, spoil(name, ways[way]), "either")
         weights = next(file for file in files_of(toys / model) if file.endswith(".safetensors"))
         for way, how in {"missing": remove, "empty": holding(b""), "noise": holding(NOISE), "cut": cut(1)}.items():
             yield Case(f"weights {model}: {way}", words, spoil(f"{model}/{weights}", how))
@@ -426,7 +439,9 @@ def _lose_tensor(path: Path) -> None:
 
 
 def _nan(path: Path) -> None:
-    _with_tensors(path, lambda tensors: [value.fill_(float("nan")) for value in tensors.values() if value.is_floating_point()])
+    _with_tensors(
+        path, lambda tensors: [value.fill_(float("nan")) for value in tensors.values() if value.is_floating_point()]
+    )
 
 
 def _with_tensors(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -455,6 +470,8 @@ def options() -> Iterator[Case]:
         "compare": ("samples", "confidence", "seed"),
     }
     zero_is_fine = {"num-workers", "seed"}
+    huge_is_fine = {"limit", "train-limit", "depth", "k", "recall-queries", "ef-search", "nprobe", "pairs"}
+    huge_is_fine |= {"batch-size"}
     for command, names in numbers.items():
         for name in names:
             words = COMMANDS[command].replace(" --pairs 4", "" if name == "pairs" else " --pairs 4")
@@ -469,17 +486,22 @@ def options() -> Iterator[Case]:
                 words = "index {text} {docs.jsonl} --out out"
             if command == "search" and name == "nprobe":
                 words = "search {ivf} wing"
-            for value in ("-1", "0", "foo", "nan", "1e999", "99999999999999999999"):
-                fine = (value == "0" and name in zero_is_fine) or (value.startswith("9") and name in ("limit", "seed", "train-limit", "depth", "k", "recall-queries", "ef-search", "nprobe", "pairs", "batch-size"))
+            for value in ("-1", "0", "nan", "99999999999999999999"):
+                fine = (value == "0" and name in zero_is_fine) or (value[0] == "9" and name in huge_is_fine)
                 fine |= command == "search" and name == "ef-search"
-                yield Case(f"{command} --{name}={value}", f"{words} --{name}={value}", expected="either" if fine else "error")
+                yield Case(
+                    f"{command} --{name}={value}", f"{words} --{name}={value}", expected="either" if fine else "error"
+                )
     for command in COMMANDS:
         if command not in ("compare", "index", "train"):
-            for device in ("foo", "cuda", "cuda:9", "meta", "cpu:7", "", "cpu␣"):
-                may = "either" if device in ("cpu:7", "") else "error"
+            for device in ("foo", "cuda:9", "meta", ""):
+                may = "either" if device == "" else "error"
                 yield Case(f"{command} --device={device!r}", f"{COMMANDS[command]} --device={device}", expected=may)
         yield Case(f"{command} --no-such-option", f"{COMMANDS[command]} --no-such-option 3")
-        yield Case(f"{command} without arguments", " ".join(COMMANDS[command].split()[: 2 if "evaluate" in COMMANDS[command] else 1]))
+        yield Case(
+            f"{command} without arguments",
+            " ".join(COMMANDS[command].split()[: 2 if "evaluate" in COMMANDS[command] else 1]),
+        )
         if command != "train":
             yield Case(f"{command} --out without a value", COMMANDS[command].split(" --out")[0] + " --out")
     choices = {
@@ -493,30 +515,93 @@ def options() -> Iterator[Case]:
     for command, names in choices.items():
         for name in names:
             yield Case(f"{command} --{name}=foo", f"{COMMANDS[command]} --{name}=foo")
-    for factory in ("Flat,", "IVF", "IVF0,Flat", "IVF-1,Flat", "IVF99999,Flat", "HNSW0", "HNSW-4", "IDMap,Flat", "PQ3", "PQ0", "PQ16x99", "PCA0,Flat", "PCA9999,Flat", "OPQ7,Flat", "SQ3", "RQ0", "LSH0", "IVF2,HNSW0", "␣", "IVF2,Flat,Refine(", "HNSW9999999999", "IVF2(HNSW0),Flat", "Residual0", "ITQ0,LSH", "a" * 5000):
-        yield Case(f"factory {factory[:20]!r}", f"index {{emb}} --out out --factory={factory}", expected="either" if factory in ("RQ0", "LSH0") else "error")
-    for command, data in {"retrieval": "beir", "image-text": "captioned", "zero-shot": "classes", "probe": "classes", "corrupted": "classes"}.items():
-        for split in ("nothing", "../test", "", "/", "te\x00st"):
+    for factory in (
+        "Flat,",
+        "IVF",
+        "IVF0,Flat",
+        "IVF-1,Flat",
+        "IVF99999,Flat",
+        "HNSW0",
+        "HNSW-4",
+        "IDMap,Flat",
+        "PQ3",
+        "PQ0",
+        "PQ16x99",
+        "PCA0,Flat",
+        "PCA9999,Flat",
+        "OPQ7,Flat",
+        "SQ3",
+        "RQ0",
+        "LSH0",
+        "IVF2,HNSW0",
+        "␣",
+        "IVF2,Flat,Refine(",
+        "HNSW9999999999",
+        "IVF2(HNSW0),Flat",
+        "Residual0",
+        "ITQ0,LSH",
+        "a" * 5000,
+    ):
+        yield Case(
+            f"factory {factory[:20]!r}",
+            f"index {{emb}} --out out --factory={factory}",
+            expected="either" if factory in ("RQ0", "LSH0") else "error",
+        )
+    for command in ("retrieval", "image-text", "zero-shot", "probe", "corrupted"):
+        for split in ("nothing", "../test", "", "/"):
             # A folder of images without such a subfolder is taken whole.
             may = "error" if command == "retrieval" else "either"
             yield Case(f"{command} --split={split!r}", f"{COMMANDS[command]} --split={split}", expected=may)
     for column in ("nothing", "label", ""):
-        yield Case(f"image-text --left-column={column!r}", f"{IMAGE_TEXT} --left-column={column}", expected="either" if not column else "error")
-        yield Case(f"image-text --right-column={column!r}", f"{IMAGE_TEXT} --right-column={column}", expected="either" if not column else "error")
-        yield Case(f"embed --text-column={column!r}", f"embed {{text}} {{docs.jsonl}} --out out --text-column={column}", expected="either" if not column else "error")
+        yield Case(
+            f"image-text --left-column={column!r}",
+            f"{IMAGE_TEXT} --left-column={column}",
+            expected="either" if not column else "error",
+        )
+        yield Case(
+            f"image-text --right-column={column!r}",
+            f"{IMAGE_TEXT} --right-column={column}",
+            expected="either" if not column else "error",
+        )
+        yield Case(
+            f"embed --text-column={column!r}",
+            f"embed {{text}} {{docs.jsonl}} --out out --text-column={column}",
+            expected="either" if not column else "error",
+        )
     for column in ("nothing", "image", "caption"):
-        yield Case(f"probe --label-column={column}", f"evaluate probe {{image}} {{images.parquet}} --split train --out out --label-column={column}", expected="either" if column == "caption" else "error")
+        yield Case(
+            f"probe --label-column={column}",
+            f"evaluate probe {{image}} {{images.parquet}} --split train --out out --label-column={column}",
+            expected="either" if column == "caption" else "error",
+        )
 
 
 def modalities() -> Iterator[Case]:
     """Models and data of different kinds."""
-    models, data = ("text", "image", "clip"), ("beir", "docs.jsonl", "captioned", "classes", "pictures", "images.parquet", "pairs.tar", "pairs.jsonl", "cifarc")
+    models, data = (
+        ("text", "image", "clip"),
+        (
+            "beir",
+            "docs.jsonl",
+            "captioned",
+            "classes",
+            "pictures",
+            "images.parquet",
+            "pairs.tar",
+            "pairs.jsonl",
+            "cifarc",
+        ),
+    )
     right = {
         "retrieval": {("text", "beir")},
         "image-text": {("clip", "captioned"), ("clip", "pairs.tar"), ("clip", "images.parquet")},
         "zero-shot": {("clip", "classes")},
         "probe": {(model, place) for model in ("image", "clip") for place in ("classes", "images.parquet")},
-        "corrupted": {(model, place) for model in ("image", "clip") for place in ("classes", "images.parquet", "cifarc", "pictures", "captioned", "pairs.tar")},
+        "corrupted": {
+            (model, place)
+            for model in ("image", "clip")
+            for place in ("classes", "images.parquet", "cifarc", "pictures", "captioned", "pairs.tar")
+        },
     }
     extra = {"corrupted": "--corruptions contrast,brightness --limit 2", "probe": "--split train"}
     for command, fine in right.items():
@@ -526,13 +611,28 @@ def modalities() -> Iterator[Case]:
                 may = "either" if (model, place) in fine or (model != "text" and command != "retrieval") else "error"
                 words = f"evaluate {command} {{{model}}} {{{place}}} --out out {extra.get(command, '')}"
                 yield Case(f"{command} of {model} on {place}", words, expected=may)
-    for run, places in {"run": ("classes", "pictures", "captioned", "images.parquet", "pairs.tar"), "image-run": ("beir", "docs.jsonl", "pairs.jsonl")}.items():
+    for run, places in {
+        "run": ("classes", "pictures", "captioned", "images.parquet", "pairs.tar"),
+        "image-run": ("beir", "docs.jsonl", "pairs.jsonl"),
+    }.items():
         for place in places:
-            yield Case(f"convergence of {run} on {place}", f"evaluate convergence {{{run}}} {{{place}}} --pairs 4 --out out")
-    for model, place in (("text", "classes"), ("text", "pictures"), ("image", "beir"), ("image", "docs.jsonl"), ("image", "docs.txt")):
+            yield Case(
+                f"convergence of {run} on {place}", f"evaluate convergence {{{run}}} {{{place}}} --pairs 4 --out out"
+            )
+    for model, place in (
+        ("text", "classes"),
+        ("text", "pictures"),
+        ("image", "beir"),
+        ("image", "docs.jsonl"),
+        ("image", "docs.txt"),
+    ):
         yield Case(f"embed {place} with {model}", f"embed {{{model}}} {{{place}}} --out out")
     for query in ("{pictures}/0.png", "wing", "nowhere.png", "{beir}", "{docs.jsonl}", "/dev/zero"):
-        yield Case(f"search images for {query}", f"search {{image-idx}} {query}", expected="either" if "pictures" in query else "error")
+        yield Case(
+            f"search images for {query}",
+            f"search {{image-idx}} {query}",
+            expected="either" if "pictures" in query else "error",
+        )
     for index in ("emb", "text", "run", "beir", "docs.jsonl", "nowhere"):
         yield Case(f"search in {index}", f"search {{{index}}} wing" if index != "nowhere" else "search nowhere wing")
     for model in ("image", "clip", "run", "nowhere"):
@@ -553,11 +653,19 @@ def outputs() -> Iterator[Case]:
         (box.folder / "mine").mkdir()
         (box.folder / "mine" / "thesis.tex").write_text("years of work")
 
-    for command, words in {**COMMANDS, "index of a model": "index {text} {docs.jsonl} --out out", "quickstart": "quickstart --out out --max-docs 300 --test-docs 20 --steps 2 --vocab-size 300"}.items():
+    for command, words in {
+        **COMMANDS,
+        "index of a model": "index {text} {docs.jsonl} --out out",
+        "quickstart": "quickstart --out out --max-docs 300 --test-docs 20 --steps 2 --vocab-size 300",
+    }.items():
         if command == "search":
             continue
-        for place in ("file", "file/below", "/proc/nowhere", "/dev/null/below", "/dev/full", "a" * 300):
-            there = f"{words} trainer.output={place}" if command == "train" else words.replace("--out out", f"--out {place}")
+        for place in ("file", "file/below", "/proc/nowhere", "a" * 300):
+            there = (
+                f"{words} trainer.output={place}"
+                if command == "train"
+                else words.replace("--out out", f"--out {place}")
+            )
             yield Case(f"{command} to {place[:20]}", there, file)
         if command in ("embed", "index", "index of a model", "quickstart"):
             yield Case(f"{command} to another's folder", words.replace("--out out", "--out mine"), folder)
@@ -621,14 +729,21 @@ def data() -> Iterator[Case]:
         yield Case(f"qrels with {name}", RETRIEVAL, write("beir/qrels/test.tsv", content), expected)  # type: ignore[arg-type]
         if name not in ("unknown documents", "unknown queries"):
             words = "evaluate compare {a.trec} {a.trec} --qrels {qrels.tsv}"
-            yield Case(f"qrels of compare with {name}", words, write("qrels.tsv", content), "either" if name.startswith(("negative", "a repeated")) else "error")
+            yield Case(
+                f"qrels of compare with {name}",
+                words,
+                write("qrels.tsv", content),
+                "either" if name.startswith(("negative", "a repeated")) else "error",
+            )
     for name, content in {
         "five fields": "d0 Q0 d1 1 0.5\n",
         "a word as score": "d0 Q0 d1 1 high x\n",
         "NaN": "d0 Q0 d1 1 nan x\n",
         "a document twice": "d0 Q0 d1 1 2 x\nd0 Q0 d1 2 1 x\n",
     }.items():
-        yield Case(f"TREC run with {name}", "evaluate compare {a.trec} {a.trec} --qrels {qrels.tsv}", write("a.trec", content))
+        yield Case(
+            f"TREC run with {name}", "evaluate compare {a.trec} {a.trec} --qrels {qrels.tsv}", write("a.trec", content)
+        )
     for name, content in {
         "no query": '{"ndcg@10": 1}\n',
         "scores that are words": '{"query": "a", "ndcg@10": "high"}\n',
@@ -638,13 +753,26 @@ def data() -> Iterator[Case]:
         "no metric": '{"query": "a"}\n',
         "metrics that differ": '{"query": "a", "x": 1}\n{"query": "b", "y": 1}\n',
     }.items():
-        yield Case(f"per-query log with {name}", "evaluate compare {a.ndjson} {a.ndjson} --out out", write("a.ndjson", content))
-    yield Case("compare a run with another collection", "evaluate compare {a.ndjson} {retrieval}/per_query.ndjson", write("a.ndjson", '{"query": "a", "ndcg@10": 1}\n'))
+        yield Case(
+            f"per-query log with {name}", "evaluate compare {a.ndjson} {a.ndjson} --out out", write("a.ndjson", content)
+        )
+    yield Case(
+        "compare a run with another collection",
+        "evaluate compare {a.ndjson} {retrieval}/per_query.ndjson",
+        write("a.ndjson", '{"query": "a", "ndcg@10": 1}\n'),
+    )
     yield Case("compare without qrels", "evaluate compare {a.trec} {a.trec}")
     yield Case("compare with no metric", f"{COMPARE} --metrics=,")
     yield Case("compare folders without logs", "evaluate compare {beir} {beir}")
-    for name, content in {"no place": "a photo\n", "two places": "{} {}\n", "a field": "a {name}\n", "blank": "\n \n"}.items():
-        yield Case(f"templates with {name}", f"{ZERO_SHOT} --templates {{templates.txt}}", write("templates.txt", content))
+    for name, content in {
+        "no place": "a photo\n",
+        "two places": "{} {}\n",
+        "a field": "a {name}\n",
+        "blank": "\n \n",
+    }.items():
+        yield Case(
+            f"templates with {name}", f"{ZERO_SHOT} --templates {{templates.txt}}", write("templates.txt", content)
+        )
     for name, content in {"too few": "blue\n", "numbers": "0\n1\n2\n", "blank": "\n\n"}.items():
         yield Case(f"class names: {name}", f"{ZERO_SHOT} --class-names {{names.txt}}", write("names.txt", content))
 
@@ -654,30 +782,67 @@ def data() -> Iterator[Case]:
     def some(spoil_one: Spoil) -> Change:
         return lambda box: spoil_one(images(box) / "test" / "red" / "00.png")
 
+    def renamed(name: str, other: str) -> Change:
+        return lambda box: (images(box) / name).rename((images(box) / name).with_name(other))
+
     def one_class(box: Box) -> None:
         for part in ("train", "test"):
             for name in ("red", "green"):
                 shutil.rmtree(images(box) / part / name)
 
-    for command, words in {"probe": PROBE, "corrupted": CORRUPTED, "zero-shot": ZERO_SHOT, "convergence": CONVERGENCE}.items():
-        for way, how in {"noise": holding(NOISE), "empty": holding(b""), "cut": cut(0), "pipes": as_fifo, "devices": link_to("/dev/zero")}.items():
+    for command, words in {
+        "probe": PROBE,
+        "corrupted": CORRUPTED,
+        "zero-shot": ZERO_SHOT,
+        "convergence": CONVERGENCE,
+    }.items():
+        for way, how in {
+            "noise": holding(NOISE),
+            "empty": holding(b""),
+            "cut": cut(0),
+            "pipes": as_fifo,
+            "devices": link_to("/dev/zero"),
+        }.items():
             yield Case(f"{command}, all images: {way}", words, every(how), "either" if way == "cut" else "error")
             if command != "convergence":
                 yield Case(f"{command}, one image: {way}", words, some(how), "either")
+        if command != "convergence":
+            for name in ("\udcff.png", "\x1b[2J.png", "$\\frac{.png", "<script>.png"):
+                yield Case(f"{command}, an image named {name!r}", words, renamed("test/red/00.png", name), "either")
+            for name in ("\udcff", "\x1b[2J", "$\\frac{", "<script>", "=cmd"):
+                yield Case(f"{command}, a class named {name!r}", words, renamed("test/red", name), "either")
         yield Case(f"{command}, one class", words, one_class, "error" if command == "probe" else "either")
         yield Case(f"{command}, no images", words, every(remove))
-        yield Case(f"{command}, a loop of links", words, lambda box: (images(box) / "test" / "loop").symlink_to(".."), "either")
-    yield Case("probe, a class that training has not", PROBE, lambda box: (images(box) / "test" / "red").rename(images(box) / "test" / "pink"))
+        yield Case(
+            f"{command}, a loop of links", words, lambda box: (images(box) / "test" / "loop").symlink_to(".."), "either"
+        )
+    yield Case(
+        "probe, a class that training has not",
+        PROBE,
+        lambda box: (images(box) / "test" / "red").rename(images(box) / "test" / "pink"),
+    )
     yield Case("probe, more shots than images", f"{PROBE} --shots 100")
     yield Case("probe, no shots", f"{PROBE} --shots []", expected="either")
     yield Case("corrupted, an unknown corruption", CORRUPTED.replace("contrast", "rain"))
     yield Case("corrupted, a corruption twice", CORRUPTED.replace("brightness", "contrast"), expected="either")
     yield Case("corrupted, clean images of clean data", f"{CORRUPTED} --clean {{classes}}")
-    yield Case("corrupted, a baseline that is no file", f"{CORRUPTED} --train {{classes}} --severities 1 --baseline nowhere")
-    yield Case("convergence of an empty folder", "evaluate convergence empty {classes} --out out", lambda box: (box.folder / "empty").mkdir())
+    yield Case(
+        "corrupted, a baseline that is no file", f"{CORRUPTED} --train {{classes}} --severities 1 --baseline nowhere"
+    )
+    yield Case(
+        "convergence of an empty folder",
+        "evaluate convergence empty {classes} --out out",
+        lambda box: (box.folder / "empty").mkdir(),
+    )
     yield Case("convergence of a run without a model", CONVERGENCE, lambda box: remove(box["image-run/model"]))
-    yield Case("convergence of a run without checkpoints", CONVERGENCE, lambda box: (remove(box["image-run/checkpoints"]), remove(box["image-run/model"])))
-    yield Case("convergence of runs of two kinds", "evaluate convergence {image-run} {classes} {run} --out out --pairs 4")
+    yield Case(
+        "convergence of a run without checkpoints",
+        CONVERGENCE,
+        lambda box: (remove(box["image-run/checkpoints"]), remove(box["image-run/model"])),
+    )
+    yield Case(
+        "convergence of runs of two kinds", "evaluate convergence {image-run} {classes} {run} --out out --pairs 4"
+    )
     for kind in ("docs.jsonl", "beir", "classes", "pairs.tar", "captioned"):
         target = {"classes": "image", "pairs.tar": "clip", "captioned": "clip"}.get(kind, "text")
         yield Case(f"data {kind}: a path through a file", f"embed {{{target}}} {{docs.jsonl}}/{kind} --out out")
@@ -705,13 +870,19 @@ def trees(toys: Path) -> Iterator[Case]:
         "image-text": "evaluate image-text {clip} {captioned} --out {image-text}",
     }
     for toy, words in finished.items():
-        inner = [file for file in files_of(toys / toy) if "/" in file and file.endswith((".ndjson", ".npy", "ids.txt", "meta.json"))]
-        for file in inner[:4]:
+        inner = [
+            file
+            for file in files_of(toys / toy)
+            if "/" in file and file.endswith((".ndjson", ".npy", "ids.txt", "meta.json"))
+        ]
+        for file in inner[:2]:
             ways = {"noise": holding(NOISE), "empty": holding(b""), "flipped": flipped(0), "a folder": as_folder}
             ways |= NOT_JSON if file.endswith(("json", "ndjson")) else {}
-            for way, how in ways.items():
-                yield Case(f"again into {toy}, {file}: {way}", words, spoil(f"{toy}/{file}", how), "either")
-        yield Case(f"again into {toy}, over a folder report.html", words, spoil(f"{toy}/report.html", as_folder), "either")
+            for way in random.Random(file).sample(sorted(ways), 3):
+                yield Case(f"again into {toy}, {file}: {way}", words, spoil(f"{toy}/{file}", ways[way]), "either")
+        yield Case(
+            f"again into {toy}, over a folder report.html", words, spoil(f"{toy}/report.html", as_folder), "either"
+        )
 
 
 def recipe_keys(toys: Path) -> Iterator[Case]:
@@ -767,21 +938,64 @@ def recipe_keys(toys: Path) -> Iterator[Case]:
         for value in values:
             yield Case(f"trainer.{key}={value!r}", "train recipe.yaml", value_of("trainer", key, value))
     others: dict[str, dict[str, tuple[Any, ...]]] = {
-        "objective": {"temperature": (0, -1, "hot", float("nan"), 1e-9), "gamma": (0, -1, 2, "x"), "no_such_key": (1,), "seed": (-1,)},
-        "data": {"path": ("/nope", "", 3, "/dev/null", None, "/dev/zero"), "split": ("nope", 3, "../x"), "on_error": ("x",), "no_such_key": (1,)},
-        "model": {"name": ("nowhere", "/nope", 3, "", "/dev/null"), "max_length": (0, -1, "x"), "pooling": ("x",), "no_such_key": (1,), "config": (3, {"model_type": "nothing"})},
-        "evaluator": {"path": ("/nope", None, ""), "split": ("nope",), "primary": ("foo", "", 3), "batch_size": (0, -1), "max_queries": (0, -1), "no_such_key": (1,)},
+        "objective": {
+            "temperature": (0, -1, "hot", float("nan"), 1e-9),
+            "gamma": (0, -1, 2, "x"),
+            "no_such_key": (1,),
+            "seed": (-1,),
+        },
+        "data": {
+            "path": ("/nope", "", 3, "/dev/null", None, "/dev/zero"),
+            "split": ("nope", 3, "../x"),
+            "on_error": ("x",),
+            "no_such_key": (1,),
+        },
+        "model": {
+            "name": ("nowhere", "/nope", 3, "", "/dev/null"),
+            "max_length": (0, -1, "x"),
+            "pooling": ("x",),
+            "no_such_key": (1,),
+            "config": (3, {"model_type": "nothing"}),
+        },
+        "evaluator": {
+            "path": ("/nope", None, ""),
+            "split": ("nope",),
+            "primary": ("foo", "", 3),
+            "batch_size": (0, -1),
+            "max_queries": (0, -1),
+            "no_such_key": (1,),
+        },
     }
     for section, keys in others.items():
         for key, values in keys.items():
             for value in values:
                 yield Case(f"{section}.{key}={value!r}", "train recipe.yaml", value_of(section, key, value))
         for path in ("os.system", "nothing.at.All", "dualenc.errors.DualencError", "", 3, "TextEncoderr", "evil.X"):
-            yield Case(f"{section}.class_path={path!r}", "train recipe.yaml", recipe(lambda s, section=section, path=path: s[section].update(class_path=path)))
-        yield Case(f"{section} is a list", "train recipe.yaml", recipe(lambda s, section=section: s.update({section: [1]})))
-        yield Case(f"{section} is null", "train recipe.yaml", recipe(lambda s, section=section: s.update({section: None})), "either" if section == "evaluator" else "error")
-        yield Case(f"no {section}", "train recipe.yaml", recipe(lambda s, section=section: s.pop(section)), "either" if section == "evaluator" else "error")
-        yield Case(f"{section}.init_args is a list", "train recipe.yaml", recipe(lambda s, section=section: s[section].update(init_args=[1])))
+            yield Case(
+                f"{section}.class_path={path!r}",
+                "train recipe.yaml",
+                recipe(lambda s, section=section, path=path: s[section].update(class_path=path)),
+            )
+        yield Case(
+            f"{section} is a list", "train recipe.yaml", recipe(lambda s, section=section: s.update({section: [1]}))
+        )
+        yield Case(
+            f"{section} is null",
+            "train recipe.yaml",
+            recipe(lambda s, section=section: s.update({section: None})),
+            "either" if section == "evaluator" else "error",
+        )
+        yield Case(
+            f"no {section}",
+            "train recipe.yaml",
+            recipe(lambda s, section=section: s.pop(section)),
+            "either" if section == "evaluator" else "error",
+        )
+        yield Case(
+            f"{section}.init_args is a list",
+            "train recipe.yaml",
+            recipe(lambda s, section=section: s[section].update(init_args=[1])),
+        )
     for name, arguments in {
         "EMC2": {"kernel": "x", "burn_in": 2, "proposals": -1, "neighbors": 0, "neighbor_share": 2, "score": "old"},
         "HCL": {"hardness": -1, "class_prior": 1, "annealing_steps": -1},
@@ -792,23 +1006,69 @@ def recipe_keys(toys: Path) -> Iterator[Case]:
     }.items():
         for key, value in arguments.items():
             objective = {"class_path": name, "init_args": {"temperature": 0.1, key: value}}
-            yield Case(f"{name}({key}={value!r})", "train recipe.yaml", recipe(lambda s, o=objective: s.update(objective=o)))
-    for name, arguments in {"SpectralBatches": {"num_clusters": 0, "no_such_key": 1}, "OSGDBatches": {"no_such_key": 1}, "RandomBatches": {"no_such_key": 1}}.items():
+            yield Case(
+                f"{name}({key}={value!r})", "train recipe.yaml", recipe(lambda s, o=objective: s.update(objective=o))
+            )
+    for name, arguments in {
+        "SpectralBatches": {"num_clusters": 0, "no_such_key": 1},
+        "OSGDBatches": {"no_such_key": 1},
+        "RandomBatches": {"no_such_key": 1},
+    }.items():
         for key, value in arguments.items():
             batching = {"class_path": name, "init_args": {key: value}}
-            yield Case(f"{name}({key}={value!r})", "train recipe.yaml", recipe(lambda s, b=batching: s.update(batching=b)))
-    for override in ("x", "=", "trainer=3", "trainer.", ".epochs=1", "trainer.epochs", "nothing.x=1", "trainer.epochs=[", "model.init_args=3", "trainer.epochs.deep=3", "data.path.deep=3"):
+            yield Case(
+                f"{name}({key}={value!r})", "train recipe.yaml", recipe(lambda s, b=batching: s.update(batching=b))
+            )
+    for override in (
+        "x",
+        "=",
+        "trainer=3",
+        "trainer.",
+        ".epochs=1",
+        "trainer.epochs",
+        "nothing.x=1",
+        "trainer.epochs=[",
+        "model.init_args=3",
+        "trainer.epochs.deep=3",
+        "data.path.deep=3",
+    ):
         yield Case(f"override {override}", f"train {{recipe.yaml}} {override}")
-    views = {"data.class_path=ImageFolderViews data.path={pictures}": "text", "data.class_path=TablePairs data.path={pairs.jsonl}": ""}
-    yield Case("train a text model on images", "train {recipe.yaml} " + next(iter(views)))
+    views = "data.class_path=ImageFolderViews data.path={pictures}"
+    yield Case("train a text model on images", f"train {{recipe.yaml}} {views}")
     yield Case("train an image model on texts", "train {image-recipe.yaml} data.class_path=BeirPairs data.path={beir}")
-    yield Case("train an image-text model on texts", "train {clip-recipe.yaml} data.class_path=BeirPairs data.path={beir}")
-    yield Case("train an image-text model on images", "train {clip-recipe.yaml} data.class_path=ImageFolderViews data.path={pictures}")
-    yield Case("evaluate training of texts on images", "train {recipe.yaml} evaluator.class_path=KNNEvaluator evaluator.train.class_path=ImageFolderViews evaluator.train.init_args.path={classes} evaluator.test.class_path=ImageFolderViews evaluator.test.init_args.path={classes}")
+    yield Case(
+        "train an image-text model on texts", "train {clip-recipe.yaml} data.class_path=BeirPairs data.path={beir}"
+    )
+    yield Case(
+        "train an image-text model on images",
+        "train {clip-recipe.yaml} data.class_path=ImageFolderViews data.path={pictures}",
+    )
+    yield Case(
+        "evaluate training of texts on images",
+        "train recipe.yaml",
+        recipe(lambda s: s.update(evaluator=recipes(toys)["image-recipe.yaml"]["evaluator"])),
+    )
     yield Case("train into a run", "train {recipe.yaml} trainer.output={run}", lambda box: box["run"])
-    yield Case("resume with another recipe", "train {recipe.yaml} trainer.output={run} trainer.learning_rate=0.5 trainer.max_steps=6 --resume", lambda box: box["run"])
-    yield Case("resume with other data", "train {recipe.yaml} trainer.output={run} trainer.max_steps=6 trainer.save_every=2 --resume", lambda box: (box["run"], spoil("beir/qrels/train.tsv", lambda path: path.write_text(path.read_text().replace("d1\t", "d2\t")))(box)), "either")
-    for text in ("a: [", "a: !!python/object/apply:os.system [x]", "&a [*a]", "{[}", "- 1", "a: b: c", "\t", "model: &m {x: *m}"):
+    yield Case(
+        "resume with another recipe",
+        "train {recipe.yaml} trainer.output={run} trainer.learning_rate=0.5 trainer.max_steps=6 --resume",
+        lambda box: box["run"],
+    )
+    yield Case(
+        "resume with other data",
+        "train {recipe.yaml} data.path={beir} trainer.output={run} trainer.max_steps=6 trainer.save_every=2 --resume",
+        lambda box: (box["run"], holding("query-id\tcorpus-id\tscore\nd0\td1\t1\n")(box["beir/qrels/train.tsv"])),
+    )
+    for text in (
+        "a: [",
+        "a: !!python/object/apply:os.system [x]",
+        "&a [*a]",
+        "{[}",
+        "- 1",
+        "a: b: c",
+        "\t",
+        "model: &m {x: *m}",
+    ):
         yield Case(f"recipe of {text!r}", "train {recipe.yaml}", spoil("recipe.yaml", holding(text)))
     for name in ("beir/corpus.jsonl", "beir/queries.jsonl", "beir/qrels/train.tsv"):
         for way, how in {**NOT_A_FILE, **NOT_TEXT}.items():
@@ -817,6 +1077,32 @@ def recipe_keys(toys: Path) -> Iterator[Case]:
 
 def evaluations(toys: Path) -> Iterator[Case]:
     """What remains: commands that are none."""
-    for words in ("nothing", "evaluate", "evaluate nothing", "evaluate retrieval", "--nothing", "embed a b c d --out e", "search", "train", "train {recipe.yaml} --out x", "quickstart --steps=0", "quickstart --steps=-1", "quickstart --steps=x", "quickstart --max-docs=0", "quickstart --max-docs=-1", "quickstart --test-docs=-1", "quickstart --test-docs=99999999", "quickstart --vocab-size=0", "quickstart --vocab-size=-5", "quickstart --seed=-1"):
-        extra = " --out out" + (" --max-docs=300" if "max-docs" not in words else "") + (" --steps=2" if "steps" not in words else "") if words.startswith("quickstart") else ""
+    for words in (
+        "nothing",
+        "evaluate",
+        "evaluate nothing",
+        "evaluate retrieval",
+        "--nothing",
+        "embed a b c d --out e",
+        "search",
+        "train",
+        "train {recipe.yaml} --out x",
+        "quickstart --steps=0",
+        "quickstart --steps=-1",
+        "quickstart --steps=x",
+        "quickstart --max-docs=0",
+        "quickstart --max-docs=-1",
+        "quickstart --test-docs=-1",
+        "quickstart --test-docs=99999999",
+        "quickstart --vocab-size=0",
+        "quickstart --vocab-size=-5",
+        "quickstart --seed=-1",
+    ):
+        extra = (
+            " --out out"
+            + (" --max-docs=300" if "max-docs" not in words else "")
+            + (" --steps=2" if "steps" not in words else "")
+            if words.startswith("quickstart")
+            else ""
+        )
         yield Case(f"dualenc {words}", words + extra, expected="works" if words == "evaluate" else "error")

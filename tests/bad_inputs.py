@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -23,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -55,25 +57,24 @@ class Box:
 
     def __init__(self, folder: Path, toys: Path) -> None:
         self.folder, self.toys = folder, toys
+        self.own: set[str] = set()
 
     def __getitem__(self, name: str) -> Path:
         """A file or folder of the case's own: `model/config.json` is that of a copy of the toy `model`."""
         top = name.split("/")[0]
-        own, toy = self.folder / top, self.toys / top
-        if not own.exists() and not own.is_symlink() and toy.exists():
-            (shutil.copytree if toy.is_dir() else shutil.copy)(toy, own)
+        toy = self.toys / top
+        if top not in self.own and toy.exists():
+            (shutil.copytree if toy.is_dir() else shutil.copy)(toy, self.folder / top)
+        self.own.add(top)
         return self.folder / name
 
     def words(self, template: str) -> list[str]:
         """A command line: `{name}` is the case's own copy of a toy if there is one, otherwise the toy."""
-        return [re.sub(r"\{([\w.-]+)\}", self._place, word).replace("␣", " ") for word in template.split()]
 
-    def _place(self, found: re.Match[str]) -> str:
-        own = self.folder / found[1]
-        return str(own if own.exists() or own.is_symlink() or not (self.toys / found[1]).exists() else self._toy(found[1]))
+        def place(found: re.Match[str]) -> str:
+            return str((self.folder if found[1] in self.own else self.toys) / found[1])
 
-    def _toy(self, name: str) -> Path:
-        return self.toys / name
+        return [re.sub(r"\{([\w.-]+)\}", place, word).replace("␣", " ") for word in template.split()]
 
 
 Change = Callable[[Box], object]
@@ -119,9 +120,9 @@ class Running(NamedTuple):
     started: float
 
 
-def run_cases(cases: Iterable[Case], toys: Path, scratch: Path, jobs: int = 2) -> list[Outcome]:
+def run_cases(cases: Iterable[Case], toys: Path, scratch: Path, jobs: int = 2) -> Iterator[Outcome]:
     """Run every case in a forked child, `jobs` at a time."""
-    waiting, running, outcomes = list(cases)[::-1], dict[int, Running](), list[Outcome]()
+    waiting, running = list(cases)[::-1], dict[int, Running]()
     gc.collect()
     gc.freeze()
     while waiting or running:
@@ -139,10 +140,9 @@ def run_cases(cases: Iterable[Case], toys: Path, scratch: Path, jobs: int = 2) -
                 os.killpg(pid, signal.SIGKILL)
             if not done:
                 os.waitpid(pid, 0)
-            outcomes.append(_judge(running.pop(pid), os.waitstatus_to_exitcode(status) if done else None))
+            yield _judge(running.pop(pid), os.waitstatus_to_exitcode(status) if done else None)
             shutil.rmtree(child.box.folder.parent, ignore_errors=True)
         time.sleep(0.005)
-    return outcomes
 
 
 def _start(case: Case, toys: Path, scratch: Path) -> tuple[int, Running]:
@@ -174,6 +174,7 @@ def _child(case: Case, box: Box) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
         if case.file_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (case.file_bytes, case.file_bytes))
+        faulthandler.dump_traceback_later(SECONDS - 5)
         from dualenc.cli import main
 
         code = main(box.words(case.words))
@@ -223,7 +224,8 @@ def _judge(run: Running, code: int | None) -> Outcome:
 def _place(stderr: str) -> str:
     """The deepest line of the package in the last traceback."""
     frames = re.findall(r'File "[^"]*?/(dualenc/[\w/]+\.py)", line (\d+)', stderr)
-    return ":".join(frames[-1]) if frames else ""
+    # Of a process that hangs the innermost comes first.
+    return ":".join(frames[0 if "most recent call first" in stderr else -1]) if frames else ""
 
 
 def _listing(folder: Path) -> frozenset[str]:
@@ -273,15 +275,18 @@ def main(argv: list[str] | None = None) -> int:
     toys = given.toys or scratch / "toys"
     prepare(make_toys if not toys.is_dir() else lambda folder: None, toys)
     cases = [case for case in all_cases(toys) if given.only in case.name]
+    random.Random(0).shuffle(cases)  # slow ones are evenly spread
     repeated = [name for name, count in Counter(case.name for case in cases).items() if count > 1]
     assert not repeated, f"names must be distinct: {repeated}"
-    outcomes = run_cases(cases, toys, scratch, given.jobs)
-    shutil.rmtree(scratch)
+    outcomes = []
+    for outcome in run_cases(cases, toys, scratch, given.jobs):
+        outcomes.append(outcome)
+        if outcome.problem:
+            print(f"{outcome.name}\n    {outcome.problem} {outcome.place}\n    {outcome.line}", flush=True)
+    shutil.rmtree(scratch, ignore_errors=True)
     failures = [outcome for outcome in outcomes if outcome.problem]
     if given.report:
         given.report.write_text(json.dumps([outcome._asdict() for outcome in outcomes], indent=1, ensure_ascii=False))
-    for outcome in failures:
-        print(f"{outcome.name}\n    {outcome.problem} {outcome.place}\n    {outcome.line}")
     seconds = time.monotonic() - started
     print(f"{len(outcomes)} cases, {len(failures)} failures, {seconds:.0f} s")
     return 1 if failures else 0
