@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import importlib
 import json
@@ -41,6 +42,7 @@ Expected = Literal["error", "either", "works"]
 
 SECONDS = 60
 MEMORY_BYTES = 3 << 30
+PIPE_BYTES = 1 << 20
 ERROR_PREFIX = "dualenc: error:"
 LEFTOVER = re.compile(r"\.(part|old)-\d+")
 UNREADABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|object at 0x|_io\.")
@@ -118,6 +120,7 @@ class Running(NamedTuple):
     box: Box
     before: frozenset[str]
     started: float
+    stderr: int
 
 
 def run_cases(cases: Iterable[Case], toys: Path, scratch: Path, jobs: int = 2) -> Iterator[Outcome]:
@@ -154,21 +157,26 @@ def _start(case: Case, toys: Path, scratch: Path) -> tuple[int, Running]:
     before, started = _listing(folder), time.monotonic()
     sys.stdout.flush()
     sys.stderr.flush()
+    # No file, since those may be forbidden to grow; read when the child has ended.
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     pid = os.fork()
     if pid == 0:
-        _child(case, box)
-    return pid, Running(case, box, before, started)
+        _child(case, box, write_end)
+    os.close(write_end)
+    os.set_blocking(read_end, False)
+    return pid, Running(case, box, before, started, read_end)
 
 
-def _child(case: Case, box: Box) -> None:
+def _child(case: Case, box: Box, stderr: int) -> None:
     """Be the process of one command; never returns."""
     code = 1
     try:
         os.setsid()
         os.chdir(box.folder)
-        for descriptor, name in ((0, os.devnull), (1, "../stdout"), (2, "../stderr")):
-            opened = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            os.dup2(opened, descriptor)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor, target in ((0, nothing), (1, nothing), (2, stderr)):
+            os.dup2(target, descriptor)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
@@ -191,7 +199,10 @@ def _child(case: Case, box: Box) -> None:
 
 def _judge(run: Running, code: int | None) -> Outcome:
     case, box = run.case, run.box
-    stderr = (box.folder.parent / "stderr").read_text("utf-8", errors="replace")
+    stderr = ""
+    with contextlib.suppress(BlockingIOError):
+        stderr = os.read(run.stderr, PIPE_BYTES).decode("utf-8", errors="replace")
+    os.close(run.stderr)
     lines = [line for line in re.split(r"[\r\n]+", stderr) if line.startswith(ERROR_PREFIX)]
     line = lines[-1] if lines else next(iter(stderr.strip().splitlines()[-1:]), "")
     after = _listing(box.folder)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,13 +135,30 @@ def keep_embeddings(folder: Path, tower: Tower, corpus: Corpus, identity: dict[s
     if distributed.is_main() and not _holds(folder, {**identity, "model_checksum": tower_checksum(tower)}):
         remove(folder)
     distributed.barrier()
-    before = folder.exists()
-    try:
+    with removed_if_refused(folder, "shard-*.npy"):
         return embed(tower, corpus, folder, identity=identity, progress=distributed.is_main(), **how)
+
+
+@contextmanager
+def removed_if_refused(folder: Path, finished: str) -> Iterator[None]:
+    """On a `DualencError` take away a folder that was not there before, and those made above it.
+
+    A kill or Ctrl-C leaves finished work to go on with; a refusal before any of it leaves nothing.
+
+    Args:
+        folder: Where the work goes.
+        finished: Glob pattern of finished work, for whose sake the folder stays.
+    """
+    made = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    distributed.barrier()
+    try:
+        yield
     except DualencError:
-        # A kill leaves finished shards to go on with; a refusal before the first of them leaves nothing.
-        if distributed.is_main() and not before and not any(folder.glob("shard-*.npy")):
-            _remove_with_empty_parents(folder)
+        if distributed.is_main() and made and not any(folder.glob(finished)):
+            remove(folder)
+            for parent in made[1:]:
+                with suppress(OSError):
+                    parent.rmdir()
         raise
 
 
@@ -152,15 +171,6 @@ def _holds(folder: Path, identity: dict[str, str]) -> bool:
     except DualencError:
         return False
     return isinstance(meta, dict) and all(meta.get(name) == value for name, value in identity.items())
-
-
-def _remove_with_empty_parents(folder: Path) -> None:
-    remove(folder)
-    for parent in folder.parents:
-        try:
-            parent.rmdir()
-        except OSError:
-            break
 
 
 def output_folder(out: str | None, task: str, model: str, data: str) -> Path:

@@ -13,11 +13,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.commands.evaluation import keep_embeddings
+from dualenc.commands.evaluation import keep_embeddings, removed_if_refused
 from dualenc.errors import DualencError
 from dualenc.evaluation.corruption import Images
 from dualenc.evaluation.image_versions import Encode, ImageVersions, Inputs, Prepare, encode_versions
 from dualenc.evaluation.ledger import Ledger
+from dualenc.files import remove
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -218,19 +219,27 @@ def recorded(
 
     Returns:
         The value by number of every image that could be read, on every process. Others are counted on stderr.
+
+    Raises:
+        DualencError: none could be read; nothing is kept then.
     """
-    ledger: Ledger[int] = Ledger(folder, signature)
-    todo = ledger.missing(indices)
-    bar = tqdm(total=len(todo), desc=what, unit=" images", disable=not (todo and distributed.is_main()))
-    with bar:
-        for block in encode_versions(versions, encode, indices=todo, num_workers=num_workers):
-            values = value_of(block.indices, block.features) if block.indices else []
-            ledger.add(dict(zip(block.indices, values, strict=True)) | {index: None for index, _ in block.bad})
-            bar.update(len(block.indices) + len(block.bad))
-            if block.bad:
-                tqdm.write(printable(f"{what}: left out {block.bad[0][1]}"))
-    done = ledger.all_values()
-    return {index: value for index, value in done.items() if value is not None}
+    with removed_if_refused(folder, "part-*.ndjson"):
+        ledger: Ledger[int] = Ledger(folder, signature)
+        todo = ledger.missing(indices)
+        bar = tqdm(total=len(todo), desc=what, unit=" images", disable=not (todo and distributed.is_main()))
+        with bar:
+            for block in encode_versions(versions, encode, indices=todo, num_workers=num_workers):
+                values = value_of(block.indices, block.features) if block.indices else []
+                ledger.add(dict(zip(block.indices, values, strict=True)) | {index: None for index, _ in block.bad})
+                bar.update(len(block.indices) + len(block.bad))
+                if block.bad:
+                    tqdm.write(printable(f"{what}: left out {block.bad[0][1]}"))
+        done = {index: value for index, value in ledger.all_values().items() if value is not None}
+        if not done:
+            if distributed.is_main():
+                remove(folder)
+            raise DualencError(f"{what}: none of {len(indices)} images can be read; check the data")
+    return done
 
 
 def _as_image(view: Tensor | Image.Image) -> Image.Image:

@@ -55,9 +55,15 @@ class Ledger(Generic[Key]):
         lines += [
             json.dumps({"item": key, "value": value, "check": _check(key, value)}) for key, value in values.items()
         ]
-        with full_disk_told(self.path), open(self.path, "a", encoding="utf-8") as stream:
-            # A first newline ends a line that a kill cut short.
-            stream.write("\n" + "\n".join(lines) + "\n")
+        is_new = not self.path.exists()
+        try:
+            with full_disk_told(self.path), open(self.path, "a", encoding="utf-8") as stream:
+                # A first newline ends a line that a kill cut short.
+                stream.write("\n" + "\n".join(lines) + "\n")
+        except (DualencError, OSError):
+            if is_new:
+                remove(self.path)
+            raise
         self.values.update(values)
 
     def all_values(self) -> dict[Key, Any]:
