@@ -81,6 +81,8 @@ def embed(
         raise DualencError("the data holds no items; give at least one to embed")
     if batch_size < 1:
         raise DualencError(f"batch_size is {batch_size}; give at least 1")
+    if num_workers is not None and num_workers < 0:
+        raise DualencError(f"num_workers is {num_workers}; give 0 or more")
     encoder = _Encoder(tower, corpus, batch_size, output, autocast, num_workers, on_error)
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     if out is None:

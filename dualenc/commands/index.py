@@ -58,9 +58,16 @@ def index(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
+    from dualenc.commands.evaluation import MOST_ITEMS, check_range
     from dualenc.embeddings import Embeddings
     from dualenc.index import Index
+    from dualenc.index.factory import check_factory
+    from dualenc.index.recall import LARGEST_PARAMETER
 
+    check_factory(factory)
+    check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
+    check_range(0, 1, target_recall=target_recall)
+    check_range(0, MOST_ITEMS, recall_queries=recall_queries)
     folder = _embeddings_folder(source, data, out, embeddings)
     if data is not None:
         columns: dict[str, Any] = {"text_column": text_column, "image_column": image_column, "id_column": id_column}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,16 +43,18 @@ def search(
         ef_search: candidates that an HNSW index keeps; by default what the build chose.
         device: such as cpu or cuda:0.
     """
+    from dualenc.commands.evaluation import check_range, start_processes
     from dualenc.encoders import load_model
     from dualenc.evaluation.tables import Table, print_table
     from dualenc.index import Index
+    from dualenc.index.recall import LARGEST_PARAMETER
 
-    if k < 1:
-        raise DualencError(f"k is {k}; ask for at least 1 result")
+    check_range(1, sys.maxsize, k=k)
+    check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")
     opened = Index.open(index)
-    encoder = load_model(model or _recorded_model(opened, Path(index)), device=device)
+    encoder = load_model(model or _recorded_model(opened, Path(index)), device=str(start_processes(device)))
     check_model(opened, encoder, index)
     vector = encode_query(encoder, query, opened.meta)
     scores, rows = opened.search_rows(vector, min(k, len(opened)), nprobe=nprobe, ef_search=ef_search)

@@ -67,18 +67,25 @@ def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = 
     """
     if metric not in METRICS:
         raise DualencError(f"metric is {metric!r}: choose one of {', '.join(METRICS)}")
-    _check_factory(factory, num_vectors)
+    check_factory(factory, num_vectors)
     try:
         return faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except (RuntimeError, MemoryError) as error:
         raise _unfit(factory, f"does not work for dimension {dim}: {reason(error)}") from None
 
 
-def _check_factory(factory: str, num_vectors: int | None) -> None:
+def check_factory(factory: str, num_vectors: int | None = None) -> None:
     """Refuse what FAISS accepts and then ends the whole process with, hangs on, or can never fill.
 
     `HNSW0`, `PQ4x0` and `IVF10_HNSW1,Flat` stop at an assertion in C++, a division by zero or a wild pointer when the
     first vector arrives, out of reach of any exception; `IVF999999999,Flat` takes the memory of the whole machine.
+
+    Args:
+        factory: a FAISS factory string, or "auto".
+        num_vectors: N, if it is known.
+
+    Raises:
+        DualencError: with what is wrong.
     """
     numbers = [int(number) for number in re.findall(r"\d+", factory) if len(number) < 10]
     if len(numbers) < len(re.findall(r"\d+", factory)) or any(not 1 <= n <= LARGEST_NUMBER for n in numbers):
@@ -115,4 +122,5 @@ def reason(error: BaseException) -> str:
     """The last part of a FAISS error: what is wrong, without the C++ function and file."""
     text = " ".join(str(error).split())
     text = re.sub(r"^Error in .* at \S+:\d+: ", "", text)
-    return re.sub(r"^Error: '.*' failed: ", "", text)
+    text = re.sub(r"^Error: '.*' failed: ", "", text)
+    return text if len(text) <= 200 else f"{text[:199]}…"
