@@ -256,9 +256,9 @@ def _contents(corpus: Corpus, rows: range) -> str:
 
     every = np.arange(rows.start, rows.stop)
     if corpus.modality == "text" or len(corpus) <= MOST_IMAGES:
-        return digest_of([digest_of(identities(corpus.items, block, True)) for block in _blocks(every)])
+        return digest_of([digest_of(*identities(corpus.items, block, True)) for block in _blocks(every)])
     unread, read = identities(corpus.items, every, False), identities(corpus.items, every[::16], True)
-    return digest_of([digest_of(unread), digest_of(read)])
+    return digest_of([digest_of(*unread), digest_of(*read)])
 
 
 def _blocks(rows: np.ndarray) -> list[np.ndarray]:

@@ -29,7 +29,7 @@ from dualenc.embeddings import (
     write_ids,
     write_snippets,
 )
-from dualenc.errors import DualencError
+from dualenc.errors import DiskFull, DualencError
 from dualenc.files import (
     atomic_path,
     checksum,
@@ -38,6 +38,7 @@ from dualenc.files import (
     read_json_object,
     recover_inside,
     remove,
+    save_array,
     write_json,
 )
 
@@ -131,8 +132,8 @@ class EmbeddingWriter:
         # In this order: a kill in between leaves a shard that is not said to be done.
         remove(self._note_path(number))
         path = shard_path(self.folder, number)
-        with atomic_path(path) as beside, open(beside, "wb") as stream:
-            np.save(stream, stored)
+        with atomic_path(path) as beside:
+            save_array(beside, stored)
         note = {"contents": self._contents(number), "sha256": checksum(path), "skipped": list(skipped)}
         write_json(self._note_path(number), note)
 
@@ -172,7 +173,11 @@ class EmbeddingWriter:
             self.folder.mkdir(parents=True, exist_ok=True)
         recover_inside(self.folder)
         if not (self.folder / "meta.json").exists():
-            self._write_meta(complete=False)
+            try:
+                self._write_meta(complete=False)
+            except DiskFull:
+                self.folder.rmdir()
+                raise
 
     def _finish(self, snippet: Callable[[int], str] | None) -> None:
         notes = [self._note(number) for number in range(len(self.ranges))]

@@ -23,9 +23,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from dualenc.errors import DiskFull, DualencError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _FULL = {errno.ENOSPC: "no space left on the disk", errno.EFBIG: "the file would be larger than is allowed"}
 _FULL |= {errno.EDQUOT: "the disk quota is used up"} if hasattr(errno, "EDQUOT") else {}
@@ -287,6 +291,17 @@ def _kind(kind: type) -> str:
     names = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number"}
     names |= {bool: "true or false", type(None): "null"}
     return names[kind]
+
+
+def save_array(path: str | os.PathLike[str], array: np.ndarray) -> None:
+    """`np.save`, except that a disk that is full at the end of the file is an error.
+
+    Given a real file, numpy writes through C's stdio and does not look at what closing it returns.
+    """
+    import numpy as np
+
+    with open(path, "wb") as stream:
+        np.save(SimpleNamespace(write=stream.write), array)  # type: ignore[arg-type]
 
 
 def checksum(path: str | os.PathLike[str]) -> str:

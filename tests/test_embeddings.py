@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +336,21 @@ def test_a_full_disk_is_told_and_a_later_run_goes_on(
     if (tmp_path / "emb" / "meta.json").exists():
         with pytest.raises(DualencError, match="not finished"):
             Embeddings.open(tmp_path / "emb")
+    np.testing.assert_array_equal(np.asarray(write(tmp_path / "emb").vectors), vectors())
+
+
+@pytest.mark.parametrize("limit", [0, 500, 3000, 10_000, 10_130])
+def test_a_limit_on_the_size_of_files_never_leaves_a_truncated_one(tmp_path: Path, limit: int) -> None:
+    """A shard has 10,136 bytes: numpy alone takes one cut short at its very end for written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(DiskFull, match=f"^{tmp_path}/emb"):
+            write(tmp_path / "emb")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "emb").exists() == (limit > 0)
+    assert not list(tmp_path.glob("emb/shard*"))
     np.testing.assert_array_equal(np.asarray(write(tmp_path / "emb").vectors), vectors())
 
 

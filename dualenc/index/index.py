@@ -21,6 +21,7 @@ from dualenc.index.recall import set_parameter
 FORMAT = "dualenc index"
 FORMAT_VERSION = 2
 """1 had a checksum of index.faiss alone."""
+WRITE_BYTES = 1 << 22
 REBUILD = "build the index again"
 
 
@@ -131,7 +132,7 @@ class Index:
         check_target(folder)
         with atomic_path(folder) as beside:
             beside.mkdir(parents=True)
-            faiss.write_index(self.faiss, str(beside / "index.faiss"))
+            _write_faiss(self.faiss, beside / "index.faiss")
             write_ids(beside / "ids.txt", self.ids)
             if self.snippets is not None:
                 write_snippets(beside / "snippets.jsonl", (self.snippet(row) for row in range(len(self))))
@@ -228,6 +229,26 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not empty and not is_index(folder):
         raise DualencError(f"{folder}: exists and holds no index; choose a new or empty folder")
+
+
+def _write_faiss(index: Any, path: Path) -> None:
+    """`faiss.write_index`, except that a disk that is full at the end of the file is an error; FAISS only prints it."""
+    failed: list[OSError] = []
+    with open(path, "wb") as stream:
+
+        def write(block: bytes) -> None:
+            try:
+                stream.write(block)
+            except OSError as error:
+                failed.append(error)
+                raise
+
+        try:
+            faiss.write_index(index, faiss.PyCallbackIOWriter(write, WRITE_BYTES))  # type: ignore[attr-defined]
+        except RuntimeError:
+            if failed:
+                raise failed[0] from None
+            raise
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
