@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 _FULL = {errno.ENOSPC: "no space left on the disk", errno.EFBIG: "the file would be larger than is allowed"}
 _FULL |= {errno.EDQUOT: "the disk quota is used up"} if hasattr(errno, "EDQUOT") else {}
-_SHORT_WRITE = re.compile(r"unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing|\d+ requested and \d+ written")
+_SHORT_WRITE = re.compile(
+    r"unexpected pos \d+ vs \d+|basic_ios::clear: iostream error|PytorchStreamWriter failed writing"
+    r"|\d+ requested and \d+ written"
+)
 """What torch.save and numpy say, without an errno, of a write that the disk cut short."""
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<stage>part|new|old)-(?P<pid>\d+)$")
@@ -302,6 +305,17 @@ def save_array(path: str | os.PathLike[str], array: np.ndarray) -> None:
 
     with open(path, "wb") as stream:
         np.save(SimpleNamespace(write=stream.write), array)  # type: ignore[arg-type]
+
+
+def save_tensors(path: str | os.PathLike[str], value: Any) -> None:
+    """`torch.save`, except that a disk that is full at the end of the file is an error.
+
+    Given a path, torch does not look at what closing the file returns.
+    """
+    import torch
+
+    with open(path, "wb") as stream:
+        torch.save(value, stream)
 
 
 def checksum(path: str | os.PathLike[str]) -> str:
