@@ -59,7 +59,10 @@ def spectral_rows(weights: np.ndarray, num_clusters: int, laplacian: Laplacian) 
         scale = 1 / np.sqrt(degrees)
         matrix = scale[:, None] * weights * scale
     size = len(weights)
-    _, vectors = eigh(matrix, subset_by_index=[size - num_clusters, size - 1], overwrite_a=True, check_finite=False)
+    _, vectors = eigh(matrix, subset_by_index=[size - num_clusters, size - 1], check_finite=False)
+    if vectors.shape[1] < num_clusters:
+        # LAPACK's solver for a part of the spectrum may find none of it where eigenvalues coincide.
+        vectors = eigh(matrix, driver="evd", overwrite_a=True, check_finite=False)[1][:, -num_clusters:]
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
 
 
