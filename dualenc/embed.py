@@ -49,8 +49,8 @@ def embed(
     """Embed every item of a corpus with one tower.
 
     Under `accelerate launch` each process takes its share of the shards; the result is that of one process (several
-    machines need a file system they share). A run resumes one with the same tower, options, ids and texts; images
-    are told apart by their ids alone.
+    machines need a file system they share). A run resumes one with the same tower, options and ids; shards with items
+    whose contents have changed since, bad ones that were mended included, are embedded again.
 
     Args:
         tower: the side of a model to encode with; it works on the device where its weights are.
@@ -81,6 +81,8 @@ def embed(
         raise DualencError("the data holds no items; give at least one to embed")
     if batch_size < 1:
         raise DualencError(f"batch_size is {batch_size}; give at least 1")
+    if num_workers is not None and num_workers < 0:
+        raise DualencError(f"num_workers is {num_workers}; give 0 or more")
     encoder = _Encoder(tower, corpus, batch_size, output, autocast, num_workers, on_error)
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     if out is None:
@@ -209,9 +211,8 @@ def _on_disk(
         **identity,
         "output": encoder.output,
         "model_checksum": tower_checksum(encoder.tower),
-        "data_checksum": distributed.broadcast_object(_data_checksum(corpus) if distributed.is_main() else ""),
     }
-    writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes)
+    writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes, lambda rows: _contents(corpus, rows))
     missing = writer.missing()
     with _bar([writer.ranges[number] for number in missing], progress) as bar:
         for number in missing:
@@ -245,12 +246,21 @@ def _in_memory(encoder: _Encoder, meta: dict[str, Any], dtype: str, progress: bo
     return Embeddings(ids, vectors.astype(dtype, copy=False), meta)
 
 
-def _data_checksum(corpus: Corpus) -> str:
-    """SHA-256 over the texts of a corpus, so that a changed text is not taken for done; "" for images."""
-    if corpus.modality != "text":
-        return ""
-    digest = hashlib.sha256()
-    for row in range(len(corpus)):
-        text = corpus[row]
-        digest.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
-    return digest.hexdigest()
+def _contents(corpus: Corpus, rows: range) -> str:
+    """Checksum of some items of a corpus, so that a changed text or image under the same id is not taken for done.
+
+    Texts are read in full. So are images, up to `MOST_IMAGES` of them; in larger sets every sixteenth, and of the
+    others size and time of change count.
+    """
+    from dualenc.data.identity import MOST_IMAGES, digest_of, identities
+
+    every = np.arange(rows.start, rows.stop)
+    if corpus.modality == "text" or len(corpus) <= MOST_IMAGES:
+        return digest_of([digest_of(*identities(corpus.items, block, True)) for block in _blocks(every)])
+    unread, read = identities(corpus.items, every, False), identities(corpus.items, every[::16], True)
+    return digest_of([digest_of(*unread), digest_of(*read)])
+
+
+def _blocks(rows: np.ndarray) -> list[np.ndarray]:
+    """Few enough rows at a time that their contents fit into memory together."""
+    return np.array_split(rows, max(1, len(rows) // 256))

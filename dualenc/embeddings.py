@@ -3,7 +3,8 @@
     shard-00000.npy …   (rows, D) float16 or float32, in the order of the ids
     ids.txt             one id per line, UTF-8
     snippets.jsonl      optional: one JSON string per line, what to show beside a search result
-    meta.json           model, side, dtype, dimension, rows per shard, what was skipped
+    shard-00000.json …  for resuming: checksum of the shard and of the items in it, which of them were skipped and why
+    meta.json           model, side, dtype, dimension, rows per shard, what was skipped, SHA-256 of each other file
 
 `EmbeddingWriter` in `dualenc.embedding_writer` writes it shard by shard and can resume.
 """
@@ -19,9 +20,11 @@ from typing import Any
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.files import read_json
+from dualenc.files import read_json_object, verify_checksums
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 had no checksums."""
+DTYPES = ("float16", "float32")
 Array = Any  # np.ndarray or ShardedVectors
 
 
@@ -72,19 +75,27 @@ class Embeddings:
             yield np.ascontiguousarray(self.vectors[start:stop], dtype=np.float32)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> Embeddings:
-        """Map a folder of embeddings into memory; nothing is read before it is used.
+    def open(cls, folder: str | os.PathLike[str], verify: bool = True) -> Embeddings:
+        """Map a folder of embeddings into memory.
+
+        Args:
+            folder: as `embed` or `dualenc embed` wrote it.
+            verify: read every file once, several at a time, and compare its SHA-256 with meta.json (about 1.5 GB a
+                second on each core). Without it nothing but the ids is read before it is used.
 
         Raises:
-            DualencError: no such folder, an unfinished one, or a truncated or corrupt file in it.
+            DualencError: no such folder, an unfinished one, or a file in it that is missing, truncated or not the one
+                that was written.
         """
         folder = Path(folder)
         meta = read_meta(folder)
         if not meta["complete"]:
             raise DualencError(f"{folder}: not finished; run the same `dualenc embed` again to resume it")
-        shape_of = [(rows, meta["dim"]) for rows in meta["shard_rows"]]
-        shards = [open_shard(shard_path(folder, i), shape, meta["dtype"]) for i, shape in enumerate(shape_of)]
-        ids = read_ids(folder / "ids.txt", sum(meta["shard_rows"]))
+        rows = meta["shard_rows"]
+        if verify:
+            verify_checksums(folder, file_names(folder, len(rows)), meta["files"], "run the same `dualenc embed` again")
+        shards = [open_shard(shard_path(folder, i), (n, meta["dim"]), meta["dtype"]) for i, n in enumerate(rows)]
+        ids = read_ids(folder / "ids.txt", sum(rows))
         snippets = folder / "snippets.jsonl"
         return cls(ids, ShardedVectors(shards), meta, Snippets(snippets) if snippets.exists() else None)
 
@@ -168,7 +179,8 @@ def _line_starts(path: Path) -> np.ndarray:
 
 def write_snippets(path: Path, snippets: Iterator[str]) -> None:
     """Write one JSON string per line, beside the target; the caller renames it."""
-    with open(path, "w", encoding="utf-8") as stream:
+    # Half a surrogate pair has no UTF-8; as \\ud800 it is JSON.
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
         for snippet in snippets:
             stream.write(json.dumps(snippet, ensure_ascii=False) + "\n")
 
@@ -176,25 +188,51 @@ def write_snippets(path: Path, snippets: Iterator[str]) -> None:
 def is_embeddings(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds embeddings (finished or not), told by its meta.json."""
     path = Path(folder) / "meta.json"
-    return path.is_file() and read_json(path).get("format") == "dualenc embeddings"
+    return path.is_file() and read_json_object(path).get("format") == "dualenc embeddings"
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """The meta.json of a folder of embeddings.
 
     Raises:
-        DualencError: it is missing, malformed, of another kind of folder or of a newer version.
+        DualencError: it is missing, malformed, of another kind of folder or of another version.
     """
-    meta = read_json(folder / "meta.json")
-    if not isinstance(meta, dict) or meta.get("format") != "dualenc embeddings":
+    path = folder / "meta.json"
+    meta = read_json_object(path)
+    if meta.get("format") != "dualenc embeddings":
         raise DualencError(
             f"{folder}: not a folder of embeddings; make one with `dualenc embed MODEL DATA --out {folder}`"
         )
-    if meta["version"] > FORMAT_VERSION:
-        raise DualencError(
-            f"{folder}: written by a newer dualenc (format {meta['version']}); update dualenc to read it"
-        )
+    check_version(folder, meta, FORMAT_VERSION, "run the same `dualenc embed` into another folder")
+    kinds = {"complete": bool, "dim": int, "dtype": str}
+    meta = read_json_object(path, kinds | ({"shard_rows": list, "files": dict} if meta.get("complete") is True else {}))
+    rows = meta.get("shard_rows", [0])
+    good_rows = rows and all(type(count) is int and count >= 0 for count in rows)
+    if not good_rows or meta["dim"] < 1 or meta["dtype"] not in DTYPES:
+        what = f"dim {meta['dim']}, dtype {meta['dtype']} and shard_rows {str(rows)[:60]}"
+        raise DualencError(f"{path}: {what} describe no embeddings; run the same `dualenc embed` into another folder")
     return meta
+
+
+def check_version(folder: Path, meta: dict[str, Any], version: int, mend: str) -> None:
+    """Insist that a folder is of the format that this dualenc writes.
+
+    Raises:
+        DualencError: it is of another one.
+    """
+    found = meta.get("version")
+    if type(found) is not int:
+        raise DualencError(f"{folder / 'meta.json'}: its version is {str(found)[:40]!r}, not a number; {mend}")
+    if found > version:
+        raise DualencError(f"{folder}: written by a newer dualenc (format {found}); update dualenc to read it")
+    if found < version:
+        raise DualencError(f"{folder}: written by an older dualenc (format {found}, without checksums); {mend}")
+
+
+def file_names(folder: Path, num_shards: int) -> list[str]:
+    """Names of the files of a finished folder, meta.json apart."""
+    shards = [name for number in range(num_shards) for name in (f"shard-{number:05d}.npy", f"shard-{number:05d}.json")]
+    return ["ids.txt", *(["snippets.jsonl"] if (folder / "snippets.jsonl").exists() else []), *shards]
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -209,27 +247,46 @@ def open_shard(path: Path, shape: tuple[int, int], dtype: str) -> np.ndarray:
         DualencError: it is missing, truncated or not of the expected shape and dtype.
     """
     mend = "remove it and run the same `dualenc embed` again"
+    if not path.is_file():
+        raise DualencError(f"{path}: missing; run the same `dualenc embed` again")
     try:
-        shard = np.load(path, mmap_mode="r")
-    except FileNotFoundError:
-        raise DualencError(f"{path}: missing; run the same `dualenc embed` again") from None
-    except (ValueError, OSError, EOFError) as error:
-        raise DualencError(f"{path}: truncated or corrupt ({error}); {mend}") from None
+        shard = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy's own, and those of the tokenizer and the zip reader behind it
+        raise DualencError(f"{path}: truncated or corrupt ({first_words(error)}); {mend}") from None
+    if not isinstance(shard, np.ndarray):
+        raise DualencError(f"{path}: holds an archive instead of one array; {mend}")
     if shard.shape != shape or shard.dtype != np.dtype(dtype):
         found = f"{shard.dtype} of shape {shard.shape}"
         raise DualencError(f"{path}: holds {found} instead of {dtype} of shape {shape}; {mend}")
     return shard
 
 
-def write_ids(path: Path, ids: Sequence[str]) -> None:
-    """Write one id per line, beside the target; the caller renames it.
+def first_words(error: BaseException) -> str:
+    """The beginning of another library's message, in one line."""
+    return " ".join(str(error).split())[:120] or type(error).__name__
+
+
+def check_ids(ids: Sequence[str]) -> None:
+    """Insist that ids can be told apart and written as lines of UTF-8.
 
     Raises:
-        DualencError: an id contains a line break.
+        DualencError: an id is no text, contains a line break or half a character, or stands twice.
     """
-    broken = next((i for i, name in enumerate(ids) if "\n" in name), None)
-    if broken is not None:
-        raise DualencError(f"id {ids[broken]!r} at row {broken} contains a line break; give it another id")
+    for row, name in enumerate(ids):
+        if not isinstance(name, str):
+            raise DualencError(f"id {name!r} at row {row} is {type(name).__name__}, not a text; give str(id)")
+        if "\n" in name:
+            raise DualencError(f"id {name!r} at row {row} contains a line break; give it another id")
+        if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
+            raise DualencError(f"id {name!r} at row {row} is not valid Unicode; rename it")
+    if len(set(ids)) < len(ids):
+        first: dict[str, int] = {}
+        row = next(row for row, name in enumerate(ids) if first.setdefault(name, row) != row)
+        raise DualencError(f"id {ids[row]!r} stands twice, at rows {first[ids[row]]} and {row}; ids must differ")
+
+
+def write_ids(path: Path, ids: Sequence[str]) -> None:
+    """Write one id per line, beside the target; the caller has checked them and renames it."""
     path.write_text("".join(f"{name}\n" for name in ids), encoding="utf-8", newline="\n")
 
 

@@ -12,3 +12,7 @@ class DualencError(ValueError):
 
 class BadSample(DualencError):
     """One sample cannot be used (undecodable image, empty text). Readers skip and count it, or raise it."""
+
+
+class DiskFull(DualencError):
+    """No room to write a file: the disk is full, or a quota or limit reached; what stood there before still does."""

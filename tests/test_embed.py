@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from dualenc.data import Corpus
+from dualenc.data.sources import open_corpus
 from dualenc.embed import embed, tower_checksum
 from dualenc.embeddings import Embeddings
 from dualenc.errors import BadSample, DualencError
@@ -126,7 +128,7 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=run_slowly)
     process.start()
     deadline = time.time() + 60
-    while not (folder / "shard-00000.npy").exists() and time.time() < deadline:
+    while not (folder / "shard-00000.json").exists() and time.time() < deadline:
         time.sleep(0.01)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
@@ -152,7 +154,7 @@ def test_a_finished_folder_costs_nothing_again(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"tower": LetterTower(prompt="x")}, "model_checksum"),
-        ({"corpus": Corpus(corpus().ids, texts(300)[::-1])}, "data_checksum"),
+        ({"corpus": Corpus(corpus().ids[::-1], texts(300))}, "ids_checksum"),
         ({"identity": {"side": "left"}}, "side right, not left"),
         ({"output": "features"}, "output embedding, not features"),
         ({"dtype": "float16"}, "dtype float32, not float16"),
@@ -163,6 +165,61 @@ def test_embeddings_of_something_else_are_not_taken_for_done(tmp_path: Path, cha
     embed(out=tmp_path / "emb", progress=False, **usual)
     with pytest.raises(DualencError, match=message):
         embed(out=tmp_path / "emb", progress=False, **{**usual, **change})
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_images_replaced_under_the_same_names_are_embedded_again(tmp_path: Path, num_workers: int) -> None:
+    """A fourth of 1,100 image files changes, and one that did not decode is mended; size and time of most stay."""
+    (tmp_path / "images").mkdir()
+    for row in range(1100):
+        Image.new("RGB", (2, 2), (row % 256, row // 256, 7)).save(tmp_path / "images" / f"{row:04}.bmp")
+    (tmp_path / "images" / "1000.bmp").write_bytes(b"not an image")
+
+    def run() -> tuple[Embeddings, int]:
+        tower = PixelTower()
+        data = open_corpus(tmp_path / "images")
+        written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "emb").glob("*.npy")}
+        embeddings = embed(tower, data, tmp_path / "emb", num_workers=num_workers, progress=False)
+        now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "emb").glob("*.npy")}
+        np.testing.assert_allclose(np.asarray(embeddings.vectors), embed(tower, data, progress=False).vectors)
+        return embeddings, sum(written.get(name) != time for name, time in now.items())
+
+    assert run()[0].meta["skipped"] == 1
+    assert run()[1] == 0, "nothing has changed"
+    path = tmp_path / "images" / "0003.bmp"
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    Image.new("RGB", (2, 2), (99, 99, 99)).save(path)
+    os.utime(path, ns=times)
+    assert run()[1] == 1, "the shard of the changed image"
+    Image.new("RGB", (2, 2), (50, 60, 70)).save(tmp_path / "images" / "1000.bmp")
+    embeddings, written = run()
+    assert written == 1
+    assert embeddings.meta["skipped"] == 0
+    assert embeddings.ids[1000] == "1000.bmp"
+
+
+def test_large_sets_of_images_are_told_apart_by_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dualenc.data.identity.MOST_IMAGES", 10)
+    (tmp_path / "images").mkdir()
+    for row in range(40):
+        Image.new("RGB", (2, 2), (row, row, row)).save(tmp_path / "images" / f"{row:02}.bmp")
+    embed(PixelTower(), open_corpus(tmp_path / "images"), tmp_path / "emb", progress=False)
+    Image.new("RGB", (2, 2), (200, 100, 50)).save(tmp_path / "images" / "05.bmp")
+    data = open_corpus(tmp_path / "images")
+    again = embed(PixelTower(), data, tmp_path / "emb", progress=False)
+    np.testing.assert_allclose(np.asarray(again.vectors), embed(PixelTower(), data, progress=False).vectors)
+
+
+def test_changed_texts_are_embedded_again(tmp_path: Path) -> None:
+    embed(LetterTower(), corpus(3000), tmp_path / "emb", progress=False)
+    changed = texts(3000)
+    changed[2999] += "!"
+    tower = LetterTower()
+    again = embed(tower, Corpus(corpus(3000).ids, changed), tmp_path / "emb", progress=False)
+    assert sum(rows for rows, _ in tower.widths) == 1000, "one shard of three"
+    np.testing.assert_allclose(again.vectors[2999], LetterTower().slowly(changed[2999:])[0], atol=1e-6)
+    assert again.snippets is not None
+    assert again.snippets[2999].endswith("!")
 
 
 def test_the_checksum_follows_weights_and_prompt() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
+import resource
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ from hypothesis import strategies as st
 
 from dualenc.embedding_writer import EmbeddingWriter, shard_ranges
 from dualenc.embeddings import Embeddings, ShardedVectors, is_embeddings
-from dualenc.errors import DualencError
+from dualenc.errors import DiskFull, DualencError
 
 NUM_ITEMS, DIM = 2500, 3
 IDENTITY = {"side": "right", "model_checksum": "abc"}
@@ -111,7 +115,7 @@ def test_an_interrupted_run_writes_only_what_is_missing(tmp_path: Path) -> None:
     first = EmbeddingWriter(folder, ids(), DIM, "float32", IDENTITY)
     rows = first.ranges[0]
     first.write(0, vectors()[rows.start : rows.stop])
-    (folder / ".shard-00001.npy.part-123").write_bytes(b"half of it")
+    (folder / ".shard-00001.npy.part-999999999").write_bytes(b"half of it")
     with pytest.raises(DualencError, match="not finished"):
         Embeddings.open(folder)
     second = EmbeddingWriter(folder, ids(), DIM, "float32", IDENTITY)
@@ -124,21 +128,238 @@ def test_a_truncated_shard_is_named_and_written_again(tmp_path: Path) -> None:
     write(tmp_path / "emb")
     shard = tmp_path / "emb" / "shard-00001.npy"
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(DualencError, match=r"shard-00001\.npy: truncated or corrupt") as error:
-        Embeddings.open(tmp_path / "emb")
-    assert "again" in one_line(error)
+    for verify, words in ((True, "corrupt, its checksum is not that of"), (False, "truncated or corrupt")):
+        with pytest.raises(DualencError, match=rf"shard-00001\.npy: {words}") as error:
+            Embeddings.open(tmp_path / "emb", verify=verify)
+        assert "again" in one_line(error)
     writer = EmbeddingWriter(tmp_path / "emb", ids(), DIM, "float32", IDENTITY)
     assert writer.missing() == [1]
     np.testing.assert_array_equal(np.asarray(write(tmp_path / "emb").vectors), vectors())
 
 
-@pytest.mark.parametrize("content", [b"", b"not numpy at all", b"\x93NUMPY\x01\x00"])
-def test_a_corrupt_shard_is_named(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not numpy at all",
+        b"\x93NUMPY\x01\x00",
+        b"PK\x03\x04",
+        b"\x93NUMPY\x01\x00\x46\x00{'descr': '<f4', 'fortran_order': False, 'shape': (9999999999999999, 3)}\n",
+        b"\x93NUMPY\x01\x00\x46\x00{'descr': '<f4', 'fortran_order': False, 'shape': " + b"(" * 20 + b"\n",
+    ],
+)
+def test_a_corrupt_shard_is_named(tmp_path: Path, content: bytes, verify: bool) -> None:
     write(tmp_path / "emb")
     (tmp_path / "emb" / "shard-00002.npy").write_bytes(content)
-    with pytest.raises(DualencError, match=r"shard-00002\.npy: truncated or corrupt") as error:
-        Embeddings.open(tmp_path / "emb")
+    with pytest.raises(DualencError, match=r"shard-00002\.npy: .*corrupt") as error:
+        Embeddings.open(tmp_path / "emb", verify=verify)
     one_line(error)
+
+
+@pytest.mark.parametrize(
+    "name", ["ids.txt", "snippets.jsonl", "shard-00000.npy", "shard-00001.npy", "shard-00002.npy", "shard-00001.json"]
+)
+@pytest.mark.parametrize("place", [0.01, 0.5, 0.99])
+def test_a_flipped_bit_is_noticed(tmp_path: Path, name: str, place: float) -> None:
+    write(tmp_path / "emb")
+    path = tmp_path / "emb" / name
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DualencError, match=f"{name}: corrupt") as error:
+        Embeddings.open(tmp_path / "emb")
+    assert "run the same `dualenc embed` again" in one_line(error)
+    assert np.array_equal(np.asarray(write(tmp_path / "emb").vectors), vectors()), "and that mends it"
+
+
+def test_swapped_lines_are_noticed(tmp_path: Path) -> None:
+    for name in ("ids.txt", "snippets.jsonl"):
+        write(tmp_path / name / "emb")
+        path = tmp_path / name / "emb" / name
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[::-1]))
+        with pytest.raises(DualencError, match=f"{name}: corrupt"):
+            Embeddings.open(path.parent)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {}},
+        {"files": []},
+        {"files": {"../../etc/passwd": "0" * 64}},
+        {"files": None},
+        {"shard_rows": ["834", 833, 833]},
+        {"shard_rows": [-834, 833, 833]},
+        {"shard_rows": []},
+        {"shard_rows": {"0": 1}},
+        {"shard_rows": [834, 833, 833, 0]},
+        {"shard_rows": [10**30, 833, 833]},
+        {"dim": 10**30},
+        {"dim": "3"},
+        {"dim": 0},
+        {"dim": True},
+        {"dtype": "object"},
+        {"dtype": 32},
+        {"complete": "yes"},
+        {"version": "2"},
+        {"version": None},
+        {"version": 1},
+        {"format": ["dualenc embeddings"]},
+    ],
+)
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_meta_of_the_wrong_shape_is_told(tmp_path: Path, change: dict, verify: bool) -> None:
+    write(tmp_path / "emb")
+    path = tmp_path / "emb" / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    if not verify and isinstance(change.get("files"), dict):
+        Embeddings.open(tmp_path / "emb", verify=verify)
+    else:
+        with pytest.raises(DualencError) as error:
+            Embeddings.open(tmp_path / "emb", verify=verify)
+        one_line(error)
+
+
+@pytest.mark.parametrize("content", ["[]", "7", "null", '"text"', "{}", "", "[" * 10**5])
+def test_a_meta_that_is_no_object_is_told(tmp_path: Path, content: str) -> None:
+    write(tmp_path / "emb")
+    (tmp_path / "emb" / "meta.json").write_text(content)
+    for function in (Embeddings.open, write):
+        with pytest.raises(DualencError, match="emb") as error:
+            function(tmp_path / "emb")
+        one_line(error)
+
+
+def test_a_device_is_not_read_for_ever(tmp_path: Path) -> None:
+    write(tmp_path / "emb")
+    (tmp_path / "emb" / "ids.txt").unlink()
+    (tmp_path / "emb" / "ids.txt").symlink_to("/dev/zero")
+    with pytest.raises(DualencError, match=r"ids\.txt: missing"):
+        Embeddings.open(tmp_path / "emb")
+
+
+@pytest.mark.parametrize(("bad", "dtype"), [(np.nan, "float32"), (np.inf, "float32"), (1e5, "float16")])
+def test_a_vector_that_is_not_finite_as_stored_is_never_written(tmp_path: Path, bad: float, dtype: str) -> None:
+    writer = EmbeddingWriter(tmp_path / "emb", ids(), DIM, dtype, IDENTITY)
+    block = vectors()[834:1666]
+    block[7, 1] = bad
+    with pytest.raises(DualencError, match=f"the vector of 'item 842' is not finite as {dtype}"):
+        writer.write(1, block, [(840, "unreadable")])
+    assert writer.missing() == [0, 1, 2]
+
+
+class TestContents:
+    """Shards are told apart by what they are made of, not by their ids alone."""
+
+    @staticmethod
+    def writer(folder: Path, items: list[str]) -> EmbeddingWriter:
+        return EmbeddingWriter(
+            folder, ids(), DIM, "float32", IDENTITY, contents=lambda rows: "".join(items[rows.start : rows.stop])
+        )
+
+    def written(self, folder: Path, items: list[str], skipped: dict[int, str] | None = None) -> list[int]:
+        """Which shards a run writes."""
+        writer = self.writer(folder, items)
+        missing = writer.missing()
+        for number in missing:
+            bad = [(row, why) for row, why in (skipped or {}).items() if row in writer.ranges[number]]
+            rows = [row for row in writer.ranges[number] if row not in dict(bad)]
+            writer.write(number, vectors()[rows], bad)
+        writer.finish()
+        return missing
+
+    def test_a_shard_with_a_changed_item_is_written_again(self, tmp_path: Path) -> None:
+        items = [str(row) for row in range(NUM_ITEMS)]
+        assert self.written(tmp_path / "emb", items) == [0, 1, 2]
+        assert self.written(tmp_path / "emb", items) == []
+        items[900] = "changed"
+        assert self.written(tmp_path / "emb", items) == [1]
+        assert self.written(tmp_path / "emb", items) == []
+
+    def test_a_mended_item_is_tried_again(self, tmp_path: Path) -> None:
+        items = ["bad" if row == 900 else str(row) for row in range(NUM_ITEMS)]
+        assert self.written(tmp_path / "emb", items, {900: "unreadable"}) == [0, 1, 2]
+        assert len(Embeddings.open(tmp_path / "emb")) == NUM_ITEMS - 1
+        assert self.written(tmp_path / "emb", items, {900: "unreadable"}) == []
+        items[900] = "mended"
+        assert self.written(tmp_path / "emb", items) == [1]
+        assert Embeddings.open(tmp_path / "emb").ids == ids()
+
+    def test_meanwhile_the_folder_is_not_finished(self, tmp_path: Path) -> None:
+        items = [str(row) for row in range(NUM_ITEMS)]
+        self.written(tmp_path / "emb", items)
+        items[0] = "changed"
+        assert self.writer(tmp_path / "emb", items).missing() == [0]
+        with pytest.raises(DualencError, match="not finished"):
+            Embeddings.open(tmp_path / "emb")
+
+    def test_a_kill_between_shard_and_note_writes_the_shard_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        items = [str(row) for row in range(NUM_ITEMS)]
+        self.written(tmp_path / "emb", items)
+        items[0] = "changed"
+        writer = self.writer(tmp_path / "emb", items)
+        with monkeypatch.context() as patch:
+            patch.setattr("dualenc.embedding_writer.write_json", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                writer.write(0, vectors()[:834])
+        assert self.writer(tmp_path / "emb", items).missing() == [0]
+
+    @pytest.mark.parametrize("note", ["[]", "{}", '{"contents": 1, "sha256": "", "skipped": []}', "x"])
+    def test_a_damaged_note_writes_the_shard_again(self, tmp_path: Path, note: str) -> None:
+        items = [str(row) for row in range(NUM_ITEMS)]
+        self.written(tmp_path / "emb", items)
+        (tmp_path / "emb" / "shard-00001.json").write_text(note)
+        assert self.written(tmp_path / "emb", items) == [1]
+
+
+@pytest.mark.parametrize("fails_at", range(9))
+def test_a_full_disk_is_told_and_a_later_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    """The disk is full from the n-th write on: three shards with their notes, ids, snippets, meta and what follows."""
+    calls = itertools.count()
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if next(calls) >= fails_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(DiskFull, match=f"{tmp_path}.*no space left on the disk"):
+            write(tmp_path / "emb")
+    assert not list((tmp_path / "emb").glob(".*"))
+    if (tmp_path / "emb" / "meta.json").exists():
+        with pytest.raises(DualencError, match="not finished"):
+            Embeddings.open(tmp_path / "emb")
+    np.testing.assert_array_equal(np.asarray(write(tmp_path / "emb").vectors), vectors())
+
+
+@pytest.mark.parametrize("limit", [0, 500, 3000, 10_000, 10_130])
+def test_a_limit_on_the_size_of_files_never_leaves_a_truncated_one(tmp_path: Path, limit: int) -> None:
+    """A shard has 10,136 bytes: numpy alone takes one cut short at its very end for written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(DiskFull, match=f"^{tmp_path}/emb"):
+            write(tmp_path / "emb")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "emb").exists() == (limit > 0)
+    assert not list(tmp_path.glob("emb/shard*"))
+    np.testing.assert_array_equal(np.asarray(write(tmp_path / "emb").vectors), vectors())
+
+
+def test_a_snippet_with_half_a_character_is_kept(tmp_path: Path) -> None:
+    writer = EmbeddingWriter(tmp_path / "emb", ["a"], DIM, "float32", IDENTITY)
+    writer.write(0, vectors(1))
+    snippets = writer.finish(lambda row: "half \ud800 of it").snippets
+    assert snippets is not None
+    assert snippets[0] == "half \ud800 of it"
 
 
 def test_a_shard_of_pickled_objects_is_never_loaded(tmp_path: Path) -> None:
@@ -154,7 +375,7 @@ def test_a_shard_of_another_shape_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         DualencError, match=r"float32 of shape \(834, 5\) instead of float32 of shape \(834, 3\)"
     ) as error:
-        Embeddings.open(tmp_path / "emb")
+        Embeddings.open(tmp_path / "emb", verify=False)
     one_line(error)
 
 
@@ -171,7 +392,7 @@ def test_ids_that_do_not_fit_are_told(tmp_path: Path) -> None:
     write(tmp_path / "emb")
     (tmp_path / "emb" / "ids.txt").write_text("only one\n")
     with pytest.raises(DualencError, match="1 ids for 2500 vectors") as error:
-        Embeddings.open(tmp_path / "emb")
+        Embeddings.open(tmp_path / "emb", verify=False)
     one_line(error)
 
 
@@ -214,11 +435,22 @@ def test_a_newer_format_is_told(tmp_path: Path) -> None:
         Embeddings.open(tmp_path)
 
 
-def test_an_id_with_a_line_break_is_refused(tmp_path: Path) -> None:
-    writer = EmbeddingWriter(tmp_path / "emb", ["a", "b\nc"], DIM, "float32", IDENTITY)
-    writer.write(0, vectors(2))
-    with pytest.raises(DualencError, match="row 1 contains a line break"):
-        writer.finish()
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("b\nc", "at row 1 contains a line break"),
+        ("a", "'a' stands twice, at rows 0 and 1"),
+        ("caf\udce9.jpg", "at row 1 is not valid Unicode"),
+        (7, "id 7 at row 1 is int, not a text"),
+    ],
+)
+def test_ids_that_cannot_be_written_or_told_apart_are_refused_before_any_work(
+    tmp_path: Path, bad: Any, message: str
+) -> None:
+    with pytest.raises(DualencError, match=message) as error:
+        EmbeddingWriter(tmp_path / "emb", ["a", bad], DIM, "float32", IDENTITY)
+    one_line(error)
+    assert not (tmp_path / "emb").exists()
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (3, 2, 1)])

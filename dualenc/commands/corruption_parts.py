@@ -26,7 +26,7 @@ from dualenc.evaluation.robustness import (
     robustness_rows,
 )
 from dualenc.evaluation.tables import Table
-from dualenc.files import read_json
+from dualenc.files import read_json_object
 
 if TYPE_CHECKING:
     from dualenc.encoders import Tower
@@ -122,9 +122,17 @@ def robustness_part(
     classifier: LinearClassifier,
     severities: Sequence[int],
     class_names: Sequence[str] | None,
-    baseline: str | None,
+    baseline: np.ndarray | None,
 ) -> Part:
-    """Accuracy of a linear probe under every corruption at every severity."""
+    """Accuracy of a linear probe under every corruption at every severity.
+
+    Args:
+        setup: What to work on.
+        classifier: Fit on clean features.
+        severities: S of them.
+        class_names: Of the classifier's classes.
+        baseline: (C, S) errors of another model, to divide by.
+    """
     names = setup.source.corruptions
     conditions = [(name, severity) for name in names for severity in severities]
     right = _right(setup, setup.source, setup.rows, conditions, classifier, class_names)
@@ -134,8 +142,7 @@ def robustness_part(
         clean = _right(setup, setup.clean, setup.clean_rows, [CLEAN], classifier, class_names)
         metrics["clean_accuracy"] = float(clean.mean())
     if baseline is not None:
-        theirs = from_mapping(_baseline_errors(baseline), names, severities)
-        metrics["relative_to_baseline"] = mean_corruption_error(errors, theirs)
+        metrics["relative_to_baseline"] = mean_corruption_error(errors, baseline)
     summary = Table("Robustness of a linear probe", [dict(metrics)])
     table = Table("Accuracy by corruption and severity", robustness_rows(errors, names, severities))
     caption = "Accuracy of a linear probe by corruption and severity"
@@ -152,9 +159,7 @@ def _right(
     class_names: Sequence[str] | None,
 ) -> np.ndarray:
     """(n, C) whether the classifier is right about each image under each condition."""
-    if source.labels is None:
-        raise DualencError("the images to test have no labels, which the robustness table needs; give a label column")
-    labels = align_labels(source.labels, source.class_names, class_names, "the images to test")
+    labels = tested_labels(source, class_names)
     digest = hashlib.sha256(classifier.weight.tobytes() + classifier.bias.tobytes() + classifier.mean.tobytes())
 
     def is_correct(indices: list[int], features: np.ndarray) -> list[list[int]]:
@@ -164,7 +169,13 @@ def _right(
     clean = conditions == [CLEAN]
     found = recorded(
         setup.out / ("clean" if clean else "robustness"),
-        {**setup.signature, "conditions": conditions, "classifier": digest.hexdigest(), "task": "robustness"},
+        {
+            **setup.signature,
+            "conditions": conditions,
+            "classifier": digest.hexdigest(),
+            "labels": hashlib.sha256(np.ascontiguousarray(labels).tobytes()).hexdigest(),
+            "task": "robustness",
+        },
         ImageVersions(source, conditions, setup.tower.prepare),
         encoder_of(setup.tower, "features"),
         is_correct,
@@ -172,9 +183,18 @@ def _right(
         num_workers=setup.num_workers,
         what="clean images" if clean else "robustness",
     )
-    if not found:
-        raise DualencError("none of the images to test can be read; check the data")
     return np.array(list(found.values()), dtype=bool)
+
+
+def tested_labels(source: CorruptedImages | CleanImages, class_names: Sequence[str] | None) -> np.ndarray:
+    """(N,) labels of the images to test, in the class numbers of the training images.
+
+    Raises:
+        DualencError: there are none, or a class that training has not.
+    """
+    if source.labels is None:
+        raise DualencError("the images to test have no labels, which the robustness table needs; give a label column")
+    return align_labels(source.labels, source.class_names, class_names, "the images to test")
 
 
 def _headline(metrics: dict[str, float]) -> dict[str, float]:
@@ -223,9 +243,24 @@ def _galleries(source: CorruptedImages, rows: list[int], found: np.ndarray, seve
     ]
 
 
-def _baseline_errors(path: str) -> dict[str, dict[str, float]]:
-    found = read_json(path)
-    errors = found.get("robustness", {}).get("errors") if isinstance(found, dict) else None
-    if not isinstance(errors, dict):
+def read_baseline(path: str, corruptions: Sequence[str], severities: Sequence[int]) -> np.ndarray:
+    """(C, S) errors of another model under the same corruptions and severities.
+
+    Args:
+        path: metrics.json of its evaluation.
+        corruptions: Their C names.
+        severities: The S of them.
+
+    Raises:
+        DualencError: the file holds no such errors, or none at all under a corruption: they cannot be divided by.
+    """
+    found = read_json_object(path)
+    robustness = found.get("robustness")
+    errors = robustness.get("errors") if isinstance(robustness, dict) else None
+    if not isinstance(errors, dict) or not all(isinstance(row, dict) for row in errors.values()):
         raise DualencError(f"{path}: holds no corruption errors; give the metrics.json of an evaluation with --train")
-    return errors
+    theirs = from_mapping(errors, corruptions, severities)
+    for name, row in zip(corruptions, theirs):
+        if not row.sum() > 0:
+            raise DualencError(f"{path}: the baseline makes no error under {name}, which cannot be divided by")
+    return theirs

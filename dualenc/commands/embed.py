@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.commands.source import open_side, recorded_name
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.embeddings import Embeddings
@@ -52,10 +53,13 @@ def embed(
         on_error: skip (and count) bad samples, or raise at the first one.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
-    from dualenc.commands.evaluation import start_processes
+    from dualenc.commands.evaluation import MOST_ITEMS, MOST_WORKERS, check_range, start_processes
     from dualenc.embed import embed as embed_corpus
     from dualenc.encoders import load_model
 
+    check_range(1, MOST_ITEMS, batch_size=batch_size)
+    check_range(1, sys.maxsize, limit=limit)
+    check_range(0, MOST_WORKERS, num_workers=num_workers)
     encoder = load_model(model, device=str(start_processes(device)))
     columns = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
     side, corpus = open_side(encoder, data, side, split=split, limit=limit, on_error=on_error, **columns)
@@ -76,5 +80,5 @@ def report(embeddings: Embeddings, out: str) -> None:
     if meta["skipped"]:
         total, first = meta["skipped"] + len(embeddings), meta["first_skipped"][0]
         told = f"left out {meta['skipped']:,} of {total:,} items; the first, {first['id']}: {first['reason']}"
-        print(told, file=sys.stderr)
-    print(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({meta['side']} side) → {out}")
+        print(printable(told), file=sys.stderr)
+    print(printable(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({meta['side']} side) → {out}"))

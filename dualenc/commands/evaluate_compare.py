@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from dualenc.commands.evaluation import HIGHEST_SEED, check_range, check_writable
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.compare import Comparison, compare_runs
@@ -14,8 +15,10 @@ from dualenc.evaluation.retrieval import HEADLINES
 from dualenc.evaluation.runs import read_per_query, read_qrels, read_trec
 from dualenc.evaluation.tables import Table, print_table
 from dualenc.files import write_json
+from dualenc.terminal import printable
 
 LOG = "per_query.ndjson"
+MOST_SAMPLES = 10_000_000
 
 Logs = dict[str, dict[str, Scores]]
 """Per-query scores by collection ("" if there is one) and query id."""
@@ -47,13 +50,19 @@ def compare(
     Raises:
         DualencError: a run cannot be read, the runs have different queries, or no such metric.
     """
+    check_range(1, MOST_SAMPLES, samples=samples)
+    check_range(0, HIGHEST_SEED, seed=seed)
+    if not 0 < confidence < 1:
+        raise DualencError(f"--confidence is {confidence}; it must lie between 0 and 1")
+    if out is not None:
+        check_writable(Path(out))
     judgements = None if qrels is None else read_qrels(qrels)
     a, b = (_read_run(Path(path), judgements) for path in (run_a, run_b))
     if a.keys() != b.keys():
         raise DualencError(f"{run_a} has the collections {sorted(a)}, {run_b} has {sorted(b)}; compare the same ones")
+    chosen_metrics = {name: _metrics(a[name], b[name], metrics) for name in a}
     rows, differences = [], {}
-    for name in a:
-        chosen = _metrics(a[name], b[name], metrics)
+    for name, chosen in chosen_metrics.items():
         found = compare_runs(a[name], b[name], chosen, samples=samples, confidence=confidence, seed=seed)
         rows += [_row(name, metric, comparison) for metric, comparison in found.items()]
         differences[name or chosen[0]] = [b[name][query][chosen[0]] - a[name][query][chosen[0]] for query in a[name]]
@@ -78,13 +87,20 @@ def _read_run(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Logs
 
 
 def _metrics(a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: str | None) -> list[str]:
-    """The metrics asked for, or the usual ones that both runs have, or all of those."""
-    if metrics is not None:
-        return [name.strip() for name in metrics.split(",")]
-    of_b = next(iter(b.values()), {})
-    shared = [name for name in next(iter(a.values()), {}) if name in of_b]
+    """The metrics asked for, or the usual ones that both runs have, or all of those.
+
+    Raises:
+        DualencError: one that is asked for is not in every line of both runs.
+    """
+    shared = [name for name in next(iter(a.values()), {}) if all(name in row for row in (*a.values(), *b.values()))]
     if not shared:
         raise DualencError("the runs have no metric in common; evaluate both with the same command")
+    if metrics is not None:
+        wanted = [name.strip() for name in metrics.split(",")]
+        for name in wanted:
+            if name not in shared:
+                raise DualencError(f"--metrics: {name!r} is not in both runs; they share {', '.join(shared)}")
+        return wanted
     return [name for name in HEADLINES if name in shared] or shared
 
 
@@ -109,4 +125,4 @@ def _write(out: Path, facts: dict[str, object], table: Table, differences: dict[
     caption = "Difference B − A over queries, first metric"
     figure = Figure(caption, plots.histograms(differences, xlabel="B − A", ylabel="share of queries"))
     write_report(out / "report.html", "Comparison of two runs", facts=facts, tables=[table], figures=[figure])
-    print(f"comparison.json and report.html are in {out}")
+    print(printable(f"comparison.json and report.html are in {out}"))

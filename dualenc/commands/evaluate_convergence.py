@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from dualenc import distributed
-from dualenc.commands.evaluation import display_name, output_folder, start_processes
+from dualenc.commands.evaluation import HIGHEST_SEED, check_range, display_name, output_folder, start_processes
 from dualenc.commands.figures import similarity_figure
-from dualenc.commands.finite_set import Augmentation, Finite, Source, prepare_set
+from dualenc.commands.finite_set import Augmentation, Finite, Source, open_set, prepare_set
 from dualenc.commands.run_models import find_models, load_models
-from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.convergence import Inputs, exact_gradient
 from dualenc.evaluation.geometry import SimilarityHistogram, alignment, effective_rank, pair_similarities, uniformity
@@ -22,6 +21,7 @@ from dualenc.evaluation.ledger import Ledger
 from dualenc.evaluation.report import Figure, write_report
 from dualenc.evaluation.tables import Table, print_table
 from dualenc.files import write_json
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.encoders import DualEncoder
@@ -90,16 +90,22 @@ def convergence(
         seed: of the augmentations, which are those of the first epoch of a training with this seed.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
+    check_range(2, float("inf"), pairs=pairs)
+    check_range(1e-4, 1e4, temperature=temperature)
+    check_range(0, HIGHEST_SEED, seed=seed)
     target = output_folder(out, "convergence", run, data)
-    if pairs < 2:
-        raise DualencError(f"pairs={pairs}: a set of two or more is needed")
     device_to_use = start_processes(device)
     source = Source(data, split, left_column, right_column, pairs, augmentation, seed)
     names = _short_names([run, *more])
+    found = {name: find_models(name) for name in (run, *more)}
+    # The first model of each run tells what to read; whether it fits is known before anything is measured.
+    sets = {name: open_set(next(load_models(models[:1], device_to_use))[1], source) for name, models in found.items()}
+    contents = {name: set_of_run.identity() for name, set_of_run in sets.items()} if distributed.is_main() else {}
+    contents = distributed.broadcast_object(contents)
     places = {
-        f"{names[name]}, step {place.step}, written {place.written()}": (name, place)
-        for name in (run, *more)
-        for place in find_models(name)
+        f"{names[name]}, step {place.step}, model {place.contents()}, data {contents[name]}": (name, place)
+        for name, models in found.items()
+        for place in models
     }
     facts = {name: value for name, value in source._asdict().items() if value is not None}
     facts["temperature"] = temperature
@@ -109,7 +115,7 @@ def convergence(
         keys = {place: key for key, (owner, place) in own.items() if owner == name}
         finite: Finite | None = None
         for place, model in load_models(list(keys), device_to_use):
-            finite = finite or prepare_set(model, source)
+            finite = finite or prepare_set(model, sets[name], source)
             ledger.add({keys[place]: _measure(model, finite, temperature)})
     done = ledger.all_values()
     if distributed.is_main():
@@ -153,7 +159,7 @@ def _conclude(points: list[_Point], out: Path, facts: dict[str, object]) -> None
     title = f"Convergence: {', '.join(runs)} on {facts['data']}"
     write_report(out / "report.html", title, facts=facts, tables=[table], figures=_figures(runs))
     print_table(table)
-    print(f"metrics and report.html are in {out}")
+    print(printable(f"metrics and report.html are in {out}"))
 
 
 def _figures(runs: dict[str, list[_Point]]) -> list[Figure]:

@@ -5,9 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import numpy as np
+
 from dualenc import distributed
-from dualenc.commands.corruption_parts import Part, Setup, plain_part, robustness_part, versions_part
-from dualenc.commands.evaluation import display_name, output_folder, start_processes
+from dualenc.commands.corruption_parts import (
+    Part,
+    Setup,
+    plain_part,
+    read_baseline,
+    robustness_part,
+    tested_labels,
+    versions_part,
+)
+from dualenc.commands.evaluation import (
+    HIGHEST_SEED,
+    MOST_WORKERS,
+    check_range,
+    display_name,
+    output_folder,
+    start_processes,
+)
 from dualenc.commands.images import (
     labelled_features,
     open_image_tower,
@@ -18,14 +35,16 @@ from dualenc.commands.images import (
 )
 from dualenc.errors import DualencError
 from dualenc.evaluation.corruption import ALL, SEVERITIES, CorruptedImages, GeneratedCorruptions
-from dualenc.evaluation.corruption_folders import is_corrupted_folder, read_corrupted
+from dualenc.evaluation.corruption_folders import CifarC, TinyImageNetC, is_corrupted_folder, read_corrupted
 from dualenc.evaluation.image_versions import CleanImages
 from dualenc.evaluation.probe import LinearClassifier, fit_best
 from dualenc.evaluation.report import write_report
 from dualenc.evaluation.tables import Table, print_table
 from dualenc.files import write_json
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
+    from dualenc.data import Corpus
     from dualenc.encoders import Tower
 
 
@@ -33,13 +52,10 @@ TRAIN_BATCH = 256
 
 
 class _Training(NamedTuple):
-    """What the linear probe of the robustness table is trained on, and at which severities it is tested."""
+    """What the linear probe of the robustness table is trained on."""
 
-    data: str
-    split: str
-    limit: int | None
-    severities: list[int]
-    baseline: str | None
+    images: Corpus
+    labels: np.ndarray
 
 
 def corrupted(
@@ -87,18 +103,26 @@ def corrupted(
         num_workers: processes that corrupt and augment.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
+    check_range(1, float("inf"), limit=limit, train_limit=train_limit)
+    check_range(0, MOST_WORKERS, num_workers=num_workers)
+    check_range(0, HIGHEST_SEED, seed=seed)
+    _check_severities([severity, *(severities or [])])
     target = output_folder(out, "corrupted", model, data)
     device_to_use = start_processes(device)
-    _check_severities([severity, *(severities or [])])
     source, images = _open(data, split, clean, corruptions or [], seed, label_column)
+    at = severities or list(SEVERITIES)
+    training = None if train is None else _open_training(train, train_split, train_limit, label_column)
+    theirs = None if baseline is None else read_baseline(baseline, source.corruptions, at)
+    if training is not None:
+        tested_labels(source, training.images.class_names)
     tower = open_image_tower(model, device_to_use)
     facts: dict[str, object] = {"data": data, "split": split, "augmentation": augmentation, "seed": seed}
     setup = _setup(tower, source, images, target, facts, limit, num_workers)
     parts = {"corrupted": versions_part(setup, severity)}
     parts |= {} if images is None else {"plain": plain_part(setup)}
-    if train is not None:
-        training = _Training(train, train_split, train_limit, severities or list(SEVERITIES), baseline)
-        parts["robustness"] = _robustness(setup, training, label_column)
+    if training is not None:
+        classifier, class_names = _train_probe(setup, training)
+        parts["robustness"] = robustness_part(setup, classifier, at, class_names, theirs)
     if distributed.is_main():
         _conclude(parts, target, {"model": model, **facts})
     distributed.barrier()
@@ -113,7 +137,11 @@ def _check_severities(severities: list[int]) -> None:
 def _open(
     data: str, split: str, clean: str | None, corruptions: list[str], seed: int, label_column: str | None
 ) -> tuple[CorruptedImages, CleanImages | None]:
-    """The corrupted images, and the clean ones if they are at hand."""
+    """The corrupted images, and the clean ones if they are at hand.
+
+    Raises:
+        DualencError: a wrong folder, or fewer than two corruptions: a version alone can only find itself.
+    """
     if is_corrupted_folder(data):
         images = None if clean is None else open_images(clean, split, label_column=label_column)
         source = read_corrupted(data, corruptions)
@@ -124,6 +152,8 @@ def _open(
         source = GeneratedCorruptions(
             images.items, corruptions or ALL, seed=seed, labels=images.labels, class_names=images.class_names
         )
+    if len(set(source.corruptions)) < max(2, len(source.corruptions)):
+        raise DualencError(f"--corruptions {','.join(source.corruptions)}: give two or more different ones")
     return source, None if images is None else CleanImages(images.items, images.labels, images.class_names)
 
 
@@ -138,6 +168,7 @@ def _setup(
 ) -> Setup:
     from dualenc.embed import tower_checksum
 
+    contents = [_contents(source), "" if images is None else _contents(images)] if distributed.is_main() else []
     return Setup(
         tower=tower,
         prepare_views=simclr_prepare(tower.prepare) if facts["augmentation"] == "simclr" else tower.prepare,
@@ -146,29 +177,43 @@ def _setup(
         clean=images,
         clean_rows=[] if images is None else random_rows(len(images), limit).tolist(),
         out=out / "finished",
-        signature={**facts, "images": len(source), "model": tower_checksum(tower)},
+        signature={
+            **facts,
+            "images": len(source),
+            "model": tower_checksum(tower),
+            "contents": distributed.broadcast_object(contents),
+        },
         seed=int(str(facts["seed"])),
         num_workers=num_workers,
     )
 
 
-def _robustness(setup: Setup, training: _Training, label_column: str | None) -> Part:
-    classifier, class_names = _train_probe(setup, training, label_column)
-    return robustness_part(setup, classifier, training.severities, class_names, training.baseline)
+def _contents(source: CorruptedImages | CleanImages) -> str:
+    """Checksum of the images themselves, whose names may stay while their contents change."""
+    from dualenc.data.identity import items_identity
+    from dualenc.data.images import ImageFiles
+
+    if isinstance(source, CifarC | TinyImageNetC):
+        return items_identity(ImageFiles(source.path, source.files), "image")
+    assert isinstance(source, CleanImages | GeneratedCorruptions)
+    return items_identity(source.images, "image")
 
 
-def _train_probe(
-    setup: Setup, training: _Training, label_column: str | None
-) -> tuple[LinearClassifier, list[str] | None]:
+def _open_training(data: str, split: str, limit: int | None, label_column: str | None) -> _Training:
+    images = open_images(data, split, label_column=label_column, limit=limit)
+    labels = require_labels(images, f"{data} ({split})")
+    if len(np.unique(labels)) < 2:
+        raise DualencError(f"{data} ({split}): all images are of one class; a probe needs two or more")
+    return _Training(images, labels)
+
+
+def _train_probe(setup: Setup, training: _Training) -> tuple[LinearClassifier, list[str] | None]:
     """A linear classifier of clean features, the same on all processes, and the names of its classes."""
-    source = (training.data, training.split, training.limit)
-    images = open_images(training.data, training.split, label_column=label_column, limit=training.limit)
-    labels = require_labels(images, f"{training.data} ({training.split})")
     train = labelled_features(
-        setup.tower, images, labels, setup.out / "train-features", source, TRAIN_BATCH, setup.num_workers
+        setup.tower, training.images, training.labels, setup.out / "train-features", TRAIN_BATCH, setup.num_workers
     )
     classifier = fit_best(train.features, train.labels)[0] if distributed.is_main() else None
-    return distributed.broadcast_object(classifier), images.class_names
+    return distributed.broadcast_object(classifier), training.images.class_names
 
 
 def _conclude(parts: dict[str, Part], out: Path, facts: dict[str, object]) -> None:
@@ -188,4 +233,4 @@ def _conclude(parts: dict[str, Part], out: Path, facts: dict[str, object]) -> No
     )
     for table in tables:
         print_table(table)
-    print(f"metrics and report.html are in {out}")
+    print(printable(f"metrics and report.html are in {out}"))

@@ -10,7 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from dualenc import distributed
-from dualenc.commands.evaluation import display_name, embed_into, open_model, output_folder, start_processes
+from dualenc.commands.evaluation import (
+    MOST_ITEMS,
+    check_range,
+    display_name,
+    embed_into,
+    open_model,
+    output_folder,
+    start_processes,
+)
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.gallery import rank_galleries
@@ -20,6 +28,7 @@ from dualenc.evaluation.report import Figure, Gallery, Item, write_report
 from dualenc.evaluation.runs import write_per_query
 from dualenc.evaluation.tables import Table, print_table
 from dualenc.files import write_json
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.data import PairDataset
@@ -61,14 +70,14 @@ def image_text(
     Raises:
         DualencError: the model is of another kind, or the data has no such split or columns.
     """
+    check_range(1, MOST_ITEMS, batch_size=batch_size)
     target = output_folder(out, "image-text", model, data)
     device_to_use = start_processes(device)
     pairs = _read_pairs(data, split, left_column, right_column)
     encoder = open_model(model, "image-text", device_to_use)
     folder = target / "embeddings"
-    source = f"{data}:{split}"
-    images = _embed(encoder, "left", pairs, folder / f"images-{split}", model, batch_size, source)
-    texts = _embed(encoder, "right", pairs, folder / f"texts-{split}", model, batch_size, source)
+    images = _embed(encoder, "left", pairs, folder / f"images-{split}", model, batch_size)
+    texts = _embed(encoder, "right", pairs, folder / f"texts-{split}", model, batch_size)
     matched = match_captions(pairs.left_id, pairs.right_id, images.ids, texts.ids)
     images, texts = images.take(matched.image_rows), texts.take(matched.text_rows)
     ranks = both_ways_ranks(images.vectors, texts.vectors, matched.captions)
@@ -102,14 +111,12 @@ def _read_pairs(data: str, split: str, left_column: str | None, right_column: st
     return pairs
 
 
-def _embed(
-    encoder: DualEncoder, side: Side, pairs: PairDataset, folder: Path, model: str, batch_size: int, source: str
-) -> _Side:
+def _embed(encoder: DualEncoder, side: Side, pairs: PairDataset, folder: Path, model: str, batch_size: int) -> _Side:
     from dualenc.data import Corpus
 
     items = pairs.left_items if side == "left" else pairs.right_items
     corpus = Corpus([str(number) for number in range(len(items))], items, "image" if side == "left" else "text")
-    found = embed_into(folder, encoder, side, corpus, model, batch_size, source)
+    found = embed_into(folder, encoder, side, corpus, model, batch_size)
     return _Side([int(name) for name in found.ids], np.asarray(found.vectors, np.float32))
 
 
@@ -154,7 +161,7 @@ def _conclude(
         out / "report.html", title, facts={**facts, **sizes}, tables=[table], figures=figures, galleries=galleries
     )
     print_table(table)
-    print(f"metrics and report.html are in {out}")
+    print(printable(f"metrics and report.html are in {out}"))
 
 
 def _curve(ranks: dict[str, npt.NDArray[np.int64]]) -> Any:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.evaluation import display_name, output_folder, start_processes
+from dualenc.commands.evaluation import (
+    HIGHEST_SEED,
+    MOST_ITEMS,
+    MOST_WORKERS,
+    check_range,
+    display_name,
+    output_folder,
+    start_processes,
+)
 from dualenc.commands.figures import similarity_figure
 from dualenc.commands.images import (
     AugmentedPrepare,
@@ -23,16 +31,18 @@ from dualenc.commands.images import (
     open_images,
     require_labels,
 )
+from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.corruption import stable_seed
 from dualenc.evaluation.geometry import effective_rank, label_similarities, uniformity
 from dualenc.evaluation.image_versions import CLEAN, CleanImages, ImageVersions, encode_versions
 from dualenc.evaluation.knn import accuracy, knn_predict
-from dualenc.evaluation.probe import L2_SWEEP, few_shot, linear_probe
+from dualenc.evaluation.probe import L2_SWEEP, draw_per_class, few_shot, linear_probe
 from dualenc.evaluation.report import Figure, write_report
 from dualenc.evaluation.sgd_probe import Batches, feature_batches, predict, sgd_probe
 from dualenc.evaluation.tables import Table, print_table
 from dualenc.files import write_json
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
@@ -89,13 +99,21 @@ def probe(
         num_workers: processes that decode images.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
+    check_range(1, MOST_ITEMS, batch_size=batch_size, sgd_epochs=sgd_epochs)
+    check_range(1, float("inf"), limit=limit, train_limit=train_limit)
+    check_range(0, MOST_WORKERS, num_workers=num_workers)
+    check_range(0, HIGHEST_SEED, seed=seed)
+    for value in l2 or ():
+        check_range(1e-30, 1e30, l2=value)
     target = output_folder(out, "probe", model, data)
     device_to_use = start_processes(device)
     sources = {"train": (train or data, train_split, train_limit), "test": (data, split, limit)}
     opened = _open(sources, label_column)
+    for count in shots or ():
+        draw_per_class(opened["train"][1], count, np.random.default_rng(seed))
     tower = open_image_tower(model, device_to_use)
     fitted, tested = (
-        labelled_features(tower, *opened[part], target / "features" / part, sources[part], batch_size, num_workers)
+        labelled_features(tower, *opened[part], target / "features" / part, batch_size, num_workers)
         for part in ("train", "test")
     )
     if distributed.is_main():
@@ -115,6 +133,8 @@ def _open(sources: dict[str, Source], label_column: str | None) -> dict[str, tup
     }
     names = {part: f"{data} ({split})" for part, (data, split, _) in sources.items()}
     labels = {part: require_labels(images[part], names[part]) for part in images}
+    if len(np.unique(labels["train"])) < 2:
+        raise DualencError(f"{names['train']}: all images are of one class; a probe needs two or more")
     labels["test"] = align_labels(
         labels["test"], images["test"].class_names, images["train"].class_names, names["test"]
     )  # fmt: skip
@@ -210,7 +230,7 @@ def _conclude(rows: list[Row], train: Labelled, test: Labelled, out: Path, sourc
     write_report(out / "report.html", title, facts=facts, tables=tables, figures=figures)
     for table in tables:
         print_table(table)
-    print(f"metrics and report.html are in {out}")
+    print(printable(f"metrics and report.html are in {out}"))
 
 
 def _named(rows: list[Row]) -> dict[str, dict[str, object]]:

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualenc import distributed
-from dualenc.commands.evaluation import display_name, embed_into, open_model, output_folder, start_processes
+from dualenc.commands.evaluation import (
+    MOST_ITEMS,
+    check_range,
+    display_name,
+    embed_into,
+    open_model,
+    output_folder,
+    start_processes,
+)
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.bm25 import bm25_run
@@ -26,6 +34,7 @@ from dualenc.evaluation.retrieval import (
 from dualenc.evaluation.runs import check_trec_names
 from dualenc.evaluation.tables import Table, print_table
 from dualenc.files import write_json
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.data import RetrievalSet
@@ -72,6 +81,7 @@ def retrieval(
     Raises:
         DualencError: the model is of another kind, a folder or split is missing, or nothing is judged.
     """
+    check_range(1, MOST_ITEMS, depth=depth, batch_size=batch_size)
     target = output_folder(out, "retrieval", model, data)
     if depth < max(CUTOFFS):
         raise DualencError(f"depth={depth}: the metrics look at {max(CUTOFFS)} documents; retrieve that many or more")
@@ -154,7 +164,7 @@ def _conclude(
     tables = [summary, everything]
     write_report(out / "report.html", title, facts=facts, tables=tables, figures=_figures(results), galleries=galleries)
     print_table(summary)
-    print(f"metrics, run files and report.html are in {out}")
+    print(printable(f"metrics, run files and report.html are in {out}"))
 
 
 def _figures(results: Sequence[Result]) -> list[Figure]:

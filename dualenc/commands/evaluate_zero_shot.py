@@ -10,13 +10,21 @@ import numpy as np
 import numpy.typing as npt
 
 from dualenc import distributed
-from dualenc.commands.evaluation import display_name, embed_into, open_model, output_folder, start_processes
+from dualenc.commands.evaluation import (
+    MOST_ITEMS,
+    check_range,
+    display_name,
+    embed_into,
+    open_model,
+    output_folder,
+    start_processes,
+)
 from dualenc.commands.images import open_images, require_labels
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.gallery import rank_galleries
 from dualenc.evaluation.report import Figure, Gallery, Item, write_report
-from dualenc.evaluation.runs import write_per_query
+from dualenc.evaluation.runs import read_lines, write_per_query
 from dualenc.evaluation.tables import Table, print_table
 from dualenc.evaluation.zero_shot import (
     TEMPLATES,
@@ -28,6 +36,7 @@ from dualenc.evaluation.zero_shot import (
     zero_shot_ranks,
 )
 from dualenc.files import write_json
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
@@ -68,6 +77,7 @@ def zero_shot(
     Raises:
         DualencError: the model is of another kind, or labels, class names or templates are missing.
     """
+    check_range(1, MOST_ITEMS, batch_size=batch_size)
     target = output_folder(out, "zero-shot", model, data)
     device_to_use = start_processes(device)
     filled = TEMPLATES if templates is None else read_templates(templates)
@@ -76,7 +86,7 @@ def zero_shot(
     names = _class_names(images, data, class_names)
     encoder = open_model(model, "image-text", device_to_use)
     folder = target / "embeddings"
-    found = embed_into(folder / f"images-{split}", encoder, "left", images, model, batch_size, f"{data}:{split}")
+    found = embed_into(folder / f"images-{split}", encoder, "left", images, model, batch_size)
     classes = _embed_classes(encoder, names, filled, folder / "prompts", model, batch_size)
     row_of = {name: row for row, name in enumerate(images.ids)}
     shown = _Shown(images, [row_of[name] for name in found.ids], names, labels)
@@ -103,9 +113,7 @@ def _class_names(images: Corpus, data: str, file: str | None) -> list[str]:
     """Readable names, one for each class number."""
     names = images.class_names
     if file is not None:
-        if not Path(file).is_file():
-            raise DualencError(f"{file}: no such file; give a text file with one class name on each line")
-        names = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+        names = [line.strip() for _, line in read_lines(file)]
     if names is None or all(name.isdecimal() for name in names):
         raise DualencError(f"{data}: the classes have no names; give them with --class_names FILE, one on each line")
     highest = -1 if images.labels is None else int(images.labels.max(initial=-1))
@@ -161,7 +169,7 @@ def _conclude(ranks: Ranks, shown: _Shown, galleries: Sequence[Gallery], out: Pa
         galleries=galleries,
     )
     print_table(summary)
-    print(f"metrics and report.html are in {out}")
+    print(printable(f"metrics and report.html are in {out}"))
 
 
 def _by_class(ranks: Ranks, shown: _Shown) -> list[dict[str, Any]]:

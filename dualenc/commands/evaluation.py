@@ -1,20 +1,24 @@
-"""What the evaluation commands share: processes, the model of the right kind, embedding into the output folder."""
+"""What the evaluation commands share: arguments in range, processes, the model of the right kind, kept embeddings."""
 
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dualenc import distributed
 from dualenc.errors import DualencError
+from dualenc.files import read_json, remove
 
 if TYPE_CHECKING:
     import torch
 
     from dualenc.data import Corpus
     from dualenc.embeddings import Embeddings
-    from dualenc.encoders import DualEncoder
+    from dualenc.encoders import DualEncoder, Tower
     from dualenc.encoders.tower import Side
 
 # Which command takes which kind of model, for the mistake of mixing them up.
@@ -30,15 +34,47 @@ def start_processes(device: str | None = None) -> torch.device:
 
     Args:
         device: Device by name; None takes this process's GPU, or the CPU where there is none.
+
+    Raises:
+        DualencError: there is no such device here, or one that cannot compute.
     """
     import torch
 
+    try:
+        chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+        # Only use tells whether a device is there; "meta" has no values.
+        torch.zeros(1, device=chosen).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise DualencError(f"device {device!r}: {reason}; choose another, such as cpu or cuda:0") from None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from accelerate import PartialState
 
         state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
-        return state.device if device is None else torch.device(device)
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return state.device if device is None else chosen
+    return chosen
+
+
+def check_range(least: float, most: float, **values: float | None) -> None:
+    """Make sure that numeric options lie in a range, before any work.
+
+    Args:
+        least: The smallest number allowed.
+        most: The largest one.
+        values: Numbers by the name of their option; None is not given and fine.
+
+    Raises:
+        DualencError: one is out of range, or NaN; tells which.
+    """
+    for name, value in values.items():
+        if value is not None and not least <= value <= most:
+            raise DualencError(f"--{name.replace('_', '-')} is {value}; it must lie between {least:,} and {most:,}")
+
+
+MOST_WORKERS = 1024
+MOST_ITEMS = 1 << 20
+"""In a batch."""
+HIGHEST_SEED = (1 << 32) - 1
 
 
 def open_model(model: str, kind: str, device: torch.device) -> DualEncoder:
@@ -63,9 +99,9 @@ def open_model(model: str, kind: str, device: torch.device) -> DualEncoder:
 
 
 def embed_into(
-    folder: Path, encoder: DualEncoder, side: Side, corpus: Corpus, model: str, batch_size: int, source: str = ""
+    folder: Path, encoder: DualEncoder, side: Side, corpus: Corpus, model: str, batch_size: int
 ) -> Embeddings:
-    """Embed one side into a folder; finished shards of an interrupted run of the same model and data are kept.
+    """Embed one side into a folder of the evaluation, as `keep_embeddings` does.
 
     Args:
         folder: Where to keep the embeddings.
@@ -74,27 +110,97 @@ def embed_into(
         corpus: What to encode.
         model: What the user called the model.
         batch_size: Items encoded at once.
-        source: Where images come from; texts are told apart by their content, images by this.
-
-    Raises:
-        DualencError: the folder holds embeddings of another model or of other data.
     """
-    from dualenc.embed import embed
+    tower = encoder.tower(side)
+    return keep_embeddings(folder, tower, corpus, {"side": side}, batch_size=batch_size, notes={"model": model})
 
-    return embed(
-        encoder.tower(side),
-        corpus,
-        folder,
-        batch_size=batch_size,
-        identity={"side": side, "source": source},
-        notes={"model": model},
-        progress=distributed.is_main(),
-    )
+
+def keep_embeddings(folder: Path, tower: Tower, corpus: Corpus, identity: dict[str, str], **how: Any) -> Embeddings:
+    """Embed into a folder below an evaluation's output; what another model or other data left there is replaced.
+
+    Finished shards of an interrupted run of the same weights and the same contents are kept. Equal names do not make
+    equal data: images, texts and weights are known by their contents.
+
+    Args:
+        folder: Where to keep the embeddings.
+        tower: The side of a model that encodes.
+        corpus: What to encode.
+        identity: Further entries that must be the same.
+        how: What else `dualenc.embed.embed` takes.
+    """
+    from dualenc.embed import embed, tower_checksum
+
+    contents = distributed.broadcast_object(corpus.identity() if distributed.is_main() else "")
+    identity = {**identity, "contents": contents}
+    if distributed.is_main() and not _holds(folder, {**identity, "model_checksum": tower_checksum(tower)}):
+        remove(folder)
+    distributed.barrier()
+    with removed_if_refused(folder, "shard-*.npy"):
+        return embed(tower, corpus, folder, identity=identity, progress=distributed.is_main(), **how)
+
+
+@contextmanager
+def removed_if_refused(folder: Path, finished: str) -> Iterator[None]:
+    """On a `DualencError` take away a folder that was not there before, and those made above it.
+
+    A kill or Ctrl-C leaves finished work to go on with; a refusal before any of it leaves nothing.
+
+    Args:
+        folder: Where the work goes.
+        finished: Glob pattern of finished work, for whose sake the folder stays.
+    """
+    made = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    distributed.barrier()
+    try:
+        yield
+    except DualencError:
+        if distributed.is_main() and made and not any(folder.glob(finished)):
+            remove(folder)
+            for parent in made[1:]:
+                with suppress(OSError):
+                    parent.rmdir()
+        raise
+
+
+def _holds(folder: Path, identity: dict[str, str]) -> bool:
+    """Whether a folder holds embeddings of an identity, or something that is not ours to replace."""
+    if not (folder / "meta.json").is_file():
+        return True
+    try:
+        meta = read_json(folder / "meta.json")
+    except DualencError:
+        return False
+    return isinstance(meta, dict) and all(meta.get(name) == value for name, value in identity.items())
 
 
 def output_folder(out: str | None, task: str, model: str, data: str) -> Path:
-    """Where an evaluation writes: as the user says, or a folder named after task, model and data."""
-    return Path(out or f"evaluations/{task}/{display_name(model)}-{Path(data).stem}")
+    """Where an evaluation writes: as the user says, or a folder named after task, model and data.
+
+    Raises:
+        DualencError: it cannot be written there; found out before any work.
+    """
+    folder = Path(out or f"evaluations/{task}/{display_name(model)}-{Path(data).stem}")
+    check_writable(folder)
+    return folder
+
+
+def check_writable(folder: Path) -> None:
+    """Make sure that a folder is there, or can be made, and takes files; nothing is left behind.
+
+    Raises:
+        DualencError: it is a file, or the system refuses.
+    """
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise DualencError(f"{folder}: cannot be written, {there} is a file; choose another --out")
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except (OSError, ValueError) as error:
+        if isinstance(error, DualencError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise DualencError(f"{folder}: cannot be written ({reason}); choose another --out") from None
 
 
 def display_name(model: str) -> str:

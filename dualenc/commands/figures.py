@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualenc.evaluation.geometry import SimilarityHistogram
-from dualenc.evaluation.plots import COLOURS
+from dualenc.evaluation.plots import COLOURS, literal
 from dualenc.evaluation.report import Figure
 
 _MOST_NUMBERS = 120
@@ -55,8 +55,10 @@ def heat_figure(
     plot = Plot(figsize=(6.4, max(1.5, 0.26 * len(rows) + 1.2)), layout="constrained")
     axes = plot.add_subplot()
     image = axes.imshow(values, cmap="Blues", vmin=0, aspect="auto")
-    axes.set_yticks(range(len(rows)), list(rows), fontsize=8)
-    axes.set_xticks(range(len(columns)), list(columns), fontsize=8, rotation=90 if len(columns) > 6 else 0)
+    axes.set_yticks(range(len(rows)), [literal(row) for row in rows], fontsize=8)
+    axes.set_xticks(
+        range(len(columns)), [literal(column) for column in columns], fontsize=8, rotation=90 if len(columns) > 6 else 0
+    )
     axes.set_xlabel(xlabel)
     if values.size <= _MOST_NUMBERS:
         middle = np.nanmax(values, initial=0) / 2

@@ -13,6 +13,7 @@ from dualenc.evaluation.convergence import FiniteSet, Inputs
 from dualenc.evaluation.image_versions import Prepare
 
 if TYPE_CHECKING:
+    from dualenc.data import Corpus, PairDataset
     from dualenc.encoders import DualEncoder
 
 Augmentation = Literal["simclr", "model"]
@@ -39,20 +40,39 @@ class Finite(NamedTuple):
     pairs: FiniteSet
 
 
-def prepare_set(model: DualEncoder, source: Source) -> Finite:
-    """Read the set and prepare it once for all models of a run."""
-    if model.kind == "image":
-        return _views(model, source)
-    from dualenc.data import open_pairs
+def open_set(model: DualEncoder, source: Source) -> Corpus | PairDataset:
+    """Open what a run is measured on: images for models of kind image, pairs for all others.
 
-    columns = {"left_column": source.left_column, "right_column": source.right_column}
-    found = open_pairs(source.data, split=source.split, **columns)  # type: ignore[arg-type]
-    for side, modality in (("left", found.left_modality), ("right", found.right_modality)):
+    Raises:
+        DualencError: the data cannot be read, is of another modality than the model, or holds one item only.
+    """
+    from dualenc.data import open_corpus, open_pairs
+
+    found: Corpus | PairDataset
+    if model.kind == "image":
+        found = open_corpus(source.data, modality="image", split=source.split)
+        kinds = {"left": found.modality}
+    else:
+        columns = {"left_column": source.left_column, "right_column": source.right_column}
+        found = open_pairs(source.data, split=source.split, **columns)  # type: ignore[arg-type]
+        kinds = {"left": found.left_modality, "right": found.right_modality}
+    for side, modality in kinds.items():
         wanted = model.tower(side).modality  # type: ignore[arg-type]
         if modality != wanted:
             raise DualencError(
                 f"{source.data}: its {side} items are {modality}, but the model's {side} tower takes {wanted}"
             )
+    if len(found) < 2:
+        raise DualencError(f"{source.data}: holds one item; a set of two or more is needed")
+    return found
+
+
+def prepare_set(model: DualEncoder, found: Corpus | PairDataset, source: Source) -> Finite:
+    """Choose the finite set and prepare it once for all models of a run."""
+    from dualenc.data import Corpus
+
+    if isinstance(found, Corpus):
+        return _views(model, found, source)
     numbers = random_rows(len(found), source.pairs)
     rows = [found[number] for number in numbers.tolist()]
     left_id, right_id = found.left_id[numbers], found.right_id[numbers]
@@ -68,12 +88,10 @@ def prepare_set(model: DualEncoder, source: Source) -> Finite:
     )
 
 
-def _views(model: DualEncoder, source: Source) -> Finite:
+def _views(model: DualEncoder, images: Corpus, source: Source) -> Finite:
     """The images, each in two augmentations that are the same for every model."""
-    from dualenc.data import open_corpus
     from dualenc.training.seeds import augmentation_seeds
 
-    images = open_corpus(source.data, modality="image", split=source.split)
     numbers = random_rows(len(images), source.pairs).tolist()
     items = [images[number] for number in numbers]
     tower = model.left

@@ -13,10 +13,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dualenc import distributed
+from dualenc.commands.evaluation import keep_embeddings, removed_if_refused
 from dualenc.errors import DualencError
 from dualenc.evaluation.corruption import Images
 from dualenc.evaluation.image_versions import Encode, ImageVersions, Inputs, Prepare, encode_versions
 from dualenc.evaluation.ledger import Ledger
+from dualenc.files import remove
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
@@ -46,7 +49,9 @@ def open_images(data: str, split: str, *, label_column: str | None = None, limit
     from dualenc.data.sources import is_image_folder
 
     folder = Path(data) / split
-    source = folder if is_image_folder(data) and folder.is_dir() else data
+    # A split is a name, not a way out of the folder.
+    is_subfolder = Path(split).name == split != ".." and is_image_folder(data) and folder.is_dir()
+    source = folder if is_subfolder else data
     images = open_corpus(source, modality="image", split=split, label_column=label_column)
     if images.modality != "image":
         raise DualencError(f"{data}: holds {images.modality}; give images")
@@ -80,21 +85,13 @@ class Labelled(NamedTuple):
 
 
 def labelled_features(
-    tower: Tower, corpus: Corpus, labels: np.ndarray, folder: Path, source: Source, batch_size: int, num_workers: int
+    tower: Tower, corpus: Corpus, labels: np.ndarray, folder: Path, batch_size: int, num_workers: int
 ) -> Labelled:
     """What probes are fit on and tested with; features are kept in `folder`, where an interrupted run goes on."""
     from dualenc.data.columns import Picked
-    from dualenc.embed import embed
 
-    embeddings = embed(
-        tower,
-        corpus,
-        folder,
-        batch_size=batch_size,
-        output="features",
-        num_workers=num_workers,
-        identity={"source": list(source)},
-        progress=distributed.is_main(),
+    embeddings = keep_embeddings(
+        folder, tower, corpus, {}, batch_size=batch_size, output="features", num_workers=num_workers
     )
     row_of = {name: row for row, name in enumerate(corpus.ids)}
     rows = np.array([row_of[name] for name in embeddings.ids])
@@ -222,19 +219,27 @@ def recorded(
 
     Returns:
         The value by number of every image that could be read, on every process. Others are counted on stderr.
+
+    Raises:
+        DualencError: none could be read; nothing is kept then.
     """
-    ledger: Ledger[int] = Ledger(folder, signature)
-    todo = ledger.missing(indices)
-    bar = tqdm(total=len(todo), desc=what, unit=" images", disable=not (todo and distributed.is_main()))
-    with bar:
-        for block in encode_versions(versions, encode, indices=todo, num_workers=num_workers):
-            values = value_of(block.indices, block.features) if block.indices else []
-            ledger.add(dict(zip(block.indices, values, strict=True)) | {index: None for index, _ in block.bad})
-            bar.update(len(block.indices) + len(block.bad))
-            if block.bad:
-                tqdm.write(f"{what}: left out {block.bad[0][1]}")
-    done = ledger.all_values()
-    return {index: value for index, value in done.items() if value is not None}
+    with removed_if_refused(folder, "part-*.ndjson"):
+        ledger: Ledger[int] = Ledger(folder, signature)
+        todo = ledger.missing(indices)
+        bar = tqdm(total=len(todo), desc=what, unit=" images", disable=not (todo and distributed.is_main()))
+        with bar:
+            for block in encode_versions(versions, encode, indices=todo, num_workers=num_workers):
+                values = value_of(block.indices, block.features) if block.indices else []
+                ledger.add(dict(zip(block.indices, values, strict=True)) | {index: None for index, _ in block.bad})
+                bar.update(len(block.indices) + len(block.bad))
+                if block.bad:
+                    tqdm.write(printable(f"{what}: left out {block.bad[0][1]}"))
+        done = {index: value for index, value in ledger.all_values().items() if value is not None}
+        if not done:
+            if distributed.is_main():
+                remove(folder)
+            raise DualencError(f"{what}: none of {len(indices)} images can be read; check the data")
+    return done
 
 
 def _as_image(view: Tensor | Image.Image) -> Image.Image:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dualenc.commands.embed import embed
 from dualenc.errors import DualencError
 from dualenc.files import remove
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.index import Index
@@ -57,9 +58,16 @@ def index(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
+    from dualenc.commands.evaluation import MOST_ITEMS, check_range
     from dualenc.embeddings import Embeddings
     from dualenc.index import Index
+    from dualenc.index.factory import check_factory
+    from dualenc.index.recall import LARGEST_PARAMETER
 
+    check_factory(factory)
+    check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
+    check_range(0, 1, target_recall=target_recall)
+    check_range(0, MOST_ITEMS, recall_queries=recall_queries)
     folder = _embeddings_folder(source, data, out, embeddings)
     if data is not None:
         columns: dict[str, Any] = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
@@ -99,6 +107,7 @@ def describe(index: Index, folder: str) -> str:
     meta = index.meta
     settings = "".join(f", {name}={value}" for name, value in meta["search_parameters"].items())
     line = f"{len(index):,} vectors of dimension {index.dim} ({meta['factory']}{settings}, {meta['metric']}) → {folder}"
+    line = printable(line)
     if "recall_at_10" in meta:
         line += f"\nrecall@10 against exact search: {meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)"
     return line

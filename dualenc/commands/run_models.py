@@ -28,9 +28,16 @@ class Place(NamedTuple):
     path: Path
     base: Path | None = None
 
-    def written(self) -> int:
-        """When its latest file was written, in nanoseconds: another number for other weights; 0 for a hub name."""
-        return max((file.stat().st_mtime_ns for file in self.path.glob("*") if file.is_file()), default=0)
+    def contents(self) -> str:
+        """Checksum of its files, and of the model folder it needs: another one for other weights. "" for a hub name."""
+        from dualenc.data.identity import digest_of, file_identity
+
+        folders = [folder for folder in (self.path, self.base) if folder is not None and folder.is_dir()]
+        files = [(folder, file) for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
+        names = [file.relative_to(folder).as_posix() for folder, file in files]
+        # With a checkpoint the weights of the model folder do not count: they change when the training goes on.
+        counted = [(name, file) for name, (folder, file) in zip(names, files) if folder == self.path or ".json" in name]
+        return digest_of(*(part for name, file in counted for part in (name, file_identity(file)))) if files else ""
 
 
 def find_models(run: str) -> list[Place]:
@@ -46,6 +53,8 @@ def find_models(run: str) -> list[Place]:
     from dualenc.training.checkpoint import Checkpoints
 
     folder = Path(run)
+    if folder.exists() and not folder.is_dir():
+        raise DualencError(f"{folder}: is no folder; give a run, a folder of models, or a model")
     if not folder.is_dir() or _is_model(folder):
         return [Place(0, folder)]
     checkpoints = Checkpoints(folder / "checkpoints").complete()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json as json_format
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualenc.errors import DualencError
+from dualenc.terminal import printable_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,28 +37,34 @@ def search(
         index: folder that `dualenc index` wrote.
         query: text, or path of an image if the model encodes images.
         k: how many results.
-        json: print JSON instead of a table.
+        json: print JSON, in ASCII, instead of a table.
         model: model folder or name, if the one that made the index has moved.
         nprobe: lists that an IVF index visits; by default what the build chose.
         ef_search: candidates that an HNSW index keeps; by default what the build chose.
         device: such as cpu or cuda:0.
     """
+    from dualenc.commands.evaluation import check_range, start_processes
     from dualenc.encoders import load_model
     from dualenc.evaluation.tables import Table, print_table
     from dualenc.index import Index
+    from dualenc.index.recall import LARGEST_PARAMETER
 
+    check_range(1, sys.maxsize, k=k)
+    check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
+    if not query.strip():
+        raise DualencError("the query is empty; give a text, or the path of an image")
     opened = Index.open(index)
-    encoder = load_model(model or _recorded_model(opened, Path(index)), device=device)
+    encoder = load_model(model or _recorded_model(opened, Path(index)), device=str(start_processes(device)))
     check_model(opened, encoder, index)
     vector = encode_query(encoder, query, opened.meta)
-    scores, rows = opened.search_rows(vector, k, nprobe=nprobe, ef_search=ef_search)
+    scores, rows = opened.search_rows(vector, min(k, len(opened)), nprobe=nprobe, ef_search=ef_search)
     results = [
         {"rank": rank, "id": opened.ids[row], "score": round(float(score), 6), "snippet": opened.snippet(int(row))}
         for rank, (score, row) in enumerate(zip(scores[0], rows[0]), 1)
         if row >= 0
     ]
     if json:
-        print(json_format.dumps({"query": query, "index": index, "results": results}, ensure_ascii=False, indent=2))
+        print(printable_json({"query": query, "index": index, "results": results}))
     else:
         columns = ("rank", "id", "score") if opened.snippets is None else ("rank", "id", "score", "snippet")
         print_table(Table(query, [{name: result[name] for name in columns} for result in results]))

@@ -15,7 +15,7 @@ from dualenc.encoders.image import ImageEncoder
 from dualenc.encoders.image_text import ImageTextEncoder
 from dualenc.encoders.text import TextEncoder
 from dualenc.errors import DualencError
-from dualenc.files import read_json
+from dualenc.files import read_json, recover
 
 LOADERS: dict[Kind, Callable[[Path], DualEncoder]] = {
     "query-document": lambda folder: TextEncoder(str(folder)),
@@ -39,6 +39,7 @@ def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device 
     Raises:
         DualencError: no model is there, or its files are incomplete or corrupt.
     """
+    recover(Path(os.fspath(path_or_name).removeprefix("local-dir:")).expanduser())
     model = _named(os.fspath(path_or_name)) or _from_folder(model_folder(path_or_name))
     try:
         return model.to(device).eval()

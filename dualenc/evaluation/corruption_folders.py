@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from dualenc.errors import BadSample, DualencError
+from dualenc.data.images import open_image
+from dualenc.errors import DualencError
 from dualenc.evaluation.corruption import ALL, SEVERITIES, CorruptedImages, check_corruptions
+from dualenc.files import open_regular
 
 
 def is_corrupted_folder(path: str | Path) -> bool:
@@ -47,6 +49,9 @@ class CifarC:
         path: The folder with `labels.npy` and the corruption files.
         corruptions: Names to read; all that are there by default.
 
+    Attributes:
+        files: Names of all files, relative to the folder.
+
     Raises:
         DualencError: a file is missing or damaged, or lengths differ.
     """
@@ -57,7 +62,10 @@ class CifarC:
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
         self.path = Path(path)
         self.corruptions = _choose(self.path, ".npy", corruptions)
+        self.files = ["labels.npy", *(f"{name}.npy" for name in self.corruptions)]
         labels = _read_npy(self.path / "labels.npy")
+        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+            raise DualencError(f"{self.path}/labels.npy: {labels.dtype} of shape {labels.shape}; whole numbers belong")
         if len(labels) == 0 or len(labels) % len(SEVERITIES):
             raise DualencError(
                 f"{self.path}/labels.npy: {len(labels)} labels; five equal blocks, one per severity, belong"
@@ -101,6 +109,9 @@ class TinyImageNetC:
         path: The folder of the corruption folders.
         corruptions: Names to read; all that are there by default.
 
+    Attributes:
+        files: Names of all files, relative to the folder.
+
     Raises:
         DualencError: a folder is missing or empty, or two folders do not hold the same images.
     """
@@ -114,6 +125,7 @@ class TinyImageNetC:
         for corruption in self.corruptions:
             for severity in SEVERITIES:
                 self._compare(corruption, severity)
+        self.files = [f"{c}/{s}/{name}" for c in self.corruptions for s in SEVERITIES for name in self.names]
         self.class_names: list[str] | None = sorted({name.split("/")[0] for name in self.names})
         number = {wnid: position for position, wnid in enumerate(self.class_names)}
         self.labels: npt.NDArray[np.int64] = np.array([number[name.split("/")[0]] for name in self.names])
@@ -123,12 +135,7 @@ class TinyImageNetC:
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
         """Version of image `index` under a corruption at a severity, RGB."""
-        file = self.path / corruption / str(severity) / self.names[index]
-        try:
-            with Image.open(file) as image:
-                return image.convert("RGB")
-        except OSError as error:
-            raise BadSample(f"{file}: cannot be decoded ({error}); download the folder again") from None
+        return open_image(self.path / corruption / str(severity) / self.names[index])
 
     def _names(self, corruption: str, severity: int) -> list[str]:
         folder = self.path / corruption / str(severity)
@@ -175,8 +182,12 @@ def _choose(folder: Path, suffix: str, wanted: Sequence[str]) -> tuple[str, ...]
 
 def _read_npy(file: Path) -> npt.NDArray[Any]:
     try:
+        open_regular(file).close()
         return np.load(file, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise DualencError(f"{file}: no such file; is the folder complete?") from None
-    except (ValueError, OSError, EOFError) as error:
-        raise DualencError(f"{file}: not a whole .npy file ({error}); download it again") from None
+    except DualencError:
+        raise
+    except Exception as error:  # a damaged header is evaluated as Python literals: SyntaxError, TypeError, …
+        reason = " ".join(str(error).split())[:120]
+        raise DualencError(f"{file}: not a whole .npy file ({reason}); download it again") from None

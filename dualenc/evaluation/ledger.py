@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from dualenc import distributed
-from dualenc.files import remove
+from dualenc.errors import DualencError
+from dualenc.files import full_disk_told, open_regular, remove
 
 Signature = dict[str, Any]
 Key = TypeVar("Key", int, str)
@@ -18,12 +20,13 @@ Key = TypeVar("Key", int, str)
 class Ledger(Generic[Key]):
     """Values by number or name of an item in a folder, one JSON line each; every process appends to a file of its own.
 
-    Lines of all processes are read back, whatever their number was. A line cut short by a kill is left out, and files
-    that another model, other data or other settings wrote are removed.
+    Lines of all processes are read back, whatever their number was. A line cut short by a kill, or otherwise damaged,
+    is left out, and files that another model, other data or other settings wrote are removed.
 
     Args:
         folder: Where the files are; made with the first value.
-        signature: Everything that the values depend on, as plain values.
+        signature: Everything that the values depend on, as plain values: settings, and checksums of the weights and
+            of the data (`Corpus.identity`), whose names may stay while their contents change.
     """
 
     def __init__(self, folder: str | os.PathLike[str], signature: Signature):
@@ -49,10 +52,18 @@ class Ledger(Generic[Key]):
         """Append values by item."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lines = [] if self.path.exists() else [json.dumps({"signature": self.signature})]
-        lines += [json.dumps({"item": key, "value": value}) for key, value in values.items()]
-        with open(self.path, "a", encoding="utf-8") as stream:
-            # A first newline ends a line that a kill cut short.
-            stream.write("\n" + "\n".join(lines) + "\n")
+        lines += [
+            json.dumps({"item": key, "value": value, "check": _check(key, value)}) for key, value in values.items()
+        ]
+        is_new = not self.path.exists()
+        try:
+            with full_disk_told(self.path), open(self.path, "a", encoding="utf-8") as stream:
+                # A first newline ends a line that a kill cut short.
+                stream.write("\n" + "\n".join(lines) + "\n")
+        except (DualencError, OSError):
+            if is_new:
+                remove(self.path)
+            raise
         self.values.update(values)
 
     def all_values(self) -> dict[Key, Any]:
@@ -65,15 +76,25 @@ class Ledger(Generic[Key]):
 
 
 def _read(part: Path) -> tuple[Signature | None, dict[Any, Any]]:
+    """The signature and the values of one file; whatever is not a line that `Ledger.add` wrote is left out."""
     signature: Signature | None = None
     values: dict[Any, Any] = {}
-    for line in part.read_text(encoding="utf-8").splitlines():
+    try:
+        with open_regular(part) as stream:
+            lines = stream.read().splitlines()
+    except (DualencError, OSError):
+        return None, {}
+    for line in lines:
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:
+            if "signature" in entry:
+                signature = entry["signature"]
+            elif entry["check"] == _check(entry["item"], entry["value"]):
+                values[entry["item"]] = entry["value"]
+        except (ValueError, TypeError, KeyError, RecursionError):
             continue
-        if "signature" in entry:
-            signature = entry["signature"]
-        else:
-            values[entry["item"]] = entry["value"]
     return signature, values
+
+
+def _check(key: int | str, value: Any) -> int:
+    return zlib.crc32(json.dumps([key, value]).encode())

@@ -6,6 +6,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dualenc.terminal import printable
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -26,10 +28,11 @@ def bars(groups: Mapping[str, Mapping[str, float]], *, ylabel: str = "") -> Figu
     width = 0.8 / max(len(groups), 1)
     for number, (name, heights) in enumerate(groups.items()):
         positions = [i + (number - (len(groups) - 1) / 2) * width for i in range(len(labels))]
-        drawn = axes.bar(positions, [heights[label] for label in labels], width, label=name, color=_colour(number))
+        values = [heights[label] for label in labels]
+        drawn = axes.bar(positions, values, width, label=literal(name), color=_colour(number))
         if len(labels) * len(groups) <= 12:
             axes.bar_label(drawn, fmt="%.3f", fontsize=8, padding=2)
-    axes.set_xticks(range(len(labels)), labels, rotation=30 if len(labels) > 6 else 0)
+    axes.set_xticks(range(len(labels)), [literal(label) for label in labels], rotation=30 if len(labels) > 6 else 0)
     _legend(axes, len(groups))
     return figure
 
@@ -51,7 +54,7 @@ def lines(
     """
     figure, axes = _axes(xlabel=xlabel, ylabel=ylabel)
     for number, (name, (x, y)) in enumerate(series.items()):
-        axes.plot(x, y, label=name, color=_colour(number), marker="o" if len(x) <= 30 else None, markersize=4)
+        axes.plot(x, y, label=literal(name), color=_colour(number), marker="o" if len(x) <= 30 else None, markersize=4)
     if log_y:
         axes.set_yscale("log")
     _legend(axes, len(series))
@@ -77,9 +80,14 @@ def histograms(
         edges = np.histogram_bin_edges(np.concatenate(list(kept.values())), bins=bins)
         for number, (name, numbers) in enumerate(kept.items()):
             weights = np.full(len(numbers), 1 / len(numbers))
-            axes.hist(numbers, edges.tolist(), weights=weights, label=name, color=_colour(number), alpha=0.6)
+            axes.hist(numbers, edges.tolist(), weights=weights, label=literal(name), color=_colour(number), alpha=0.6)
     _legend(axes, len(kept))
     return figure
+
+
+def literal(text: str) -> str:
+    """A text of a stranger as a label that shows just that: no mathematics between dollars, no control characters."""
+    return printable(text).replace("$", r"\$")
 
 
 def as_svg(figure: Figure) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dualenc.evaluation.plots import as_svg
 from dualenc.evaluation.tables import Table, as_text, is_number
 from dualenc.files import atomic_path
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     import jinja2
@@ -127,8 +128,13 @@ def _data_uri(media_type: str, content: bytes) -> str:
 
 def _template() -> jinja2.Template:
     import jinja2
+    import markupsafe
 
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    def shown(value: object) -> object:
+        """Texts of strangers without control characters; what is HTML in them is escaped afterwards."""
+        return printable(value) if isinstance(value, str) and not isinstance(value, markupsafe.Markup) else value
+
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=shown)
     environment.filters.update(snippet=snippet, thumbnail=thumbnail)
     return environment.from_string(_PAGE)
 

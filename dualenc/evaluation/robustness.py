@@ -78,15 +78,18 @@ def from_mapping(
     """The (K, S) numbers back from `as_mapping`, in this order.
 
     Raises:
-        DualencError: a corruption or a severity is not there.
+        DualencError: a corruption or a severity is not there, or its number is no rate.
     """
     for name in corruptions:
         for severity in severities:
-            if str(severity) not in found.get(name, {}):
+            value = found.get(name, {}).get(str(severity))
+            if value is None:
                 raise DualencError(
                     f"the baseline has no error of {name} at severity {severity}; evaluate it on the same"
                 )
-    return np.array([[found[name][str(severity)] for severity in severities] for name in corruptions])
+            if not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise DualencError(f"the baseline's error of {name} at severity {severity} is no rate from 0 to 1")
+    return np.array([[found[name][str(severity)] for severity in severities] for name in corruptions], float)
 
 
 def _row(name: str, accuracies: Errors, severities: Sequence[int]) -> dict[str, str | float]:

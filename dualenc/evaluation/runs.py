@@ -6,13 +6,17 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Run, Scores
-from dualenc.files import atomic_path
+from dualenc.files import atomic_path, open_regular
 
 PathLike = str | os.PathLike[str]
+
+LONGEST_LINE = 1 << 20
+"""Bytes; a longer line is no line of the files that are read here."""
+HIGHEST_GRADE = 1 << 20
+"""No scale of relevance goes further; the gain of nDCG is linear in the grade."""
 
 
 def write_trec(path: PathLike, run: Run, tag: str = "dualenc") -> None:
@@ -41,10 +45,10 @@ def read_trec(path: PathLike) -> dict[str, dict[str, float]]:
     """Read a TREC run file; the ranks in it are ignored, as trec_eval does.
 
     Raises:
-        DualencError: no such file, or a line that is not a run's, or a document twice for a query.
+        DualencError: no such file, a line that is not a run's, a document twice for a query, or no line at all.
     """
     run: dict[str, dict[str, float]] = {}
-    for place, line in _lines(path):
+    for place, line in read_lines(path):
         fields = line.split()
         score = _number(fields[4]) if len(fields) == 6 else None
         if score is None:
@@ -53,6 +57,8 @@ def read_trec(path: PathLike) -> dict[str, dict[str, float]]:
         if fields[2] in documents:
             raise DualencError(f"{place}: document {fields[2]} stands twice for query {fields[0]}; remove one")
         documents[fields[2]] = score
+    if not run:
+        raise DualencError(f"{path}: the run is empty; give a TREC run (query Q0 document rank score tag)")
     return run
 
 
@@ -63,13 +69,15 @@ def read_qrels(path: PathLike) -> dict[str, dict[str, int]]:
         DualencError: no such file, a line that is neither, or no judgement at all.
     """
     qrels: dict[str, dict[str, int]] = {}
-    for number, (place, line) in enumerate(_lines(path)):
+    for number, (place, line) in enumerate(read_lines(path)):
         fields = line.split()
         grade = _number(fields[-1]) if len(fields) in (3, 4) else None
         if grade is None and number == 0:
             continue  # the header of a BEIR file
-        if grade is None or grade != int(grade):
-            raise DualencError(f"{place}: not a judgement (query, document, whole grade); mend the line")
+        if grade is None or grade != int(grade) or abs(grade) > HIGHEST_GRADE:
+            raise DualencError(
+                f"{place}: not a judgement (query, document, whole grade up to {HIGHEST_GRADE:,}); mend the line"
+            )
         qrels.setdefault(fields[0], {})[fields[-2]] = int(grade)
     if not qrels:
         raise DualencError(f"{path}: the judgements (qrels) are empty; give the file of the right split")
@@ -78,7 +86,8 @@ def read_qrels(path: PathLike) -> dict[str, dict[str, int]]:
 
 def write_per_query(path: PathLike, per_query: Mapping[str, Scores], dataset: str = "") -> None:
     """Write one JSON object per query and line: `{"dataset": …, "query": …, "ndcg@10": …, …}`."""
-    with atomic_path(path) as beside, open(beside, "w", encoding="utf-8") as stream:
+    # An id may be a file name that is no UTF-8: its odd bytes are escaped as JSON escapes them.
+    with atomic_path(path) as beside, open(beside, "w", encoding="utf-8", errors="backslashreplace") as stream:
         for query, scores in per_query.items():
             row = {"dataset": dataset, "query": query, **scores}
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -88,20 +97,24 @@ def read_per_query(path: PathLike) -> dict[str, Scores]:
     """Read a log of `write_per_query`: the metrics by query id.
 
     Raises:
-        DualencError: no such file, a line that is not such an object, or a query twice.
+        DualencError: no such file, a line that is not such an object, a query twice, or no line at all.
     """
     per_query: dict[str, Scores] = {}
-    for place, line in _lines(path):
+    for place, line in read_lines(path):
         try:
             row = json.loads(line)
             query = row.pop("query")
             row.pop("dataset", None)
             scores = {name: float(value) for name, value in row.items()}
-        except (ValueError, TypeError, AttributeError, KeyError):
+            if not isinstance(query, str) or not all(map(math.isfinite, scores.values())):
+                raise ValueError
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
             raise DualencError(f"{place}: not a line of a per-query log; evaluate again to write it anew") from None
         if query in per_query:
             raise DualencError(f"{place}: query {query} stands twice; evaluate again to write the log anew")
         per_query[query] = scores
+    if not per_query:
+        raise DualencError(f"{path}: the per-query log is empty; evaluate again to write it anew")
     return per_query
 
 
@@ -121,14 +134,29 @@ def check_trec_names(names: Iterable[str], what: str) -> None:
             raise DualencError(f"{what} {name!r} is empty or holds white space, which TREC files cannot; rename it")
 
 
-def _lines(path: PathLike) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, each with where it stands."""
-    if not Path(path).is_file():
-        raise DualencError(f"{path}: no such file")
-    with open(path, encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                yield f"{path}:{number}", line
+def read_lines(path: PathLike) -> Iterator[tuple[str, str]]:
+    """Lines of a text file that are not blank, each with where it stands; a line at a time is in memory.
+
+    Raises:
+        DualencError: no regular file, not UTF-8, or a line that is too long to be one.
+    """
+    try:
+        stream = open_regular(path)
+    except FileNotFoundError:
+        raise DualencError(f"{path}: no such file") from None
+    with stream:
+        number = 0
+        while line := stream.readline(LONGEST_LINE + 1):
+            number += 1
+            if len(line) > LONGEST_LINE:
+                raise DualencError(f"{path}:{number}: a line of more than {LONGEST_LINE >> 20} MiB; is it a text file?")
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                reason = f"byte 0x{line[error.start]:02x}"
+                raise DualencError(f"{path}:{number}: not UTF-8 text ({reason}); save the file as UTF-8") from None
+            if text.strip():
+                yield f"{path}:{number}", text
 
 
 def _number(text: str) -> float | None:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from dualenc.terminal import printable
+
 
 class Table(NamedTuple):
     """Rows of named values.
@@ -43,20 +45,23 @@ def is_number(value: object) -> bool:
 
 
 def print_table(table: Table) -> None:
-    """Print a table to the terminal; where there is no room, names and headings are folded, never numbers."""
+    """Print a table to the terminal, control characters escaped.
+
+    Where there is no room, names and headings are folded, never numbers.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as RichTable
 
-    drawn = RichTable(title=table.caption, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    drawn = RichTable(title=printable(table.caption), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     drawn.pad_edge, drawn.collapse_padding = False, True
-    cells = table.cells()
+    cells = [[printable(cell) for cell in row] for row in table.cells()]
     for name, values in zip(table.columns, zip(*cells)):
         numeric = any(is_number(row.get(name)) for row in table.rows)
         least = max(map(len, values)) if numeric else None
-        drawn.add_column(name, justify="right" if numeric else "left", overflow="fold", min_width=least)
+        drawn.add_column(printable(name), justify="right" if numeric else "left", overflow="fold", min_width=least)
     for row in cells:
         drawn.add_row(*row)
     # A pipe or a log file has no width of its own; rich would assume 80 columns.
     width = None if sys.stdout.isatty() else 1000
-    Console(width=width, markup=False, highlight=False).print(drawn)
+    Console(width=width, markup=False, emoji=False, highlight=False).print(drawn)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Scores, best_positive_ranks
+from dualenc.evaluation.runs import read_lines
 
 Vectors = npt.NDArray[np.floating]
 
@@ -32,15 +32,13 @@ def read_templates(path: str | os.PathLike[str]) -> list[str]:
     """Prompt templates from a text file, one on each line, `{}` standing for the class; blank lines are left out.
 
     Raises:
-        DualencError: no such file, no template, or one without exactly one `{}`.
+        DualencError: no such file, not UTF-8, no template, or one without exactly one `{}`.
     """
-    if not Path(path).is_file():
-        raise DualencError(f"{path}: no such file; give a text file with one template on each line")
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        if line.strip() and line.count("{}") != 1:
-            raise DualencError(f"{path}:{number}: a template needs {{}} once, where the class goes; mend the line")
-    templates = [line.strip() for line in lines if line.strip()]
+    templates = []
+    for place, line in read_lines(path):
+        if line.count("{}") != 1:
+            raise DualencError(f"{place}: a template needs {{}} once, where the class goes; mend the line")
+        templates.append(line.strip())
     if not templates:
         raise DualencError(f"{path}: holds no template; write one on each line, with {{}} where the class goes")
     return templates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -37,16 +38,19 @@ def build_faiss(
     """
     num_vectors, dim = len(database), database.embeddings.dim
     chosen = choose_factory(num_vectors, dim) if factory == "auto" else factory
-    index = new_index(dim, chosen, database.metric)
+    index = new_index(dim, chosen, database.metric, num_vectors)
     rows = training_rows(index, num_vectors) if train_rows is None or index.is_trained else min(train_rows, num_vectors)
     started = time.perf_counter()
     if rows:
         _train(index, database.rows(database.sample(rows, seed)), chosen)
-    reserve(index, num_vectors)
-    with tqdm(total=num_vectors, desc="index", unit=" vectors", disable=not progress) as bar:
-        for block in database.blocks():
-            index.add(block)
-            bar.update(len(block))
+    try:
+        reserve(index, num_vectors)
+        with tqdm(total=num_vectors, desc="index", unit=" vectors", disable=not progress) as bar:
+            for block in database.blocks():
+                index.add(block)
+                bar.update(len(block))
+    except (RuntimeError, MemoryError) as error:
+        raise _unfilled(chosen, num_vectors, error) from None
     seconds = round(time.perf_counter() - started, 3)
     return index, {"factory": chosen, "requested_factory": factory, "trained_on": rows, "build_seconds": seconds}
 
@@ -123,10 +127,37 @@ def as_queries(queries: np.ndarray, dim: int, metric: Metric) -> np.ndarray:
 
 
 def _train(index: Any, vectors: np.ndarray, factory: str) -> None:
-    try:
-        index.train(vectors)
-    except RuntimeError as error:
+    """Train an index so that Ctrl-C ends it at once.
+
+    FAISS asks between the iterations of a k-means whether to stop, which for product quantizers is a minute apart, and
+    OPQ trains one after the other; hence a thread trains, and this one waits where it can be interrupted.
+    """
+    outcome: list[BaseException | None] = []
+    threads = faiss.omp_get_max_threads()
+
+    def train() -> None:
+        faiss.omp_set_num_threads(threads)  # OpenMP keeps this number for each thread
+        try:
+            index.train(vectors)
+            outcome.append(None)
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=train, name="faiss training", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    error = outcome[0]
+    if isinstance(error, (RuntimeError, MemoryError)):
         raise DualencError(
             f"factory {factory!r} cannot be trained on {len(vectors)} vectors: {reason(error)}; "
             "use fewer lists, Flat or auto"
         ) from None
+    if error is not None:
+        raise error
+
+
+def _unfilled(factory: str, num_vectors: int, error: BaseException) -> DualencError:
+    return DualencError(
+        f"factory {factory!r} cannot take {num_vectors} vectors: {reason(error)}; try auto, Flat, HNSW32 or IVF256,Flat"
+    )

@@ -12,13 +12,15 @@ from dualenc.index.factory import Metric
 
 UNIT_TOLERANCE = 1e-6
 """Vectors whose squared length differs from one by less are taken as normalised."""
+STORED_TOLERANCE = 0.02
+"""How far the squared length of stored unit vectors may be from one: half precision rounds each number by 5e-4."""
 
 
 class Database:
     """N vectors as the metric wants them: float32, finite, of unit norm for "cosine".
 
     Args:
-        embeddings: the vectors; those that say `normalized` in their meta are taken as they are.
+        embeddings: the vectors; those that say `normalized` in their meta are checked and taken as they are.
         metric: "cosine" or "ip".
     """
 
@@ -34,7 +36,7 @@ class Database:
         """Some vectors, (n, D), in the order of `rows`.
 
         Raises:
-            DualencError: a vector is not finite.
+            DualencError: a vector is not finite, or not of length one though it should be.
         """
         return self._ready(self.embeddings.vectors[rows], rows)
 
@@ -42,7 +44,7 @@ class Database:
         """All vectors in order, a block at a time.
 
         Raises:
-            DualencError: a vector is not finite.
+            DualencError: a vector is not finite, or not of length one though it should be.
         """
         start = 0
         for block in self.embeddings.blocks():
@@ -55,7 +57,19 @@ class Database:
 
     def _ready(self, block: np.ndarray, rows: range | np.ndarray) -> np.ndarray:
         block = np.ascontiguousarray(block, dtype=np.float32)
-        return block if self.is_trusted else ready(block, self.metric, lambda i: repr(self.embeddings.ids[rows[i]]))
+
+        def name(i: int) -> str:
+            return repr(self.embeddings.ids[rows[i]])
+
+        if not self.is_trusted:
+            return ready(block, self.metric, name)
+        squares = _squares(block, name)
+        wrong = (np.abs(squares - 1) > STORED_TOLERANCE) & (squares > 0)
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            length = f"{np.sqrt(squares[row]):.3g}"
+            raise DualencError(f"the vector of {name(row)} has length {length} instead of 1; embed the data again")
+        return block
 
 
 def ready(vectors: np.ndarray, metric: Metric, name: Callable[[int], str] = "row {}".format) -> np.ndarray:
@@ -69,11 +83,18 @@ def ready(vectors: np.ndarray, metric: Metric, name: Callable[[int], str] = "row
     Raises:
         DualencError: a vector is not finite.
     """
-    # One pass: a square is finite exactly if no number of the row is NaN or infinite (or beyond 1e19).
-    squares = np.einsum("nd,nd->n", vectors, vectors)
-    if not np.isfinite(squares).all():
-        row = int(np.flatnonzero(~np.isfinite(squares))[0])
-        raise DualencError(f"the vector of {name(row)} is not finite; embed it again or leave it out")
+    squares = _squares(vectors, name)
     if metric == "ip" or (np.abs(squares - 1) < UNIT_TOLERANCE).all():
         return vectors
     return vectors / np.sqrt(np.where(squares == 0, 1, squares))[:, None]
+
+
+def _squares(vectors: np.ndarray, name: Callable[[int], str]) -> np.ndarray:
+    """Squared lengths (n,) of vectors (n, D), all of them finite."""
+    # One pass: a square is finite exactly if no number of the row is NaN or infinite (or beyond 1e19).
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.einsum("nd,nd->n", vectors, vectors)
+    if not np.isfinite(squares).all():
+        row = int(np.flatnonzero(~np.isfinite(squares))[0])
+        raise DualencError(f"the vector of {name(row)} is not finite; embed it again or leave it out")
+    return squares

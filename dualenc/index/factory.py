@@ -21,6 +21,12 @@ MIN_POINTS_PER_LIST = 39
 POINTS_PER_LIST = 64
 OTHER_TRAINING_ROWS = 65536
 
+LARGEST_NUMBER = 2**24
+MOST_LINKS = 1024
+MOST_BITS = 16
+MOST_DIMENSIONS = 2**16
+"""Limits of a factory string: what is beyond them is a slip of the hand, or takes a machine down."""
+
 
 def choose_factory(num_vectors: int, dim: int) -> str:
     """The factory string that "auto" stands for, by the size of the database N·D.
@@ -46,21 +52,62 @@ def choose_factory(num_vectors: int, dim: int) -> str:
     return f"IVF{lists},Flat" if num_vectors * dim <= FLOAT_VALUES else f"IVF{lists}_HNSW32,SQ8"
 
 
-def new_index(dim: int, factory: str, metric: Metric) -> Any:
+def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = None) -> Any:
     """An empty FAISS index; cosine is the inner product of normalised vectors.
 
+    Args:
+        dim: D.
+        factory: a FAISS factory string.
+        metric: "cosine" or "ip".
+        num_vectors: N, if it is known; an index with more lists than vectors is refused.
+
     Raises:
-        DualencError: FAISS does not know the string, or it does not fit the dimension (with FAISS's reason).
+        DualencError: FAISS does not know the string, or it does not fit the dimension or the number of vectors
+            (with FAISS's reason).
     """
     if metric not in METRICS:
         raise DualencError(f"metric is {metric!r}: choose one of {', '.join(METRICS)}")
+    check_factory(factory, num_vectors)
     try:
         return faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
-    except RuntimeError as error:
-        raise DualencError(
-            f"factory {factory!r} does not work for dimension {dim}: {reason(error)}; "
-            "try auto, Flat, HNSW32 or IVF256,Flat"
-        ) from None
+    except (RuntimeError, MemoryError) as error:
+        raise _unfit(factory, f"does not work for dimension {dim}: {reason(error)}") from None
+
+
+def check_factory(factory: str, num_vectors: int | None = None) -> None:
+    """Refuse what FAISS accepts and then ends the whole process with, hangs on, or can never fill.
+
+    `HNSW0`, `PQ4x0` and `IVF10_HNSW1,Flat` stop at an assertion in C++, a division by zero or a wild pointer when the
+    first vector arrives, out of reach of any exception; `IVF999999999,Flat` takes the memory of the whole machine.
+
+    Args:
+        factory: a FAISS factory string, or "auto".
+        num_vectors: N, if it is known.
+
+    Raises:
+        DualencError: with what is wrong.
+    """
+    numbers = [int(number) for number in re.findall(r"\d+", factory) if len(number) < 10]
+    if len(numbers) < len(re.findall(r"\d+", factory)) or any(not 1 <= n <= LARGEST_NUMBER for n in numbers):
+        raise _unfit(factory, f"has a number that is not between 1 and {LARGEST_NUMBER:,}")
+    for name, links in re.findall(r"(HNSW|NSG)(\d+)", factory):
+        if not 2 <= int(links) <= MOST_LINKS:
+            raise _unfit(factory, f"gives each vector {links} links; {name} takes 2 to {MOST_LINKS}")
+    for bits in re.findall(r"(?:PQ|RQ|LSQ|IMI|Residual)\w*?\d+x(\d+)", factory):
+        if int(bits) > MOST_BITS:
+            raise _unfit(factory, f"has codes of {bits} bits; at most {MOST_BITS} can be trained")
+    for size in re.findall(r"(?:PCA[WR]*|RR|ITQ|OPQ\d+_|Pad)(\d+)", factory):
+        if int(size) > MOST_DIMENSIONS:
+            raise _unfit(factory, f"makes vectors of dimension {size}; at most {MOST_DIMENSIONS} are allowed")
+    for lists in re.findall(r"IVF(\d+)", factory):
+        if num_vectors is not None and int(lists) > num_vectors:
+            raise _unfit(factory, f"has {lists} lists for {num_vectors} vectors")
+    if "IDMap" in factory:
+        raise _unfit(factory, "numbers the vectors itself, and ids.txt does that already; leave IDMap out")
+
+
+def _unfit(factory: str, why: str) -> DualencError:
+    return DualencError(f"factory {factory[:80]!r} {why}; try auto, Flat, HNSW32 or IVF256,Flat")
 
 
 def training_rows(index: Any, num_vectors: int) -> int:
@@ -75,4 +122,5 @@ def reason(error: BaseException) -> str:
     """The last part of a FAISS error: what is wrong, without the C++ function and file."""
     text = " ".join(str(error).split())
     text = re.sub(r"^Error in .* at \S+:\d+: ", "", text)
-    return re.sub(r"^Error: '.*' failed: ", "", text)
+    text = re.sub(r"^Error: '.*' failed: ", "", text)
+    return text if len(text) <= 200 else f"{text[:199]}…"

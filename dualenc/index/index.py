@@ -10,16 +10,19 @@ from typing import Any
 import faiss
 import numpy as np
 
-from dualenc.embeddings import Embeddings, Snippets, read_ids, write_ids, write_snippets
+from dualenc.embeddings import Embeddings, Snippets, check_ids, check_version, read_ids, write_ids, write_snippets
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, checksum, read_json, write_json
+from dualenc.files import atomic_path, checksums, read_json_object, recover, verify_checksums, write_json
 from dualenc.index.build import as_queries, build_faiss, measure
 from dualenc.index.database import Database
-from dualenc.index.factory import Metric, reason
+from dualenc.index.factory import METRICS, Metric, reason
 from dualenc.index.recall import set_parameter
 
 FORMAT = "dualenc index"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 had a checksum of index.faiss alone."""
+WRITE_BYTES = 1 << 22
+REBUILD = "build the index again"
 
 
 class Index:
@@ -93,11 +96,17 @@ class Index:
 
         Raises:
             DualencError: an unknown or unfitting factory string (with FAISS's reason), vectors that are not
-                finite, no vectors at all, or a search parameter that the index does not have.
+                finite, or not of length one where their meta says so, ids that stand twice, no vectors at all, a
+                number out of range, or a search parameter that the index does not have.
         """
         embeddings = vectors if isinstance(vectors, Embeddings) else _embeddings(vectors, ids)
         if not len(embeddings):
             raise DualencError("no vectors to index; give at least one")
+        check_ids(embeddings.ids)
+        _check_at_least(1, nprobe=nprobe, ef_search=ef_search, train_rows=train_rows, threads=threads)
+        _check_at_least(0, recall_queries=recall_queries, seed=seed)
+        if not 0 <= target_recall <= 1:
+            raise DualencError(f"target_recall is {target_recall}; give a number from 0 to 1")
         _set_threads(threads)
         database = Database(embeddings, metric)
         index, built = build_faiss(database, factory, train_rows=train_rows, seed=seed, progress=progress)
@@ -123,15 +132,13 @@ class Index:
         check_target(folder)
         with atomic_path(folder) as beside:
             beside.mkdir(parents=True)
-            faiss.write_index(self.faiss, str(beside / "index.faiss"))
+            _write_faiss(self.faiss, beside / "index.faiss")
             write_ids(beside / "ids.txt", self.ids)
             if self.snippets is not None:
                 write_snippets(beside / "snippets.jsonl", (self.snippet(row) for row in range(len(self))))
+            files = checksums(beside, [path.name for path in beside.iterdir()])
             head = {"format": FORMAT, "version": FORMAT_VERSION}
-            write_json(
-                beside / "meta.json",
-                {**head, **self.meta, "faiss": faiss.__version__, "checksum": checksum(beside / "index.faiss")},
-            )
+            write_json(beside / "meta.json", {**head, **self.meta, "faiss": faiss.__version__, "files": files})
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = True) -> Index:
@@ -139,24 +146,29 @@ class Index:
 
         Args:
             folder: as `save` or `dualenc index` wrote it.
-            verify: compare the checksum of `index.faiss` with meta.json, which reads the file once more.
+            verify: read every file once more and compare its SHA-256 with meta.json (about 1.5 GB a second on each
+                core).
 
         Raises:
-            DualencError: no such folder, or a missing, truncated or corrupt file in it.
+            DualencError: no such folder, or a file in it that is missing, truncated or not the one that was written.
         """
         folder = Path(folder)
         meta = _read_meta(folder)
         path = folder / "index.faiss"
+        snippets = folder / "snippets.jsonl"
+        if verify:
+            names = ["index.faiss", "ids.txt", *(["snippets.jsonl"] if snippets.exists() else [])]
+            verify_checksums(folder, names, meta["files"], REBUILD)
         if not path.is_file():
-            raise DualencError(f"{path}: missing; build the index again")
-        if verify and checksum(path) != meta.get("checksum"):
-            raise DualencError(f"{path}: corrupt, its checksum is not that of meta.json; build the index again")
+            raise DualencError(f"{path}: missing; {REBUILD}")
         try:
             index = faiss.read_index(str(path))
-        except RuntimeError as error:
-            raise DualencError(f"{path}: corrupt ({reason(error)}); build the index again") from None
+        except (RuntimeError, MemoryError) as error:
+            raise DualencError(f"{path}: corrupt ({reason(error)}); {REBUILD}") from None
+        for name, found in (("dim", index.d), ("count", index.ntotal)):
+            if meta[name] != found:
+                raise DualencError(f"{path}: has {name} {found}, but meta.json says {meta[name]}; {REBUILD}")
         ids = read_ids(folder / "ids.txt", index.ntotal)
-        snippets = folder / "snippets.jsonl"
         return cls(index, ids, meta, Snippets(snippets) if snippets.exists() else None)
 
     def search(
@@ -187,6 +199,7 @@ class Index:
         """As `search`, with row numbers (Q, k) int64 in place of ids; -1 where fewer than k are found."""
         if k < 1:
             raise DualencError(f"k is {k}; ask for at least 1 result")
+        _check_at_least(1, nprobe=nprobe, ef_search=ef_search)
         if nprobe is not None:
             set_parameter(self.faiss, "nprobe", nprobe)
         if ef_search is not None:
@@ -200,8 +213,9 @@ class Index:
 
 def is_index(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds an index, told by its meta.json."""
+    recover(folder)
     path = Path(folder) / "meta.json"
-    return path.is_file() and read_json(path).get("format") == FORMAT
+    return path.is_file() and read_json_object(path).get("format") == FORMAT
 
 
 def check_target(folder: str | os.PathLike[str]) -> None:
@@ -211,26 +225,62 @@ def check_target(folder: str | os.PathLike[str]) -> None:
         DualencError: it holds something else.
     """
     folder = Path(folder)
+    recover(folder)
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not empty and not is_index(folder):
         raise DualencError(f"{folder}: exists and holds no index; choose a new or empty folder")
 
 
+def _write_faiss(index: Any, path: Path) -> None:
+    """`faiss.write_index`, except that a disk that is full at the end of the file is an error; FAISS only prints it."""
+    failed: list[OSError] = []
+    with open(path, "wb") as stream:
+
+        def write(block: bytes) -> None:
+            try:
+                stream.write(block)
+            except OSError as error:
+                failed.append(error)
+                raise
+
+        try:
+            faiss.write_index(index, faiss.PyCallbackIOWriter(write, WRITE_BYTES))  # type: ignore[attr-defined]
+        except RuntimeError:
+            if failed:
+                raise failed[0] from None
+            raise
+
+
 def _read_meta(folder: Path) -> dict[str, Any]:
+    recover(folder)
     if not folder.is_dir():
         raise DualencError(f"{folder}: no such folder; make an index with `dualenc index MODEL DATA --out {folder}`")
-    meta = read_json(folder / "meta.json")
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+    path = folder / "meta.json"
+    meta = read_json_object(path)
+    if meta.get("format") != FORMAT:
         raise DualencError(f"{folder}: not an index; make one with `dualenc index MODEL DATA --out FOLDER`")
-    if meta["version"] > FORMAT_VERSION:
-        raise DualencError(
-            f"{folder}: written by a newer dualenc (format {meta['version']}); update dualenc to read it"
-        )
+    check_version(folder, meta, FORMAT_VERSION, REBUILD)
+    meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
+    allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
+    for name, values in allowed.items():
+        if name in meta and meta[name] not in values:
+            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {REBUILD}")
+    for name in ("model", "model_checksum"):
+        if not isinstance(meta.get(name, ""), str):
+            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {REBUILD}")
     return meta
+
+
+def _check_at_least(least: int, **numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and number < least:
+            raise DualencError(f"{name} is {number}; give at least {least}")
 
 
 def _embeddings(vectors: np.ndarray, ids: Sequence[str] | None) -> Embeddings:
     vectors = np.asarray(vectors)
+    if vectors.ndim != 2 or not vectors.shape[1] or vectors.dtype.kind not in "fiu":
+        raise DualencError(f"vectors are {vectors.dtype} of shape {vectors.shape}; give numbers as a matrix (N, D)")
     names = [str(row) for row in range(len(vectors))] if ids is None else ids
     return Embeddings(names, vectors)
 

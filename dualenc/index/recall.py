@@ -15,6 +15,9 @@ from dualenc.index.factory import reason
 SCORE_TOLERANCE = 1e-6
 """Two scores are a tie if they differ by less than this times both norms: sums in another order differ so much."""
 
+LARGEST_PARAMETER = 2**24
+"""A thread of HNSW keeps 8 bytes for each of `efSearch` candidates."""
+
 
 class Probe(NamedTuple):
     """Queries with the outcome of an exact search.
@@ -75,8 +78,12 @@ def set_parameter(index: Any, name: str, value: int) -> None:
     """Set a search parameter such as "nprobe" or "efSearch", also inside pre-transformed and refined indexes.
 
     Raises:
-        DualencError: the index has no such parameter.
+        DualencError: the index has no such parameter, or the value is beyond what it can use.
     """
+    ivf = faiss.try_extract_index_ivf(index)
+    largest = int(ivf.nlist) if name == "nprobe" and ivf is not None else LARGEST_PARAMETER
+    if not 1 <= value <= largest:
+        raise DualencError(f"{name} is {value}; give a number from 1 to {largest}")
     try:
         faiss.ParameterSpace().set_index_parameter(index, name, value)
     except RuntimeError as error:

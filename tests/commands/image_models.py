@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -56,3 +57,26 @@ def save_cifar_c(folder: Path, names: tuple[str, ...] = ("fog", "contrast", "sno
         np.save(folder / f"{name}.npy", np.array(versions, np.uint8))
     np.save(folder / "labels.npy", np.tile(np.arange(images) % 3, 5))
     return folder
+
+
+def replace_images(folder: Path) -> None:
+    """Other pictures under the same names: those of each folder are exchanged with those of the next one.
+
+    The files keep their sizes in bytes and their times of change.
+    """
+    files = sorted(folder.rglob("*.png"))
+    length = max(path.stat().st_size for path in files)
+    contents = [path.read_bytes() for path in files]
+    for number, path in enumerate(files):
+        before = path.stat()
+        # What follows the end of a PNG is not read.
+        path.write_bytes(contents[(number + len(files) // 2) % len(files)].ljust(length, b"\0"))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def pad_images(folder: Path) -> None:
+    """Give all files of a folder the same size, which their pictures do not change by."""
+    files = sorted(folder.rglob("*.png"))
+    length = max(path.stat().st_size for path in files)
+    for path in files:
+        path.write_bytes(path.read_bytes().ljust(length, b"\0"))

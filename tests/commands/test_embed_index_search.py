@@ -236,3 +236,118 @@ def test_an_index_of_unknown_origin(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "does not say which model made it; name one with --model" in failure(
         capsys, "search", tmp_path / "index", "fox"
     )
+
+
+def controls(text: str) -> set[str]:
+    return {character for character in text if not (character.isprintable() or character == "\n")}
+
+
+def test_ids_and_snippets_do_not_command_the_terminal(
+    tmp_path: Path, text_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b]0;owned\x07\x9b2J\x7f\u202efox"
+    rows = [{"_id": f"{evil}{row}", "text": f"{evil} {row}"} for row in range(5)]
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run("index", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "index")
+    capsys.readouterr()
+    run("search", tmp_path / "index", f"fox {evil}", "-k", 3)
+    shown = capsys.readouterr().out
+    assert not controls(shown)
+    assert shown.count(r"\x1b]0;owned\x07\x9b2J\x7f\u202efox") == 1 + 3 * 2, "the query, three ids, three snippets"
+    run("search", tmp_path / "index", evil, "-k", 3, "--json")
+    shown = capsys.readouterr().out
+    assert shown.isascii()
+    assert not controls(shown)
+    found = json.loads(shown)
+    assert found["query"] == evil
+    assert all(result["id"].startswith(evil) and result["snippet"].startswith(evil) for result in found["results"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["embed", "--batch-size", "0"], "--batch-size is 0"),
+        (["embed", "--batch-size", "-1"], "--batch-size is -1"),
+        (["embed", "--limit", "-1"], "--limit is -1"),
+        (["embed", "--limit", "0"], "--limit is 0"),
+        (["embed", "--num-workers", "-1"], "--num-workers is -1"),
+        (["embed", "--device", "foo"], "device 'foo'"),
+        (["embed", "--device", "meta"], "device 'meta'"),
+        (["embed", "--device", "cuda:99"], "device 'cuda:99'"),
+        (["index", "--device", "foo"], "device 'foo'"),
+        (["index", "--factory", "HNSW0"], "factory 'HNSW0'"),
+        (["index", "--factory", "IVF0,Flat"], "factory 'IVF0,Flat'"),
+        (["index", "--factory", "IDMap,Flat"], "leave IDMap out"),
+        (["index", "--factory", "IVF999999999,Flat"], "factory 'IVF999999999,Flat'"),
+        (["index", "--nprobe", "0"], "--nprobe is 0"),
+        (["index", "--ef-search", "-1"], "--ef-search is -1"),
+        (["index", "--recall-queries", "-1"], "--recall-queries is -1"),
+        (["index", "--target-recall", "2"], "--target-recall is 2"),
+        (["index", "--target-recall", "nan"], "--target-recall must be float"),
+        (["index", "--batch-size", "0"], "--batch-size is 0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_before_any_work(
+    tmp_path: Path,
+    text_model: Path,
+    documents: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    told: str,
+) -> None:
+    command, *options = words
+    assert told in failure(capsys, command, text_model, documents, "--out", tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["fox", "-k", "-1"], "-k is -1"),
+        (["fox", "-k", "0"], "-k is 0"),
+        (["fox", "--nprobe", "0"], "--nprobe is 0"),
+        (["fox", "--nprobe", "4"], "nprobe=4 does not apply to this index"),
+        (["fox", "--ef-search", "-7"], "--ef-search is -7"),
+        (["fox", "--device", "foo"], "device 'foo'"),
+        (["  "], "the query is empty"),
+    ],
+)
+def test_search_refuses_in_a_line(index: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    assert told.removeprefix("-") in failure(capsys, "search", index, *words)
+
+
+def test_more_results_than_there_are(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(found(capsys, index, "fox", "-k", 10**12)) == 60
+
+
+def test_a_file_that_was_changed_is_refused(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = (index / "ids.txt").read_text().splitlines()
+    (index / "ids.txt").write_text("".join(f"{name}\n" for name in reversed(ids)))
+    assert "ids.txt: corrupt" in failure(capsys, "search", index, "fox")
+
+
+def test_an_image_that_is_missing_and_a_model_of_another_kind(
+    tmp_path: Path, image_text_model: Path, text_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.save_images(tmp_path / "images", 12)
+    run("index", image_text_model, tmp_path / "images", "--out", tmp_path / "index")
+    assert "missing.jpg" in failure(capsys, "search", tmp_path / "index", tmp_path / "missing.jpg")
+    told = failure(capsys, "search", tmp_path / "index", "fox", "--model", text_model)
+    assert "was built with other weights than the model has" in told
+
+
+def test_a_replaced_image_is_embedded_again(
+    tmp_path: Path, image_text_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = tiny.save_images(tmp_path / "images", 12)
+    (tmp_path / "images" / "03.png").write_bytes(b"not an image")
+    run("embed", image_text_model, tmp_path / "images", "--out", tmp_path / "emb")
+    assert "left out 1 of 12 items" in capsys.readouterr().err
+    images[3].save(tmp_path / "images" / "03.png")
+    images[5] = images[0]
+    images[5].save(tmp_path / "images" / "05.png")
+    run("embed", image_text_model, tmp_path / "images", "--out", tmp_path / "emb")
+    embeddings = Embeddings.open(tmp_path / "emb")
+    assert len(embeddings) == 12
+    np.testing.assert_allclose(embeddings.vectors[:], encoded(image_text_model, "left", images), atol=1e-5)

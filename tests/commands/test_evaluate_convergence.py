@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from dualenc.errors import DualencError
 from dualenc.objectives import DCL
 from dualenc.training.seeds import augmentation_seeds
 from dualenc.training.trainer import Trainer
-from tests.commands.image_models import save_classes, save_image_model
+from tests.commands.image_models import replace_images, save_classes, save_image_model
 from tests.commands.processes import run_on_two
 
 
@@ -134,8 +135,9 @@ def test_mistakes_are_one_line(
     run: Path, data: Path, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert "pairs=1" in failure(capsys, run, data, "--out", out, "--pairs", "1")
-    assert "temperature=0" in failure(capsys, run, data, "--out", out, "--temperature", "0", "--pairs", "4")
+    assert "--pairs is 1; it must lie between 2" in failure(capsys, run, data, "--out", out, "--pairs", "1")
+    message = "--temperature is 0.0; it must lie"
+    assert message in failure(capsys, run, data, "--out", out, "--temperature", "0", "--pairs", "4")
     assert "model's left tower takes text" in failure(capsys, text_model, captioned(tmp_path), "--out", out)
     unfinished = tmp_path / "unfinished"
     (unfinished / "checkpoints").mkdir(parents=True)
@@ -199,6 +201,37 @@ def test_a_model_that_was_written_anew_is_measured_anew(data: Path, tmp_path: Pa
         assert evaluate(tmp_path / "model", data, "--out", tmp_path / "out", "--pairs", "8") == 0
         losses.append(points_of(tmp_path / "out")["model"][0]["loss"])
     assert losses[0] != losses[1]
+
+
+def test_weights_replaced_under_the_same_names_and_times_are_measured_anew(data: Path, tmp_path: Path) -> None:
+    losses = []
+    for seed in (1, 2):
+        save_image_model(tmp_path / "model", seed=seed)
+        for file in (tmp_path / "model").rglob("*"):
+            os.utime(file, (1e9, 1e9))
+        assert evaluate(tmp_path / "model", data, "--out", tmp_path / "out", "--pairs", "8") == 0
+        losses.append(points_of(tmp_path / "out")["model"][0]["loss"])
+    assert losses[0] != losses[1]
+
+
+def test_images_replaced_under_the_same_names_are_measured_anew(image_model: Path, tmp_path: Path) -> None:
+    data = save_classes(tmp_path / "data", per_class=3)
+    given = (image_model, data, "--pairs", "8", "--out")
+    assert evaluate(*given, tmp_path / "out") == 0
+    replace_images(data)
+    assert evaluate(*given, tmp_path / "out") == 0
+    assert evaluate(*given, tmp_path / "fresh") == 0
+    assert points_of(tmp_path / "out") == points_of(tmp_path / "fresh")
+
+
+def test_texts_replaced_in_the_same_table_are_measured_anew(text_model: Path, tmp_path: Path) -> None:
+    table = tmp_path / "pairs.jsonl"
+    for document in ("cat", "dog"):
+        rows = [{"query": f"ant {i} bee", "document": f"{document} {i} eel"} for i in range(6)]
+        table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert evaluate(text_model, table, "--out", tmp_path / "out") == 0
+    assert evaluate(text_model, table, "--out", tmp_path / "fresh") == 0
+    assert points_of(tmp_path / "out") == points_of(tmp_path / "fresh")
 
 
 def test_two_processes_share_the_models(run: Path, data: Path, tmp_path: Path) -> None:

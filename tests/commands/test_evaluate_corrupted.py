@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from dualenc.cli import main
-from tests.commands.image_models import save_cifar_c, save_image_model, save_splits
+from tests.commands.image_models import pad_images, replace_images, save_cifar_c, save_image_model, save_splits
 from tests.commands.processes import run_on_two
 
 FEW = ("--corruptions", "gaussian_noise,fog,pixelate")
@@ -165,3 +165,53 @@ def test_mistakes_are_one_line(
 
 def _json(line: str) -> dict:
     return json.loads(line) if line.strip() else {}
+
+
+def test_images_replaced_under_the_same_names_are_measured_anew(image_model: Path, data: Path, tmp_path: Path) -> None:
+    pad_images(data)
+    given = (image_model, data, *FEW, "--train", data, "--severities", "5", "--out")
+    assert evaluate(*given, tmp_path / "out") == 0
+    before = metrics_of(tmp_path / "out")
+    replace_images(data / "test")
+    assert evaluate(*given, tmp_path / "out") == 0
+    assert evaluate(*given, tmp_path / "fresh") == 0
+    assert metrics_of(tmp_path / "out") == metrics_of(tmp_path / "fresh") != before
+
+
+def test_arrays_and_labels_replaced_under_the_same_names_are_measured_anew(image_model: Path, tmp_path: Path) -> None:
+    data, train = save_cifar_c(tmp_path / "cifar-c"), save_splits(tmp_path / "data")
+    for place, name in enumerate(("blue", "green", "red")):  # as in CIFAR-C, the classes are numbers
+        (train / "train" / name).rename(train / "train" / str(place))
+    given = (image_model, data, "--train", train, "--severities", "5", "--out")
+    assert evaluate(*given, tmp_path / "out") == 0
+    labels = np.load(data / "labels.npy")
+    np.save(data / "labels.npy", (labels + 1) % 3)
+    assert evaluate(*given, tmp_path / "out") == 0
+    assert evaluate(*given, tmp_path / "labels") == 0
+    assert metrics_of(tmp_path / "out") == metrics_of(tmp_path / "labels")
+    pixels = np.load(data / "fog.npy")
+    np.save(data / "fog.npy", pixels[::-1])
+    assert evaluate(*given, tmp_path / "out") == 0
+    assert evaluate(*given, tmp_path / "pixels") == 0
+    assert metrics_of(tmp_path / "out") == metrics_of(tmp_path / "pixels")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"null", b"[]", b'{"robustness": 3}', b"\xff", b'{"robustness": {"errors": 3}}', b"[" * 200_000]
+)
+def test_a_baseline_that_is_none_is_refused_before_any_work(
+    content: bytes, image_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.json").write_bytes(content)
+    given = (image_model, data, "--out", tmp_path / "out", *FEW, "--train", data, "--severities", "5")
+    assert str(tmp_path / "metrics.json") in failure(capsys, *given, "--baseline", tmp_path / "metrics.json")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("names", ["fog", "fog,fog", "fog,rain"])
+def test_corruptions_must_be_two_known_ones(
+    names: str, image_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = failure(capsys, image_model, data, "--out", tmp_path / "out", "--corruptions", names)
+    assert "give two or more different ones" in line or "unknown corruption rain" in line
+    assert not (tmp_path / "out").exists()

@@ -11,6 +11,7 @@ import pytest
 from dualenc.cli import main
 from dualenc.embeddings import Embeddings
 from dualenc.evaluation.runs import read_per_query
+from tests.commands.image_models import replace_images
 from tests.commands.toy import image_text_model, text_model, write_beir, write_captioned
 
 
@@ -67,3 +68,16 @@ def test_mistakes_are_told_in_one_line(model: Path, tmp_path: Path, capsys: pyte
         error = capsys.readouterr().err.strip().splitlines()
         assert message in error[-1], error
         assert not (tmp_path / "out").exists()
+
+
+def test_captions_and_images_replaced_in_place_count_anew(model: Path, tmp_path: Path) -> None:
+    data = write_captioned(tmp_path / "data")
+    assert evaluate(model, data, "--out", tmp_path / "out") == 0
+    replace_images(data)
+    table = data / "test.jsonl"
+    table.write_text(table.read_text().replace("number", "picture"))
+    assert evaluate(model, data, "--out", tmp_path / "out") == 0
+    assert evaluate(model, data, "--out", tmp_path / "fresh") == 0
+    for name in ("images-test", "texts-test"):
+        shards = [tmp_path / out / "embeddings" / name / "shard-00000.npy" for out in ("out", "fresh")]
+        assert shards[0].read_bytes() == shards[1].read_bytes()

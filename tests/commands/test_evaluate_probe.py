@@ -14,7 +14,15 @@ from dualenc.cli import main
 from dualenc.data import open_corpus
 from dualenc.embed import embed
 from dualenc.encoders import load_model
-from tests.commands.image_models import HUES, picture, save_classes, save_splits
+from tests.commands.image_models import (
+    HUES,
+    pad_images,
+    picture,
+    replace_images,
+    save_classes,
+    save_image_model,
+    save_splits,
+)
 from tests.commands.processes import run_on_two
 
 
@@ -112,12 +120,82 @@ def test_mistakes_are_one_line(
     assert "class pink is not among the 3 classes" in failure(capsys, image_model, data, "--out", out)
     (data / "test" / "pink").rename(data / "test" / "red")
     assert "shots=11: class 0 has 10" in failure(capsys, image_model, data, "--out", out, "--shots", "11")
-    assert "l2=" in failure(capsys, image_model, data, "--out", out, "--l2", "0.1,-1")
+    assert "--l2 is -1.0" in failure(capsys, image_model, data, "--out", out, "--l2", "0.1,-1")
     only = save_classes(tmp_path / "only", 4)
     shutil.rmtree(only / "red")
     shutil.rmtree(only / "green")
-    assert "all training images have the label 0" in failure(capsys, image_model, only, "--out", tmp_path / "other")
+    assert "(train): all images are of one class" in failure(capsys, image_model, only, "--out", tmp_path / "other")
     assert not (out / "metrics.json").exists()
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_images_replaced_under_the_same_names_and_sizes_are_encoded_anew(
+    part: str, image_model: Path, data: Path, tmp_path: Path
+) -> None:
+    pad_images(data)
+    given = (image_model, data, "--shots", "1", "--out")
+    assert evaluate(*given, tmp_path / "out") == 0
+    before = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    replace_images(data / part)
+    assert evaluate(*given, tmp_path / "out") == 0
+    assert evaluate(*given, tmp_path / "fresh") == 0
+    again, fresh = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("out", "fresh"))
+    assert again == fresh
+    assert again["accuracy"] != before["accuracy"]
+
+
+def test_other_weights_under_the_same_name_are_used(data: Path, tmp_path: Path) -> None:
+    found = []
+    for seed, out in ((1, "out"), (2, "out"), (2, "fresh")):
+        save_image_model(tmp_path / "model", seed=seed)
+        assert evaluate(tmp_path / "model", data, "--shots", "1", "--out", tmp_path / out) == 0
+        found.append(json.loads((tmp_path / out / "metrics.json").read_text())["features"])
+    assert found[1] == found[2] != found[0]
+
+
+def test_a_repaired_image_is_tried_again(image_model: Path, data: Path, tmp_path: Path) -> None:
+    whole = (data / "train" / "red" / "03.png").read_bytes()
+    counts = []
+    for content in (b"broken", whole):
+        (data / "train" / "red" / "03.png").write_bytes(content)
+        assert evaluate(image_model, data, "--shots", "1", "--out", tmp_path / "out") == 0
+        counts.append(json.loads((tmp_path / "out" / "metrics.json").read_text())["train_images"])
+    assert counts == [29, 30]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--limit 0", "--train-limit -1", "--num-workers -1", "--seed -1", "--batch-size 0", "--l2 nan", "--l2 0",
+        "--device foo", "--device meta", "--device cuda:99", "--sgd-epochs 0", "--shots 11", "--shots 0",
+    ],
+)  # fmt: skip
+def test_options_out_of_range_are_refused_before_any_work(
+    words: str, image_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option, value = words.split()
+    line = failure(capsys, image_model, data, "--out", tmp_path / "out", option, value)
+    assert line.startswith("dualenc: error: ")
+    assert option.strip("-").replace("-", "_") in line.replace("-", "_")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nowhere", "/dev/null/below"])
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(
+    place: str, image_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert "cannot be written" in failure(capsys, image_model, data, "--out", tmp_path / place)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_images_that_cannot_be_read_leave_no_folder(
+    image_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for image in data.rglob("*.png"):
+        image.write_bytes(b"broken")
+    assert "none of 30 items could be used" in failure(capsys, image_model, data, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_real_images_of_ten_classes(image_model: Path, shared_data: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -124,3 +125,67 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(
         error = capsys.readouterr().err.strip().splitlines()
         assert message in error[-1], error
         assert not out.exists()
+
+
+def test_texts_and_weights_replaced_under_the_same_names_count_anew(tmp_path: Path) -> None:
+    runs = []
+    for seed_of_texts, seed_of_weights, out in ((0, 0, "out"), (1, 0, "out"), (1, 1, "out"), (1, 1, "fresh")):
+        shutil.rmtree(tmp_path / "toy", ignore_errors=True)
+        data = write_beir(tmp_path / "toy", seed=seed_of_texts)
+        model = text_model(tmp_path / "model", seed=seed_of_weights)
+        assert evaluate(model, data, "--out", tmp_path / out) == 0
+        runs.append((tmp_path / out / "run.trec").read_bytes())
+    assert runs[2] == runs[3]
+    assert len(set(runs)) == 3
+
+
+SCRIPT = "<script>alert(1)</script>"
+
+
+def test_a_report_shows_scripts_and_formulas_as_text(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ids, queries and folder names are whatever a stranger wrote: HTML, formulas, mathematics, escapes."""
+    data = write_beir(tmp_path / "$x_{ & <b>")
+    for name in ("corpus", "queries"):
+        path = data / f"{name}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            row["text"] += f" {SCRIPT} \x1b[2J"
+            row["_id"] += f"={SCRIPT}\x1b]0;owned\x07"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judged = data / "qrels" / "test.tsv"
+    head, *lines = judged.read_text().splitlines()
+    fields = [line.split("\t") for line in lines]
+    mark = f"={SCRIPT}\x1b]0;owned\x07"
+    judged.write_text("\n".join([head, *(f"{q}{mark}\t{d}{mark}\t{g}" for q, d, g in fields)]) + "\n")
+    assert evaluate(model, data, "--out", tmp_path / "out") == 0
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert "<script" not in report
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in report
+    assert "\x1b" not in report
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out.replace("\x1b[1m", "")
+    assert "\x07" not in captured.out + captured.err
+
+
+@pytest.mark.parametrize("words", ["--depth 0", "--depth -1", "--batch-size 0", "--device foo", "--split ../test"])
+def test_options_out_of_range_are_refused_before_any_work(
+    words: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(model, data, "--out", tmp_path / "out", *words.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("dualenc: error: ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("file", ["corpus.jsonl", "queries.jsonl", "qrels/test.tsv"])
+def test_judgements_that_fit_no_query_leave_nothing(
+    file: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_beir(tmp_path / "data")
+    (data / file).write_bytes(b"caf\xe9\n")
+    assert evaluate(model, data, "--out", tmp_path / "out") == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -11,6 +11,7 @@ import pytest
 from dualenc.cli import main
 from dualenc.embeddings import Embeddings
 from dualenc.evaluation.runs import read_per_query
+from tests.commands.image_models import pad_images, replace_images
 from tests.commands.toy import COLOURS, image_text_model, text_model, write_captioned, write_classes
 
 
@@ -71,3 +72,56 @@ def test_mistakes_are_told_in_one_line(model: Path, tmp_path: Path, capsys: pyte
         error = capsys.readouterr().err.strip().splitlines()
         assert message in error[-1], error
         assert not (tmp_path / "out").exists()
+
+
+def test_images_templates_and_names_replaced_under_the_same_names_count_anew(model: Path, tmp_path: Path) -> None:
+    data, templates, names = write_classes(tmp_path / "data"), tmp_path / "templates.txt", tmp_path / "names.txt"
+    pad_images(data)
+    templates.write_text("a {} picture\n")
+    names.write_text("blue\ngreen\nred\n")
+    given = (model, data, "--templates", templates, "--class-names", names, "--out")
+
+    def change_images() -> None:
+        replace_images(data)
+
+    def change_templates() -> None:
+        templates.write_text("{} number\n")
+
+    def change_names() -> None:
+        names.write_text("red\nblue\ngreen\n")
+
+    assert evaluate(*given, tmp_path / "out") == 0
+    for number, change in enumerate((change_images, change_templates, change_names)):
+        before = vectors_below(tmp_path / "out")
+        change()
+        assert evaluate(*given, tmp_path / "out") == 0
+        assert evaluate(*given, tmp_path / f"fresh-{number}") == 0
+        again, fresh = (tmp_path / name for name in ("out", f"fresh-{number}"))
+        assert vectors_below(again) == vectors_below(fresh) != before
+        measured = [json.loads((folder / "metrics.json").read_text()) for folder in (again, fresh)]
+        assert measured[0] == measured[1]
+
+
+def vectors_below(folder: Path) -> list[bytes]:
+    """The embeddings that an evaluation keeps."""
+    return [path.read_bytes() for path in sorted((folder / "embeddings").rglob("*.npy"))]
+
+
+@pytest.mark.parametrize("option", ["--templates", "--class-names"])
+@pytest.mark.parametrize("content", ["caf\u00e9 {}\n".encode("latin-1"), b"\xff\xfe", b""])
+def test_files_that_are_no_text_are_refused(
+    option: str, content: bytes, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, file = write_classes(tmp_path / "data", per_class=1), tmp_path / "file.txt"
+    file.write_bytes(content)
+    assert evaluate(model, data, option, file, "--out", tmp_path / "out") == 2
+    assert capsys.readouterr().err.startswith(f"dualenc: error: {file}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_split_is_no_way_out_of_the_folder(model: Path, tmp_path: Path) -> None:
+    """ "../other" names no split; the folder is taken whole."""
+    data = write_classes(tmp_path / "data", per_class=2)
+    write_classes(tmp_path / "other", per_class=3)
+    assert evaluate(model, data, "--split", "../other", "--out", tmp_path / "out") == 0
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["images"] == 6

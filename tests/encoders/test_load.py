@@ -154,3 +154,10 @@ def test_hub_names_are_fetched_without_code(build: Callable[[str], Path], monkey
     assert isinstance(load_model("hf-hub:owner/name"), TextEncoder)
     assert asked["name"] == "owner/name"
     assert not any(pattern.endswith((".py", ".bin", ".pt", ".pth")) for pattern in asked["allowed"])
+
+
+def test_a_model_comes_back_whose_replacement_was_killed(build: Callable[[str], Path]) -> None:
+    folder = build("image")
+    folder.rename(folder.with_name(f".{folder.name}.old-999999999"))
+    assert load_model(folder).kind == "image"
+    assert folder.is_dir()

@@ -1,5 +1,7 @@
 """What was done before an interruption is read back, whole lines only, and only if it was the same evaluation."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,32 @@ def test_any_number_of_processes_shares_the_rest(tmp_path: Path, monkeypatch: py
         ledger.add({index: index for index in shares[-1]} if rank == 1 else {})
     assert shares == [[0, 1, 2], [4, 5]]
     assert Ledger(tmp_path, SIGNATURE).all_values() == {3: 0, 4: 4, 5: 5}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content.replace(b'"value": 11', b'"value": 12'),  # a flipped bit
+        lambda content: content.replace(b'"item": 1', b'"item": 7'),
+        lambda content: content.replace(b'"value": 11', b'"value": \xff\xfe'),
+        lambda content: content.replace(b'{"item": 1', b'[3]\n3\nnull\n{}\n{"x": 1'),
+        lambda content: content.replace(b'"item": 1', b'"item": [1]'),
+        lambda content: content + b"[" * 200_000,
+    ],
+)  # fmt: skip
+def test_a_damaged_line_is_done_again(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    Ledger(tmp_path, SIGNATURE).add({0: 10})
+    Ledger(tmp_path, SIGNATURE).add({1: 11})
+    (part,) = tmp_path.iterdir()
+    part.write_bytes(damage(part.read_bytes()))
+    again = Ledger(tmp_path, SIGNATURE)
+    assert again.all_values() == {key: value for key, value in {0: 10, 1: 11}.items() if key not in again.missing([1])}
+    again.add({1: 11})
+    assert Ledger(tmp_path, SIGNATURE).all_values() == {0: 10, 1: 11}
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_replaced(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "part-00000.ndjson")
+    Ledger(tmp_path, SIGNATURE).add({0: 10})
+    assert Ledger(tmp_path, SIGNATURE).all_values() == {0: 10}

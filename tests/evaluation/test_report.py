@@ -6,11 +6,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from dualenc.commands.figures import heat_figure
 from dualenc.evaluation import plots
 from dualenc.evaluation.report import Entry, Figure, Gallery, Item, snippet, thumbnail, write_report
 from dualenc.evaluation.tables import Table
@@ -97,3 +99,30 @@ def test_a_browser_shows_every_image_and_asks_for_no_resource(page: Path, tmp_pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     expected = '"title":"Retrieval on toy","shown":4,"all":4,"loaded":0,"overflow":false'
     assert expected in done.stdout
+
+
+@pytest.mark.parametrize("name", [r"$\frac{", "a$b$c", "<script>", "\x1b[2J", "_hidden", "50 $"])
+def test_names_in_plots_stay_names(name: str) -> None:
+    """Names of folders and systems are no mathematics and no markup."""
+    drawn = [
+        plots.bars({name: {name: 0.5, "x": 0.25}, "other": {name: 0.5, "x": 0.25}}),
+        plots.lines({name: ([1, 2], [3, 4]), "other": ([1, 2], [3, 5])}),
+        plots.histograms({name: [0.5], "other": [0.25, 0.5]}),
+        heat_figure(np.eye(2), [name, "x"], ["a", name], "caption").plot,
+    ]
+    for figure in drawn:
+        svg = plots.as_svg(figure)
+        ElementTree.fromstring(svg)
+        assert "<script" not in svg
+        assert "\x1b" not in svg
+    shown = "".join(ElementTree.fromstring(plots.as_svg(drawn[0])).itertext())
+    assert name.replace("\x1b", r"\x1b") in shown
+
+
+def test_control_characters_are_shown_as_text(tmp_path: Path) -> None:
+    page = write_report(
+        tmp_path / "report.html", "a\x1b[2J", facts={"f\x9b": "v\u202e"}, tables=[Table("c\x07", [{"n\x1b": "v\x00"}])]
+    )
+    html = page.read_text(encoding="utf-8")
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", html)
+    assert r"a\x1b[2J" in html

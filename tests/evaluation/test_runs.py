@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -68,10 +70,22 @@ def test_judgements_of_beir_and_trec(text: str, tmp_path: Path) -> None:
         (read_per_query, "{}\n", "file:1: not a line of a per-query log"),
         (read_per_query, '{"query": "q", "ndcg@10": 1}\n[]\n', "file:2: not a line"),
         (read_per_query, '{"query": "q"}\n{"query": "q"}\n', "file:2: query q stands twice"),
+        (read_per_query, '{"query": ["q"]}\n', "file:1: not a line"),
+        (read_per_query, '{"query": "q", "ndcg@10": NaN}\n', "file:1: not a line"),
+        (read_per_query, '{"query": "q", "ndcg@10": 1' + "0" * 400 + "}\n", "file:1: not a line"),
+        (read_per_query, "[" * 200_000, "file:1: not a line"),
+        (read_per_query, "", "the per-query log is empty"),
+        (read_trec, "\n", "the run is empty"),
+        (read_qrels, "q d 100000000000000000000000\n", "file:1: not a judgement"),
+        (read_qrels, "q d inf\nq d inf\n", "file:2: not a judgement"),
+        (read_trec, "q Q0 d 1 0.5 caf\u00e9\n".encode("latin-1"), "file:1: not UTF-8 text .byte 0xe9.; save the file"),
+        (read_qrels, b"q d 1\nq \xff 1\n", "file:2: not UTF-8 text"),
+        (read_per_query, b"\xff", "file:1: not UTF-8 text"),
+        (read_trec, "x" * (2 << 20), "file:1: a line of more than 1 MiB"),
     ],
 )
-def test_a_broken_file_is_told_by_line(reader: object, text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text(text)
+def test_a_broken_file_is_told_by_line(reader: object, text: str | bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DualencError, match=message) as caught:
         reader(tmp_path / "file")  # type: ignore[operator]
     assert "\n" not in str(caught.value)
@@ -81,6 +95,14 @@ def test_a_broken_file_is_told_by_line(reader: object, text: str, message: str, 
 def test_a_missing_file(reader: object, tmp_path: Path) -> None:
     with pytest.raises(DualencError, match="no such file"):
         reader(tmp_path / "absent")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("reader", [read_trec, read_qrels, read_per_query])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_regular_file(reader: object, make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "file")
+    with pytest.raises(DualencError, match="not a file; give a regular file"):
+        reader(tmp_path / "file")  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("run", [{"q 1": {"d": 1.0}}, {"q": {"d 1": 1.0}}, {"": {"d": 1.0}}])

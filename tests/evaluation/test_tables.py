@@ -42,3 +42,10 @@ def test_numbers_stay_whole_in_a_narrow_terminal(
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert sum(line.count("0.1234") for line in lines) == 8
     assert max(map(len, lines)) <= 72
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(Table("of \x1b]0;title\x07", [{"id\x9b": "\x1b[31mred \u202e:bug:", "score": 0.5}]))
+    printed = capsys.readouterr().out
+    assert not any(character in printed for character in "\x1b\x07\x9b\u202e")
+    assert r"\x1b[31mred \u202e:bug:" in printed

@@ -1,0 +1,29 @@
+"""What a terminal may be shown: text from data, file names and errors, without characters that command the terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_COMMANDING = re.compile(
+    "["
+    "\x00-\x1f\x7f-\x9f"  # C0, delete and C1: colours, cursor, window title, clipboard, answers typed back
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional controls: text that reads as other text
+    "\u2028\u2029\ufff9-\ufffb"  # line and paragraph separators, interlinear annotations
+    "\ud800-\udfff"  # halves of characters and undecodable bytes of file names, which print() would raise on
+    "]"
+)
+
+
+def printable(text: object) -> str:
+    """A text in one line with every control character escaped as Python writes it, `\\x1b` or `\\u202e`.
+
+    Whatever comes from data, a file name or an error passes through here on its way to the terminal (CWE-150).
+    """
+    return _COMMANDING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
+
+
+def printable_json(value: Any) -> str:
+    """Indented JSON in printable ASCII alone; parsed, it is `value` again."""
+    return json.dumps(value, indent=2).replace("\x7f", "\\u007f")

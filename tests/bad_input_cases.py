@@ -1,0 +1,1108 @@
+"""What `tests/bad_inputs.py` drives through the commands: sound toys, and the table of what may be wrong with them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.bad_inputs import Box, Case, Change
+
+# --- Toys: a sound example of everything that a command reads. -------------------------------------------------------
+
+TRAINER = "trainer.output=run trainer.max_steps=2"
+
+
+def make_toys(toys: Path) -> None:
+    """Models, data in every format, embeddings, indexes, runs and evaluations, in seconds."""
+    from dualenc.cli import main
+    from tests.commands import toy
+    from tests.commands.image_models import save_cifar_c, save_image_model, save_splits
+    from tests.data.make import write_csv, write_jsonl
+
+    toys.mkdir()
+    os.chdir(toys)
+    toy.text_model(toys / "text")
+    toy.image_text_model(toys / "clip")
+    save_image_model(toys / "image")
+    beir = toy.write_beir(toys / "beir", documents=24, queries=6)
+    shutil.copy(beir / "qrels" / "test.tsv", beir / "qrels" / "train.tsv")
+    toy.write_captioned(toys / "captioned")
+    save_splits(toys / "classes", train=4, test=2)
+    save_cifar_c(toys / "cifarc")
+    shutil.copytree(toys / "captioned" / "pictures", toys / "pictures")
+    rows = [json.loads(line) for line in (beir / "corpus.jsonl").read_text().splitlines()]
+    write_jsonl(toys / "docs.jsonl", [{"_id": row["_id"], "text": row["text"]} for row in rows])
+    write_csv(toys / "docs.csv", ["_id", "text"], [[row["_id"], row["text"]] for row in rows])
+    write_csv(toys / "docs.tsv", ["_id", "text"], [[row["_id"], row["text"]] for row in rows], "\t")
+    (toys / "docs.txt").write_text("".join(row["text"] + "\n" for row in rows))
+    (toys / "docs.jsonl.gz").write_bytes(gzip.compress((toys / "docs.jsonl").read_bytes()))
+    write_jsonl(toys / "pairs.jsonl", [{"query": row["title"], "document": row["text"]} for row in rows])
+    write_csv(toys / "pairs.csv", ["query", "document"], [[row["title"], row["text"]] for row in rows])
+    mined = [{"query": row["title"], "pos": [row["text"]], "neg": [rows[i - 1]["text"]]} for i, row in enumerate(rows)]
+    write_jsonl(toys / "mined.jsonl", mined)
+    _parquet(toys / "docs.parquet", {"_id": [row["_id"] for row in rows], "text": [row["text"] for row in rows]})
+    files = sorted((toys / "pictures").iterdir())
+    contents = [file.read_bytes() for file in files]
+    _parquet(toys / "images.parquet", {"image": contents, "label": [0, 1, 2] * 2, "caption": ["a", "b", "c"] * 2})
+    with tarfile.open(toys / "pairs.tar", "w") as tar:
+        for number, file in enumerate(files):
+            tar.add(file, f"{number:03d}.png")
+            (toys / "caption").write_text(f"picture {number}")
+            tar.add(toys / "caption", f"{number:03d}.txt")
+    (toys / "caption").unlink()
+    (toys / "templates.txt").write_text("a photo of a {}.\na plain {}.\n")
+    (toys / "names.txt").write_text("blue\ngreen\nred\n")
+    for name, recipe in recipes(toys).items():
+        (toys / name).write_text(yaml.safe_dump(recipe, sort_keys=False))
+    corrupted = "evaluate corrupted image classes --corruptions contrast,brightness"
+    for line in (
+        "embed text docs.jsonl --out emb",
+        "index emb --out idx",
+        "index emb --out ivf --factory IVF2,Flat --nprobe 1",
+        "embed image pictures --out image-emb",
+        "index image-emb --out image-idx",
+        "train recipe.yaml trainer.output=run trainer.max_steps=4 trainer.save_every=2",
+        "train image-recipe.yaml trainer.output=image-run trainer.max_steps=4 trainer.save_every=2",
+        "evaluate retrieval text beir --out retrieval",
+        f"{corrupted} --out corrupted --train classes --severities 1",
+        "evaluate probe image classes --out probe",
+        "evaluate zero-shot clip classes --out zero-shot",
+        "evaluate image-text clip captioned --out image-text",
+        "evaluate convergence image-run classes --out convergence --pairs 6",
+    ):
+        if main(line.split()) != 0:
+            raise RuntimeError(f"dualenc {line}: the toys must be sound")
+    # A baseline that makes errors: those of the other are divided by them.
+    baseline = json.loads(Path("corrupted/metrics.json").read_text())
+    baseline["robustness"]["errors"] = {name: {"1": 0.5} for name in ("contrast", "brightness")}
+    Path("corrupted/metrics.json").write_text(json.dumps(baseline))
+    shutil.copy("retrieval/run.trec", "a.trec")
+    shutil.copy("retrieval/per_query.ndjson", "a.ndjson")
+    shutil.copy("beir/qrels/test.tsv", "qrels.tsv")
+
+
+def recipes(toys: Path) -> dict[str, dict[str, Any]]:
+    """A recipe for each kind of model."""
+    trainer = {"batch_size": 3, "max_steps": 2, "learning_rate": 1e-3, "progress": False, "log_every": 1}
+    classes = {"class_path": "dualenc.data.ImageFolderViews", "init_args": {"path": str(toys / "classes" / "train")}}
+    return {
+        "recipe.yaml": {
+            "model": {"class_path": "TextEncoder", "init_args": {"name": str(toys / "text")}},
+            "data": {"class_path": "BeirPairs", "init_args": {"path": str(toys / "beir")}},
+            "objective": {"class_path": "SogCLR", "init_args": {"temperature": 0.1}},
+            "evaluator": {"class_path": "RetrievalEvaluator", "init_args": {"path": str(toys / "beir")}},
+            "trainer": {"output": "run", **trainer},
+        },
+        "image-recipe.yaml": {
+            "model": {
+                "class_path": "ImageEncoder",
+                "init_args": {
+                    "backbone": "test_resnet",
+                    "image_size": 32,
+                    "projector_dim": 16,
+                    "augment": {"class_path": "dualenc.data.views.SimCLR", "init_args": {"size": 32}},
+                },
+            },
+            "data": classes,
+            "objective": {"class_path": "InfoNCE", "init_args": {"temperature": 0.2}},
+            "evaluator": {"class_path": "KNNEvaluator", "init_args": {"train": classes, "test": classes, "k": 2}},
+            "trainer": {"output": "run", **trainer},
+        },
+        "clip-recipe.yaml": {
+            "model": {"class_path": "ImageTextEncoder", "init_args": {"name": str(toys / "clip")}},
+            "data": {
+                "class_path": "TablePairs",
+                "init_args": {
+                    "path": str(toys / "captioned" / "test.jsonl"),
+                    "left_column": "image",
+                    "right_column": "captions",
+                },
+            },
+            "objective": {"class_path": "InfoNCE", "init_args": {"temperature": 0.1}},
+            "trainer": {"output": "run", **trainer},
+        },
+    }
+
+
+def _parquet(path: Path, columns: dict[str, list[Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    pa.parquet.write_table(pa.table(columns), path)
+
+
+# --- What may be wrong with a file. ----------------------------------------------------------------------------------
+
+Spoil = Callable[[Path], object]
+
+
+def remove(path: Path) -> None:
+    (shutil.rmtree if path.is_dir() and not path.is_symlink() else os.unlink)(path)
+
+
+def link_to(device: str) -> Spoil:
+    def spoil(path: Path) -> None:
+        remove(path)
+        path.symlink_to(device)
+
+    return spoil
+
+
+def as_folder(path: Path) -> None:
+    remove(path)
+    path.mkdir()
+
+
+def as_fifo(path: Path) -> None:
+    remove(path)
+    os.mkfifo(path)
+
+
+def holding(content: bytes | str) -> Spoil:
+    def spoil(path: Path) -> None:
+        if path.is_dir():
+            remove(path)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return spoil
+
+
+def huge(path: Path) -> None:
+    """One line of 3 GB that takes no room on the disk."""
+    os.truncate(path, 3 << 30)
+
+
+def half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flipped(seed: int, count: int = 1) -> Spoil:
+    """Some bits of some bytes turned over."""
+
+    def spoil(path: Path) -> None:
+        content, draw = bytearray(path.read_bytes()), random.Random(f"{seed} {path.name}")
+        for _ in range(count):
+            content[draw.randrange(len(content))] ^= draw.randrange(1, 256)
+        path.write_bytes(content)
+
+    return spoil
+
+
+def cut(seed: int) -> Spoil:
+    def spoil(path: Path) -> None:
+        os.truncate(path, random.Random(f"{seed} {path.name}").randrange(path.stat().st_size))
+
+    return spoil
+
+
+NOISE = random.Random(0).randbytes(4096)
+NOT_A_FILE: dict[str, Spoil] = {
+    "missing": remove,
+    "a folder": as_folder,
+    "a pipe": as_fifo,
+    "an endless device": link_to("/dev/zero"),
+}
+NOT_TEXT: dict[str, Spoil] = {
+    "empty": holding(b""),
+    "noise": holding(NOISE),
+    "Latin-1": holding("é café ÿ\n".encode("latin-1") * 5),
+}
+NOT_JSON: dict[str, Spoil] = {
+    "deep": holding(b"[" * 200_000),
+    "a list": holding("[1, 2]"),
+    "null": holding("null"),
+    "a number": holding("3"),
+    "another object": holding('{"a": [1]}'),
+}
+
+
+def spoil(name: str, how: Spoil) -> Change:
+    return lambda box: how(box[name])
+
+
+def files_of(folder: Path) -> list[str]:
+    """Every file of a toy, relative to it."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+# --- The table. -----------------------------------------------------------------------------------------------------
+
+
+def all_cases(toys: Path) -> list[Case]:
+    """Every case, under a name of its own."""
+    groups = [
+        sound(),
+        files(),
+        cut_files(toys),
+        model_files(toys),
+        options(),
+        modalities(),
+        outputs(),
+        data(),
+        trees(toys),
+    ]
+    return [case for group in groups for case in group] + list(recipe_keys(toys)) + list(evaluations(toys))
+
+
+RETRIEVAL = "evaluate retrieval {text} {beir} --out out"
+IMAGE_TEXT = "evaluate image-text {clip} {captioned} --out out"
+ZERO_SHOT = "evaluate zero-shot {clip} {classes} --out out"
+PROBE = "evaluate probe {image} {classes} --out out"
+CORRUPTED = "evaluate corrupted {image} {classes} --out out --corruptions contrast,brightness"
+CONVERGENCE = "evaluate convergence {image-run} {classes} --out out --pairs 4"
+COMPARE = "evaluate compare {retrieval} {retrieval} --out out --samples 100"
+COMMANDS = {
+    "embed": "embed {text} {docs.jsonl} --out out",
+    "index": "index {emb} --out out",
+    "search": "search {idx} wing",
+    "train": "train {recipe.yaml}",
+    "retrieval": RETRIEVAL,
+    "image-text": IMAGE_TEXT,
+    "zero-shot": ZERO_SHOT,
+    "probe": PROBE,
+    "corrupted": CORRUPTED,
+    "convergence": CONVERGENCE,
+    "compare": COMPARE,
+}
+FORMATS = ("docs.jsonl", "docs.csv", "docs.tsv", "docs.txt", "docs.jsonl.gz", "docs.parquet")
+
+
+def sound() -> Iterator[Case]:
+    """Unspoilt, every command of the table works: its refusals are of what is spoilt."""
+    for name, words in COMMANDS.items():
+        yield Case(f"sound: {name}", words, expected="works")
+    for file in FORMATS:
+        yield Case(f"sound: embed {file}", f"embed {{text}} {{{file}}} --out out", expected="works")
+    for words in (
+        "embed {image} {pictures} --out out",
+        "embed {clip} {pairs.tar} --out out",
+        "embed {image} {images.parquet} --out out",
+        "index {text} {docs.jsonl} --out out",
+        "search {ivf} wing",
+        "search {image-idx} {pictures}/0.png",
+        "train {image-recipe.yaml}",
+        "train {clip-recipe.yaml}",
+        "train {recipe.yaml} trainer.output={run} trainer.max_steps=4 trainer.save_every=2 --resume",
+        "evaluate convergence {run} {beir} --out out --pairs 4",
+        "evaluate compare {a.trec} {a.trec} --qrels {qrels.tsv}",
+        "evaluate corrupted {image} {cifarc} --out out",
+        "evaluate zero-shot {clip} {classes} --out out --templates {templates.txt} --class-names {names.txt}",
+        f"{CORRUPTED} --train {{classes}} --severities 1 --baseline {{corrupted}}/metrics.json",
+        "quickstart --out out --max-docs 300 --test-docs 20 --steps 2 --vocab-size 300",
+    ):
+        change = (lambda box: box["run"]) if "--resume" in words else None
+        yield Case(f"sound: {words}", words, change, expected="works")
+
+
+def files() -> Iterator[Case]:
+    """Single files that a command reads, spoilt in every way."""
+    tables = {**NOT_A_FILE, **NOT_TEXT, "one huge line": huge}
+    every: dict[str, tuple[str, dict[str, Spoil]]] = {
+        "beir/corpus.jsonl": (RETRIEVAL, tables | NOT_JSON),
+        "beir/queries.jsonl": (RETRIEVAL, tables | NOT_JSON),
+        "beir/qrels/test.tsv": (RETRIEVAL, tables),
+        "recipe.yaml": ("train {recipe.yaml}", {**tables, **NOT_JSON}),
+        "templates.txt": (ZERO_SHOT + " --templates {templates.txt}", tables),
+        "names.txt": (ZERO_SHOT + " --class-names {names.txt}", tables),
+        "a.trec": ("evaluate compare {a.trec} {a.trec} --qrels {qrels.tsv} --out out", tables),
+        "qrels.tsv": ("evaluate compare {a.trec} {a.trec} --qrels {qrels.tsv} --out out", tables),
+        "a.ndjson": ("evaluate compare {a.ndjson} {a.ndjson} --out out", tables | NOT_JSON),
+        "retrieval/per_query.ndjson": (COMPARE, tables | NOT_JSON),
+        "captioned/test.jsonl": (IMAGE_TEXT, tables | NOT_JSON),
+        "images.parquet": ("evaluate probe {image} {images.parquet} --split train --out out", tables),
+        "pairs.jsonl": ("evaluate convergence {run} {pairs.jsonl} --pairs 4 --out out", tables | NOT_JSON),
+        "pairs.tar": (IMAGE_TEXT.replace("captioned", "pairs.tar"), tables),
+        "corrupted/metrics.json": (
+            CORRUPTED + " --train {classes} --severities 1 --baseline {corrupted}/metrics.json",
+            {
+                **NOT_A_FILE,
+                **NOT_TEXT,
+                **NOT_JSON,
+                "other corruptions": holding('{"robustness": {"errors": {"x": 1}}}'),
+            },
+        ),
+        "cifarc/labels.npy": ("evaluate corrupted {image} {cifarc} --out out", {**NOT_A_FILE, **NOT_TEXT}),
+        "cifarc/fog.npy": ("evaluate corrupted {image} {cifarc} --out out", {**NOT_A_FILE, **NOT_TEXT}),
+    }
+    every |= {name: (f"embed {{text}} {{{name}}} --out out", tables) for name in FORMATS}
+    fine = {  # these may well be read
+        "cifarc/labels.npy": {"missing"},
+        "cifarc/fog.npy": {"missing", "a folder", "a pipe", "an endless device"},
+        "docs.txt": {"Latin-1", "noise", "deep"},
+    }
+    for name, (words, ways) in every.items():
+        for way, how in ways.items():
+            expected = "either" if way in fine.get(name, ()) else "error"
+            yield Case(f"file {name}: {way}", words, spoil(name, how), expected)
+
+
+def cut_files(toys: Path) -> Iterator[Case]:
+    """Bytes lost or turned over at random; of our own folders, every such fault is noticed by its checksum."""
+    ours: dict[str, str] = {
+        "emb": "index {emb} --out out",
+        "idx": "search {idx} wing",
+        "ivf": "search {ivf} wing",
+    }
+    for folder, words in ours.items():
+        for file in files_of(toys / folder):
+            for number in range(1):
+                name = f"{folder}/{file}"
+                # A changed note in meta.json, such as a path, cannot be told from a sound one.
+                flips = "either" if file == "meta.json" else "error"
+                yield Case(f"flipped {number}: {name}", words, spoil(name, flipped(number)), flips)
+                yield Case(f"cut {number}: {name}", words, spoil(name, cut(number)))
+            for way, how in {"missing": remove, "a pipe": as_fifo, "noise": holding(NOISE)}.items():
+                # Snippets and a list of what was left out are optional.
+                may = "either" if way == "missing" and "snippets" in file else "error"
+                yield Case(f"{folder}/{file}: {way}", words, spoil(f"{folder}/{file}", how), may)
+        for way, how in NOT_JSON.items():
+            yield Case(f"{folder}/meta.json: {way}", words, spoil(f"{folder}/meta.json", how))
+    theirs = {
+        "docs.jsonl": "embed {text} {docs.jsonl} --out out",
+        "docs.csv": "embed {text} {docs.csv} --out out",
+        "docs.parquet": "embed {text} {docs.parquet} --out out",
+        "docs.jsonl.gz": "embed {text} {docs.jsonl.gz} --out out",
+        "images.parquet": "embed {image} {images.parquet} --out out",
+        "pairs.tar": "embed {clip} {pairs.tar} --out out",
+        "pictures/0.png": "embed {image} {pictures} --out out",
+        "captioned/test.jsonl": IMAGE_TEXT,
+        "beir/corpus.jsonl": RETRIEVAL,
+        "beir/qrels/test.tsv": RETRIEVAL,
+        "cifarc/fog.npy": "evaluate corrupted {image} {cifarc} --out out",
+        "cifarc/labels.npy": "evaluate corrupted {image} {cifarc} --out out",
+        "a.trec": "evaluate compare {a.trec} {retrieval}/run.trec --qrels {qrels.tsv}",
+        "a.ndjson": "evaluate compare {a.ndjson} {a.ndjson}",
+        "recipe.yaml": "train {recipe.yaml}",
+    }
+    for file, words in theirs.items():
+        for number in range(2):
+            yield Case(f"flipped {number}: {file}", words, spoil(file, flipped(number, 4)), "either")
+            yield Case(f"cut {number}: {file}", words, spoil(file, cut(number)), "either")
+    resume = "train {recipe.yaml} trainer.output={run} trainer.max_steps=6 trainer.save_every=2 --resume"
+    checkpoint = sorted((toys / "run" / "checkpoints").iterdir())[-1]
+    for file in files_of(checkpoint):
+        name = f"run/checkpoints/{checkpoint.name}/{file}"
+        ways = {"flipped": flipped(0), "cut": cut(0), "empty": holding(b""), "noise": holding(NOISE), "missing": remove}
+        if file.endswith(".json"):
+            ways |= NOT_JSON
+        for way, how in ways.items():
+            # A damaged checkpoint is refused or, where that shows at once, passed over for the one before.
+            yield Case(f"resume, {file}: {way}", resume, spoil(name, how), "either")
+
+
+def model_files(toys: Path) -> Iterator[Case]:
+    """Each file of a model folder, in turn; formats of others have no checksums, so a flipped weight may pass."""
+    commands = {
+        "text": "embed {text} {docs.jsonl} --out out",
+        "image": "embed {image} {pictures} --out out",
+        "clip": "embed {clip} {pictures} --out out",
+    }
+    for model, words in commands.items():
+        for file in files_of(toys / model):
+            if file == "README.md":
+                continue
+            name = f"{model}/{file}"
+            ways = {"missing": remove, "noise": holding(NOISE), "cut": cut(0), "a folder": as_folder}
+            ways |= {**NOT_JSON, "flipped": flipped(1)} if file.endswith(".json") else {}
+            for way in random.Random(name).sample(sorted(ways), 3):
+                yield Case(f"model {name}: {way}", words, spoil(name, ways[way]), "either")
+        weights = next(file for file in files_of(toys / model) if file.endswith(".safetensors"))
+        for way, how in {"missing": remove, "empty": holding(b""), "noise": holding(NOISE), "cut": cut(1)}.items():
+            yield Case(f"weights {model}: {way}", words, spoil(f"{model}/{weights}", how))
+        yield Case(f"weights {model}: other shapes", words, spoil(f"{model}/{weights}", _reshape))
+        yield Case(f"weights {model}: a tensor lost", words, spoil(f"{model}/{weights}", _lose_tensor))
+        yield Case(f"weights {model}: NaN", words, spoil(f"{model}/{weights}", _nan))
+    for name in ("", "nowhere", "/nowhere", "/dev/null", "/dev/zero", ".", "..", "a␣b", "~nobody", "\\", "org/missing"):
+        yield Case(f"model {name!r}", f"embed {name or '␣'} {{docs.jsonl}} --out out")
+        yield Case(f"model {name!r} of an evaluation", f"evaluate retrieval {name or '␣'} {{beir}} --out out")
+
+
+def _reshape(path: Path) -> None:
+    def change(tensors: dict[str, Any]) -> None:
+        name = max(tensors, key=lambda key: tensors[key].numel())
+        tensors[name] = tensors[name].reshape(-1)[:12].reshape(3, 4).contiguous()
+
+    _with_tensors(path, change)
+
+
+def _lose_tensor(path: Path) -> None:
+    _with_tensors(path, lambda tensors: tensors.pop(max(tensors, key=lambda key: tensors[key].numel())))
+
+
+def _nan(path: Path) -> None:
+    _with_tensors(
+        path, lambda tensors: [value.fill_(float("nan")) for value in tensors.values() if value.is_floating_point()]
+    )
+
+
+def _with_tensors(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    with safe_open(path, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata)
+
+
+def options() -> Iterator[Case]:
+    """Values of options that are out of range or of the wrong type."""
+    numbers = {
+        "embed": ("limit", "batch-size", "num-workers"),
+        "index": ("nprobe", "ef-search", "target-recall", "recall-queries", "batch-size"),
+        "search": ("k", "nprobe", "ef-search"),
+        "retrieval": ("depth", "batch-size"),
+        "image-text": ("batch-size",),
+        "zero-shot": ("batch-size",),
+        "probe": ("batch-size", "num-workers", "limit", "train-limit", "seed", "l2", "shots", "sgd-epochs"),
+        "corrupted": ("severity", "severities", "num-workers", "limit", "seed", "train-limit"),
+        "convergence": ("pairs", "temperature", "seed"),
+        "compare": ("samples", "confidence", "seed"),
+    }
+    zero_is_fine = {"num-workers", "seed"}
+    huge_is_fine = {"limit", "train-limit", "depth", "k", "recall-queries", "ef-search", "nprobe", "pairs"}
+    huge_is_fine |= {"batch-size"}
+    for command, names in numbers.items():
+        for name in names:
+            words = COMMANDS[command].replace(" --pairs 4", "" if name == "pairs" else " --pairs 4")
+            words = words.replace(" --samples 100", "" if name == "samples" else " --samples 100")
+            if name == "sgd-epochs":
+                words += " --sgd features"
+            if name in ("severities", "train-limit") and command == "corrupted":
+                words += " --train {classes}"
+            if command == "index" and name in ("nprobe", "ef-search"):
+                words += " --factory " + ("IVF2,Flat" if name == "nprobe" else "HNSW4")
+            if command == "index" and name == "batch-size":
+                words = "index {text} {docs.jsonl} --out out"
+            if command == "search" and name == "nprobe":
+                words = "search {ivf} wing"
+            for value in ("-1", "0", "nan", "99999999999999999999"):
+                fine = (value == "0" and name in zero_is_fine) or (value[0] == "9" and name in huge_is_fine)
+                fine |= command == "search" and name == "ef-search"
+                yield Case(
+                    f"{command} --{name}={value}", f"{words} --{name}={value}", expected="either" if fine else "error"
+                )
+    for command in COMMANDS:
+        if command not in ("compare", "index", "train"):
+            for device in ("foo", "cuda:9", "meta", ""):
+                may = "either" if device == "" else "error"
+                yield Case(f"{command} --device={device!r}", f"{COMMANDS[command]} --device={device}", expected=may)
+        yield Case(f"{command} --no-such-option", f"{COMMANDS[command]} --no-such-option 3")
+        yield Case(
+            f"{command} without arguments",
+            " ".join(COMMANDS[command].split()[: 2 if "evaluate" in COMMANDS[command] else 1]),
+        )
+        if command != "train":
+            yield Case(f"{command} --out without a value", COMMANDS[command].split(" --out")[0] + " --out")
+    choices = {
+        "embed": ("side", "dtype", "output", "autocast", "on-error"),
+        "index": ("metric", "side", "factory"),
+        "probe": ("sgd",),
+        "corrupted": ("augmentation", "corruptions"),
+        "convergence": ("augmentation",),
+        "compare": ("metrics",),
+    }
+    for command, names in choices.items():
+        for name in names:
+            yield Case(f"{command} --{name}=foo", f"{COMMANDS[command]} --{name}=foo")
+    for factory in (
+        "Flat,",
+        "IVF",
+        "IVF0,Flat",
+        "IVF-1,Flat",
+        "IVF99999,Flat",
+        "HNSW0",
+        "HNSW-4",
+        "IDMap,Flat",
+        "PQ3",
+        "PQ0",
+        "PQ16x99",
+        "PCA0,Flat",
+        "PCA9999,Flat",
+        "OPQ7,Flat",
+        "SQ3",
+        "RQ0",
+        "LSH0",
+        "IVF2,HNSW0",
+        "␣",
+        "IVF2,Flat,Refine(",
+        "HNSW9999999999",
+        "IVF2(HNSW0),Flat",
+        "Residual0",
+        "ITQ0,LSH",
+        "a" * 5000,
+    ):
+        yield Case(
+            f"factory {factory[:20]!r}",
+            f"index {{emb}} --out out --factory={factory}",
+            expected="either" if factory in ("RQ0", "LSH0") else "error",
+        )
+    for command in ("retrieval", "image-text", "zero-shot", "probe", "corrupted"):
+        for split in ("nothing", "../test", "", "/"):
+            # A folder of images without such a subfolder is taken whole.
+            may = "error" if command == "retrieval" else "either"
+            yield Case(f"{command} --split={split!r}", f"{COMMANDS[command]} --split={split}", expected=may)
+    for column in ("nothing", "label", ""):
+        yield Case(
+            f"image-text --left-column={column!r}",
+            f"{IMAGE_TEXT} --left-column={column}",
+            expected="either" if not column else "error",
+        )
+        yield Case(
+            f"image-text --right-column={column!r}",
+            f"{IMAGE_TEXT} --right-column={column}",
+            expected="either" if not column else "error",
+        )
+        yield Case(
+            f"embed --text-column={column!r}",
+            f"embed {{text}} {{docs.jsonl}} --out out --text-column={column}",
+            expected="either" if not column else "error",
+        )
+    for column in ("nothing", "image", "caption"):
+        yield Case(
+            f"probe --label-column={column}",
+            f"evaluate probe {{image}} {{images.parquet}} --split train --out out --label-column={column}",
+            expected="either" if column == "caption" else "error",
+        )
+
+
+def modalities() -> Iterator[Case]:
+    """Models and data of different kinds."""
+    models, data = (
+        ("text", "image", "clip"),
+        (
+            "beir",
+            "docs.jsonl",
+            "captioned",
+            "classes",
+            "pictures",
+            "images.parquet",
+            "pairs.tar",
+            "pairs.jsonl",
+            "cifarc",
+        ),
+    )
+    right = {
+        "retrieval": {("text", "beir")},
+        "image-text": {("clip", "captioned"), ("clip", "pairs.tar"), ("clip", "images.parquet")},
+        "zero-shot": {("clip", "classes")},
+        "probe": {(model, place) for model in ("image", "clip") for place in ("classes", "images.parquet")},
+        "corrupted": {
+            (model, place)
+            for model in ("image", "clip")
+            for place in ("classes", "images.parquet", "cifarc", "pictures", "captioned", "pairs.tar")
+        },
+    }
+    extra = {"corrupted": "--corruptions contrast,brightness --limit 2", "probe": "--split train"}
+    for command, fine in right.items():
+        for model in models:
+            for place in data:
+                # A folder of images may be found inside other data, and a split may be named otherwise.
+                may = "either" if (model, place) in fine or (model != "text" and command != "retrieval") else "error"
+                words = f"evaluate {command} {{{model}}} {{{place}}} --out out {extra.get(command, '')}"
+                yield Case(f"{command} of {model} on {place}", words, expected=may)
+    for run, places in {
+        "run": ("classes", "pictures", "captioned", "images.parquet", "pairs.tar"),
+        "image-run": ("beir", "docs.jsonl", "pairs.jsonl"),
+    }.items():
+        for place in places:
+            yield Case(
+                f"convergence of {run} on {place}", f"evaluate convergence {{{run}}} {{{place}}} --pairs 4 --out out"
+            )
+    for model, place in (
+        ("text", "classes"),
+        ("text", "pictures"),
+        ("image", "beir"),
+        ("image", "docs.jsonl"),
+        ("image", "docs.txt"),
+    ):
+        yield Case(f"embed {place} with {model}", f"embed {{{model}}} {{{place}}} --out out")
+    for query in ("{pictures}/0.png", "wing", "nowhere.png", "{beir}", "{docs.jsonl}", "/dev/zero"):
+        yield Case(
+            f"search images for {query}",
+            f"search {{image-idx}} {query}",
+            expected="either" if "pictures" in query else "error",
+        )
+    for index in ("emb", "text", "run", "beir", "docs.jsonl", "nowhere"):
+        yield Case(f"search in {index}", f"search {{{index}}} wing" if index != "nowhere" else "search nowhere wing")
+    for model in ("image", "clip", "run", "nowhere"):
+        yield Case(f"search --model {model}", f"search {{idx}} wing --model {{{model}}}")
+    for source in ("text", "docs.jsonl", "idx", "run", "nowhere"):
+        yield Case(f"index of {source}", f"index {{{source}}} --out out")
+    yield Case("index with queries that are no embeddings", "index {emb} --out out --queries {docs.jsonl}")
+    yield Case("index with queries of another dimension", "index {emb} --out out --queries {image-emb}")
+
+
+def outputs() -> Iterator[Case]:
+    """Places that cannot be written to, and a disk that is full."""
+
+    def file(box: Box) -> None:
+        (box.folder / "file").write_text("mine")
+
+    def folder(box: Box) -> None:
+        (box.folder / "mine").mkdir()
+        (box.folder / "mine" / "thesis.tex").write_text("years of work")
+
+    for command, words in {
+        **COMMANDS,
+        "index of a model": "index {text} {docs.jsonl} --out out",
+        "quickstart": "quickstart --out out --max-docs 300 --test-docs 20 --steps 2 --vocab-size 300",
+    }.items():
+        if command == "search":
+            continue
+        for place in ("file", "file/below", "/proc/nowhere", "a" * 300):
+            there = (
+                f"{words} trainer.output={place}"
+                if command == "train"
+                else words.replace("--out out", f"--out {place}")
+            )
+            yield Case(f"{command} to {place[:20]}", there, file)
+        if command in ("embed", "index", "index of a model", "quickstart"):
+            yield Case(f"{command} to another's folder", words.replace("--out out", "--out mine"), folder)
+        for size in (0, 3000):
+            may = "either" if command in ("compare", "convergence") and size else "error"
+            yield Case(f"{command}, disk full after {size} bytes", words, expected=may, file_bytes=size)
+
+
+def data() -> Iterator[Case]:
+    """Sound files with contents that cannot be right."""
+
+    def write(name: str, content: str | bytes) -> Change:
+        return lambda box: holding(content)(box[name])
+
+    def lines(*rows: Any) -> str:
+        return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+    def images(box: Box) -> Path:
+        return box["classes"]
+
+    embed = "embed {text} {docs.jsonl} --out out"
+    for name, content, expected in (
+        ("a repeated id", lines({"_id": "a", "text": "x"}, {"_id": "a", "text": "y"}), "either"),
+        ("texts that are numbers", lines({"_id": "a", "text": 3}), "either"),
+        ("texts that are objects", lines({"_id": "a", "text": {"b": 1}}), "error"),
+        ("no text", lines({"_id": "a"}), "error"),
+        ("empty texts", lines({"_id": "a", "text": ""}, {"_id": "b", "text": "  "}), "error"),
+        ("ids that are objects", lines({"_id": {"a": 1}, "text": "x"}), "either"),
+        ("an id with a line break", lines({"_id": "a\nb", "text": "x"}), "either"),
+        ("an id with an escape", lines({"_id": "a\x1b[2J", "text": "x"}), "either"),
+        ("a lone surrogate", '{"_id": "a", "text": "\\ud800"}\n', "either"),
+        ("a number of 5000 digits", '{"_id": ' + "9" * 5000 + ', "text": "x"}\n', "either"),
+        ("two keys", '{"_id": "a", "text": "x", "text": "y"}\n', "either"),
+        ("lists on each line", "[1]\n[2]\n", "error"),
+        ("words on each line", "one\ntwo\n", "error"),
+    ):
+        yield Case(f"jsonl with {name}", embed, write("docs.jsonl", content), expected)  # type: ignore[arg-type]
+    for name, content in {
+        "a repeated header": "_id,text,text\na,b,c\n",
+        "a header alone": "_id,text\n",
+        "rows of other lengths": "_id,text\na\nb,c,d,e\n",
+        "an open quote": '_id,text\na,"b\n' * 3,
+        "no header": "\n\n\n",
+    }.items():
+        may = "either" if name in ("rows of other lengths", "an open quote") else "error"
+        yield Case(f"csv with {name}", "embed {text} {docs.csv} --out out", write("docs.csv", content), may)  # type: ignore[arg-type]
+    judged = "query-id\tcorpus-id\tscore\n"
+    for name, content, expected in (
+        ("no judgement", judged, "error"),
+        ("a grade of 10²³", judged + "d0\td1\t" + "1" + "0" * 23 + "\n", "error"),
+        ("a grade that is a word", judged + "d0\td1\tgood\n", "error"),
+        ("a grade of NaN", judged + "d0\td1\tnan\n", "error"),
+        ("an infinite grade", judged + "d0\td1\tinf\n", "error"),
+        ("a grade with a fraction", judged + "d0\td1\t0.5\n", "error"),
+        ("negative grades alone", judged + "d0\td1\t-1\n", "either"),
+        ("unknown queries", judged + "nobody\td1\t1\n", "error"),
+        ("unknown documents", judged + "d0\tnothing\t1\n", "either"),
+        ("two columns", judged + "d0\td1\n", "error"),
+        ("a repeated judgement", judged + "d0\td1\t1\nd0\td1\t2\n", "either"),
+    ):
+        yield Case(f"qrels with {name}", RETRIEVAL, write("beir/qrels/test.tsv", content), expected)  # type: ignore[arg-type]
+        if name not in ("unknown documents", "unknown queries"):
+            words = "evaluate compare {a.trec} {a.trec} --qrels {qrels.tsv}"
+            yield Case(
+                f"qrels of compare with {name}",
+                words,
+                write("qrels.tsv", content),
+                "either" if name.startswith(("negative", "a repeated")) else "error",
+            )
+    for name, content in {
+        "five fields": "d0 Q0 d1 1 0.5\n",
+        "a word as score": "d0 Q0 d1 1 high x\n",
+        "NaN": "d0 Q0 d1 1 nan x\n",
+        "a document twice": "d0 Q0 d1 1 2 x\nd0 Q0 d1 2 1 x\n",
+    }.items():
+        yield Case(
+            f"TREC run with {name}", "evaluate compare {a.trec} {a.trec} --qrels {qrels.tsv}", write("a.trec", content)
+        )
+    for name, content in {
+        "no query": '{"ndcg@10": 1}\n',
+        "scores that are words": '{"query": "a", "ndcg@10": "high"}\n',
+        "NaN": '{"query": "a", "ndcg@10": NaN}\n',
+        "a query twice": '{"query": "a", "x": 1}\n{"query": "a", "x": 1}\n',
+        "a query that is a list": '{"query": [1], "x": 1}\n',
+        "no metric": '{"query": "a"}\n',
+        "metrics that differ": '{"query": "a", "x": 1}\n{"query": "b", "y": 1}\n',
+    }.items():
+        yield Case(
+            f"per-query log with {name}", "evaluate compare {a.ndjson} {a.ndjson} --out out", write("a.ndjson", content)
+        )
+    yield Case(
+        "compare a run with another collection",
+        "evaluate compare {a.ndjson} {retrieval}/per_query.ndjson",
+        write("a.ndjson", '{"query": "a", "ndcg@10": 1}\n'),
+    )
+    yield Case("compare without qrels", "evaluate compare {a.trec} {a.trec}")
+    yield Case("compare with no metric", f"{COMPARE} --metrics=,")
+    yield Case("compare folders without logs", "evaluate compare {beir} {beir}")
+    for name, content in {
+        "no place": "a photo\n",
+        "two places": "{} {}\n",
+        "a field": "a {name}\n",
+        "blank": "\n \n",
+    }.items():
+        yield Case(
+            f"templates with {name}", f"{ZERO_SHOT} --templates {{templates.txt}}", write("templates.txt", content)
+        )
+    for name, content in {"too few": "blue\n", "numbers": "0\n1\n2\n", "blank": "\n\n"}.items():
+        yield Case(f"class names: {name}", f"{ZERO_SHOT} --class-names {{names.txt}}", write("names.txt", content))
+
+    def every(spoil_one: Spoil) -> Change:
+        return lambda box: [spoil_one(path) for path in images(box).rglob("*.png")]
+
+    def some(spoil_one: Spoil) -> Change:
+        return lambda box: spoil_one(images(box) / "test" / "red" / "00.png")
+
+    def renamed(name: str, other: str) -> Change:
+        return lambda box: (images(box) / name).rename((images(box) / name).with_name(other))
+
+    def one_class(box: Box) -> None:
+        for part in ("train", "test"):
+            for name in ("red", "green"):
+                shutil.rmtree(images(box) / part / name)
+
+    for command, words in {
+        "probe": PROBE,
+        "corrupted": CORRUPTED,
+        "zero-shot": ZERO_SHOT,
+        "convergence": CONVERGENCE,
+    }.items():
+        for way, how in {
+            "noise": holding(NOISE),
+            "empty": holding(b""),
+            "cut": cut(0),
+            "pipes": as_fifo,
+            "devices": link_to("/dev/zero"),
+        }.items():
+            yield Case(f"{command}, all images: {way}", words, every(how), "either" if way == "cut" else "error")
+            if command != "convergence":
+                yield Case(f"{command}, one image: {way}", words, some(how), "either")
+        if command != "convergence":
+            for name in ("\udcff.png", "\x1b[2J.png", "$\\frac{.png", "<script>.png"):
+                yield Case(f"{command}, an image named {name!r}", words, renamed("test/red/00.png", name), "either")
+            for name in ("\udcff", "\x1b[2J", "$\\frac{", "<script>", "=cmd"):
+                yield Case(f"{command}, a class named {name!r}", words, renamed("test/red", name), "either")
+        yield Case(f"{command}, one class", words, one_class, "error" if command == "probe" else "either")
+        yield Case(f"{command}, no images", words, every(remove))
+        yield Case(
+            f"{command}, a loop of links", words, lambda box: (images(box) / "test" / "loop").symlink_to(".."), "either"
+        )
+    yield Case(
+        "probe, a class that training has not",
+        PROBE,
+        lambda box: (images(box) / "test" / "red").rename(images(box) / "test" / "pink"),
+    )
+    yield Case("probe, more shots than images", f"{PROBE} --shots 100")
+    yield Case("probe, no shots", f"{PROBE} --shots []", expected="either")
+    yield Case("corrupted, an unknown corruption", CORRUPTED.replace("contrast", "rain"))
+    yield Case("corrupted, a corruption twice", CORRUPTED.replace("brightness", "contrast"), expected="either")
+    yield Case("corrupted, clean images of clean data", f"{CORRUPTED} --clean {{classes}}")
+    yield Case(
+        "corrupted, a baseline that is no file", f"{CORRUPTED} --train {{classes}} --severities 1 --baseline nowhere"
+    )
+    yield Case(
+        "convergence of an empty folder",
+        "evaluate convergence empty {classes} --out out",
+        lambda box: (box.folder / "empty").mkdir(),
+    )
+    yield Case("convergence of a run without a model", CONVERGENCE, lambda box: remove(box["image-run/model"]))
+    yield Case(
+        "convergence of a run without checkpoints",
+        CONVERGENCE,
+        lambda box: (remove(box["image-run/checkpoints"]), remove(box["image-run/model"])),
+    )
+    yield Case(
+        "convergence of runs of two kinds", "evaluate convergence {image-run} {classes} {run} --out out --pairs 4"
+    )
+    for kind in ("docs.jsonl", "beir", "classes", "pairs.tar", "captioned"):
+        target = {"classes": "image", "pairs.tar": "clip", "captioned": "clip"}.get(kind, "text")
+        yield Case(f"data {kind}: a path through a file", f"embed {{{target}}} {{docs.jsonl}}/{kind} --out out")
+    for place in ("nowhere", "/dev/null", "/dev/zero", ".", "␣", "hub/nothing", "*.jsonl", "x.xyz"):
+        yield Case(f"data {place}", f"embed {{text}} {place} --out out")
+        yield Case(f"data of an evaluation: {place}", f"evaluate image-text {{clip}} {place} --out out")
+    yield Case("an empty folder as data", "embed {text} empty --out out", lambda box: (box.folder / "empty").mkdir())
+
+    def pointing(target: str) -> Change:
+        rows = [{"image": target, "captions": ["a"]}]
+        return lambda box: (box["captioned/test.jsonl"]).write_text(lines(*rows))
+
+    for target in ("/dev/zero", "../../../../etc/hostname", "/etc/hostname", "nowhere.png", "", "pictures", "\0", 7):
+        yield Case(f"a table of the image {target!r}", IMAGE_TEXT, pointing(target))  # type: ignore[arg-type]
+
+
+def trees(toys: Path) -> Iterator[Case]:
+    """Unfinished work of evaluations, and our own folders in shapes that we never write."""
+    finished = {
+        "corrupted": "evaluate corrupted {image} {classes} --out {corrupted} --corruptions contrast,brightness",
+        "convergence": "evaluate convergence {image-run} {classes} --out {convergence} --pairs 6",
+        "probe": "evaluate probe {image} {classes} --out {probe}",
+        "zero-shot": "evaluate zero-shot {clip} {classes} --out {zero-shot}",
+        "retrieval": "evaluate retrieval {text} {beir} --out {retrieval}",
+        "image-text": "evaluate image-text {clip} {captioned} --out {image-text}",
+    }
+    for toy, words in finished.items():
+        inner = [
+            file
+            for file in files_of(toys / toy)
+            if "/" in file and file.endswith((".ndjson", ".npy", "ids.txt", "meta.json"))
+        ]
+        for file in inner[:2]:
+            ways = {"noise": holding(NOISE), "empty": holding(b""), "flipped": flipped(0), "a folder": as_folder}
+            ways |= NOT_JSON if file.endswith(("json", "ndjson")) else {}
+            for way in random.Random(file).sample(sorted(ways), 3):
+                yield Case(f"again into {toy}, {file}: {way}", words, spoil(f"{toy}/{file}", ways[way]), "either")
+        yield Case(
+            f"again into {toy}, over a folder report.html", words, spoil(f"{toy}/report.html", as_folder), "either"
+        )
+
+
+def recipe_keys(toys: Path) -> Iterator[Case]:
+    """Values of a recipe that cannot be, one at a time."""
+    known = recipes(toys)["recipe.yaml"]
+
+    def recipe(change: Callable[[dict[str, Any]], object]) -> Change:
+        def write(box: Box) -> None:
+            settings = json.loads(json.dumps(known))
+            change(settings)
+            (box.folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
+
+        return write
+
+    def value_of(section: str, key: str, value: Any) -> Change:
+        def change(settings: dict[str, Any]) -> None:
+            part = settings[section]
+            (part if section == "trainer" else part.setdefault("init_args", {}))[key] = value
+
+        return recipe(change)
+
+    trainer: dict[str, tuple[Any, ...]] = {
+        "output": ([1], {}, 3, "", None, "/dev/null/x"),
+        "batch_size": (0, -1, 1.5, "many", None, [3], 10**12),
+        "epochs": (0, -1, "ten", 0.5),
+        "max_steps": (-1, "all", 0),
+        "learning_rate": (-1, "fast", float("nan"), float("inf"), [1]),
+        "optimizer": ("sdg", 3, None),
+        "weight_decay": (-1, "x", float("nan")),
+        "momentum": (-1, 2, "x"),
+        "betas": ([2, 3], [0.9], 3, "x", [-1, 0.9]),
+        "warmup": (-1, "x"),
+        "schedule": ("cos", 1),
+        "final_fraction": (-1, 2, "x"),
+        "max_gradient_norm": (-1, 0, "x"),
+        "mixed_precision": ("fp8", 16),
+        "gradient_accumulation": (0, -1),
+        "chunk_size": (0, -1, "x"),
+        "evaluate_every": (0, -1),
+        "save_every": (0, -1),
+        "keep_checkpoints": (0, -1),
+        "log_every": (0, -1),
+        "seed": (-1, "x", 1.5, 10**30),
+        "num_workers": (-1, "x", 10**6),
+        "on_error": ("ignore", 1),
+        "selection_embeddings": ("old",),
+        "tracker": ("nothing", 3),
+        "deterministic": ("perhaps",),
+        "overwrite": ("perhaps",),
+        "no_such_key": (1,),
+    }
+    for key, values in trainer.items():
+        for value in values:
+            yield Case(f"trainer.{key}={value!r}", "train recipe.yaml", value_of("trainer", key, value))
+    others: dict[str, dict[str, tuple[Any, ...]]] = {
+        "objective": {
+            "temperature": (0, -1, "hot", float("nan"), 1e-9),
+            "gamma": (0, -1, 2, "x"),
+            "no_such_key": (1,),
+            "seed": (-1,),
+        },
+        "data": {
+            "path": ("/nope", "", 3, "/dev/null", None, "/dev/zero"),
+            "split": ("nope", 3, "../x"),
+            "on_error": ("x",),
+            "no_such_key": (1,),
+        },
+        "model": {
+            "name": ("nowhere", "/nope", 3, "", "/dev/null"),
+            "max_length": (0, -1, "x"),
+            "pooling": ("x",),
+            "no_such_key": (1,),
+            "config": (3, {"model_type": "nothing"}),
+        },
+        "evaluator": {
+            "path": ("/nope", None, ""),
+            "split": ("nope",),
+            "primary": ("foo", "", 3),
+            "batch_size": (0, -1),
+            "max_queries": (0, -1),
+            "no_such_key": (1,),
+        },
+    }
+    for section, keys in others.items():
+        for key, values in keys.items():
+            for value in values:
+                yield Case(f"{section}.{key}={value!r}", "train recipe.yaml", value_of(section, key, value))
+        for path in ("os.system", "nothing.at.All", "dualenc.errors.DualencError", "", 3, "TextEncoderr", "evil.X"):
+            yield Case(
+                f"{section}.class_path={path!r}",
+                "train recipe.yaml",
+                recipe(lambda s, section=section, path=path: s[section].update(class_path=path)),
+            )
+        yield Case(
+            f"{section} is a list", "train recipe.yaml", recipe(lambda s, section=section: s.update({section: [1]}))
+        )
+        yield Case(
+            f"{section} is null",
+            "train recipe.yaml",
+            recipe(lambda s, section=section: s.update({section: None})),
+            "either" if section == "evaluator" else "error",
+        )
+        yield Case(
+            f"no {section}",
+            "train recipe.yaml",
+            recipe(lambda s, section=section: s.pop(section)),
+            "either" if section == "evaluator" else "error",
+        )
+        yield Case(
+            f"{section}.init_args is a list",
+            "train recipe.yaml",
+            recipe(lambda s, section=section: s[section].update(init_args=[1])),
+        )
+    for name, arguments in {
+        "EMC2": {"kernel": "x", "burn_in": 2, "proposals": -1, "neighbors": 0, "neighbor_share": 2, "score": "old"},
+        "HCL": {"hardness": -1, "class_prior": 1, "annealing_steps": -1},
+        "SACLR": {"alpha": 2, "rho": -1, "form": "x", "negatives": 0, "kernel": "x"},
+        "NegativeCache": {"refresh": 2},
+        "ISogCLR": {"radius": -1, "min_temperature": 2, "temperature_momentum": 1},
+        "ExactGlobal": {"corpus_chunk_size": 0},
+    }.items():
+        for key, value in arguments.items():
+            objective = {"class_path": name, "init_args": {"temperature": 0.1, key: value}}
+            yield Case(
+                f"{name}({key}={value!r})", "train recipe.yaml", recipe(lambda s, o=objective: s.update(objective=o))
+            )
+    for name, arguments in {
+        "SpectralBatches": {"num_clusters": 0, "no_such_key": 1},
+        "OSGDBatches": {"no_such_key": 1},
+        "RandomBatches": {"no_such_key": 1},
+    }.items():
+        for key, value in arguments.items():
+            batching = {"class_path": name, "init_args": {key: value}}
+            yield Case(
+                f"{name}({key}={value!r})", "train recipe.yaml", recipe(lambda s, b=batching: s.update(batching=b))
+            )
+    for override in (
+        "x",
+        "=",
+        "trainer=3",
+        "trainer.",
+        ".epochs=1",
+        "trainer.epochs",
+        "nothing.x=1",
+        "trainer.epochs=[",
+        "model.init_args=3",
+        "trainer.epochs.deep=3",
+        "data.path.deep=3",
+    ):
+        yield Case(f"override {override}", f"train {{recipe.yaml}} {override}")
+    views = "data.class_path=ImageFolderViews data.path={pictures}"
+    yield Case("train a text model on images", f"train {{recipe.yaml}} {views}")
+    yield Case("train an image model on texts", "train {image-recipe.yaml} data.class_path=BeirPairs data.path={beir}")
+    yield Case(
+        "train an image-text model on texts", "train {clip-recipe.yaml} data.class_path=BeirPairs data.path={beir}"
+    )
+    yield Case(
+        "train an image-text model on images",
+        "train {clip-recipe.yaml} data.class_path=ImageFolderViews data.path={pictures}",
+    )
+    yield Case(
+        "evaluate training of texts on images",
+        "train recipe.yaml",
+        recipe(lambda s: s.update(evaluator=recipes(toys)["image-recipe.yaml"]["evaluator"])),
+    )
+    yield Case("train into a run", "train {recipe.yaml} trainer.output={run}", lambda box: box["run"])
+    yield Case(
+        "resume with another recipe",
+        "train {recipe.yaml} trainer.output={run} trainer.learning_rate=0.5 trainer.max_steps=6 --resume",
+        lambda box: box["run"],
+    )
+    yield Case(
+        "resume with other data",
+        "train {recipe.yaml} data.path={beir} trainer.output={run} trainer.max_steps=6 trainer.save_every=2 --resume",
+        lambda box: (box["run"], holding("query-id\tcorpus-id\tscore\nd0\td1\t1\n")(box["beir/qrels/train.tsv"])),
+    )
+    for text in (
+        "a: [",
+        "a: !!python/object/apply:os.system [x]",
+        "&a [*a]",
+        "{[}",
+        "- 1",
+        "a: b: c",
+        "\t",
+        "model: &m {x: *m}",
+    ):
+        yield Case(f"recipe of {text!r}", "train {recipe.yaml}", spoil("recipe.yaml", holding(text)))
+    for name in ("beir/corpus.jsonl", "beir/queries.jsonl", "beir/qrels/train.tsv"):
+        for way, how in {**NOT_A_FILE, **NOT_TEXT}.items():
+            yield Case(f"train on {name}: {way}", "train {recipe.yaml} data.path={beir}", spoil(name, how))
+
+
+def evaluations(toys: Path) -> Iterator[Case]:
+    """What remains: commands that are none."""
+    for words in (
+        "nothing",
+        "evaluate",
+        "evaluate nothing",
+        "evaluate retrieval",
+        "--nothing",
+        "embed a b c d --out e",
+        "search",
+        "train",
+        "train {recipe.yaml} --out x",
+        "quickstart --steps=0",
+        "quickstart --steps=-1",
+        "quickstart --steps=x",
+        "quickstart --max-docs=0",
+        "quickstart --max-docs=-1",
+        "quickstart --test-docs=-1",
+        "quickstart --test-docs=99999999",
+        "quickstart --vocab-size=0",
+        "quickstart --vocab-size=-5",
+        "quickstart --seed=-1",
+    ):
+        extra = (
+            " --out out"
+            + (" --max-docs=300" if "max-docs" not in words else "")
+            + (" --steps=2" if "steps" not in words else "")
+            if words.startswith("quickstart")
+            else ""
+        )
+        yield Case(f"dualenc {words}", words + extra, expected="works" if words == "evaluate" else "error")
