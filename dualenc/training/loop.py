@@ -232,13 +232,10 @@ class Loop:
             self._check_finite()
             self.checkpoints.save(self.steps, self.state_dict())
         if stop:
-            name = signal.Signals(stop).name
-            saved = (
-                "nothing is saved, as save_every is null"
-                if self.save_every is None
-                else (f"its checkpoint is in {self.checkpoints.folder}; go on with --resume")
-            )
-            self.log.say(f"stopped by {name} after step {self.steps}: {saved}")
+            saved = f"its checkpoint is in {self.checkpoints.folder}; go on with --resume"
+            if self.save_every is None:
+                saved = "nothing is saved, as save_every is null"
+            self.log.say(f"stopped by {signal.Signals(stop).name} after step {self.steps}: {saved}")
             raise Stopped(stop)
 
     def _write_log(self) -> None:

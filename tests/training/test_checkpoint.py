@@ -1,6 +1,9 @@
 """Checkpoint folders: complete or absent, the latest few, random states restored."""
 
+import json
 import random
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -57,6 +60,45 @@ def test_damage_of_the_right_size_is_told_in_one_line(tmp_path):
     with pytest.raises(DualencError, match=r"state\.pt: damaged") as raised:
         checkpoints.load_latest(seed=0)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["state.pt", "ranks.pt"])
+def test_one_flipped_bit_is_found_and_the_way_on_is_told(tmp_path, name):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, {"weights": torch.arange(1000)})
+    path = tmp_path / "step-00000002" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    message = (
+        rf"{name}: damaged \(its SHA-256 .*\); remove the folder .*step-00000002 to resume from the checkpoint before"
+    )
+    with pytest.raises(DualencError, match=message) as raised:
+        checkpoints.load_latest(seed=0)
+    assert "\n" not in str(raised.value)
+    shutil.rmtree(path.parent)
+    assert torch.equal(checkpoints.load_latest(seed=0)["weights"], torch.arange(1000))
+
+
+def test_checksums_are_those_that_other_tools_compute(tmp_path):
+    Checkpoints(tmp_path).save(1, {"weights": torch.arange(10)})
+    folder = tmp_path / "step-00000001"
+    sums = json.loads((folder / "meta.json").read_text())["checksums"]
+    assert set(sums) == {"state.pt", "ranks.pt"}
+    listed = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
+    subprocess.run(["sha256sum", "--check", "--status"], input=listed, cwd=folder, text=True, check=True)
+
+
+def test_a_checkpoint_without_checksums_is_refused_with_a_way_on(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {})
+    path = tmp_path / "step-00000001" / "meta.json"
+    meta = json.loads(path.read_text())
+    del meta["checksums"]
+    path.write_text(json.dumps(meta))
+    with pytest.raises(DualencError, match="an earlier version wrote this checkpoint, without checksums; finish"):
+        checkpoints.load_latest(seed=0)
 
 
 def test_left_overs_of_a_killed_writer_are_removed(tmp_path):
