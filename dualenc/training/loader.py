@@ -226,8 +226,8 @@ def killed_worker_told(num_workers: int) -> Iterator[None]:
         if killed is None:
             raise
         raise DualencError(
-            f"a data worker (process {killed[1]}) {killed[2]}, mostly for want of memory; lower trainer.num_workers "
-            f"(now {num_workers}) or give the job more memory, then go on with --resume"
+            f"a data worker was killed (process {killed[1]} {killed[2]}), mostly for want of memory; lower "
+            f"trainer.num_workers (now {num_workers}) or give the job more memory, then go on with --resume"
         ) from error
 
 

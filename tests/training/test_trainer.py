@@ -258,7 +258,9 @@ class Deadly(list):
 def test_a_killed_data_worker_is_told_in_one_line(tmp_path):
     pairs = tiny_pairs()
     pairs.left_items = Deadly(pairs.left_items)
-    message = r"a data worker \(process \d+\) is killed by signal: Killed, .*; lower trainer.num_workers \(now 1\)"
+    message = (
+        r"a data worker was killed \(process \d+ .*\), mostly for want of memory; lower trainer.num_workers \(now 1\)"
+    )
     with pytest.raises(DualencError, match=message) as told:
         train(tmp_path, pairs=pairs, num_workers=1)
     assert "\n" not in str(told.value)
