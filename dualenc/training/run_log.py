@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from dualenc import distributed
+from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 
 
@@ -74,8 +75,13 @@ class RunLog:
             self._waiting.append((step, values))
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        with open(self.path, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"step": step, **finite}) + "\n")
+        try:
+            with open(self.path, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"step": step, **finite}) + "\n")
+        except OSError as error:
+            raise DualencError(
+                f"{self.path}: could not be written ({error.strerror}); make room there, then go on with --resume"
+            ) from error
         self.accelerator.log({name: value for name, value in finite.items() if value is not None}, step=step)
         shown = {short: f"{values[name]:.3g}" for name, short in _SHOWN.items() if name in values}
         if shown:
