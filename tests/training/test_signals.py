@@ -144,7 +144,12 @@ def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for(tmp_
     settings = {"evaluate_every": 2, "save_every": 1000}
     objective = tiny_objective(tiny_pairs())
     steps = iter(range(1, 100))
-    objective.register_forward_pre_hook(lambda *_: next(steps) == at and signal.raise_signal(signal.SIGTERM))
+
+    def terminate(*_):
+        if next(steps) == at:
+            signal.raise_signal(signal.SIGTERM)
+
+    objective.register_forward_pre_hook(terminate)
     evaluator = SlowEvaluator(0, tmp_path / "evaluating")
     with pytest.raises(SystemExit) as stopped:
         train(tmp_path / "run", objective=objective, evaluator=evaluator, **settings)
