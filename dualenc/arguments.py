@@ -2,8 +2,9 @@
 
 A parameter without a default is a positional argument (a required option when it is keyword-only); every other
 one is an option `--name`. Parameters before the `*` may be given by position too, and `*rest` takes what remains
-(`dualenc train recipe.yaml key=value …`). Types, help texts and defaults come from the signature and its docstring
-through jsonargparse; here words are only sorted, so that options may stand anywhere and mistakes are named.
+(`dualenc train recipe.yaml key=value …`). An option that takes a list may be repeated. Types, help texts and
+defaults come from the signature and its docstring through jsonargparse; here words are only sorted, so that options
+may stand anywhere and mistakes are named.
 """
 
 from __future__ import annotations
@@ -74,8 +75,10 @@ def _split(arguments: list[str], function: Callable[..., Any], prog: str) -> tup
         name = _option_name(option, function, prog)
         if not has_value:
             value = _next_value(option, queue, hints.get(name), prog)
-        is_bare_list = _is_list(hints.get(name)) and not value.startswith("[")
-        options[name] = f"[{value}]" if is_bare_list else value
+        if _is_list(hints.get(name)):
+            items = [options[name][1:-1]] if name in options else []
+            value = f"[{', '.join([*items, value.removeprefix('[').removesuffix(']')])}]"
+        options[name] = value
     return words, options
 
 

@@ -47,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `dualenc` with the given arguments (default: those of the process).
 
     Returns:
-        The exit code: 0, 2 after a user's mistake (told in one line on stderr), 130 after Ctrl-C.
+        The exit code: 0, 2 after a user's mistake, 1 after an error that nobody foresaw (each told in one line on
+        stderr), 130 after Ctrl-C.
+
+    Raises:
+        Exception: with `--debug`, whatever went wrong, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
@@ -65,6 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"dualenc: error: {_one_line(error)}", file=sys.stderr)
         return 2
+    except Exception as error:
+        if debug:
+            raise
+        print(f"dualenc: {_unforeseen(error)}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -104,9 +113,21 @@ def _print_version() -> None:
     print(f"dualenc {version('dualenc')}")
 
 
+def _unforeseen(error: Exception) -> str:
+    """The line of an error that no part of the package has explained."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, without torch
+        return f"error: not enough memory ({_one_line(error) or 'none left'}); make batch_size or chunk_size smaller"
+    what = f"{type(error).__name__}: {_one_line(error)}"[:400].rstrip(": ")
+    return f"unexpected error: {what}; run again with --debug to see where"
+
+
 def _one_line(error: BaseException) -> str:
-    """The message of an error with line breaks folded; what to do where Python's own message does not tell."""
-    message = " ".join(str(error).split())
+    """The message of an error with line breaks folded; what to do where Python's own message does not tell.
+
+    File names and values in it are a stranger's: control characters, which a terminal would obey, are spelled out.
+    """
+    text = " ".join(str(error).split())
+    message = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
     if isinstance(error, ModuleNotFoundError):
         return f"{message}; install the package that brings it (pip install {error.name})"
     return message

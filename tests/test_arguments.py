@@ -156,3 +156,10 @@ def test_help_names_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
 def test_nearest() -> None:
     assert nearest("indx", ["index", "search"]) == " (did you mean index?)"
     assert nearest("qqqqq", ["index", "search"]) == ""
+
+
+@pytest.mark.parametrize(
+    "words", ["--cutoffs 1 --cutoffs 5", "--cutoffs 1,5", "--cutoffs=[1,5]", "--cutoffs=[1] --cutoffs 5"]
+)
+def test_an_option_that_takes_a_list_may_be_repeated(words: str) -> None:
+    assert called(build, "m", "--out", "o", *words.split())["cutoffs"] == [1, 5]

@@ -111,10 +111,41 @@ def test_what_a_user_can_mend_is_one_line(
             cli.main(words)
 
 
-def test_a_bug_keeps_its_traceback(failing: Any) -> None:
-    failing(ZeroDivisionError("ours"))
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["fail"])
+class OutOfMemoryError(RuntimeError):
+    """By its name, as torch's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ZeroDivisionError("ours"), "unexpected error: ZeroDivisionError: ours; run again with --debug to see where"),
+        (KeyError("a\nb"), "unexpected error: KeyError: 'a\\nb'; run again with --debug to see where"),
+        (TypeError("two\nlines"), "unexpected error: TypeError: two lines; run again with --debug to see where"),
+        (RecursionError(), "unexpected error: RecursionError; run again with --debug to see where"),
+        (ValueError("x" * 900), f"unexpected error: ValueError: {'x' * 388}; run again with --debug to see where"),
+        (MemoryError(), "error: not enough memory (none left); make batch_size or chunk_size smaller"),
+        (
+            OutOfMemoryError("tried to allocate 2 GiB"),
+            "error: not enough memory (tried to allocate 2 GiB); make batch_size or chunk_size smaller",
+        ),
+    ],
+)
+def test_what_nobody_foresaw_is_one_line_and_code_1(
+    failing: Any, error: Exception, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(error)
+    assert cli.main(["fail"]) == 1
+    assert capsys.readouterr().err == f"dualenc: {message}\n"
+    with pytest.raises(type(error)):
+        cli.main(["fail", "--debug"])
+
+
+def test_control_characters_in_a_message_do_not_reach_the_terminal(
+    failing: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(DualencError("a\x1b[2Jb\x9bc\udc80: ümlaut"))
+    assert cli.main(["fail"]) == 2
+    assert capsys.readouterr().err == "dualenc: error: a\\x1b[2Jb\\x9bc\\udc80: ümlaut\n"
 
 
 def test_ctrl_c(failing: Any, capsys: pytest.CaptureFixture[str]) -> None:

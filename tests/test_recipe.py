@@ -1,13 +1,15 @@
 """Recipes: sections, links, overrides, and errors that name the nearest valid key."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import yaml
 
 from dualenc import cli
 from dualenc.errors import DualencError
-from dualenc.recipe import make_recipe, read_recipe
+from dualenc.recipe import _read_yaml, make_recipe, read_recipe
 from dualenc.training.run_log import read_metrics
 
 WORDS = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o", "p"]
@@ -109,10 +111,33 @@ def test_the_resolved_recipe_makes_the_same_recipe(recipe):
         ("objective.temprature=1", r"unknown key objective\.init_args\.temprature \(did you mean temperature\?\)"),
         ("objectiv.temperature=1", r"no section 'objectiv' \(did you mean objective\?\)"),
         ("objective.class_path=SogCRL", r"no class 'SogCRL' in dualenc.objectives \(did you mean SogCLR\?\)"),
-        ("objective.class_path=nowhere.SogCLR", "cannot import nowhere"),
+        ("objective.class_path=nowhere.SogCLR", "nowhere.SogCLR is not of dualenc.*--allow-module nowhere"),
+        ("objective.class_path=dualenc.nowhere.SogCLR", "cannot import dualenc.nowhere"),
+        ("objective.class_path=BeirPairs", "no class 'BeirPairs' in dualenc.objectives"),
+        ("objective.class_path=Objective.x", "is not of dualenc"),
+        ("batching.class_path=BatchSelector", "'BatchSelector' is abstract"),
         ("objective.num_left=3", "objective.init_args.num_left is filled in by the training; leave it out"),
-        ("trainer.epochs=many", r"trainer.epochs: Expected a int. Given value: many"),
-        ("objective.temperature=warm", "objective.temperature: .*warm"),
+        ("trainer.epochs=many", "trainer.epochs is 'many'; it must be an integer or null"),
+        ("objective.temperature=warm", "objective.temperature is 'warm'; it must be a number"),
+        ("objective.temperature=", "objective.temperature is None; it must be a number"),
+        ("trainer.epochs=3.7", "trainer.epochs is 3.7; it must be an integer or null"),
+        ("trainer.batch_size='32'", "trainer.batch_size is '32'; it must be an integer"),
+        ("trainer.epochs=true", "trainer.epochs is True; it must be an integer or null"),
+        ("trainer.overwrite=1", "trainer.overwrite is 1; it must be true or false"),
+        ("trainer.learning_rate=true", "trainer.learning_rate is True; it must be a number"),
+        ("trainer.learning_rate=.nan", "trainer.learning_rate is nan; give a finite number"),
+        ("trainer.learning_rate=-.inf", "trainer.learning_rate is -inf; give a finite number"),
+        ("trainer.seed=99999999999999999999", "trainer.seed is 9+; give a finite number"),
+        ("trainer.optimizer=adam", "trainer.optimizer is 'adam'; it must be 'adamw' or 'sgd' or 'lars'"),
+        ("trainer.output=[1]", r"trainer.output is \[1\]; it must be text"),
+        ("trainer.betas=[0.9]", "trainer.betas has 1 values; give 2"),
+        ("trainer.betas=[0.9, x]", r"trainer.betas\[1\] is 'x'; it must be a number"),
+        ("trainer.betas={a: 1}", "trainer.betas is {'a': 1}; it must be a list of 2 values"),
+        ("data.path=3", "data.path is 3; it must be text"),
+        ("model.config=[1]", r"model.config is \[1\]; it must be keys and values"),
+        ("model.config={1: 2}", "model.init_args.config: the key 1 is not text; quote it"),
+        ("data=3", "section 'data' is 3; it must hold keys"),
+        ("data.init_args=3", "data.init_args is 3; it must hold the arguments"),
         ("data.path=", "data"),
         ("trainer.epochs", "is no override; write section.key=value"),
         ("data=null", "section 'data' is missing"),
@@ -127,7 +152,16 @@ def test_mistakes_name_the_key_in_one_line(recipe, override, message):
 
 
 def test_files_that_are_no_recipe(tmp_path):
-    for text, message in (("a: [", "not valid YAML"), ("- 1", "holds no sections"), ("x: 1", "unknown section")):
+    for text, message in (
+        ("a: [", "not valid YAML"),
+        ("- 1", "holds no sections"),
+        ("x: 1", "unknown section"),
+        ("data: {path: a}\ndata: {path: b}", "the key data is given twice, again in line 2; remove one"),
+        ("data:\n  path: a\n  path: a\n", "the key path is given twice, again in line 3; remove one"),
+        ("1: x", "the key 1 is not text; quote it"),
+        ("data: !!timestamp 2001-13-45", "not valid YAML .*month must be in"),
+        ("data: " + "9" * 5000, "data is 9+ …; give a finite number|not valid YAML"),
+    ):
         path = tmp_path / "broken.yaml"
         path.write_text(text)
         with pytest.raises(DualencError, match=message):
@@ -158,3 +192,89 @@ def test_the_command_ends_with_code_2_and_one_line(recipe, capsys):
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert "another recipe" in told
     assert "objective was 'DCL" in told
+
+
+def test_plain_values_are_those_of_yaml_1_2(tmp_path):
+    """In YAML 1.1, as PyYAML reads it, `no` is false, 1e-3 is text, 1:30 is 90, 010 is 8 and 2001-01-01 a date."""
+    path = tmp_path / "values.yaml"
+    path.write_text(
+        "{a: no, b: 1e-3, c: 1:30, d: 010, e: 2001-01-01, f: true, g: ~, h: -7, i: .5, j: 1_0, k: 0, l: +1.5e3}"
+    )
+    values = {"a": "no", "b": 1e-3, "c": "1:30", "d": "010", "e": "2001-01-01", "f": True}
+    values |= {"g": None, "h": -7, "i": 0.5, "j": "1_0", "k": 0, "l": 1500.0}
+    assert _read_yaml(path) == values
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.path=/nope", "recipe.yaml: data: /nope"),
+        ("objective.temperature=0", "recipe.yaml: objective: SogCLR: temperature is 0"),
+        ("objective.gamma=7", "recipe.yaml: objective: SogCLR: gamma is 7"),
+        ("evaluator.path=/nope", "recipe.yaml: evaluator: /nope"),
+        (
+            "evaluator={class_path: ImageTextEvaluator, init_args: {pairs: "
+            "{class_path: BeirPairs, init_args: {path: /no}}}}",
+            "recipe.yaml: evaluator.pairs: /no",
+        ),
+        ("model.tokenizer=/nope", "recipe.yaml: model: /nope"),
+        ("model.config.model_type=made-up", "recipe.yaml: model: config of the text tower"),
+        ("trainer.batch_size=0", "recipe.yaml: trainer: batch_size is 0; it must be at least 1"),
+        ("trainer.momentum=-1", r"recipe.yaml: trainer: momentum is -1.0; it must be in \[0, 1\)"),
+        ("trainer.final_fraction=-1", r"recipe.yaml: trainer: final_fraction is -1.0; it must be in \[0, 1\]"),
+        ("trainer.betas=[2, 3]", r"recipe.yaml: trainer: betas are \[2.0, 3.0\]; give two numbers in \[0, 1\)"),
+        ("trainer.learning_rate=-1", "recipe.yaml: trainer: learning_rate is -1.0; it must be above 0"),
+        ("trainer.weight_decay=-1", "recipe.yaml: trainer: weight_decay is -1.0; it must be at least 0"),
+        ("trainer.warmup=-1", "recipe.yaml: trainer: warmup is -1; give a number of steps"),
+        ("trainer.warmup=1.5", "recipe.yaml: trainer: warmup is 1.5; give a number of steps"),
+        ("trainer.max_gradient_norm=-1", "recipe.yaml: trainer: max_gradient_norm is -1.0; it must be above 0"),
+        ("trainer.epochs=1000000000", "recipe.yaml: trainer: epochs is 1000000000; it must be at most"),
+        ("trainer.seed=-1", "recipe.yaml: trainer: seed -1"),
+    ],
+)
+def test_what_a_part_refuses_is_one_line_with_its_section(recipe, override, message, capsys, tmp_path):
+    assert cli.main(["train", recipe, override]) == 2
+    told = capsys.readouterr().err
+    assert re.match(f"dualenc: error: .*{message}", told), told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_of_the_system_is_told_with_its_section(recipe, monkeypatch, capsys):
+    import dualenc.data.beir
+
+    def deny(*arguments, **options):
+        raise PermissionError(13, "Permission denied", "corpus.jsonl")
+
+    monkeypatch.setattr(dualenc.data.beir, "read_corpus", deny)
+    assert cli.main(["train", recipe]) == 2
+    assert "recipe.yaml: data: PermissionError: [Errno 13] Permission denied: 'corpus.jsonl'" in capsys.readouterr().err
+
+
+def test_a_bug_in_a_part_is_one_line_and_its_traceback_with_debug(recipe, monkeypatch, capsys):
+    import dualenc.data.beir
+
+    def fail(*arguments, **options):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(dualenc.data.beir, "read_corpus", fail)
+    assert cli.main(["train", recipe]) == 1
+    assert capsys.readouterr().err == (
+        "dualenc: unexpected error: ZeroDivisionError: ours; run again with --debug to see where\n"
+    )
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", recipe, "--debug"])
+
+
+def test_recipes_from_python_are_checked_as_strictly(settings):
+    settings["trainer"]["epochs"] = "3"
+    with pytest.raises(DualencError, match=r"recipe: trainer.epochs is '3'; it must be an integer or null"):
+        make_recipe(settings)
+    settings["trainer"]["epochs"] = 3
+    settings["trainer"]["output"] = Path("somewhere")
+    assert make_recipe(settings).settings["trainer"]["output"] == "somewhere"
+    settings["trainer"]["output"] = settings
+    with pytest.raises(DualencError, match="holds more than 10,000 values or 40 levels"):
+        make_recipe(settings)
+    with pytest.raises(DualencError, match="holds no sections"):
+        make_recipe([])  # type: ignore[arg-type]

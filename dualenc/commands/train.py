@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from dualenc.training.result import TrainingResult
 
 
-def train(recipe: str, *overrides: str, resume: bool = False) -> None:
+def train(recipe: str, *overrides: str, resume: bool = False, allow_module: list[str] | None = None) -> None:
     """Train a dual encoder from a recipe.
 
     Writes checkpoints, metrics.jsonl, the resolved recipe.yaml and, at the end, the model folder into
@@ -18,6 +18,7 @@ def train(recipe: str, *overrides: str, resume: bool = False) -> None:
         recipe: YAML file that names the classes of model, data, objective, batching and evaluator, and their arguments.
         overrides: section.key=value each, such as trainer.epochs=3 objective.temperature=0.05.
         resume: go on, exactly, from the latest checkpoint in trainer.output.
+        allow_module: module beside dualenc whose classes the recipe may name, and whose code thus runs; repeatable.
 
     Raises:
         DualencError: an unknown key or class, data that cannot be read, a loss that is not finite, an output folder
@@ -28,7 +29,7 @@ def train(recipe: str, *overrides: str, resume: bool = False) -> None:
     from dualenc import distributed
     from dualenc.recipe import read_recipe
 
-    result = read_recipe(recipe, overrides).train(resume=resume)
+    result = read_recipe(recipe, overrides, allow_module or ()).train(resume=resume)
     if distributed.is_main():
         _report(result)
     PartialState().destroy_process_group()

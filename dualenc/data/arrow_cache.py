@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dualenc.data.identity import file_identity
 from dualenc.data.lines import read_records
 from dualenc.data.skips import Skips
 from dualenc.errors import DualencError
@@ -29,7 +30,7 @@ IN_MEMORY_BYTES = 32 << 20
 
 _BATCH_ROWS = 2000
 _ROWS_BEFORE_MISSING = 1000  # a column absent from that many records is taken for a typing error
-_VERSION = 1  # of what the cache holds; raise it when the reading changes
+_VERSION = 2  # of what the cache holds; raise it when the reading changes
 
 
 def cache_folder() -> Path:
@@ -79,18 +80,23 @@ def read_lines(
     Raises:
         DualencError: an unreadable file, or a column that no record has.
     """
+    import pyarrow as pa
     from datasets import Dataset
 
     schema = _schema(columns)
-    records = _reshaped(_records(files, skips, quotes), reshape)
+    records = _reshaped(files, _records(files, skips, quotes), reshape, skips)
     rows = islice(_rows(files, records, columns, optional, skips), limit)
     if sum(file.stat().st_size for file in files) <= IN_MEMORY_BYTES:
         return Dataset(_table(schema, rows))
-    facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    facts = [(str(file.resolve()), file.stat().st_mtime_ns, file_identity(file).decode()) for file in files]
     key = json.dumps(
         [_VERSION, facts, list(columns.items()), quotes, limit, skips.on_error, str(reshape and reshape.__qualname__)]
     )
-    return Dataset.from_file(str(_cached(key, schema, rows, skips)))
+    target = _cached(key, schema, rows, skips)
+    try:
+        return Dataset.from_file(str(target))
+    except (pa.ArrowException, OSError) as error:
+        raise DualencError(f"{target}: damaged data cache ({_first_line(error)}); remove this file") from None
 
 
 def _cached(key: str, schema: pa.Schema, rows: Iterator[dict[str, Any]], skips: Skips) -> Path:
@@ -99,6 +105,8 @@ def _cached(key: str, schema: pa.Schema, rows: Iterator[dict[str, Any]], skips: 
     counts = target.with_suffix(".json")
     if target.is_file() and counts.is_file():
         known = read_json(counts)
+        if not isinstance(known, dict) or not all(isinstance(known.get(part), dict) for part in ("counts", "first")):
+            raise DualencError(f"{counts}: damaged data cache; remove this file")
         skips.counts.update(known["counts"])
         skips.first.update(known["first"])
         return target
@@ -107,8 +115,9 @@ def _cached(key: str, schema: pa.Schema, rows: Iterator[dict[str, Any]], skips: 
             _write(beside, schema, rows)
             write_json(counts, {"counts": skips.counts, "first": skips.first})
     except OSError as error:
+        reason = error.strerror or _first_line(error)
         raise DualencError(
-            f"{target.parent}: cannot write the data cache ({error.strerror}); set HF_DATASETS_CACHE to another folder"
+            f"{target.parent}: cannot write the data cache ({reason}); set HF_DATASETS_CACHE to another folder"
         ) from None
     return target
 
@@ -149,8 +158,18 @@ def _records(files: Sequence[Path], skips: Skips, quotes: bool) -> Iterator[Plac
             yield number, line, record
 
 
-def _reshaped(records: Iterator[Placed], reshape: Reshape | None) -> Iterator[Placed]:
-    return records if reshape is None else ((number, line, reshape(record)) for number, line, record in records)
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _reshaped(
+    files: Sequence[Path], records: Iterator[Placed], reshape: Reshape | None, skips: Skips
+) -> Iterator[Placed]:
+    for number, line, record in records:
+        try:
+            yield number, line, record if reshape is None else reshape(record)
+        except TypeError as error:
+            skips.bad("value of a wrong type", f"{files[number]}:{line}", f"{error}; mend the line")
 
 
 def _rows(
@@ -193,6 +212,8 @@ def _text(value: Any) -> str | None:
     if isinstance(value, str):
         if not value.isascii():
             value.encode()  # half a surrogate pair, which JSON can escape, is no text
+        if "\0" in value:
+            raise TypeError("a NUL character stands in the text, as when UTF-16 is read as UTF-8")
         return value
     if isinstance(value, (dict, list)):
         raise TypeError(f"a {type(value).__name__} stands where one text is expected")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,10 +13,13 @@ from dualenc.data.arrow_cache import Kind
 from dualenc.data.columns import Picked
 from dualenc.data.corpora import text_corpus
 from dualenc.data.corpus import Corpus, RetrievalSet
+from dualenc.data.lines import read_text_lines
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import OnError, Skips
 from dualenc.data.tables import open_table
 from dualenc.errors import DualencError
+
+_GRADE = re.compile(r"[+-]?[0-9]{1,9}")  # trec_eval's range is that of a C integer
 
 
 class Judgement(NamedTuple):
@@ -138,16 +142,20 @@ def read_corpus(folder: str | Path, part: str = "corpus", *, titles: bool = True
 def read_qrels(file: Path, skips: Skips) -> Iterator[Judgement]:
     """The judgements of a tab-separated file `query-id, corpus-id, score`, with or without that header.
 
+    A score is a whole number; 0 and below mean judged not relevant, as in trec_eval.
+
     Raises:
-        BadSample: a malformed line, or a pair judged twice, under on_error="raise".
+        DualencError: no regular file.
+        BadSample: a line that is not UTF-8, a malformed line, or a pair judged twice, under on_error="raise".
     """
     seen: set[tuple[str, str]] = set()
-    for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
+    for number, line in read_text_lines(file, skips):
         fields = line.split("\t")
-        if not line.strip() or (number == 1 and fields[-1] == "score"):
+        if not line.strip() or (number == 1 and fields[-1].strip() == "score"):
             continue
-        if len(fields) != 3 or not fields[2].strip().removeprefix("-").isdecimal():
-            skips.bad("malformed judgement", f"{file}:{number}", "write query-id, corpus-id and a whole score, by tabs")
+        if len(fields) != 3 or not _GRADE.fullmatch(fields[2].strip()):
+            mend = "write query-id, corpus-id and a whole score below 10^9, by tabs"
+            skips.bad("malformed judgement", f"{file}:{number}", mend)
         elif (fields[0], fields[1]) in seen:
             skips.bad("pair judged twice", f"{file}:{number}", "keep one of the lines")
         else:

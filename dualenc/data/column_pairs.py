@@ -96,8 +96,8 @@ class _Values(NamedTuple):
 
     @classmethod
     def of(cls, table: Table, name: str, modality: Modality | None) -> _Values:
-        column = Column(table.dataset, name)
-        modality = modality or modality_of(column)
+        modality = modality or modality_of(Column(table.dataset, name))
+        column = Column.of(table, name, modality, lists=True)
         keys = Texts(column) if modality == "text" or column.holds_strings else None
         return cls(items_of(table, column, modality), modality, column, column.row_of_values(), keys)
 

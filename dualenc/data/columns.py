@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from tqdm import tqdm
 from dualenc.data.identity import file_identity, identities
 from dualenc.data.images import IMAGE_SUFFIXES, decode_image, open_image
 from dualenc.data.pairs import Items, Modality
-from dualenc.errors import BadSample
+from dualenc.errors import BadSample, DualencError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,6 +34,32 @@ class Column:
         self.dataset, self.name = dataset, name
         self._array: pa.ChunkedArray | None = None
         self._lengths: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, table: Table, name: str, modality: Modality, *, lists: bool = False) -> Column:
+        """A column of a table, of which the values are sure to be usable.
+
+        Args:
+            table: the rows.
+            name: one of its columns.
+            modality: "text" for texts, ids and labels: strings and numbers; "image": file contents, records of
+                contents and path, or paths.
+            lists: whether a row may hold a list of values.
+
+        Raises:
+            DualencError: the column holds something else.
+        """
+        column = cls(table.dataset, name)
+        kind = table.dataset.data.schema.field(name).type
+        if column.is_list and not lists:
+            raise DualencError(f"{table.source}: column {name!r} holds lists; name one with a single value in each row")
+        mend = {
+            "text": "texts are needed; cast it to strings, or name another column",
+            "image": "images are needed: file contents, paths, or records with `bytes` and `path`; name another column",
+        }
+        if not (_holds_text if modality == "text" else _holds_images)(column.array.type):
+            raise DualencError(f"{table.source}: column {name!r} holds {kind}, where {mend[modality]}")
+        return column
 
     @property
     def array(self) -> pa.ChunkedArray:
@@ -80,16 +107,19 @@ class Column:
         return len(self.array)
 
     def __getitem__(self, index: int) -> Any:
-        return self.array[int(index)].as_py()
+        try:
+            return self.array[int(index)].as_py()
+        except UnicodeDecodeError:  # files may hold any bytes as strings
+            raise BadSample(f"column {self.name!r}, value {index}: not UTF-8 text; mend or remove it") from None
 
     def values(self, rows: np.ndarray) -> np.ndarray:
-        """The values at some positions (n,), in bulk, as an array of objects."""
+        """The values at some positions (n,), in bulk, as an array of objects; bytes that are not UTF-8 as escapes."""
         starts = np.cumsum([0, *(len(chunk) for chunk in self.array.chunks)])
         chunk_of = np.searchsorted(starts, rows, side="right") - 1
         result = np.empty(len(rows), dtype=object)
         for number in np.unique(chunk_of).tolist():
             here = np.flatnonzero(chunk_of == number)
-            values = self.array.chunk(number).take(rows[here] - starts[number]).to_pylist()
+            values = _as_python(self.array.chunk(number).take(rows[here] - starts[number]))
             for place, value in zip(here.tolist(), values, strict=True):
                 result[place] = value
         return result
@@ -155,27 +185,50 @@ class Titled:
 class Images:
     """Values of a column as images: file contents, `{"bytes", "path"}` records, or paths.
 
+    Paths start in the table's folder and must stay in it, links resolved, unless the table says `allow_outside`: a
+    table from somewhere else must not make this machine read files of its choice.
+
     Args:
-        column: the values.
-        root: where relative paths start.
-        source: names the table in errors.
+        table: where relative paths start, and how errors name a row.
+        column: the values, one of its columns.
     """
 
-    def __init__(self, column: Column, root: Path, source: str) -> None:
-        self.column, self.root, self.source = column, root, source
+    def __init__(self, table: Table, column: Column) -> None:
+        self.table, self.column = table, column
 
     def __len__(self) -> int:
         return len(self.column)
 
     def __getitem__(self, index: int) -> Image.Image:
         data, path = _contents_and_path(self.column[index])
-        if isinstance(data, bytes):
-            return decode_image(data, f"{self.source} row {index}, column {self.column.name!r}")
-        if path:
-            return open_image(self.root / path)
-        raise BadSample(
-            f"{self.source} row {index}, column {self.column.name!r}: no image; fill it in or remove the row"
-        )
+        if data is not None:
+            return decode_image(data, self._where(index))
+        if path is None:
+            raise BadSample(f"{self._where(index)}: no image; fill it in or remove the row")
+        try:
+            return open_image(self._file(path))
+        except BadSample as error:
+            raise BadSample(f"{error} (named in {self._where(index)})") from None
+
+    def _where(self, index: int) -> str:
+        return f"{self.table.where(int(self.column.row_of_values()[index]))}, column {self.column.name!r}"
+
+    def _file(self, path: str) -> Path:
+        """The file that a path of the table means.
+
+        Raises:
+            BadSample: it is outside of the table's folder, and that is not allowed.
+        """
+        file = self.table.root / path
+        if self.table.allow_outside or "\0" in path:
+            return file
+        resolved = os.path.realpath(file)
+        if not Path(resolved).is_relative_to(os.path.realpath(self.table.root)):
+            raise BadSample(
+                f"{path!r}: image outside of the folder {self.table.root}; move it there, or pass allow_outside=True "
+                "if you trust the table"
+            )
+        return Path(resolved)
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """As `dualenc.data.identity` asks for: file contents, or lengths; of paths what `file_identity` tells."""
@@ -188,9 +241,14 @@ class Images:
             if data is not None:
                 result[place] = data
             elif path:
-                name = path.encode(errors="surrogatepass")
-                result[place] = name + b" " + file_identity(self.root / path, read)
+                result[place] = path.encode(errors="surrogatepass") + b" " + self._file_identity(path, read)
         return result
+
+    def _file_identity(self, path: str, read: bool) -> bytes:
+        try:
+            return file_identity(self._file(path), read)
+        except BadSample:
+            return b"outside"
 
 
 class Picked:
@@ -237,6 +295,36 @@ def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
     return (data if isinstance(data, bytes) else None), (path if isinstance(path, str) else None)
 
 
+def _as_python(array: pa.Array) -> list[Any]:
+    import pyarrow as pa
+
+    try:
+        return array.to_pylist()
+    except UnicodeDecodeError:
+        values = array.cast(pa.large_binary()).to_pylist()
+        return [None if value is None else value.decode(errors="backslashreplace") for value in values]
+
+
+def _holds_text(kind: pa.DataType) -> bool:
+    import pyarrow.types as kinds
+
+    usual = kinds.is_string, kinds.is_large_string, kinds.is_null, kinds.is_boolean
+    numbers = kinds.is_integer, kinds.is_floating, kinds.is_decimal, kinds.is_temporal
+    return any(is_kind(kind) for is_kind in (*usual, *numbers))
+
+
+def _holds_images(kind: pa.DataType) -> bool:
+    import pyarrow.types as kinds
+
+    strings = kinds.is_string, kinds.is_large_string, kinds.is_null
+    contents = kinds.is_binary, kinds.is_large_binary, kinds.is_null
+    if not kinds.is_struct(kind):
+        return any(is_kind(kind) for is_kind in (*strings, *contents))
+    wanted = {"bytes": contents, "path": strings}
+    there = {name: kind.field(name).type for name in wanted if kind.get_field_index(name) >= 0}
+    return bool(there) and all(any(is_kind(field) for is_kind in wanted[name]) for name, field in there.items())
+
+
 def modality_of(column: Column) -> Modality:
     """What a column holds: records, file contents and names of image files are images, all else is text."""
     import pyarrow.types as kinds
@@ -251,7 +339,7 @@ def modality_of(column: Column) -> Modality:
 
 def items_of(table: Table, column: Column, modality: Modality) -> Items:
     """A column's values as raw items."""
-    return Texts(column) if modality == "text" else Images(column, table.root, table.source)
+    return Texts(column) if modality == "text" else Images(table, column)
 
 
 def filled(column: Column) -> np.ndarray:
@@ -267,14 +355,21 @@ def filled(column: Column) -> np.ndarray:
 
 
 def _filled(array: pa.ChunkedArray) -> np.ndarray:
+    import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.types as kinds
 
     kind = array.type
     there = pc.is_valid(array)
     if kinds.is_string(kind) or kinds.is_large_string(kind):
-        there = pc.and_(there, pc.fill_null(pc.invert(pc.utf8_is_space(array)), False))
-    if not kinds.is_null(kind) and not kinds.is_primitive(kind):
+        try:
+            there = pc.and_(there, pc.fill_null(pc.invert(pc.utf8_is_space(array)), False))
+        except pa.ArrowInvalid:  # not UTF-8 somewhere; those that are not are told when they are read
+            values = [value for chunk in array.chunks for value in _as_python(chunk)]
+            return np.array([bool(value and value.strip()) for value in values], dtype=bool)
+    if any(
+        is_kind(kind) for is_kind in (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary)
+    ):
         there = pc.and_(there, pc.fill_null(pc.greater(pc.binary_length(array), 0), False))
     return there.to_numpy()
 

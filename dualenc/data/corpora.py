@@ -30,14 +30,14 @@ def text_corpus(
         what: names an item in errors.
 
     Raises:
-        DualencError: nothing usable.
+        DualencError: nothing usable, or a column of something else.
         BadSample: an empty text, a missing or repeated id, under on_error="raise".
     """
-    column = Column(table.dataset, text_column)
+    column = Column.of(table, text_column, "text", lists=True)
     items: Items = Texts(column)
     there = filled(column)
     if title_column is not None and not column.is_list:
-        titles = Column(table.dataset, title_column)
+        titles = Column.of(table, title_column, "text")
         items, there = Titled(titles, column), there | filled(titles)
     rows = column.row_of_values()
     _tell(table, rows[~there], f"empty {what}", "fill it in or remove it")
@@ -53,16 +53,16 @@ def image_corpus(
     """The images of a table, in the order of its rows, with labels where there is a column of them.
 
     Raises:
-        DualencError: nothing usable.
+        DualencError: nothing usable, or a column of something else.
         BadSample: a row without an image, a missing or repeated id, under on_error="raise".
     """
-    column = Column(table.dataset, image_column)
+    column = Column.of(table, image_column, "image")
     there = filled(column)
     _tell(table, np.flatnonzero(~there), f"no image in column {image_column!r}", "fill it in or remove the row")
     ids = _ids(table, id_column)
     kept = _usable(table, ids, np.arange(len(table)), np.flatnonzero(there), "image")
     labels = None if label_column is None else labels_of_column(table, label_column).take(kept)
-    items = Picked(Images(column, table.root, table.source), kept)
+    items = Picked(Images(table, column), kept)
     numbers, names = (None, None) if labels is None else labels
     return Corpus([ids[i] for i in kept], items, "image", labels=numbers, class_names=names)
 
@@ -70,7 +70,8 @@ def image_corpus(
 def _ids(table: Table, id_column: str | None) -> Sequence[str | None]:
     if id_column is None:
         return [str(row) for row in range(len(table))]
-    values = Column(table.dataset, id_column).array.to_pylist()
+    column = Column.of(table, id_column, "text")
+    values = column.values(np.arange(len(column))).tolist()
     return [None if value is None else str(value) for value in values]
 
 

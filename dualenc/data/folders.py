@@ -9,6 +9,7 @@ import numpy as np
 from dualenc.data.column_pairs import ColumnPairs
 from dualenc.data.columns import Column
 from dualenc.data.images import find_images
+from dualenc.data.lines import read_text_lines
 from dualenc.data.skips import OnError, Skips
 from dualenc.data.tables import TABLE_FORMATS, Table, open_table, peek_columns
 from dualenc.errors import DualencError
@@ -70,15 +71,15 @@ def _table_of_text_files(folder: Path, names: list[str], skips: Skips) -> Table:
     rows = []
     for name in names:
         file = (folder / name).with_suffix(".txt")
-        text = file.read_text("utf-8-sig") if file.is_file() else ""
-        captions = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = read_text_lines(file, skips) if file.is_file() else ()
+        captions = [line.strip() for _, line in lines if line.strip()]
         if captions:
             rows.append({"image": name, "captions": captions})
         else:
             skips.bad("image without a caption", str(folder / name), f"write one to {file.name}, pass captions=TABLE")
     skips.demand(len(rows), "image with a caption")
     features = Features({"image": Value("string"), "captions": List(Value("string"))})
-    return Table(str(folder), Dataset.from_list(rows, features=features), skips, folder)
+    return Table(str(folder), Dataset.from_list(rows, features=features), skips, folder, allow_outside=True)
 
 
 def _only_images(table: Table, folder: Path, column: str, known: set[str]) -> Table:
@@ -86,11 +87,12 @@ def _only_images(table: Table, folder: Path, column: str, known: set[str]) -> Ta
     import pyarrow as pa
     from datasets import Dataset
 
-    files = Column(table.dataset, column).array.to_pylist()
+    names = Column.of(table, column, "text")
+    files = names.values(np.arange(len(names))).tolist()
     there = np.array([not file or Path(file).as_posix() in known for file in files], dtype=bool)
     for row in np.flatnonzero(~there).tolist():
         table.skips.bad("image that is not in the folder", table.where(row), f"{files[row]!r} is not in {folder}")
-    table.root = folder
+    table.root, table.allow_outside = folder, True  # links in a folder of images are followed, as without captions
     if not there.all():
         table.dataset = Dataset(table.dataset.data.filter(pa.array(there)))
     return table

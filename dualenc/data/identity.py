@@ -31,7 +31,7 @@ SAMPLED_IMAGES = 1 << 12
 
 _TEXT_BLOCK, _IMAGE_BLOCK = 1 << 14, 1 << 8  # items whose contents are in memory together
 _MOST_BYTES = 1 << 26  # larger files than that are sampled
-_PIECE = 1 << 16
+_PIECE, _PIECES = 1 << 16, 64
 
 
 def items_identity(items: Items, modality: Literal["text", "image"] = "text") -> str:
@@ -77,7 +77,7 @@ def identities(items: Items, rows: np.ndarray, read: bool) -> Sequence[bytes]:
 def file_identity(path: Path, read: bool = True) -> bytes:
     """Size and contents of a file; size and time of change if it is not read.
 
-    A file above 64 MiB is not read in full but in 1,024 pieces spread over it, and its time of change counts besides.
+    A file above 64 MiB is not read in full but in 64 pieces spread over it, and its time of change counts besides.
     """
     try:
         with open_regular(path) as stream:
@@ -90,7 +90,7 @@ def file_identity(path: Path, read: bool = True) -> bytes:
                 while piece := stream.read(1 << 20):
                     digest.update(piece)
                 return f"{size} {digest.hexdigest()}".encode()
-            for offset in np.linspace(0, size - _PIECE, _MOST_BYTES // _PIECE).astype(np.int64).tolist():
+            for offset in np.linspace(0, size - _PIECE, _PIECES).astype(np.int64).tolist():
                 stream.seek(offset)
                 digest.update(stream.read(_PIECE))
             return f"{size} {changed} {digest.hexdigest()}".encode()

@@ -59,6 +59,7 @@ class TableViews(ImageViews):
         split: of a folder, saved data set or hub name.
         subset: configuration of a hub data set.
         limit: read the first rows only.
+        allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
         on_error: "skip" leaves out, counts and reports rows without an image; "raise" stops at the first.
 
     Raises:
@@ -75,15 +76,23 @@ class TableViews(ImageViews):
         split: str = "train",
         subset: str | None = None,
         limit: int | None = None,
+        allow_outside: bool = False,
         on_error: OnError = "skip",
     ) -> None:
         label = label_column or "label"
         columns: dict[str, Kind] = {image_column: "value", label: "value"}
         optional = () if label_column else (label,)
         table = open_table(
-            path, columns, Skips(path, on_error), optional=optional, split=split, subset=subset, limit=limit
+            path,
+            columns,
+            Skips(path, on_error),
+            optional=optional,
+            split=split,
+            subset=subset,
+            limit=limit,
+            allow_outside=allow_outside,
         )
-        column = Column(table.dataset, image_column)
+        column = Column.of(table, image_column, "image")
         there = filled(column)
         missing = np.flatnonzero(~there)
         if len(missing):
@@ -92,7 +101,7 @@ class TableViews(ImageViews):
         rows = np.flatnonzero(there)
         table.skips.demand(len(rows), "image")
         labels = labels_of_column(table, label).take(rows) if table.has(label) else None
-        super().__init__(Picked(Images(column, table.root, table.source), rows), labels)
+        super().__init__(Picked(Images(table, column), rows), labels)
         self.skipped = table.skips.report()
 
 

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import warnings
+from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dualenc.data.identity import file_identity
 from dualenc.errors import BadSample, DualencError
+from dualenc.files import open_regular
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
+MOST_BYTES = 256 << 20
+"""Files of images above that many bytes are not read."""
+MOST_PIXELS = 89_478_485
+"""Images with more pixels are not decoded (a quarter of a GB in memory), unless `PIL.Image.MAX_IMAGE_PIXELS` is set."""
+
 _ORIENTATION = 0x0112  # EXIF tag
+_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+"""What is decoded. Other plugins of Pillow start programs (Ghostscript, for EPS) or read no images of a data set."""
 
 
 def decode_image(data: bytes, where: str) -> Image.Image:
@@ -24,33 +35,62 @@ def decode_image(data: bytes, where: str) -> Image.Image:
 
     Args:
         data: a whole image file.
-        where: names the image in errors.
+        where: names the image in errors: file, row of a table or member of a tar.
 
     Raises:
-        BadSample: the bytes are not a complete image of a known format.
+        BadSample: the bytes are not a complete image of a known format, or the image has more than 89,478,485 pixels.
     """
+    if len(data) > MOST_BYTES:
+        raise BadSample(
+            f"{where}: image of {len(data):,} bytes, where {MOST_BYTES:,} are allowed; replace or remove it"
+        )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image: Image.Image = Image.open(io.BytesIO(data))
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # counted below, without a second bound
+            image: Image.Image = Image.open(io.BytesIO(data), formats=_formats())
+            most = Image.MAX_IMAGE_PIXELS or MOST_PIXELS
+            if image.width * image.height > most:
+                raise ValueError(f"{image.width} x {image.height} pixels are more than {most:,}")
             if image.getexif().get(_ORIENTATION, 1) != 1:
                 image = ImageOps.exif_transpose(image)
             return image.convert("RGB")
     except Exception as error:  # Pillow's plugins raise many kinds on broken files
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise BadSample(f"{where}: image cannot be decoded ({reason}); replace or remove it") from None
+        raise BadSample(f"{where}: image cannot be decoded ({_reason(error)}); replace or remove it") from None
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """The formats that this Pillow was built with."""
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+def _reason(error: Exception) -> str:
+    """What Pillow says, in one line, without the address of the buffer that it read from."""
+    if isinstance(error, UnidentifiedImageError):
+        return f"it is no image of a known format: {', '.join(_formats())}"
+    reason = re.sub(r"<_io\.[^>]*>", "it", " ".join(str(error).split()))
+    return reason or type(error).__name__
 
 
 def open_image(path: str | os.PathLike[str]) -> Image.Image:
     """Read an image file as an upright RGB image.
 
     Raises:
-        BadSample: the file is missing or does not decode.
+        BadSample: the file is missing, no regular file (a folder, device, pipe), above 256 MiB, or does not decode.
     """
     try:
-        data = Path(path).read_bytes()
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > MOST_BYTES:
+                raise DualencError(f"{path}: file of {size:,} bytes, where an image may have {MOST_BYTES:,}; remove it")
+            data = stream.read(MOST_BYTES + 1)
     except OSError as error:
-        raise BadSample(f"{path}: image cannot be read ({error.strerror}); check the path") from None
+        raise BadSample(f"{path}: image cannot be read ({error.strerror or error}); check the path") from None
+    except DualencError as error:
+        raise BadSample(str(error)) from None
+    except ValueError as error:  # a name with a NUL byte
+        raise BadSample(f"{str(path)!r}: image cannot be read ({error}); check the path") from None
     return decode_image(data, str(path))
 
 
@@ -75,17 +115,31 @@ class ImageFiles:
 def find_images(folder: str | os.PathLike[str]) -> list[str]:
     """Names of all images in a folder and its subfolders, relative to it with forward slashes, sorted.
 
+    Links to folders are followed, but no folder is read twice, so links in a circle end.
+
     Raises:
-        DualencError: no such folder, or no image in it.
+        DualencError: no such folder, one that cannot be read, or no image in it.
     """
     root = Path(folder)
     if not root.is_dir():
         raise DualencError(f"{folder}: no such folder; give a folder of images")
-    names = []
-    for parent, subfolders, files in os.walk(root, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        inside = Path(parent).relative_to(root)
-        names += [(inside / f).as_posix() for f in files if f.lower().endswith(IMAGE_SUFFIXES) and f[0] != "."]
+    names, seen = [], set()
+    waiting = deque([root])  # links to folders are followed after all real folders, and each folder is read once
+    while waiting:
+        for parent, subfolders, files in os.walk(waiting.popleft(), onerror=_unreadable_folder):
+            at = os.stat(parent)
+            if (at.st_dev, at.st_ino) in seen:
+                subfolders.clear()
+                continue
+            seen.add((at.st_dev, at.st_ino))
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            waiting.extend(Path(parent, name) for name in subfolders if os.path.islink(Path(parent, name)))
+            inside = Path(parent).relative_to(root)
+            names += [(inside / f).as_posix() for f in files if f.lower().endswith(IMAGE_SUFFIXES) and f[0] != "."]
     if not names:
         raise DualencError(f"{folder}: no image in this folder; known are {', '.join(IMAGE_SUFFIXES)}")
     return sorted(names)
+
+
+def _unreadable_folder(error: OSError) -> None:
+    raise DualencError(f"{error.filename}: folder cannot be read ({error.strerror}); mend its permissions") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +12,9 @@ from dualenc.data.columns import Column
 
 if TYPE_CHECKING:
     from dualenc.data.tables import Table
+
+
+_CLASS_NUMBER = re.compile("-?[0-9]{1,6}")  # larger ones are keys of something: a list of their names would fill memory
 
 
 class Labels(NamedTuple):
@@ -25,8 +29,8 @@ class Labels(NamedTuple):
 
 
 def labels_of_names(names: Sequence[str]) -> Labels:
-    """Number class names in sorted order; whole numbers keep their value."""
-    if all(name.removeprefix("-").isdecimal() for name in names):
+    """Number class names in sorted order; whole numbers below a million keep their value."""
+    if all(_CLASS_NUMBER.fullmatch(name) for name in names):
         numbers = np.array([int(name) for name in names], dtype=np.int64)
         return Labels(numbers, [str(i) for i in range(int(numbers.max(initial=-1)) + 1)])
     classes, numbers = np.unique(np.array(names, dtype=object).astype(str), return_inverse=True)
@@ -35,7 +39,8 @@ def labels_of_names(names: Sequence[str]) -> Labels:
 
 def labels_of_column(table: Table, name: str) -> Labels:
     """The labels in a column of class numbers or names; `datasets.ClassLabel` brings names to numbers."""
-    values = Column(table.dataset, name).array.to_pylist()
+    column = Column.of(table, name, "text")
+    values = column.values(np.arange(len(column))).tolist()
     known = np.array([value is not None for value in values])
     labels = labels_of_names([str(value) for value in values if value is not None])
     numbers = np.full(len(values), -1, dtype=np.int64)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
-import sys
+import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from tqdm import tqdm
 
 from dualenc.data.skips import Skips
 from dualenc.errors import DualencError
+from dualenc.files import open_regular
 
 LINE_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 
@@ -27,48 +30,70 @@ def file_format(path: Path) -> str:
     return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
 
 
+MOST_LINE_BYTES = 64 << 20
+"""Longer lines are no samples: they are left out unread."""
+MOST_LIST_BYTES = 1 << 30
+"""A JSON list of records is read whole, up to that size."""
+
+
 def read_records(path: Path, skips: Skips, quotes: bool = True) -> Iterator[Numbered]:
     """Yield (line number from 1, record) for each record of a file; gzip is undone on the fly.
 
     Args:
         path: a .jsonl, .ndjson, .json, .csv, .tsv or .txt file, possibly with .gz behind. A .json file holds a
             list of records or one record per line; a .txt file one text per line, as {"text": …}.
-        skips: is told of malformed lines.
+        skips: is told of malformed lines, and of lines above 64 MiB.
         quotes: whether `"` encloses fields of csv and tsv files; False takes every character as it is.
 
     Raises:
-        DualencError: the file is missing, of another format, or not UTF-8.
+        DualencError: the file is missing, no regular file, of another format, not UTF-8, a broken gzip file, or a csv
+            file that names a column twice.
         BadSample: a malformed line, under on_error="raise".
     """
     suffix = file_format(path)
     readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_records, ".txt": _plain_lines}
+    if suffix not in readers and suffix not in (".csv", ".tsv"):
+        raise DualencError(f"{path}: unknown format {suffix!r}; give one of {', '.join(LINE_FORMATS)}")
+    with open_stream(path) as stream:
+        if suffix in readers:
+            yield from readers[suffix](path, stream, skips)
+        else:
+            yield from _separated(path, stream, skips, "," if suffix == ".csv" else "\t", quotes)
+
+
+def read_text_lines(path: Path, skips: Skips) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 1, line without its end) for each line of a text file, blank ones too.
+
+    Raises:
+        DualencError: the file is missing or no regular file.
+        BadSample: a line that is not UTF-8 or above 64 MiB, under on_error="raise".
+    """
+    with open_stream(path) as stream:
+        yield from _text_lines(path, stream, skips)
+
+
+@contextmanager
+def open_stream(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, its gzip undone, with a progress bar that shows itself after two seconds.
+
+    Raises:
+        DualencError: the file is missing or no regular file; what reading it in the block tells: not UTF-8, malformed
+            csv, a broken gzip file, an error of the disk.
+    """
     try:
-        with _open(path) as stream:
-            if suffix in (".csv", ".tsv"):
-                yield from _separated(path, stream, skips, "," if suffix == ".csv" else "\t", quotes)
-            else:
-                yield from readers[suffix](path, stream, skips)
-    except KeyError:
-        raise DualencError(f"{path}: unknown format {suffix!r}; give one of {', '.join(LINE_FORMATS)}") from None
+        with open_regular(path) as raw:
+            size = os.fstat(raw.fileno()).st_size
+            with tqdm(total=size, desc=path.name, unit="B", unit_scale=True, delay=2, leave=False) as bar:
+                counted = cast(BinaryIO, io.BufferedReader(_Counted(raw, bar), 1 << 20))
+                yield cast(BinaryIO, gzip.GzipFile(fileobj=counted)) if path.suffix.lower() == ".gz" else counted
     except UnicodeDecodeError as error:
         raise DualencError(f"{path}: not UTF-8 text ({error.reason}); convert the file to UTF-8") from None
     except csv.Error as error:
         raise DualencError(f"{path}:1: malformed header ({error}); its first line must name the columns") from None
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise DualencError(f"{path}: broken gzip file ({error}); fetch it again") from None
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
-    """Open for reading with a progress bar that shows itself only if the file takes more than two seconds."""
-    try:
-        raw = open(path, "rb")  # noqa: SIM115  closed by the with statement below
     except OSError as error:
-        raise DualencError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-    bar = tqdm(total=path.stat().st_size, desc=path.name, unit="B", unit_scale=True, delay=2, leave=False)
-    with raw, bar:
-        counted = cast(BinaryIO, io.BufferedReader(_Counted(raw, bar), 1 << 20))
-        yield cast(BinaryIO, gzip.GzipFile(fileobj=counted)) if path.suffix.lower() == ".gz" else counted
+        raise DualencError(f"{path}: cannot be read ({error.strerror or error}); check the path") from None
 
 
 class _Counted(io.RawIOBase):
@@ -87,15 +112,39 @@ class _Counted(io.RawIOBase):
         return len(block)
 
 
+def _byte_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines with their ends; a line that is too long is left out, without ever being in memory."""
+    number = 0
+    while line := stream.readline(MOST_LINE_BYTES + 1):
+        number += 1
+        if len(line) <= MOST_LINE_BYTES:
+            yield number, line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = stream.readline(MOST_LINE_BYTES)
+        skips.bad(*_too_long(f"{path}:{number}"))
+
+
+def _too_long(where: str) -> tuple[str, str, str]:
+    return f"line above {MOST_LINE_BYTES >> 20} MiB", where, "write one record on each line"
+
+
+def _text_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[int, str]]:
+    for number, line in _byte_lines(path, stream, skips):
+        try:
+            yield number, line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            skips.bad("line that is not UTF-8 text", f"{path}:{number}", f"{error.reason}; convert the file to UTF-8")
+
+
 def _json_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered]:
-    for number, line in enumerate(stream, 1):
+    for number, line in _byte_lines(path, stream, skips):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else error.reason
-            skips.bad("malformed JSON line", f"{path}:{number}", f"{reason}; mend or remove the line")
+        except (ValueError, RecursionError) as error:
+            skips.bad("malformed JSON line", f"{path}:{number}", f"{_json_fault(error)}; mend or remove the line")
             continue
         if isinstance(record, dict):
             yield number, record
@@ -103,16 +152,31 @@ def _json_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered
             skips.bad("not a JSON object", f"{path}:{number}", 'write {"column": value, …} on each line')
 
 
+def _json_fault(error: ValueError | RecursionError) -> str:
+    """Why JSON cannot be read; numbers of thousands of digits are a plain ValueError."""
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    if isinstance(error, UnicodeDecodeError):
+        return error.reason
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+
+
 def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered]:
     """A list of records is read whole; anything else is taken line by line."""
     stream = cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, stream)))
-    if stream.peek(1).lstrip()[:1] != b"[":  # type: ignore[attr-defined]
+    if stream.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":  # type: ignore[attr-defined]
         yield from _json_lines(path, stream, skips)
         return
+    data = stream.read(MOST_LIST_BYTES + 1)
+    if len(data) > MOST_LIST_BYTES:
+        raise DualencError(f"{path}: a JSON list above {MOST_LIST_BYTES >> 20} MiB; write one record on each line")
     try:
-        records = json.load(stream)
-    except json.JSONDecodeError as error:
-        raise DualencError(f"{path}:{error.lineno}: malformed JSON ({error.msg}); mend the file") from None
+        records = json.loads(data)
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
+        raise DualencError(f"{path}:{line}: malformed JSON ({_json_fault(error)}); mend the file") from None
     for number, record in enumerate(records, 1):
         if isinstance(record, dict):
             yield number, record
@@ -122,20 +186,44 @@ def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Number
 
 def _plain_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered]:
     """One text per line; blank lines separate and are no samples."""
-    del path, skips
-    for number, line in enumerate(io.TextIOWrapper(stream, encoding="utf-8-sig"), 1):
+    for number, line in _text_lines(path, stream, skips):
         if line.strip():
-            yield number, {"text": line.rstrip("\r\n")}
+            yield number, {"text": line}
+
+
+class _Lines:
+    """Lines of a text stream for the csv module, which asks for the next even after it met one that is too long."""
+
+    def __init__(self, text: io.TextIOWrapper) -> None:
+        self.text = text
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self.text.readline(MOST_LINE_BYTES + 1)
+        if not line:
+            raise StopIteration
+        if len(line) > MOST_LINE_BYTES:
+            while line and not line.endswith(("\n", "\r")):
+                line = self.text.readline(MOST_LINE_BYTES)
+            raise csv.Error(_too_long("")[0])
+        return line
 
 
 def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quotes: bool) -> Iterator[Numbered]:
-    csv.field_size_limit(sys.maxsize)  # the default refuses documents longer than 131,072 characters
+    csv.field_size_limit(MOST_LINE_BYTES)  # the default refuses documents longer than 131,072 characters
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     quoting = {"quoting": csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE}
-    rows = csv.reader(text, delimiter=delimiter, strict=True, **quoting)  # type: ignore[arg-type]
+    rows = csv.reader(_Lines(text), delimiter=delimiter, strict=True, **quoting)  # type: ignore[arg-type]
     header = next(rows, None)
     if header is None:
         raise DualencError(f"{path}: empty file; its first line must name the columns")
+    if any("\0" in name for name in header):
+        raise DualencError(f"{path}:1: NUL characters in the header, as in UTF-16; convert the file to UTF-8")
+    twice = next((name for i, name in enumerate(header) if name.strip() and name in header[:i]), None)
+    if twice is not None:
+        raise DualencError(f"{path}:1: two columns are called {twice!r}; rename one of them")
     while True:
         before = rows.line_num
         try:
@@ -149,4 +237,4 @@ def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quote
             yield rows.line_num, dict(zip(header, row, strict=True))
         elif row:  # a stray quote swallows lines up to the next one: all of them are lost
             mend = f"{fault}: quote fields that hold the delimiter, or pass quotes=False if quotes are characters"
-            skips.bad("malformed line", f"{path}:{before + 1}", mend, rows.line_num - before)
+            skips.bad("malformed line", f"{path}:{before + 1}", mend, max(1, rows.line_num - before))

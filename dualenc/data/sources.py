@@ -38,6 +38,7 @@ def open_corpus(
     split: str = "train",
     subset: str | None = None,
     limit: int | None = None,
+    allow_outside: bool = False,
     on_error: OnError = "skip",
 ) -> Corpus:
     """Open items to embed: a BEIR folder, a table, a folder of images, tars, a text file with an item per line.
@@ -54,6 +55,7 @@ def open_corpus(
         split: of a folder of tables, saved data set or hub name.
         subset: configuration of a hub data set.
         limit: read the first rows of a table only.
+        allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
         on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
 
     Returns:
@@ -80,7 +82,7 @@ def open_corpus(
         beside = (title_column if modality == "text" else label_column, id_column)
         columns: dict[str, Kind] = {main: kinds.get(main, "value")}
         columns.update({name: "value" for name in beside if name is not None})
-        table = open_table(path, columns, skips, split=split, subset=subset, limit=limit)
+        table = open_table(path, columns, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
         read = text_corpus if modality == "text" else image_corpus
         corpus = read(table, main, *beside)
     corpus.skipped = skips.report()
@@ -96,6 +98,7 @@ def open_pairs(
     subset: str | None = None,
     deduplicate: bool = True,
     limit: int | None = None,
+    allow_outside: bool = False,
     on_error: OnError = "skip",
 ) -> PairDataset:
     """Open training pairs: a BEIR folder, tars, a folder of images with captions, mined negatives, or a table.
@@ -108,6 +111,7 @@ def open_pairs(
         subset: configuration of a hub data set.
         deduplicate: equal texts of a table are the same item and share an id.
         limit: read the first rows of a table only.
+        allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
         on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
 
     Raises:
@@ -129,7 +133,15 @@ def open_pairs(
         missing = "left_column" if left is None else "right_column"
         raise DualencError(f"{path}: no telling which column is {missing}; name it (columns: {', '.join(kinds)})")
     return TablePairs(
-        path, left, right, split=split, subset=subset, deduplicate=deduplicate, limit=limit, on_error=on_error
+        path,
+        left,
+        right,
+        split=split,
+        subset=subset,
+        deduplicate=deduplicate,
+        limit=limit,
+        allow_outside=allow_outside,
+        on_error=on_error,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from dualenc.data.arrow_cache import Kind
@@ -25,7 +26,8 @@ class TablePairs(ColumnPairs):
         subset: configuration of a hub data set.
         left_modality: "text" or "image"; found out from the values by default.
         right_modality: the same for the right column.
-        image_root: where relative image paths start; by default the table's folder.
+        image_root: where relative image paths start, and where images must lie; by default the table's folder.
+        allow_outside: whether image paths may lead out of that folder; only for a table that you trust.
         deduplicate: equal texts, and equal image paths, of one side are the same item and share an id.
         max_negatives: keep that many negatives of each row, from the front.
         limit: read the first rows only.
@@ -49,6 +51,7 @@ class TablePairs(ColumnPairs):
         left_modality: Modality | None = None,
         right_modality: Modality | None = None,
         image_root: str | Path | None = None,
+        allow_outside: bool = False,
         deduplicate: bool = True,
         max_negatives: int | None = None,
         limit: int | None = None,
@@ -58,7 +61,16 @@ class TablePairs(ColumnPairs):
         columns: dict[str, Kind] = {left_column: "value", right_column: "list"}
         if negative_column is not None:
             columns[negative_column] = "list"
-        table = open_table(path, columns, Skips(path, on_error), split=split, subset=subset, limit=limit, quotes=quotes)
+        table = open_table(
+            path,
+            columns,
+            Skips(path, on_error),
+            split=split,
+            subset=subset,
+            limit=limit,
+            quotes=quotes,
+            allow_outside=allow_outside,
+        )
         table.root = table.root if image_root is None else Path(image_root)
         super().__init__(
             table,
@@ -113,7 +125,7 @@ def _mined(record: dict[str, Any], titles: bool = False) -> dict[str, Any]:
     names = {"pos": "positive_passages", "neg": "negative_passages"}
     if names["pos"] not in record:
         return record
-    lists = {new: [_passage(entry, titles) for entry in record.get(old) or []] for new, old in names.items()}
+    lists = {new: _passages(record.get(old), titles) for new, old in names.items()}
     return {**record, **lists}
 
 
@@ -121,8 +133,15 @@ def _mined_with_titles(record: dict[str, Any]) -> dict[str, Any]:
     return _mined(record, titles=True)
 
 
+def _passages(passages: Any, titles: bool) -> Any:
+    return [_passage(entry, titles) for entry in passages] if isinstance(passages, list) else passages
+
+
 def _passage(entry: Any, titles: bool) -> Any:
+    """Title and text joined; anything else is left for the reading of the column to judge."""
     if not isinstance(entry, dict):
         return entry
-    title = (entry.get("title") or "") if titles else ""
-    return f"{title} {entry.get('text') or ''}".strip()
+    parts = (entry.get("title") if titles else None, entry.get("text"))
+    if any(not isinstance(part, (str, NoneType)) for part in parts):
+        raise TypeError("a passage's title or text is no string")
+    return " ".join(part or "" for part in parts).strip()

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualenc.data.arrow_cache import FILE, LINE, Kind, Reshape, check_columns, read_lines
+from dualenc.data.arrow_cache import FILE, LINE, Kind, Reshape, cache_folder, check_columns, read_lines
+from dualenc.data.identity import digest_of, file_identity
 from dualenc.data.lines import LINE_FORMATS, file_format, read_records
 from dualenc.data.skips import Skips
 from dualenc.errors import DualencError
@@ -34,6 +35,7 @@ class Table:
         skips: counts the bad samples of these rows.
         root: where relative image paths start.
         files: the local files behind it, empty for a hub name.
+        allow_outside: whether image paths may lead out of `root`.
     """
 
     source: str
@@ -41,6 +43,7 @@ class Table:
     skips: Skips
     root: Path
     files: list[Path] = field(default_factory=list)
+    allow_outside: bool = False
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -73,6 +76,7 @@ def open_table(
     limit: int | None = None,
     quotes: bool = True,
     reshape: Reshape | None = None,
+    allow_outside: bool = False,
 ) -> Table:
     """Open a table wherever it is.
 
@@ -87,6 +91,7 @@ def open_table(
         limit: read the first rows only.
         quotes: whether `"` encloses fields of csv and tsv files.
         reshape: applied to each record of a line-based file before its columns are taken.
+        allow_outside: whether image paths may lead out of the table's folder.
 
     Raises:
         DualencError: no such file, column or split; a broken file.
@@ -107,8 +112,8 @@ def open_table(
         dataset = dataset.select(range(min(limit, len(dataset))))
     if dataset._indices is not None:  # rows in another order than stored; columns are read as stored
         dataset = dataset.flatten_indices()
-    root = files[0].parent if files else Path(source) if Path(source).is_dir() else Path()
-    return Table(source, dataset, skips, root, files)
+    root = files[0].parent if files else Path(source) if saved else _hub_cache()
+    return Table(source, dataset, skips, root, files, allow_outside)
 
 
 def peek_columns(source: str | Path, split: str = "train", subset: str | None = None) -> dict[str, Kind]:
@@ -120,7 +125,11 @@ def peek_columns(source: str | Path, split: str = "train", subset: str | None = 
     source = str(source)
     files = [] if _is_saved(source) else find_files(source, split)
     if files and file_format(files[0]) != ".parquet":
-        record = next((record for _, record in read_records(files[0], Skips(source))), {})
+        skips = Skips(files[0])
+        record = next((record for _, record in read_records(files[0], skips)), None)
+        if record is None:
+            skips.demand(0, "record")
+            return {}
         return {name: "list" if isinstance(value, list) else "value" for name, value in record.items()}
     if files:
         schema = _parquet_schema(files[0])
@@ -177,7 +186,10 @@ def _is_saved(source: str) -> bool:
 def _saved(source: str, split: str) -> Dataset:
     import datasets
 
-    loaded = datasets.load_from_disk(source)
+    try:
+        loaded = datasets.load_from_disk(source)
+    except Exception as error:  # of many kinds, for files that are missing, cut or of another shape
+        raise DualencError(f"{source}: saved data set cannot be read ({_first_line(error)}); save it again") from None
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise DualencError(f"{source}: no split {split!r}; there are: {', '.join(loaded)}")
@@ -191,11 +203,17 @@ def _from_hub(name: str, subset: str | None, split: str) -> Dataset:
     try:
         return datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the library raises many kinds: network, missing name, subset or split
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DualencError(
-            f"{name}: no such file here, and as a dataset of the hub it does not load ({reason}); "
+            f"{name}: no such file here, and as a dataset of the hub it does not load ({_first_line(error)}); "
             "check the name, subset and split, and the network"
         ) from error
+
+
+def _hub_cache() -> Path:
+    """Where files of hub data sets lie."""
+    from datasets import config
+
+    return Path(config.HF_CACHE_HOME)
 
 
 def _from_parquet(files: list[Path], columns: Mapping[str, Kind]) -> Dataset:
@@ -208,9 +226,13 @@ def _from_parquet(files: list[Path], columns: Mapping[str, Kind]) -> Dataset:
     short = sum(file.stat().st_size for file in files) < _BAR_BYTES
     try:
         with _no_bars() if short else nullcontext():
-            return datasets.load_dataset("parquet", data_files=data_files, split="train", columns=names or None)
-    except datasets.exceptions.DatasetGenerationError as error:
-        cause = str(error.__cause__ or error).splitlines()[0]
+            # The cache of `datasets` knows a file by its path and time of change; ours also by its contents.
+            cache = cache_folder() / "parquet" / digest_of(*(file_identity(file) for file in files))
+            return datasets.load_dataset(
+                "parquet", data_files=data_files, split="train", columns=names or None, cache_dir=str(cache)
+            )
+    except Exception as error:  # broken pages, files that differ, kinds of columns that `datasets` does not know
+        cause = _first_line(error.__cause__ or error)
         raise DualencError(f"{files[0]}: cannot be read ({cause}); fetch it again") from None
 
 
@@ -219,9 +241,17 @@ def _parquet_schema(file: Path) -> pa.Schema:
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_schema(file)
+        schema = pq.read_schema(file)
     except (pa.ArrowException, OSError) as error:
-        raise DualencError(f"{file}: not a readable parquet file ({error}); fetch it again") from None
+        raise DualencError(f"{file}: not a readable parquet file ({_first_line(error)}); fetch it again") from None
+    twice = next((name for i, name in enumerate(schema.names) if name in schema.names[:i]), None)
+    if twice is not None:
+        raise DualencError(f"{file}: two columns are called {twice!r}; rename one of them")
+    return schema
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager

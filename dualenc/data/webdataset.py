@@ -11,7 +11,8 @@ import numpy as np
 from dualenc.data.columns import Picked, number_distinct
 from dualenc.data.corpus import Corpus
 from dualenc.data.identity import file_identity
-from dualenc.data.images import IMAGE_SUFFIXES, decode_image
+from dualenc.data.images import IMAGE_SUFFIXES, MOST_BYTES, decode_image
+from dualenc.data.lines import MOST_LINE_BYTES
 from dualenc.data.pairs import Modality, PairDataset
 from dualenc.data.skips import OnError, Skips
 from dualenc.data.tars import Tars, find_tars, index_tar
@@ -172,6 +173,9 @@ class _Files:
     def __getitem__(self, index: int) -> Any:
         number, size = int(self.tar[index]), int(self.size[index])
         where = f"{self.tars.paths[number]}: {self.name(index)}"
+        most = MOST_BYTES if self.modality == "image" else MOST_LINE_BYTES
+        if size > most:
+            raise BadSample(f"{where}: file of {size:,} bytes, where {most:,} are allowed; remove the sample")
         data = self.tars.read(number, int(self.offset[index]), size)
         if len(data) < size:
             raise BadSample(f"{where}: the tar ends inside this sample; fetch it again")
@@ -191,7 +195,7 @@ class _Files:
     def _text(self, data: bytes, where: str) -> str:
         try:
             text = json.loads(data)[self.field] if self.field else data.decode("utf-8-sig")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             what = f"JSON object with a field {self.field!r}" if self.field else "UTF-8 text"
             raise BadSample(f"{where}: {self.spec!r} is no {what}; mend the sample or name another file") from None
         if not isinstance(text, str) or not text.strip():

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from dualenc.encoders.dual import DualEncoder
+
+
+class Code(NamedTuple):
+    """A text to be shown as it is, in a fenced block that nothing in it can end.
+
+    Attributes:
+        language: of the text, such as "yaml".
+        text: any text.
+    """
+
+    language: str
+    text: str
 
 
 class _Ecosystem(NamedTuple):
@@ -77,19 +90,21 @@ FRONT = ("base_model", "datasets", "language", "license")
 def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
     """Write the text of a model's README.md.
 
+    Prompts, names and paths in it are shown as they are: none can become markup, a link or front matter.
+
     Args:
         model: what the card describes.
         name: of its folder; stands for it in the examples.
-        card: what the model itself cannot know: `task` and `data` as text, `recipe` as text or mapping, `metrics` as
+        card: what the model itself cannot know: `task` and `data` as text, `recipe` as `Code` or mapping, `metrics` as
             {metric: number} or {metric: {column: number}}; `base_model`, `datasets`, `language` and `license` for
             the front matter. Further keys become sections of their own.
     """
     ecosystem = ECOSYSTEMS[model.kind]
-    parts = [_front_matter(ecosystem, card), f"# {name}", _introduction(model, ecosystem)]
+    parts = [_front_matter(ecosystem, card), f"# {_inline(name)}", _introduction(model, ecosystem)]
     named = {**dict.fromkeys(SECTIONS), **{key: card[key] for key in card if key not in FRONT}}
     for key, value in named.items():
         if value is not None:
-            title = SECTIONS.get(key, str(key).replace("_", " ").capitalize())
+            title = SECTIONS.get(key, _inline(str(key).replace("_", " ").capitalize()))
             parts.append(f"## {title}\n\n{_metrics(value) if key == 'metrics' else _text(value)}")
     parts.append(_usage(model, ecosystem, name))
     return "\n\n".join(parts) + "\n"
@@ -115,9 +130,10 @@ def _introduction(model: DualEncoder, ecosystem: _Ecosystem) -> str:
 def _usage(model: DualEncoder, ecosystem: _Ecosystem, name: str) -> str:
     separate = model.kind == "query-document" and not model.shares_weights
     items = '["a text"]' if model.right.modality == "text" else "images"
+    quoted = json.dumps(name)[1:-1]  # what stands between the quotes of a literal
     blocks = {
-        ecosystem.library: (_TWO_TEXTS if separate else ecosystem.usage).format(name=name),
-        "dualenc": _OWN.format(name=name, items=items),
+        ecosystem.library: (_TWO_TEXTS if separate else ecosystem.usage).format(name=quoted),
+        "dualenc": _OWN.format(name=quoted, items=items),
     }
     shown = [f"With {tool}:\n\n```python\n{code}```" for tool, code in blocks.items()]
     return "## Use\n\n" + "\n\n".join(shown)
@@ -141,10 +157,28 @@ def _number(value: Any) -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, str):
-        return value.strip()
-    return f"```json\n{json.dumps(value, indent=2, ensure_ascii=False, default=str)}\n```"
+        lines = (_inline(line.rstrip()) for line in value.strip().splitlines())
+        # What begins a heading, a fence or a rule
+        return "\n".join(re.sub(r"^\s*(?=#|~~~|--|==)", r"\\", line) for line in lines)
+    if not isinstance(value, Code):
+        value = Code("json", json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    longest = max(map(len, re.findall("`+", value.text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    lines = (_visible(line) for line in value.text.rstrip().split("\n"))
+    return "\n".join([f"{fence}{value.language}", *lines, fence])
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    cells = [[_inline(str(cell)) for cell in row] for row in (header, *rows)]
+    lines = [cells[0], ["---"] * len(header), *cells[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _inline(text: str) -> str:
+    """One line of plain text in Markdown: no tag, link, code or table cell begins in it, and nothing is invisible."""
+    escaped = _visible(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`\[\]|])", r"\\\1", escaped)
+
+
+def _visible(line: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in line)

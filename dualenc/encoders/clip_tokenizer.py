@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dualenc.encoders.hub import first_line
-from dualenc.encoders.open_clip_folder import CONFIG_FILE
+from dualenc.encoders.hub import first_line, no_foreign_code
+from dualenc.encoders.open_clip_folder import CONFIG_FILE, check_config
 from dualenc.encoders.tokenizer import save_tokenizer
 from dualenc.errors import DualencError
 from dualenc.files import read_json
@@ -27,16 +27,24 @@ VOCAB_SIZE = 49408
 """open_clip's defaults, of the original CLIP."""
 
 
-def get_tokenizer(source: str, context_length: int | None = None) -> Tokenize:
+def get_tokenizer(source: str, config: dict[str, Any], context_length: int | None = None) -> Tokenize:
     """The tokenizer that open_clip uses for a model name or `local-dir:FOLDER`.
+
+    Args:
+        source: the name or folder.
+        config: its `model_cfg`.
+        context_length: longest text in tokens; None: as the configuration says.
 
     Raises:
         DualencError: its files are missing or cannot be fetched.
     """
     import open_clip
 
+    # A tokenizer of open_clip's own takes no such argument.
+    trust: dict[str, Any] = {"trust_remote_code": False} if config["text_cfg"].get("hf_tokenizer_name") else {}
     try:
-        return open_clip.get_tokenizer(source, context_length=context_length)
+        with no_foreign_code():
+            return open_clip.get_tokenizer(source, context_length=context_length, **trust)
     except Exception as error:
         raise DualencError(
             f"{source}: its tokenizer does not load ({first_line(error)}); restore the tokenizer's files"
@@ -55,10 +63,10 @@ def folder_tokenizer(folder: Path, config: dict[str, Any], context_length: int |
         DualencError: its files are missing, or it could only be made by running code from the folder.
     """
     settings = folder / "tokenizer_config.json"
-    custom = settings.is_file() and "auto_map" in read_json(settings)
-    if custom or (config["text_cfg"].get("tokenizer_kwargs") or {}).get("trust_remote_code"):
+    check_config(config, str(folder / CONFIG_FILE))
+    if settings.is_file() and "auto_map" in read_json(settings):
         raise DualencError(f"{folder}: its tokenizer is code of its own, which is not run; save it with a plain one")
-    return get_tokenizer(f"local-dir:{folder}", context_length)
+    return get_tokenizer(f"local-dir:{folder}", config, context_length)
 
 
 def config_tokenizer(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Tokenize:
@@ -85,7 +93,7 @@ def config_tokenizer(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase 
         Path(folder, CONFIG_FILE).write_text(json.dumps({"model_cfg": config}))
         if tokenizer is not None:
             save_tokenizer(tokenizer, Path(folder), text.get("context_length", CONTEXT_LENGTH))
-        return get_tokenizer(f"local-dir:{folder}")
+        return get_tokenizer(f"local-dir:{folder}", config)
 
 
 def _fit(text: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dualenc.errors import DualencError
@@ -26,6 +28,22 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
     if not text.startswith("hf-hub:") and (os.path.exists(text) or looks_like_path(text)):
         return _existing(text)
     return _fetch(text.removeprefix("hf-hub:"))
+
+
+@contextmanager
+def no_foreign_code() -> Iterator[None]:
+    """Within it, transformers refuses a model's own code where nobody passes `trust_remote_code=False` on.
+
+    open_clip's text towers do not; without this, transformers would ask on the terminal whether to run the code.
+    """
+    from transformers import dynamic_module_utils
+
+    seconds = getattr(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0)
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # of the question; none is asked at 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
 
 
 def first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,8 @@ class ImageTextEncoder(DualEncoder):
 
     Args:
         name: an open_clip name such as "ViT-B-32", a folder (`local-dir:` before it is optional), or a hub name.
-        pretrained: with an open_clip name: the tag or file of its weights; None starts from random ones.
+        pretrained: with an open_clip name: the tag of its weights, or a safetensors file of them; None starts from
+            random ones.
         config: instead of a name: an open_clip configuration with embed_dim, vision_cfg and text_cfg.
         tokenizer: with config: folder, hub name or object of a transformers tokenizer; None: open_clip's own.
         image_size: pixels per side; None: as the model says.
@@ -153,6 +155,8 @@ def _create(
         raise DualencError(f"{name} has its own tokenizer: leave tokenizer out, it goes with config")
     if pretrained is not None and not is_registered(name):
         raise DualencError(f"pretrained={pretrained} goes with an open_clip name: leave it out")
+    if pretrained is not None and os.path.exists(pretrained) and not _is_safetensors(pretrained):
+        raise DualencError(f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first")
     if name is None:
         own = copy.deepcopy(config or {})
         open_clip_folder.check_config(own, "config")
@@ -165,12 +169,16 @@ def _create(
         open_clip_folder.check_config(own, name)
         _override(own, options)
         clip = open_clip_folder.create(name, pretrained=pretrained, **options)
-        return clip, own, get_tokenizer(name, length)
+        return clip, own, get_tokenizer(name, own, length)
     folder = model_folder(name)
     own = open_clip_folder.folder_config(folder)
     _override(own, options)
     tokenize = folder_tokenizer(folder, own, length)
     return open_clip_folder.load_folder(folder, **options), own, tokenize
+
+
+def _is_safetensors(path: str) -> bool:
+    return path.endswith(".safetensors") and os.path.isfile(path)
 
 
 def _override(config: dict[str, Any], options: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dualenc.encoders.hub import first_line
+from dualenc.encoders.hub import first_line, no_foreign_code
 from dualenc.errors import DualencError
 from dualenc.files import read_json, write_json
 
@@ -21,6 +21,8 @@ CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
 WEIGHTS_FILES = (WEIGHTS_FILE, "open_clip_pytorch_model.safetensors", "model.safetensors")
 SECTIONS = ("embed_dim", "vision_cfg", "text_cfg")
+TOKENIZER_ARGUMENTS = ("clean", "strip_sep_token", "language", "additional_special_tokens", "reduction_mask")
+"""Those that cannot lead a tokenizer to other files or to code; open_clip's own configurations use the first two."""
 
 
 def registered_config(name: str) -> dict[str, Any]:
@@ -64,25 +66,59 @@ def create(source: str | dict[str, Any], **options: Any) -> nn.Module:
 
     if isinstance(source, str):
         with _explained(source):
-            return open_clip.create_model(source, **options)
-    check_config(source, "config")
+            return open_clip.create_model(source, weights_only=True, **options)
+    check_config(source, "config", pretrained=bool(options.get("pretrained_text") or options.get("pretrained_image")))
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, CONFIG_FILE).write_text(json.dumps({"model_cfg": source}))
         with _explained("config"):
             return open_clip.create_model(f"local-dir:{folder}", load_weights=False, **options)
 
 
-def check_config(config: dict[str, Any], where: str) -> None:
-    """Refuse configurations that are not two towers.
+def check_config(config: dict[str, Any], where: str, pretrained: bool = False) -> None:
+    """Refuse configurations that are not two towers, and those with which open_clip would run code of a model.
+
+    Args:
+        config: an open_clip configuration.
+        where: what errors call it.
+        pretrained: the towers that it names are loaded with their weights.
 
     Raises:
-        DualencError: a section is missing, or the model is generative.
+        DualencError: a section is missing, the model is generative, a tower or tokenizer is code of its own, or a
+            tower's folder has other weights than safetensors.
     """
     missing = [section for section in SECTIONS if section not in config]
     if missing:
         raise DualencError(f"{where}: {', '.join(missing)} missing; an open_clip model needs {', '.join(SECTIONS)}")
     if "multimodal_cfg" in config:
         raise DualencError(f"{where}: CoCa models are not supported; choose one without multimodal_cfg")
+    text, vision = config["text_cfg"], config["vision_cfg"]
+    if not isinstance(text, dict) or not isinstance(vision, dict):
+        raise DualencError(f"{where}: text_cfg or vision_cfg does not hold keys; restore it")
+    for key in text.get("tokenizer_kwargs") or {}:
+        if key not in TOKENIZER_ARGUMENTS:
+            raise DualencError(
+                f"{where}: with {key} in tokenizer_kwargs a tokenizer can be code of its own, which is not run; "
+                f"leave it out, only {', '.join(TOKENIZER_ARGUMENTS)} are taken"
+            )
+    towers = [str(name) for name in (text.get("hf_model_name"), vision.get("timm_model_name")) if name]
+    for folder in (Path(name.removeprefix("local-dir:")) for name in towers):
+        if pretrained and folder.is_dir() and not any(folder.glob("*.safetensors")):
+            raise DualencError(f"{folder}: no *.safetensors; convert its weights to safetensors first")
+    if text.get("hf_model_name"):
+        _check_text_tower(str(text["hf_model_name"]), where)
+
+
+def _check_text_tower(name: str, where: str) -> None:
+    """open_clip loads this configuration without a word about its code; loaded so once before, its code is refused."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:
+        raise DualencError(
+            f"{where}: text_cfg.hf_model_name {name} does not load without code of its own, which is not run "
+            f"({first_line(error)}); choose another"
+        ) from error
 
 
 def load_folder(folder: Path, **options: Any) -> nn.Module:
@@ -129,7 +165,8 @@ def _explained(where: str) -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        yield
+        with no_foreign_code():
+            yield
     except Exception as error:
         raise DualencError(
             f"{where}: open_clip says: {first_line(error)}; check name, weights and configuration"

@@ -105,13 +105,15 @@ def _module_paths(folder: Path) -> dict[str, str]:
     """Path of each module by the last part of its type; refuses what is not Transformer, Pooling, Normalize."""
     paths: dict[str, str] = {}
     for module in read_json(folder / "modules.json"):
-        name = str(module.get("type", "")).rsplit(".", 1)[-1]
-        if name not in MODULES:
+        package, _, name = str(module.get("type", "")).rpartition(".")
+        if name not in MODULES or package.partition(".")[0] != "sentence_transformers":
             raise DualencError(
                 f"{folder}: its module {module.get('type')} is not supported; "
                 f"only models of {', '.join(MODULES)} can be loaded"
             )
-        paths[name] = module.get("path", "")
+        paths[name] = str(module.get("path", ""))
+        if not (folder / paths[name]).resolve().is_relative_to(folder.resolve()):
+            raise DualencError(f"{folder / 'modules.json'}: {paths[name]} leaves the folder; restore the file")
     for name in MODULES[:2]:
         if name not in paths:
             raise DualencError(f"{folder / 'modules.json'}: lists no {name}; only text embedding models can be loaded")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,7 @@ def create_backbone(
     """
     import timm
 
+    _check_args(name, args)
     size = {"img_size": image_size} if image_size is not None and _has_fixed_size(name) else {}
     with _explained(name):
         # timm leaves out arguments that are None
@@ -68,6 +70,7 @@ def load_backbone(folder: Path, *, image_size: int | None, in_chans: int | None,
         raise DualencError(f"{folder / 'config.json'}: names no timm architecture; give another folder")
     if has_small_stem(folder):
         return _load_small(folder, config["architecture"], {**saved_args(folder), **args})
+    _check_args(str(folder), saved_args(folder))
     return create_backbone(f"local-dir:{folder}", pretrained=True, image_size=image_size, in_chans=in_chans, args=args)
 
 
@@ -169,6 +172,16 @@ def _load_small(folder: Path, architecture: str, args: dict[str, Any]) -> nn.Mod
 
 def _enlarged(size: Sequence[int]) -> list[int]:
     return [size[0], *(small_stem.ENLARGEMENT * side for side in size[1:])]
+
+
+def _check_args(where: str, args: dict[str, Any]) -> None:
+    """Refuse what timm takes beside an architecture's arguments: other weights, other configurations, compilation."""
+    import timm
+
+    others = inspect.signature(timm.create_model).parameters
+    for key in args:
+        if key in others or key.startswith("pretrained"):
+            raise DualencError(f"{where}: {key} is no argument of an architecture (backbone_args); leave it out")
 
 
 def _has_fixed_size(name: str) -> bool:

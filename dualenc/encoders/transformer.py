@@ -43,7 +43,8 @@ def new_transformer(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) 
         with quiet_transformers():
             own_config = AutoConfig.for_model(**fields)
             _adopt_special_tokens(own_config, tokenizer)
-            model = _auto_class(own_config).from_config(own_config)
+            _refuse_kernels(own_config)
+            model = _auto_class(own_config).from_config(own_config, trust_remote_code=False)
     except Exception as error:
         raise DualencError(f"config of the text tower: {first_line(error)}; mend its fields") from error
     return _without_pooler(model)
@@ -59,11 +60,14 @@ def load_transformer(folder: Path) -> PreTrainedModel:
 
     if not (folder / "config.json").is_file():
         raise DualencError(f"{folder}: no config.json, so no transformers model; give another folder")
+    if (folder / "adapter_config.json").is_file():
+        raise DualencError(f"{folder}: holds adapters of another model; merge them into it and save that")
     if not any(folder.glob("*.safetensors")):
         raise DualencError(f"{folder}: no *.safetensors; convert its weights to safetensors first")
     try:
         with quiet_transformers():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            _refuse_kernels(config)
             model, report = _auto_class(config).from_pretrained(
                 folder, config=config, use_safetensors=True, trust_remote_code=False, output_loading_info=True
             )
@@ -152,6 +156,13 @@ def _auto_class(config: Any) -> Any:
 
     half = any(name.endswith("EncoderModel") for name in config.architectures or [])
     return AutoModelForTextEncoding if half or getattr(config, "is_encoder_decoder", False) else AutoModel
+
+
+def _refuse_kernels(config: Any) -> None:
+    """An attention named `owner/name` would be fetched from the hub and run."""
+    name = str(getattr(config, "_attn_implementation", None))
+    if "/" in name:
+        raise DualencError(f"attn_implementation {name} is code from the hub, which is not run; leave it out")
 
 
 def _adopt_special_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from dualenc.data.pairs import PairDataset
+from dualenc.encoders.card import Code
 from dualenc.objectives.base import Objective
 
 
@@ -38,7 +39,7 @@ class TrainingCard:
             ),
             "training": f"{type(self.objective).__name__}, {step} steps with batches of {self.settings['batch_size']}.",
             "metrics": _columns(before, metrics) or None,
-            "recipe": f"```yaml\n{recipe}```",
+            "recipe": Code("yaml", recipe),
         }
 
 

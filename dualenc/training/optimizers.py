@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -42,10 +42,7 @@ def build_optimizer(
     Raises:
         DualencError: an unknown name, an argument out of range, or nothing to train.
     """
-    if not learning_rate > 0 or weight_decay < 0:
-        raise DualencError(
-            f"learning_rate {learning_rate} must be above 0 and weight_decay {weight_decay} at least 0; change them"
-        )
+    check_optimizer(name, learning_rate, weight_decay, momentum, betas)
     builders: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
         "adamw": lambda groups: torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=_fusable(groups)),
         "sgd": lambda groups: torch.optim.SGD(
@@ -53,9 +50,27 @@ def build_optimizer(
         ),
         "lars": lambda groups: LARS(groups, lr=learning_rate, momentum=momentum),
     }
-    if name not in builders:
-        raise DualencError(f"optimizer is {name!r}; choose one of {', '.join(builders)}")
     return builders[name](parameter_groups(modules, weight_decay))
+
+
+def check_optimizer(
+    name: OptimizerName, learning_rate: float, weight_decay: float, momentum: float, betas: tuple[float, float]
+) -> None:
+    """Refuse arguments of `build_optimizer` with which nothing could be learned.
+
+    Raises:
+        DualencError: an unknown name, or an argument out of range.
+    """
+    if name not in get_args(OptimizerName):
+        raise DualencError(f"optimizer is {name!r}; choose one of {', '.join(get_args(OptimizerName))}")
+    if not 0 < learning_rate < math.inf:
+        raise DualencError(f"learning_rate is {learning_rate}; it must be above 0, such as 1e-4")
+    if not 0 <= weight_decay < math.inf:
+        raise DualencError(f"weight_decay is {weight_decay}; it must be at least 0")
+    if not 0 <= momentum < 1:
+        raise DualencError(f"momentum is {momentum}; it must be in [0, 1), such as 0.9")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise DualencError(f"betas are {list(betas)}; give two numbers in [0, 1), such as [0.9, 0.999]")
 
 
 def trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -97,8 +112,7 @@ def build_schedule(
     Raises:
         DualencError: an unknown name or a warm-up out of range.
     """
-    if name not in _DECAYS:
-        raise DualencError(f"schedule is {name!r}; choose one of {', '.join(_DECAYS)}")
+    check_schedule(name, warmup, final_fraction)
     steps = warmup_steps(warmup, total_steps)
     decay = _DECAYS[name]
 
@@ -111,13 +125,24 @@ def build_schedule(
     return LambdaLR(optimizer, factor)
 
 
+def check_schedule(name: ScheduleName, warmup: int | float, final_fraction: float) -> None:
+    """Refuse arguments of `build_schedule` that make no learning rate.
+
+    Raises:
+        DualencError: an unknown name, or an argument out of range.
+    """
+    if name not in _DECAYS:
+        raise DualencError(f"schedule is {name!r}; choose one of {', '.join(_DECAYS)}")
+    if not 0 <= final_fraction <= 1:
+        raise DualencError(f"final_fraction is {final_fraction}; it must be in [0, 1]")
+    if not 0 <= warmup < math.inf or (warmup >= 1 and warmup != int(warmup)):
+        raise DualencError(f"warmup is {warmup}; give a number of steps, or a share of all steps below 1")
+
+
 def warmup_steps(warmup: int | float, total_steps: int) -> int:
     """Steps of warm-up from a number or a share of all steps."""
-    if isinstance(warmup, float) and 0 <= warmup < 1:
-        return round(warmup * total_steps)
-    if warmup < 0 or warmup != int(warmup):
-        raise DualencError(f"warmup is {warmup}; give a number of steps, or a share of all steps below 1")
-    return int(warmup)
+    check_schedule("constant", warmup, 0.0)
+    return round(warmup * total_steps) if isinstance(warmup, float) and warmup < 1 else int(warmup)
 
 
 _DECAYS: dict[str, Callable[[float], float]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -29,12 +30,22 @@ from dualenc.training.fingerprint import fingerprint, flatten
 from dualenc.training.items import ItemEncoder
 from dualenc.training.loader import BatchLoader, OnError
 from dualenc.training.loop import Loop
-from dualenc.training.optimizers import OptimizerName, ScheduleName, build_optimizer, build_schedule
+from dualenc.training.optimizers import (
+    OptimizerName,
+    ScheduleName,
+    build_optimizer,
+    build_schedule,
+    check_optimizer,
+    check_schedule,
+)
 from dualenc.training.random_state import seed_everything
 from dualenc.training.result import TrainingResult
 from dualenc.training.run_log import RunLog
 from dualenc.training.selection import BatchPlan, EmbeddingSource
 from dualenc.training.step import Step
+
+MOST_EPOCHS = 1_000_000
+"""More would never end; their batches are counted before the training starts."""
 
 
 @dataclass(kw_only=True)
@@ -119,10 +130,16 @@ class Trainer:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DualencError(f"{name} is {value}; it must be at least 1")
-        if self.seed < 0 or self.num_workers < 0:
+        if self.epochs is not None and self.epochs > MOST_EPOCHS:
+            raise DualencError(f"epochs is {self.epochs}; it must be at most {MOST_EPOCHS:,}; set max_steps instead")
+        if not 0 <= self.seed < 2**63 or self.num_workers < 0:
             raise DualencError(f"seed {self.seed} and num_workers {self.num_workers} must be at least 0")
         if self.on_error not in ("skip", "raise"):
             raise DualencError(f"on_error is {self.on_error!r}; choose 'skip' or 'raise'")
+        if self.max_gradient_norm is not None and not 0 < self.max_gradient_norm < math.inf:
+            raise DualencError(f"max_gradient_norm is {self.max_gradient_norm}; it must be above 0; null leaves it out")
+        check_optimizer(self.optimizer, self.learning_rate, self.weight_decay, self.momentum, self.betas)
+        check_schedule(self.schedule, self.warmup, self.final_fraction)
 
     def fit(
         self,

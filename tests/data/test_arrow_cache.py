@@ -102,3 +102,30 @@ def test_a_missing_column_names_the_nearest_before_a_long_read(tmp_path: Path) -
 def test_a_column_may_be_missing_in_some_records(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [{"other": "a"}, {"text": "b"}])
     assert read(path)["text"][:] == [None, "b"]
+
+
+def test_a_file_replaced_with_its_old_time_and_size_is_read_again(tmp_path: Path, on_disk: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    for text in ("one", "two", "one"):
+        write_jsonl(path, [{"text": text}])
+        os.utime(path, ns=(0, 10**18))
+        assert read(path)["text"][:] == [text]
+    assert len(list(on_disk.glob("*.arrow"))) == 2
+
+
+def test_a_damaged_cache_is_told(tmp_path: Path, on_disk: Path) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [{"text": "one"}])
+    read(path)
+    next(on_disk.glob("*.arrow")).write_bytes(b"nothing")
+    with pytest.raises(DualencError, match="damaged data cache"):
+        read(path)
+    next(on_disk.glob("*.json")).write_text("[]")
+    with pytest.raises(DualencError, match="damaged data cache"):
+        read(path)
+
+
+def test_nul_characters_are_no_text(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [{"text": "a"}, {"text": "a\0b"}])
+    with pytest.raises(BadSample, match=r"x\.jsonl:2: value of a wrong type; a NUL character stands in the text"):
+        read(path, Skips(path, "raise"))
+    assert read(path)["text"][:] == ["a"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -142,3 +143,40 @@ def test_scifact(shared_data: Path) -> None:
 
 def test_cranfield_has_two_empty_documents(shared_data: Path) -> None:
     assert read_beir(shared_data / "cranfield").corpus.skipped == 3  # and one judgement of one of them
+
+
+def judged(folder: Path, lines: bytes) -> Path:
+    """A BEIR folder of one query and two documents with these judgements."""
+    write_beir(folder, [{"_id": i, "text": i} for i in "ab"], [{"_id": "q", "text": "x"}], {"test": []})
+    (folder / "qrels" / "test.tsv").write_bytes(b"query-id\tcorpus-id\tscore\r\n" + lines)
+    return folder
+
+
+@pytest.mark.parametrize("grade", ["1" + "0" * 23, "9" * 5000, "nan", "1.5", "-", "", "1e3", "\u00b2"])
+def test_grades_that_are_no_whole_numbers_are_named(tmp_path: Path, grade: str) -> None:
+    folder = judged(tmp_path / "x", f"q\ta\t1\nq\tb\t{grade}\n".encode())
+    assert read_beir(folder).qrels == {"q": {"a": 1}}
+    with pytest.raises(BadSample, match=r"test\.tsv:3: malformed judgement; write .* a whole score"):
+        read_beir(folder, on_error="raise")
+
+
+def test_negative_grades_are_not_relevant_as_in_trec_eval(tmp_path: Path) -> None:
+    folder = judged(tmp_path / "x", b"q\ta\t1\nq\tb\t-2\n")
+    assert read_beir(folder, on_error="raise").qrels == {"q": {"a": 1, "b": -2}}
+    assert len(BeirPairs(folder, "test")) == 1
+
+
+def test_judgements_that_are_not_utf8_are_named_or_left_out(tmp_path: Path) -> None:
+    folder = judged(tmp_path / "x", b"q\ta\t1\nq\tb\xe9\t1\n")
+    assert read_beir(folder).qrels == {"q": {"a": 1}}
+    with pytest.raises(BadSample, match=r"test\.tsv:3: line that is not UTF-8"):
+        read_beir(folder, on_error="raise")
+
+
+def test_judgements_that_are_no_file_are_told(tmp_path: Path) -> None:
+    for number, make in enumerate((os.mkfifo, os.mkdir)):
+        folder = judged(tmp_path / str(number), b"q\ta\t1\n")
+        (folder / "qrels" / "test.tsv").unlink()
+        make(folder / "qrels" / "test.tsv")
+        with pytest.raises(DualencError, match=r"test\.tsv: a (folder|device, pipe or socket), not a file"):
+            read_beir(folder)

@@ -89,3 +89,18 @@ def test_unknown_columns_are_told(folder: Path) -> None:
     write_csv(folder / "captions.csv", ["a", "b"], [["sub/1.png", "one"]])
     with pytest.raises(DualencError, match="none of the columns a, b is known; name one by image_column="):
         ImageFolderPairs(folder)
+
+
+def test_captions_that_are_not_utf8_are_named_or_left_out(folder: Path) -> None:
+    for shade in (1, 2, 3):
+        (folder / "sub" / f"{shade}.txt").write_bytes(b"one\ncaf\xe9\n")
+    assert [p.right for p in ImageFolderPairs(folder)] == ["one"] * 3
+    with pytest.raises(BadSample, match=r"1\.txt:2: line that is not UTF-8"):
+        ImageFolderPairs(folder, on_error="raise")
+
+
+def test_a_table_of_captions_must_name_files(folder: Path) -> None:
+    data = datasets.Dataset.from_dict({"image": [b"contents"], "caption": ["x"]})
+    data.to_parquet(folder / "captions.parquet")
+    with pytest.raises(DualencError, match="column 'image' holds binary, where texts are needed"):
+        ImageFolderPairs(folder)

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import io
+import os
+import socket
+import struct
+import zlib
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
-from dualenc.data import open_image
+from dualenc.data import images, open_image
 from dualenc.data.images import ImageFiles, decode_image, find_images
 from dualenc.errors import BadSample, DualencError
 
@@ -72,3 +78,94 @@ def test_folders_without_images_are_told(tmp_path: Path) -> None:
         find_images(tmp_path)
     with pytest.raises(DualencError, match="no such folder"):
         find_images(tmp_path / "nowhere")
+
+
+NOT_FILES = ["pipe", "folder", "device", "socket"]
+
+
+def make_not_a_file(path: Path, kind: str) -> Path:
+    """Something at a path, or beside it, that is there but no regular file."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(os.path.relpath(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", NOT_FILES)
+def test_only_regular_files_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.chdir(tmp_path)  # names of sockets must be short
+    path = make_not_a_file(tmp_path / "x.png", kind)
+    with pytest.raises(BadSample, match=r"x\.png: a (folder|device, pipe or socket), not a file"):
+        open_image(path)
+
+
+def test_large_files_and_large_images_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.png"
+    path.write_bytes(encoded(picture(1)))
+    os.truncate(path, 10 << 30)  # ten GB of nothing behind a small image
+    with pytest.raises(BadSample, match=r"x\.png: file of 10,737,418,240 bytes"):
+        open_image(path)
+    monkeypatch.setattr(images, "MOST_BYTES", 100)
+    with pytest.raises(BadSample, match=r"table row 3: image of \d+ bytes, where 100 are allowed"):
+        decode_image(encoded(picture(1), "BMP"), "table row 3")
+
+
+@pytest.mark.parametrize("times", [1.5, 3], ids=["what Pillow warns of", "what Pillow refuses"])
+@pytest.mark.parametrize("bound", [Image.MAX_IMAGE_PIXELS, None])
+def test_bombs_are_told_by_their_pixels(monkeypatch: pytest.MonkeyPatch, times: float, bound: int | None) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", bound)
+    side = int((times * 89_478_485) ** 0.5)
+    header = encoded(picture(1)).replace(struct.pack(">II", 8, 8), struct.pack(">II", side, side))
+    header = header[:29] + struct.pack(">I", zlib.crc32(header[12:29])) + header[33:]
+    with pytest.raises(BadSample, match="pixels") as error:
+        decode_image(header, "x")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("data", [b"text", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n"])
+def test_errors_name_the_image_and_no_buffer(data: bytes) -> None:
+    with pytest.raises(BadSample, match=r"x: image cannot be decoded \(it is no image of a known format: ") as error:
+        decode_image(data, "x")
+    assert "BytesIO" not in str(error.value)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_whatever_bytes_are_an_rgb_image_or_a_bad_sample(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM"]))
+    whole = bytearray(encoded(picture(40, (20, 20)), kind))
+    for _ in range(data.draw(st.integers(0, 8))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    cut = whole[: data.draw(st.integers(0, len(whole)))]
+    told = ""
+    try:
+        assert decode_image(bytes(cut), "x").mode == "RGB"
+    except BadSample as error:
+        told = str(error)
+    assert not told or told.startswith("x: image cannot be decoded (")
+    assert "\n" not in told
+    assert "BytesIO" not in told
+
+
+def test_links_between_folders_are_followed_once(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    picture(1).save(tmp_path / "a" / "1.png")
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    (tmp_path / "b" / "other").symlink_to(tmp_path / "a")
+    for i in range(12):  # each of them doubles the number of paths
+        (tmp_path / "a" / f"again{i}").symlink_to(tmp_path)
+        (tmp_path / "b" / f"again{i}").symlink_to(tmp_path / "a")
+    assert find_images(tmp_path) == ["a/1.png"]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "class").symlink_to(tmp_path / "a")
+    assert find_images(elsewhere) == ["class/1.png"], "a link to a class folder is followed"

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dualenc.data import lines
 from dualenc.data.lines import read_records
 from dualenc.data.skips import Skips
 from dualenc.errors import BadSample, DualencError
@@ -122,3 +125,110 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes, messa
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DualencError, match=r"nowhere\.jsonl: cannot be read"):
         read(tmp_path / "nowhere.jsonl")
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "device.txt").symlink_to("/dev/zero")
+    for name in ("pipe.jsonl", "folder.csv", "device.txt"):
+        with pytest.raises(DualencError, match=f"{name}: a (folder|device, pipe or socket), not a file"):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.txt", "x.csv"])
+def test_a_line_that_is_too_long_is_left_out_unread(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    line = {"x.jsonl": b'{"text": "short"}\n', "x.txt": b"short\n", "x.csv": b"short\n"}[name]
+    with open(path, "wb") as stream:
+        stream.write(b"text\n" * (name == "x.csv") + line)
+        stream.seek(300 << 20, os.SEEK_CUR)  # 300 MB of zeros that take no place on the disk
+        stream.write(b"\n" + line)
+    skips = Skips(path)
+    tracemalloc.start()
+    records = [record for _, record in read_records(path, skips)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert records == [{"text": "short"}] * 2
+    assert skips.total == 1
+    assert peak < 250 << 20
+    with pytest.raises(BadSample, match="line above 64 MiB"):
+        read(path)
+
+
+def test_a_gzip_file_of_one_endless_line_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MOST_LINE_BYTES", 1 << 20)
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(b"[" * (20 << 20)))
+    with pytest.raises(BadSample, match=r"x\.jsonl\.gz:1: line above 1 MiB"):
+        read(path)
+    monkeypatch.setattr(lines, "MOST_LIST_BYTES", 1 << 20)
+    (tmp_path / "x.json.gz").write_bytes(path.read_bytes())
+    with pytest.raises(DualencError, match="a JSON list above 1 MiB"):
+        read(tmp_path / "x.json.gz")
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' * 100_000, '{"a": ' + "9" * 5000 + "}"])
+def test_deep_json_and_endless_numbers_are_malformed(tmp_path: Path, content: str) -> None:
+    for name in ("x.jsonl", "x.json"):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DualencError, match=r"malformed JSON.*(nested too deeply|Exceeds the limit)") as error:
+            read(tmp_path / name)
+        assert "\n" not in str(error.value)
+
+
+def test_a_corrupt_middle_of_a_gzip_file_is_told(tmp_path: Path) -> None:
+    data = bytearray(gzip.compress("".join(f'{{"a": "{i * i}"}}\n' for i in range(9999)).encode()))
+    for place in range(200, len(data) - 200, 997):
+        damaged = data.copy()
+        damaged[place : place + 50] = bytes(50)
+        (tmp_path / "x.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(DualencError, match=r"x\.jsonl\.gz"):
+            read(tmp_path / "x.jsonl.gz")
+
+
+def test_a_column_named_twice_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DualencError, match=r"x\.csv:1: two columns are called 'b'; rename one"):
+        read(write_csv(tmp_path / "x.csv", ["a", "b", "b"], [[1, 2, 3]]))
+
+
+def test_lines_that_are_not_utf8_are_named_or_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes(b"one\ncaf\xe9\nthree\r\n")
+    with pytest.raises(BadSample, match=r"x\.txt:2: line that is not UTF-8"):
+        read(path)
+    assert [record["text"] for _, record in read(path, "skip")] == ["one", "three"]
+
+
+def test_a_header_in_utf_16_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_bytes("a,b\n1,2\n".encode("utf-16-le"))
+    with pytest.raises(DualencError, match="UTF-16; convert the file to UTF-8"):
+        read(tmp_path / "x.csv")
+
+
+WHOLE = {
+    "x.jsonl": b'{"a": "\xc3\xa9", "b": [1, 2.5, null]}\n' * 9,
+    "x.json": b'[{"a": "b"}, {"a": "c"}]',
+    "x.csv": b'a,b\n1,"2\n3"\n4,5\n',
+    "x.txt": b"one\ntwo\n",
+    "x.jsonl.gz": gzip.compress(b'{"a": "b"}\n' * 50, mtime=0),
+}
+
+
+@given(st.sampled_from(sorted(WHOLE)), st.data())
+@settings(max_examples=300, deadline=None)
+def test_damaged_files_give_records_or_an_error_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
+) -> None:
+    content = bytearray(WHOLE[name])
+    for _ in range(data.draw(st.integers(0, 6))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / name
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    for on_error in ("skip", "raise"):
+        told = ""
+        try:
+            assert all(isinstance(record, dict) for _, record in read(path, on_error))
+        except DualencError as error:
+            told = str(error)
+        assert "\n" not in told

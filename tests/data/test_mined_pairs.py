@@ -87,3 +87,14 @@ def test_another_layout_is_told(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [{"query": "q", "positives": ["p"]}])
     with pytest.raises(DualencError, match="no column 'pos'; did you mean 'positives'"):
         MinedPairs(path)
+
+
+@pytest.mark.parametrize("passages", [5, "text", {"text": "x"}, [{"text": 5}], [{"text": "x", "title": []}], [[["x"]]]])
+def test_passages_of_another_shape_are_named_or_taken_as_one_text(tmp_path: Path, passages: object) -> None:
+    good = {"query": "q", "positive_passages": [{"text": "p"}], "negative_passages": []}
+    path = write_jsonl(tmp_path / "x.jsonl", [good, {**good, "query": "r", "positive_passages": passages}])
+    single = isinstance(passages, (int, str))
+    assert len(MinedPairs(path)) == 1 + single
+    if not single:
+        with pytest.raises(BadSample, match=r"x\.jsonl:2: value of a wrong type"):
+            MinedPairs(path, on_error="raise")

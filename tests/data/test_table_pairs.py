@@ -2,16 +2,21 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import pickle
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.data import PairDataset, TablePairs, arrow_cache
+from dualenc.data import PairDataset, TablePairs, TableViews, arrow_cache, open_corpus, open_pairs
 from dualenc.errors import BadSample, DualencError
 
 from .make import encoded, picture, shade_of, write_csv, write_jsonl
@@ -196,3 +201,113 @@ def test_flickr8k_opens_with_two_column_names(shared_data: Path) -> None:
     assert (len(pairs), pairs.num_left, pairs.num_right, pairs.skipped) == (5000, 1000, 5000, 0)
     assert pairs[7].left.size == (112, 112)
     assert pairs.positives("left", np.array([1])).tolist() == [[5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("how", ["dots", "absolute", "link to a file", "link to a folder", "device", "pipe"])
+def test_images_of_a_table_lie_in_its_folder_unless_allowed(tmp_path: Path, how: str) -> None:
+    outside, folder = tmp_path / "secret.png", tmp_path / "data"
+    folder.mkdir()
+    picture(5).save(outside)
+    picture(6).save(folder / "in.png")
+    (folder / "link.png").symlink_to(outside)
+    (folder / "up").symlink_to(tmp_path)
+    os.mkfifo(folder / "pipe")
+    paths = {"dots": "../secret.png", "absolute": str(outside), "link to a file": "link.png"}
+    paths |= {"link to a folder": "up/secret.png", "device": "/dev/zero", "pipe": "pipe"}
+    path = write_csv(folder / "x.csv", ["image", "text"], [["in.png", "a"], [paths[how], "b"]])
+    for data in (TablePairs(path, "image", "text", left_modality="image"), open_pairs(path)):
+        assert shade_of(data[0].left) == 6
+        with pytest.raises(BadSample, match=r"(outside of the folder .* allow_outside=True|not a file)") as error:
+            data[1]
+        assert "x.csv:3" in str(error.value)
+        data.identity()  # does not read it either
+    trusted = TablePairs(path, "image", "text", left_modality="image", allow_outside=True)
+    if how in ("device", "pipe"):
+        with pytest.raises(BadSample, match="a device, pipe or socket, not a file"):
+            trusted[1]
+    else:
+        assert shade_of(trusted[1].left) == 5
+    for reader, options in ((TableViews, {}), (open_corpus, {"modality": "image"})):
+        with pytest.raises(BadSample, match=r"outside of the folder|not a file"):
+            reader(path, **options)[1]
+    if how == "absolute":
+        wider = TablePairs(path, "image", "text", left_modality="image", image_root=tmp_path)
+        assert shade_of(wider[1].left) == 5
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("query", pa.array([{"a": "x"}])),
+        ("query", pa.array([b"x"])),
+        ("query", pa.array([["x"]])),
+        ("document", pa.array([{"a": "x"}])),
+        ("document", pa.array([b"x"], pa.large_binary())),
+        ("document", pa.array([[["x"]]])),
+        ("document", pa.array([[b"x"]])),
+        ("negative", pa.array([[{"a": 1}]])),
+    ],
+)
+def test_columns_of_a_kind_that_is_no_text_are_told(tmp_path: Path, column: str, values: pa.Array) -> None:
+    good = {"query": pa.array(["q"]), "document": pa.array(["d"]), "negative": pa.array(["n"])}
+    pq.write_table(pa.table({**good, column: values}), tmp_path / "x.parquet")
+    with pytest.raises(DualencError, match=f"column '{column}' holds ") as error:
+        TablePairs(tmp_path / "x.parquet", *good, left_modality="text", right_modality="text")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values", [pa.array([1]), pa.array([{"a": b"x"}]), pa.array([[b"x"]]), pa.array([{"bytes": 1}])]
+)
+def test_columns_of_a_kind_that_is_no_image_are_told(tmp_path: Path, values: pa.Array) -> None:
+    pq.write_table(pa.table({"image": values, "text": ["x"]}), tmp_path / "x.parquet")
+    path = tmp_path / "x.parquet"
+    for read in (
+        lambda: TableViews(path),
+        lambda: open_corpus(path),
+        lambda: TablePairs(path, "image", "text", left_modality="image"),
+    ):
+        with pytest.raises(DualencError, match="column 'image' holds"):
+            read()
+
+
+@pytest.mark.parametrize("column", ["_id", "title", "label"])
+def test_ids_titles_and_labels_are_single_values(tmp_path: Path, column: str) -> None:
+    main = {"image": [encoded(picture(1))] * 2} if column == "label" else {"text": ["x", "y"]}
+    pq.write_table(pa.table({**main, column: [["a", "b"], ["c", "d"]]}), tmp_path / "x.parquet")
+    with pytest.raises(DualencError, match=f"column '{column}' holds lists"):
+        open_corpus(tmp_path / "x.parquet")
+
+
+def test_labels_that_are_keys_are_numbered_as_names(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": [encoded(picture(1))] * 3, "label": [10**12, 5, 10**12]}), tmp_path / "x.parquet")
+    data = TableViews(tmp_path / "x.parquet")
+    assert data.labels.tolist() == [0, 1, 0]
+    assert data.class_names == ["1000000000000", "5"]
+
+
+def test_images_in_a_table_that_do_not_decode_are_named_by_their_row(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": [encoded(picture(1)), b"no image"]}), tmp_path / "x.parquet")
+    with pytest.raises(BadSample, match=r"x\.parquet row 1, column 'image': image cannot be decoded") as error:
+        TableViews(tmp_path / "x.parquet")[1]
+    assert "BytesIO" not in str(error.value)
+
+
+def test_strings_of_a_parquet_file_that_are_not_utf8_are_bad_samples(tmp_path: Path) -> None:
+    broken = pa.array([b"one", b"caf\xe9"]).view(pa.string())
+    pq.write_table(pa.table({"text": broken, "_id": broken}), tmp_path / "x.parquet")
+    corpus = open_corpus(tmp_path / "x.parquet")
+    assert corpus.ids == ["one", r"caf\xe9"]
+    assert corpus[0] == "one"
+    with pytest.raises(BadSample, match="column 'text', value 1: not UTF-8 text"):
+        corpus[1]
+    assert corpus.identity() == open_corpus(tmp_path / "x.parquet").identity()
+    with pytest.raises(BadSample, match="not UTF-8 text"):
+        TablePairs(tmp_path / "x.parquet", "text", "_id")
+
+
+def test_decimals_and_dates_are_spelled_out(tmp_path: Path) -> None:
+    columns = {"text": pa.array([Decimal("1.50"), None]), "_id": pa.array([date(2020, 1, 2), date(2021, 1, 2)])}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    corpus = open_corpus(tmp_path / "x.parquet")
+    assert (corpus.ids, corpus[0], corpus.skipped) == (["2020-01-02"], "1.50", 1)

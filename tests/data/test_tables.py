@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import gzip
+import os
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dualenc.data.arrow_cache import Kind
@@ -139,3 +142,33 @@ def test_damaged_parquet_pages_are_told(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(DualencError, match=r"train\.parquet: cannot be read"):
         read(path, {"query": "value"})
+
+
+def test_an_empty_file_is_told_when_its_columns_are_asked_for(tmp_path: Path) -> None:
+    for name in ("x.jsonl", "x.json", "x.txt"):
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(DualencError, match=rf"{name}: no usable record: it is empty"):
+            peek_columns(tmp_path / name)
+
+
+def test_a_parquet_file_replaced_with_its_old_time_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    for word in ("one", "two"):
+        datasets.Dataset.from_dict({"query": [word]}).to_parquet(path)
+        os.utime(path, ns=(0, 10**18))
+        assert read(path, {"query": "value"}).dataset["query"][:] == [word]
+
+
+def test_a_parquet_file_with_two_columns_of_one_name_is_told(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, names=["query", "query"]), tmp_path / "x.parquet")
+    with pytest.raises(DualencError, match="two columns are called 'query'"):
+        read(tmp_path / "x.parquet", {"query": "value"})
+
+
+def test_a_damaged_saved_dataset_is_told(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict(ROWS).save_to_disk(tmp_path / "saved")
+    for name, content in (("state.json", "{}"), ("state.json", "[1]"), ("state.json", "no json")):
+        (tmp_path / "saved" / name).write_text(content)
+        with pytest.raises(DualencError, match="saved data set cannot be read") as error:
+            read(tmp_path / "saved")
+        assert "\n" not in str(error.value)

@@ -9,8 +9,12 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import webdataset
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dualenc.data import WebDatasetPairs
 from dualenc.data import tars as tars_module
@@ -199,3 +203,85 @@ def test_corpora_take_the_names_of_samples_as_ids(shards: Path, tmp_path_factory
         write_tar(folder / f"{name}.tar", [("1.json", json.dumps({"t": name}).encode())])
     alike = tar_corpus(folder, "json:t")
     assert (alike.ids, [alike[i] for i in range(2)]) == (["a/1", "b/1"], ["a", "b"])
+
+
+def test_what_is_no_plain_file_of_a_tar_is_named_or_left_out(tmp_path: Path) -> None:
+    tar = write_tar(
+        tmp_path / "x.tar", [*sample("a", 1, "one"), ("/abs/b.txt", b"x"), ("../c.txt", b"x"), ("d\x1b.txt", b"x")]
+    )
+    with tarfile.open(tar, "a") as archive:
+        for name, kind in {
+            "e.png": tarfile.SYMTYPE,
+            "f.png": tarfile.LNKTYPE,
+            "g.png": tarfile.CHRTYPE,
+            "h.png": tarfile.FIFOTYPE,
+        }.items():
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "/etc/passwd"
+            archive.addfile(info)
+    pairs = WebDatasetPairs(tar)
+    assert contents(pairs) == [(1, "one")]
+    assert pairs.skipped == 7
+    with pytest.raises(BadSample, match="name that leads out of a tar"):
+        WebDatasetPairs(tar, on_error="raise")
+
+
+def test_tars_that_are_no_files_are_told(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.tar")
+    (tmp_path / "y.tar").mkdir()
+    (tmp_path / "z.tar").symlink_to("/dev/zero")
+    for name in ("x.tar", "z.tar", "*.tar"):
+        with pytest.raises(DualencError, match=r"\.tar: a (folder|device, pipe or socket), not a file"):
+            WebDatasetPairs(str(tmp_path / name))
+
+
+def test_large_members_are_bad_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tar = write_tar(tmp_path / "x.tar", sample("a", 1, "x" * 2000))
+    pairs = WebDatasetPairs(tar)
+    monkeypatch.setattr("dualenc.data.webdataset.MOST_LINE_BYTES", 1000)
+    with pytest.raises(BadSample, match=r"x\.tar: a: file of 2,000 bytes, where 1,000 are allowed"):
+        pairs[0]
+
+
+def test_images_in_a_tar_that_do_not_decode_are_named_by_their_sample(tmp_path: Path) -> None:
+    tar = write_tar(tmp_path / "x.tar", [("a/17.png", b"no image"), ("a/17.txt", b"x")])
+    with pytest.raises(BadSample, match=r"x\.tar: a/17: image cannot be decoded \(it is no image"):
+        WebDatasetPairs(tar)[0]
+
+
+def test_a_tar_replaced_with_its_old_time_and_size_is_scanned_again(tmp_path: Path) -> None:
+    for names in ("ab", "ba", "cd"):
+        tar = write_tar(tmp_path / "x.tar", [(f"{name}.txt", name.encode()) for name in names])
+        os.utime(tar, ns=(0, 10**18))
+        assert tar_corpus(tar, "txt").ids == list(names)
+
+
+@pytest.mark.parametrize("offset", [-1, -(2**62), 2**62, 10**6])
+def test_an_index_that_leads_out_of_its_tar_is_not_believed(tmp_path: Path, offset: int) -> None:
+    tar = write_tar(tmp_path / "x.tar", sample("a", 1, "one"))
+    WebDatasetPairs(tar)
+    place = tmp_path / "x.tar.index"
+    table = pq.read_table(place)
+    column = pa.array([[offset, offset]], pa.list_(pa.int64()))
+    forged = table.set_column(table.column_names.index("offset"), table.schema.field("offset"), column)
+    for content in (forged, forged.drop(["size"])):
+        pq.write_table(content, place)
+        assert contents(WebDatasetPairs(tar)) == [(1, "one")]
+    place.write_bytes(b"nothing")
+    assert contents(WebDatasetPairs(tar)) == [(1, "one")]
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+def test_damaged_tars_give_samples_or_an_error_in_one_line(tmp_path: Path, data: st.DataObject) -> None:
+    whole = bytearray(write_tar(tmp_path / "x.tar", [*sample("a", 1, "one"), *sample("b", 2, "two")]).read_bytes())
+    for _ in range(data.draw(st.integers(0, 6))):
+        whole[data.draw(st.integers(0, len(whole) // 4))] = data.draw(st.sampled_from(b"\0\xff0179xLKgS/"))
+    (tmp_path / "x.tar").write_bytes(whole[: data.draw(st.integers(0, len(whole)))])
+    for on_error in ("skip", "raise"):
+        told = ""
+        try:
+            list(WebDatasetPairs(tmp_path / "x.tar", on_error=on_error))
+        except DualencError as error:
+            told = str(error)
+        assert "\n" not in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder
-from dualenc.encoders.card import model_card
+from dualenc.encoders.card import Code, model_card
 
 Build = Callable[[str], DualEncoder]
 
@@ -90,6 +91,35 @@ def test_what_the_caller_knows_is_told(build: Build) -> None:
 def test_flat_metrics_are_one_column_and_bars_do_not_break_tables(build: Build) -> None:
     text = model_card(build("image"), "net", {"metrics": {"a|b": 0.5}})
     assert "| metric | value |\n| --- | --- |\n| a\\|b | 0.5000 |" in text
+
+
+HOSTILE = "</td><script>alert(1)</script>\n---\n# x\n```\n[a](javascript:b) ![](c) | \x1b[2J \x9b & `d`"
+
+
+def test_names_prompts_and_paths_cannot_become_markup(build: Build, tokenizer: Any, bert: dict[str, Any]) -> None:
+    """Rendered with markdown-it as CommonMark with tables and raw HTML, as the hub does."""
+    MarkdownIt = pytest.importorskip("markdown_it").MarkdownIt
+    model = TextEncoder(config=bert, tokenizer=tokenizer, query_prompt=HOSTILE)
+    card = {
+        "task": HOSTILE,
+        "data": HOSTILE,
+        "recipe": Code("yaml", f"prompt: |\n  {HOSTILE}\n````\n<script>"),
+        "metrics": {HOSTILE: {HOSTILE: 0.5}},
+        "base_model": HOSTILE,
+        HOSTILE: {"a": HOSTILE},
+    }
+    text = model_card(model, HOSTILE, card)
+    assert front_matter(text)["base_model"] == HOSTILE
+    assert all(character.isprintable() or character == "\n" for character in text)
+    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(text.split("\n---\n", 1)[1])
+    kinds = [inner.type for token in tokens for inner in [token, *(token.children or [])]]
+    assert not {"html_block", "html_inline", "link_open", "image", "hr"} & set(kinds)
+    headings = [after.content for token, after in itertools.pairwise(tokens) if token.type == "heading_open"]
+    assert len(headings) == 7  # name, task, data, recipe, metrics, the caller's own, use
+    code = [token.content for token in tokens if token.type == "fence"]
+    assert any(content.startswith("prompt: |") and content.endswith("<script>\n") for content in code)
+    for example in code[-2:]:
+        compile(example, "card", "exec")
 
 
 def test_without_a_word_from_the_caller_nothing_is_empty(build: Build) -> None:

@@ -79,8 +79,18 @@ def test_a_share_of_the_steps_as_warm_up_and_a_final_rate():
     ("arguments", "message"),
     [
         ({"name": "adam"}, "optimizer is 'adam'; choose one of adamw, sgd, lars"),
-        ({"learning_rate": 0.0}, "learning_rate 0.0 must be above 0"),
-        ({"weight_decay": -1.0}, "weight_decay -1.0 at least 0"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be above 0"),
+        ({"learning_rate": -1e-3}, "learning_rate is -0.001; it must be above 0"),
+        ({"learning_rate": math.nan}, "learning_rate is nan; it must be above 0"),
+        ({"learning_rate": math.inf}, "learning_rate is inf; it must be above 0"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0; it must be at least 0"),
+        ({"weight_decay": math.nan}, "weight_decay is nan; it must be at least 0"),
+        ({"momentum": -1.0}, r"momentum is -1.0; it must be in \[0, 1\)"),
+        ({"momentum": 1.0}, r"momentum is 1.0; it must be in \[0, 1\)"),
+        ({"momentum": math.nan}, "momentum is nan"),
+        ({"betas": (2.0, 3.0)}, r"betas are \[2.0, 3.0\]; give two numbers in \[0, 1\)"),
+        ({"betas": (0.9, math.nan)}, r"betas are \[0.9, nan\]"),
+        ({"betas": (0.9,)}, r"betas are \[0.9\]; give two numbers"),
     ],
 )
 def test_mistakes_are_told(arguments, message):
@@ -95,3 +105,9 @@ def test_nothing_to_train_and_bad_schedules_are_told():
         rates("cos", 3)
     with pytest.raises(DualencError, match=r"warmup is 1.5"):
         rates("cosine", 3, warmup=1.5)
+    for warmup in (-1, -0.5, math.nan, math.inf):
+        with pytest.raises(DualencError, match=rf"warmup is {warmup}; give a number of steps"):
+            rates("cosine", 3, warmup=warmup)
+    for fraction in (-1.0, 1.5, math.nan):
+        with pytest.raises(DualencError, match=rf"final_fraction is {fraction}; it must be in \[0, 1\]"):
+            rates("cosine", 3, final_fraction=fraction)

@@ -1,0 +1,238 @@
+"""Model folders are untrusted: code in them is never run, nobody is asked about it, and pickles are not weights."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from dualenc.encoders import ImageEncoder, ImageTextEncoder, TextEncoder, load_model
+from dualenc.errors import DualencError
+
+AUTO_MAP = {
+    "AutoConfig": "evil.Config",
+    "AutoModel": "evil.Model",
+    "AutoTokenizer": ["evil.Tokenizer", None],
+}
+
+
+def edit(path: Path, **changes: Any) -> dict[str, Any]:
+    """Change keys of a JSON file, which is made if it is not there."""
+    value = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(value | changes))
+    return value
+
+
+@pytest.fixture(params=["closed", "y"])
+def answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a question on the terminal would get."""
+    stream = io.StringIO("y\n" * 20)
+    if request.param == "closed":
+        stream.close()
+    monkeypatch.setattr("sys.stdin", stream)
+    return str(request.param)
+
+
+@pytest.fixture
+def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with code that leaves `canary` beside it when it is imported, and all of transformers' hooks to it."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    _with_code(folder)
+    edit(folder / "config.json", model_type="made-up", auto_map=AUTO_MAP)
+    edit(folder / "tokenizer_config.json", auto_map=AUTO_MAP)
+    return folder
+
+
+def _with_code(folder: Path) -> None:
+    canary = folder.parent / "canary"
+    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Config: pass\nclass Tokenizer: pass\n")
+
+
+def refuses(make: Callable[[], Any], canary: Path) -> str:
+    with pytest.raises(DualencError) as caught:
+        make()
+    assert not canary.exists()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_code_would_run(evil: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows proves nothing unless the hooks work: transformers asks, and on "y" imports the code."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
+    with pytest.raises(Exception):  # noqa: B017, PT011  the class is no configuration
+        transformers.AutoConfig.from_pretrained(evil)
+    assert (evil.parent / "canary").exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "configuration"])
+def test_a_text_tower_of_code_in_open_clip(
+    kind: str, evil: Path, clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase, answers: str
+) -> None:
+    canary = evil.parent / "canary"
+    foreign = {"hf_model_name": str(evil), "hf_tokenizer_name": "."}
+    if kind == "folder":
+        ImageTextEncoder(config=clip, tokenizer=tokenizer).save(evil.parent / "model")
+        path = evil.parent / "model" / "open_clip_config.json"
+        config = json.loads(path.read_text())["model_cfg"]
+        edit(path, model_cfg={**config, "text_cfg": {**config["text_cfg"], **foreign}})
+        told = refuses(lambda: load_model(evil.parent / "model"), canary)
+    else:
+        clip["text_cfg"] |= foreign
+        told = refuses(lambda: ImageTextEncoder(config=clip, tokenizer=tokenizer), canary)
+    assert "code of its own, which is not run" in told
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer_kwargs": {"subfolder": "sub"}},
+        {"tokenizer_kwargs": {"trust_remote_code": True}},
+        {"tokenizer_kwargs": {"subfolder": "sub", "trust_remote_code": True}},
+        {"tokenizer_kwargs": {"config": "sub"}},
+        {"tokenizer_kwargs": {"tokenizer_type": "bert", "code_revision": "main"}},
+        "tokenizer_config.json",
+        "config.json",
+    ],
+    ids=str,
+)
+def test_a_tokenizer_of_code_in_open_clip(
+    change: Any, evil: Path, clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase, answers: str
+) -> None:
+    canary, model = evil.parent / "canary", evil.parent / "model"
+    ImageTextEncoder(config=clip, tokenizer=tokenizer).save(model)
+    _with_code(model)
+    (model / "sub").mkdir()
+    for name in ("tokenizer_config.json", "config.json", "evil.py"):
+        (model / "sub" / name).write_text((evil / name).read_text())
+    if isinstance(change, dict):
+        config = json.loads((model / "open_clip_config.json").read_text())["model_cfg"]
+        edit(model / "open_clip_config.json", model_cfg={**config, "text_cfg": {**config["text_cfg"], **change}})
+    elif change == "config.json":
+        for path in model.glob("tokenizer*"):
+            path.unlink()
+        edit(model / change, model_type="made-up", auto_map=AUTO_MAP)
+    else:
+        edit(model / change, auto_map=AUTO_MAP)
+    refuses(lambda: load_model(model), canary)
+
+
+def test_a_text_model_of_code(
+    evil: Path, bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, answers: str
+) -> None:
+    canary, model = evil.parent / "canary", evil.parent / "model"
+    TextEncoder(config=bert, tokenizer=tokenizer).save(model)
+    _with_code(model)
+    before = edit(model / "config.json", auto_map=AUTO_MAP, model_type="made-up")
+    refuses(lambda: load_model(model), canary)
+    (model / "config.json").write_text(json.dumps({**before, "auto_map": AUTO_MAP}))
+    load_model(model)  # transformers has this architecture itself: the folder's code is not needed
+    edit(model / "tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="Tokenizer")
+    with suppress(DualencError):  # or a plain tokenizer, by another name
+        load_model(model)
+    TextEncoder(config={**bert, "auto_map": AUTO_MAP, "trust_remote_code": True}, tokenizer=tokenizer)
+    refuses(lambda: TextEncoder(config={"model_type": "made-up", "auto_map": AUTO_MAP}, tokenizer=tokenizer), canary)
+    refuses(lambda: TextEncoder(config=bert, tokenizer=str(evil)), canary)
+    assert not canary.exists()
+
+
+def test_other_hooks_of_a_text_model(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    canary, model = tmp_path / "canary", tmp_path / "model"
+    TextEncoder(config=bert, tokenizer=tokenizer).save(model)
+    edit(model / "config.json", attn_implementation="evil/kernel")
+    assert "attn_implementation evil/kernel is code from the hub" in refuses(lambda: load_model(model), canary)
+    attention = {"attn_implementation": "evil/kernel"}
+    told = refuses(lambda: TextEncoder(config={**bert, **attention}, tokenizer=tokenizer), canary)
+    assert "is code from the hub" in told
+    edit(model / "config.json", attn_implementation="eager")
+    load_model(model)
+    edit(model / "adapter_config.json", base_model_name_or_path="evil/model")
+    assert "adapters of another model; merge them" in refuses(lambda: load_model(model), canary)
+
+
+@pytest.mark.parametrize("change", [{"type": "evil.Transformer"}, {"type": "evil.models.Pooling"}, {"path": "../evil"}])
+def test_modules_of_a_sentence_folder(
+    change: dict[str, str], evil: Path, bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    canary, model = evil.parent / "canary", evil.parent / "model"
+    TextEncoder(config=bert, tokenizer=tokenizer).save(model)
+    modules = json.loads((model / "modules.json").read_text())
+    modules[0] |= change
+    (model / "modules.json").write_text(json.dumps(modules))
+    assert "is not supported" in refuses(lambda: load_model(model), canary) or "path" in change
+
+
+class Bomb:
+    """Pickles to a command that makes the canary."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.canary}",)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth", "open_clip_pytorch_model.bin", "model.pt"])
+@pytest.mark.parametrize("kind", ["text", "image-text", "image"])
+def test_pickles_are_not_read_beside_safetensors_nor_instead(
+    kind: str, name: str, bert: dict[str, Any], clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    canary, folder = tmp_path / "canary", tmp_path / "model"
+    if kind == "text":
+        TextEncoder(config=bert, tokenizer=tokenizer).save(folder)
+    elif kind == "image-text":
+        ImageTextEncoder(config=clip, tokenizer=tokenizer).save(folder)
+    else:
+        ImageEncoder("test_resnet", projector_dim=None).save(folder)
+    (folder / name).write_bytes(pickle.dumps(Bomb(canary)))
+    load_model(folder)
+    assert not canary.exists()
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    assert "safetensors" in refuses(lambda: load_model(folder), canary)
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.bin", "weights.npz", "weights.npy", "folder"])
+def test_files_of_weights_are_safetensors(name: str, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    (tmp_path / "folder").mkdir()
+    if name != "folder":
+        (tmp_path / name).write_bytes(pickle.dumps(Bomb(canary)))
+    told = refuses(lambda: ImageTextEncoder("ViT-B-32", str(tmp_path / name)), canary)
+    assert "is no safetensors file; convert the weights to safetensors first" in told
+
+
+@pytest.mark.parametrize("section", ["text_cfg", "vision_cfg"])
+def test_pretrained_towers_are_safetensors(
+    section: str, clip: dict[str, Any], bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    canary, folder = tmp_path / "canary", tmp_path / "tower"
+    folder.mkdir()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(canary)))
+    (folder / "config.json").write_text(json.dumps({**bert, "architecture": "test_resnet"}))
+    key = {"text_cfg": {"hf_model_name": str(folder)}, "vision_cfg": {"timm_model_name": f"local-dir:{folder}"}}
+    clip[section] |= key[section]
+    told = refuses(lambda: ImageTextEncoder(config=clip, tokenizer=tokenizer, pretrained_towers=True), canary)
+    assert "no *.safetensors; convert its weights to safetensors first" in told
+
+
+@pytest.mark.parametrize("key", ["checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict"])
+def test_arguments_of_a_backbone_name_no_other_weights(key: str, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps(Bomb(canary)))
+    value: Any = {"file": str(tmp_path / "evil.pt")} if "cfg" in key else str(tmp_path / "evil.pt")
+    told = refuses(lambda: ImageEncoder("test_resnet", backbone_args={key: value}), canary)
+    assert f"{key} is no argument of an architecture" in told
+    ImageEncoder("test_resnet", projector_dim=None).save(tmp_path / "model")
+    edit(tmp_path / "model" / "config.json", model_args={key: value})
+    assert f"{key} is no argument" in refuses(lambda: load_model(tmp_path / "model"), canary)
