@@ -6,12 +6,15 @@ Tensors may have a different first dimension on each rank: the last batch of an 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from dualenc.errors import DualencError
 
 
 def is_initialized() -> bool:
@@ -34,12 +37,40 @@ def is_main() -> bool:
     return rank() == 0
 
 
+@contextmanager
+def lost_process_told() -> Iterator[None]:
+    """Another process that hangs or has ended is told in one line; every exchange of this file runs in this.
+
+    On gloo. NCCL works beside the Python process and ends it itself, with words of its own.
+
+    Raises:
+        DualencError: another process did not answer within the time limit of the process group, or is gone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error)
+        if any(words in reason for words in ("Timed out", "timed out", "imeout")):
+            raise DualencError(
+                "another process of this run did not answer in time: it hangs or is far behind; see what it says, and "
+                "raise trainer.timeout_minutes if it only needs longer"
+            ) from error
+        if any(words in reason for words in ("onnection", "Socket", "Broken pipe", "remote process")):
+            raise DualencError(
+                "the connection to another process of this run is lost: it has ended or was killed; see what it says, "
+                "then go on with --resume"
+            ) from error
+        raise
+
+
+@lost_process_told()
 def barrier() -> None:
     """Wait until every process is here."""
     if is_initialized():
         dist.barrier()
 
 
+@lost_process_told()
 def gather_objects(value: Any) -> list[Any]:
     """Any picklable value of every rank, in rank order, on every rank."""
     if not is_initialized():
@@ -49,6 +80,7 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+@lost_process_told()
 def broadcast_object(value: Any) -> Any:
     """The main process's value, on every rank."""
     if not is_initialized():
@@ -58,6 +90,7 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
+@lost_process_told()
 def rank_sizes(local_size: int, device: torch.device) -> list[int]:
     """The first dimension of every rank's tensor, in rank order."""
     if not is_initialized():
@@ -110,6 +143,7 @@ def gather_with_grad(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
     return _GatherWithGrad.apply(tensor, sizes or rank_sizes(tensor.shape[0], tensor.device))
 
 
+@lost_process_told()
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     """A new tensor with the element-wise "sum", "mean", "max" or "min" over ranks, without gradient."""
     result = tensor.detach().clone()
@@ -119,20 +153,33 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     return result / world_size() if op == "mean" else result
 
 
-def average_gradients(parameters: Iterable[torch.nn.Parameter], bucket_elements: int = 2**24) -> None:
+def largest(number: int, device: torch.device) -> int:
+    """The largest of all ranks' numbers; one small exchange, on the device that the process group talks on."""
+    return int(all_reduce(torch.tensor([number], device=device), "max")) if is_initialized() else number
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter], bucket_elements: int = 2**24, number: int = 0) -> int:
     """Replace every gradient by its average over ranks, in flat buckets; a missing gradient counts as zero.
 
     The whole list must be the same on every rank. A parameter unused on all ranks keeps no gradient.
+
+    Args:
+        parameters: whose gradients.
+        bucket_elements: of one exchange, at most, unless one parameter has more.
+        number: of this rank; travels with what is exchanged anyhow.
+
+    Returns:
+        The largest `number` of all ranks, the same on every rank.
     """
     if not is_initialized():
-        return
+        return number
     trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
-        return
-    used = torch.tensor([p.grad is not None for p in trainable], device=trainable[0].device, dtype=torch.int32)
-    used = all_reduce(used, "max")
+        return number
+    flags = [*(p.grad is not None for p in trainable), number]
+    *used, number = all_reduce(torch.tensor(flags, device=trainable[0].device, dtype=torch.int32), "max").tolist()
     bucket: list[torch.nn.Parameter] = []
-    for parameter, is_used in zip(trainable, used.tolist(), strict=True):
+    for parameter, is_used in zip(trainable, used, strict=True):
         if not is_used:
             continue
         if parameter.grad is None:
@@ -142,6 +189,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], bucket_elements:
             bucket = []
         bucket.append(parameter)
     _average_bucket(bucket)
+    return number
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -161,6 +209,7 @@ def _average_bucket(bucket: list[torch.nn.Parameter]) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
+@lost_process_told()
 def _all_gather(tensor: Tensor, sizes: list[int]) -> Tensor:
     """Pad to the longest rank (gloo and NCCL want equal shapes), gather, cut the padding away."""
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))

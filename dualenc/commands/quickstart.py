@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import statistics
+import tempfile
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
-    from dualenc.data import RetrievalSet
+    from dualenc.data import BeirPairs, RetrievalSet
     from dualenc.encoders import DualEncoder, TextEncoder
-    from dualenc.training.trainer import TrainingResult
+    from dualenc.objectives import SogCLR
+    from dualenc.training.trainer import Trainer, TrainingResult
 
+SECONDS = 240
+MOST_STEPS, FEWEST_STEPS = 600, 20
+MARGIN = 1.25
+"""How much longer than measured the rest may take, as other work comes and goes on a machine."""
 BATCH_SIZE = 128
 MAX_TOKENS = 64
 CONFIG: dict[str, Any] = {
@@ -37,7 +47,7 @@ def quickstart(
     out: str = "quickstart-run",
     max_docs: int = 16000,
     test_docs: int = 1000,
-    steps: int = 600,
+    steps: int | None = None,
     vocab_size: int = 8000,
     seed: int = 0,
 ) -> None:
@@ -50,16 +60,23 @@ def quickstart(
         out: folder for the data, the model, the embeddings and the index; replaced by the next quickstart.
         max_docs: documents in the corpus at most.
         test_docs: functions that are held out from training and measured on.
-        steps: training steps of 128 pairs; 600 take about two minutes on two cores.
+        steps: training steps of 128 pairs. By default some are timed, and as many taken, up to 600, as let everything
+            end within four minutes; only this number depends on the machine's speed.
         vocab_size: tokens of the tokenizer that is trained on the corpus.
         seed: of everything random.
     """
     start = time.perf_counter()
     folder = Path(out)
     collection = _read(folder, max_docs, test_docs, seed)
-    model, trained = _train(folder, steps, vocab_size, seed)
+    pairs, untrained = _start(folder, vocab_size, seed)
+    bm25 = _bm25(collection)
+    if steps is None:
+        step_seconds, rest = measure(untrained, pairs, collection, seed)
+        steps = affordable_steps(step_seconds, time.perf_counter() - start, rest)
+        print(f"A step takes {step_seconds:.2f} s on this machine now: {_chosen(steps)}")
+    model, trained = _train(folder, untrained, pairs, steps, seed)
     _index(model, collection, folder)
-    _table(collection, trained)
+    _table(collection, trained, bm25)
     _search(model, folder)
     print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{_next_steps(folder)}")
 
@@ -77,29 +94,101 @@ def _read(folder: Path, max_docs: int, test_docs: int, seed: int) -> RetrievalSe
     return read_beir(folder / "data", "test")
 
 
-def _train(folder: Path, steps: int, vocab_size: int, seed: int) -> tuple[DualEncoder, TrainingResult]:
+def affordable_steps(step_seconds: float, elapsed: float, rest: float) -> int:
+    """How many training steps let the quickstart end within four minutes, a multiple of 10; at least 20, at most 600.
+
+    Args:
+        step_seconds: of one step.
+        elapsed: seconds since the start.
+        rest: seconds of everything but the steps that is still to come.
+    """
+    affordable = ((SECONDS - elapsed) / MARGIN - rest) / step_seconds
+    return min(max(int(affordable) // 10 * 10, FEWEST_STEPS), MOST_STEPS)
+
+
+def measure(
+    model: TextEncoder,
+    pairs: BeirPairs,
+    collection: RetrievalSet,
+    seed: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[float, float]:
+    """Seconds of a training step, and of everything but the steps that comes after; the model stays as it is.
+
+    Args:
+        model: what will be trained; a copy of it makes some steps.
+        pairs: what it will be trained on.
+        collection: embedded three times later: twice to evaluate, once for the index. Here a sample is.
+        seed: of the steps.
+        clock: tells seconds.
+    """
+    import numpy as np
+
+    from dualenc.data import Corpus
+    from dualenc.data.columns import Picked
+    from dualenc.embed import embed
+
+    ticks: list[float] = []
+    objective = _objective(pairs)
+    objective.register_forward_pre_hook(lambda *_: ticks.append(clock()))
+    with tempfile.TemporaryDirectory(prefix="dualenc-") as folder:
+        _trainer(Path(folder), 10, seed, progress=False).fit(copy.deepcopy(model), pairs, objective)
+    step_seconds = statistics.median(after - before for before, after in pairwise(ticks))
+    corpus = collection.corpus
+    rows = np.linspace(0, len(corpus) - 1, min(len(corpus), 1000)).astype(int)
+    sample = Corpus([corpus.ids[row] for row in rows], Picked(corpus.items, rows))
+    began = clock()
+    embed(model.right, sample, progress=False)
+    return step_seconds, 3 * (clock() - began) * (len(corpus) + len(collection.queries)) / len(sample)
+
+
+def _chosen(steps: int) -> str:
+    if steps == MOST_STEPS:
+        return f"{steps} steps end within four minutes in all"
+    if steps == FEWEST_STEPS:
+        return f"{steps} steps, the fewest, though all may take more than four minutes"
+    return f"{steps} steps of {MOST_STEPS}, to end within four minutes in all (--steps {MOST_STEPS} makes all of them)"
+
+
+def _start(folder: Path, vocab_size: int, seed: int) -> tuple[BeirPairs, TextEncoder]:
     import torch
 
     from dualenc.data import BeirPairs
-    from dualenc.encoders import load_model
-    from dualenc.objectives import SogCLR
-    from dualenc.training.evaluators import RetrievalEvaluator
-    from dualenc.training.trainer import Trainer
 
     pairs = BeirPairs(folder / "data", "train")
     torch.manual_seed(seed)
-    model = _new_model(pairs.corpus.items, vocab_size)
-    trainer = Trainer(
-        output=folder,
+    return pairs, _new_model(pairs.corpus.items, vocab_size)
+
+
+def _trainer(output: Path, steps: int, seed: int, progress: bool = True) -> Trainer:
+    from dualenc.training.trainer import Trainer
+
+    return Trainer(
+        output=output,
         batch_size=BATCH_SIZE,
         max_steps=steps,
         learning_rate=4e-3,
         save_every=None,
         seed=seed,
         overwrite=True,
+        progress=progress,
     )
-    objective = SogCLR(num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.05, gamma=0.5)
-    result = trainer.fit(model, pairs, objective, evaluator=RetrievalEvaluator(folder / "data"))
+
+
+def _objective(pairs: BeirPairs) -> SogCLR:
+    from dualenc.objectives import SogCLR
+
+    return SogCLR(num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.05, gamma=0.5)
+
+
+def _train(
+    folder: Path, model: TextEncoder, pairs: BeirPairs, steps: int, seed: int
+) -> tuple[DualEncoder, TrainingResult]:
+    from dualenc.encoders import load_model
+    from dualenc.training.evaluators import RetrievalEvaluator
+
+    evaluator = RetrievalEvaluator(folder / "data")
+    result = _trainer(folder, steps, seed).fit(model, pairs, _objective(pairs), evaluator=evaluator)
     return load_model(str(result.model_folder)), result
 
 
@@ -128,10 +217,10 @@ def _index(model: DualEncoder, collection: RetrievalSet, folder: Path) -> None:
     print(f"Index of {len(index):,} documents ({index.meta['factory']}) → {folder / 'index'}")
 
 
-def _table(collection: RetrievalSet, trained: TrainingResult) -> None:
+def _bm25(collection: RetrievalSet) -> dict[str, float]:
+    """Before the training, so that its time is known when the steps are chosen."""
     from dualenc.evaluation.bm25 import bm25_run
     from dualenc.evaluation.retrieval import Result
-    from dualenc.evaluation.tables import Table, print_table
 
     queries, corpus = collection.queries, collection.corpus
     run = bm25_run(
@@ -141,7 +230,13 @@ def _table(collection: RetrievalSet, trained: TrainingResult) -> None:
         [corpus.items[i] for i in range(len(corpus))],
         100,
     )
-    bm25 = Result("BM25", "docstrings", run, collection.qrels, len(corpus)).means
+    return dict(Result("BM25", "docstrings", run, collection.qrels, len(corpus)).means)
+
+
+def _table(collection: RetrievalSet, trained: TrainingResult, bm25: dict[str, float]) -> None:
+    from dualenc.evaluation.tables import Table, print_table
+
+    queries, corpus = collection.queries, collection.corpus
     systems = {"untrained": trained.before, "BM25": bm25, "trained": trained.metrics}
     rows = [
         {"system": name, "nDCG@10": metrics["ndcg@10"], "recall@10": metrics["recall@10"]}

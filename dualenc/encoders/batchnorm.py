@@ -1,4 +1,4 @@
-"""Batch normalisation of items that are encoded beside a training batch."""
+"""Batch normalisation over all processes, and of items that are encoded beside a training batch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualenc import distributed
+from dualenc.errors import DualencError
 
 
 class BatchStatistics:
@@ -51,7 +52,9 @@ class BatchStatistics:
         """Forwards in this context leave their statistics here."""
         with ExitStack() as stack:
             for layer in _training_layers(module) if self.keep else []:
-                stack.enter_context(_Recorder(layer, self._latest).hooked())
+                over_all = _synchroniser(layer) if distributed.is_initialized() else None
+                noting = over_all.noting(self._latest) if over_all else _Recorder(layer, self._latest).hooked()
+                stack.enter_context(noting)
             yield
 
     @contextmanager
@@ -67,6 +70,91 @@ class BatchStatistics:
                 if layer in self._latest:
                     stack.enter_context(_normalising_by(layer, *self._latest[layer].statistics()))
             yield
+
+
+def synchronise_statistics(module: nn.Module) -> None:
+    """From now on BatchNorm layers take their training statistics over the batches of all processes, with gradient.
+
+    On any backend, where `torch.nn.SyncBatchNorm` works on GPUs alone. Every process must encode something whenever
+    one does. With one process, and in evaluation mode, layers work as they always do.
+
+    Args:
+        module: whose layers; those that are synchronised already stay as they are.
+    """
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm) and _synchroniser(layer) is None:
+            synchroniser = _Synchroniser(layer)
+            layer.register_forward_pre_hook(synchroniser.before)
+            layer.register_forward_hook(synchroniser.after, always_call=True)
+
+
+def waits_for_others(module: nn.Module) -> bool:
+    """Whether a layer exchanges its statistics with other processes when it trains."""
+    return distributed.is_initialized() and any(
+        isinstance(layer, nn.SyncBatchNorm) or _synchroniser(layer) is not None for layer in module.modules()
+    )
+
+
+class _Synchroniser:
+    """Gives one layer, for a forward, mean and variance over all processes as if they were its running ones."""
+
+    def __init__(self, layer: _BatchNorm) -> None:
+        self.layer = layer
+        self.latest: dict[_BatchNorm, _Noted] | None = None
+        self._running: tuple[Tensor | None, Tensor | None] | None = None
+
+    @contextmanager
+    def noting(self, latest: dict[_BatchNorm, _Noted]) -> Iterator[None]:
+        """Forwards in this context leave their statistics there."""
+        self.latest = latest
+        try:
+            yield
+        finally:
+            self.latest = None
+
+    def before(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+        layer, values = self.layer, inputs[0]
+        if not layer.training or not distributed.is_initialized():
+            return None
+        like = layer.weight if layer.running_mean is None else layer.running_mean
+        mean, variance, count = _over_all_processes(values, values.dtype if like is None else like.dtype)
+        if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
+            assert layer.num_batches_tracked is not None
+            layer.num_batches_tracked.add_(1)
+            share = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+            layer.running_mean.mul_(1 - share).add_(mean.detach(), alpha=share)
+            layer.running_var.mul_(1 - share).add_(variance.detach() * (count / (count - 1)), alpha=share)
+        if self.latest is not None:
+            own_count = values.numel() // values.shape[1]
+            self.latest[layer] = _Noted(values, mean.detach(), variance.detach(), own_count)
+        self._running = layer.running_mean, layer.running_var
+        layer.training = False
+        layer.running_mean, layer.running_var = mean.detach(), variance.detach()
+        return (_Connection.apply(values, mean, variance, layer.eps),)  # type: ignore[no-untyped-call]
+
+    def after(self, *_: Any) -> None:
+        if self._running is not None:
+            self.layer.running_mean, self.layer.running_var = self._running
+            self.layer.training, self._running = True, None
+
+
+def _synchroniser(layer: nn.Module) -> _Synchroniser | None:
+    owners = (getattr(hook, "__self__", None) for hook in layer._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, _Synchroniser)), None)
+
+
+def _over_all_processes(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    """Mean and (biased) variance (channels,) of what all processes have, (b, channels, ...), and its count."""
+    own = values if values.dtype in (torch.float32, torch.float64) else values.float()
+    variance, mean = (part.double() for part in torch.var_mean(own, (0, *range(2, values.dim())), correction=0))
+    count = torch.tensor([values.numel() // values.shape[1]], dtype=torch.float64, device=values.device)
+    sums = torch.cat([count * mean, count * (variance + mean.square()), count])
+    total = distributed.gather_with_grad(sums[None], [1] * distributed.world_size()).sum(0)
+    count = total[-1].detach()
+    if count < 2:
+        raise DualencError("BatchNorm needs more than one value per channel in training; make batch_size larger")
+    mean, square = (total[:-1] / count).chunk(2)
+    return mean.to(dtype), (square - mean.square()).clamp(min=0).to(dtype), int(count)
 
 
 class _Noted:

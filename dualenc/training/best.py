@@ -60,9 +60,22 @@ class BestModel:
             self._save(step, self.best)
         return self.last
 
+    def missing_step(self) -> int | None:
+        """The step whose weights were the best, if the model folder that had them is gone; all ranks call it."""
+        gone = self.keep_best and self.best_step > 0 and not (self.folder / "README.md").exists()
+        return self.best_step if distributed.broadcast_object(gone) else None
+
+    def save_best(self) -> None:
+        """Write the model as it is, which has the best weights again."""
+        self._save(self.best_step, self.best)
+
+    def forget(self) -> None:
+        """The best weights are lost: the last ones will do."""
+        self.best, self.best_step = {}, -1
+
     def finish(self, step: int) -> Metrics:
         """Make sure that the model folder holds what it should; returns the metrics of what it holds."""
-        if self.keep_best:
+        if self.keep_best and self.best:
             return self.best
         self._save(step, self.last)
         return self.last

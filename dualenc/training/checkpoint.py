@@ -3,7 +3,7 @@
     OUTPUT/checkpoints/step-00000500/
         state.pt      everything that is the same on all ranks, readable with torch.load(weights_only=True)
         ranks.pt      each rank's random generators
-        meta.json     step, fingerprint of the recipe, size of each file
+        meta.json     step, fingerprint of the recipe, size and SHA-256 of each file
 
 `accelerate.save_state` writes in place, in several files and with pickled parts, and knows neither the position in
 an epoch nor the state of a selection of batches; hence these few lines.
@@ -21,7 +21,7 @@ import torch
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, read_json, remove, write_json
+from dualenc.files import atomic_path, checksum, read_json, remove, write_json
 from dualenc.training.random_state import random_state, seed_everything, set_random_state
 
 _COMPLETE = re.compile(r"step-(\d+)$")
@@ -57,8 +57,14 @@ class Checkpoints:
                 beside.mkdir()
                 torch.save(state, beside / "state.pt")
                 torch.save(ranks, beside / "ranks.pt")
-                sizes = {p.name: p.stat().st_size for p in beside.iterdir()}
-                write_json(beside / "meta.json", {"step": step, "files": sizes, "fingerprint": self.fingerprint})
+                files = sorted(beside.iterdir())
+                meta = {
+                    "step": step,
+                    "files": {p.name: p.stat().st_size for p in files},
+                    "checksums": {p.name: checksum(p) for p in files},
+                    "fingerprint": self.fingerprint,
+                }
+                write_json(beside / "meta.json", meta)
             _sync_folder(self.folder)
             for _, old in self.complete()[: -self.keep]:
                 remove(old)
@@ -77,7 +83,7 @@ class Checkpoints:
         A rank that the checkpoint does not know (more processes than before) is seeded anew from (seed, rank).
 
         Raises:
-            DualencError: the checkpoint belongs to another recipe, or its files are damaged.
+            DualencError: the checkpoint belongs to another recipe, is damaged, or is too old to have checksums.
         """
         self._remove_unfinished()
         complete = self.complete()
@@ -85,12 +91,21 @@ class Checkpoints:
         if folder is None:
             return None
         self._check_fingerprint(folder)
+        _check_files(folder)
         state, ranks = _load(folder / "state.pt"), _load(folder / "ranks.pt")
         if distributed.rank() < len(ranks):
             set_random_state(ranks[distributed.rank()])
         else:
             seed_everything(seed, distributed.rank())
         return state
+
+    def load_step(self, step: int) -> dict[str, Any] | None:
+        """The state of the checkpoint of a step, or None if it is not there; all ranks call it together."""
+        folder = distributed.broadcast_object(dict(self.complete()).get(step))
+        if folder is None:
+            return None
+        _check_files(folder)
+        return _load(folder / "state.pt")
 
     def _check_fingerprint(self, folder: Path) -> None:
         theirs = read_json(folder / "meta.json")["fingerprint"]
@@ -123,12 +138,33 @@ def _is_complete(folder: Path) -> bool:
     return complete
 
 
+def _check_files(folder: Path) -> None:
+    """Compare every file with its checksum, on the main process; what is wrong is raised on all."""
+    problem = None
+    if distributed.is_main():
+        sums = read_json(folder / "meta.json").get("checksums")
+        if sums is None:
+            problem = (
+                f"{folder}: an earlier version wrote this checkpoint, without checksums; finish the run with that "
+                "version, or start anew with trainer.overwrite=true"
+            )
+        else:
+            damaged = [name for name, expected in sums.items() if checksum(folder / name) != expected]
+            problem = _damage(folder / damaged[0], "its SHA-256 is not the one in meta.json") if damaged else None
+    problem = distributed.broadcast_object(problem)
+    if problem:
+        raise DualencError(problem)
+
+
 def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = " ".join(str(error).split())[:120]
-        raise DualencError(f"{path}: damaged ({reason}); remove its folder to resume from the one before") from None
+        raise DualencError(_damage(path, " ".join(str(error).split())[:120])) from None
+
+
+def _damage(path: Path, reason: str) -> str:
+    return f"{path}: damaged ({reason}); remove the folder {path.parent} to resume from the checkpoint before it"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dualenc.encoders.batchnorm import BatchStatistics
+from dualenc.encoders.batchnorm import BatchStatistics, waits_for_others
 from dualenc.encoders.dual import DualEncoder
+from dualenc.errors import DualencError
 from dualenc.training.inputs import Inputs
 from dualenc.training.loader import Side
 
@@ -57,6 +58,11 @@ class PlainEncoding:
 
     def encode(self, side: Side, inputs: Inputs, beside: bool = False) -> Tensor:
         if not inputs:
+            if self.model.training and not beside and waits_for_others(self.model):
+                raise DualencError(
+                    "this process has no sample of a batch, and BatchNorm over all processes needs one on each; make "
+                    "batch_size larger or mend the samples that cannot be read"
+                )
             return no_rows(self.model)
         with self.statistics.of_batch(self.model.tower(side), beside), self.autocast():
             return self.model.encode(side, to_device(inputs, self.device))

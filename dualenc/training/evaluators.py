@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +16,7 @@ from dualenc.data.corpus import Corpus, RetrievalSet
 from dualenc.data.image_views import ImageViews
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import DualEncoder
+from dualenc.encoders.tower import Modality
 from dualenc.errors import DualencError
 from dualenc.training.loader import OnError, Side
 
@@ -29,9 +32,14 @@ class Evaluator(ABC):
 
     Attributes:
         primary: name of the metric, higher is better, by which the best weights are kept.
+        metric_names: names that `primary` may have, so that a wrong one is told before any work; empty where they
+            are known only after an evaluation.
+        modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
     """
 
     primary: str
+    metric_names: tuple[str, ...] = ()
+    modalities: Mapping[Side, Modality] = MappingProxyType({})
 
     @abstractmethod
     def __call__(self, model: DualEncoder) -> Metrics:
@@ -48,7 +56,7 @@ class RetrievalEvaluator(Evaluator):
         titles: put a document's title in front of its text.
         max_queries: measure on the first so many queries only.
         batch_size: items encoded at once.
-        primary: the metric to keep the best weights by.
+        primary: the metric to keep the best weights by: ndcg, recall, mrr, map, precision or hit at 1, 3, 5, 10 or 100.
 
     Raises:
         DualencError: neither or both of path and pairs are given, or the data cannot be read.
@@ -70,6 +78,11 @@ class RetrievalEvaluator(Evaluator):
         whole = read_beir(str(path), split, titles=titles) if pairs is None else held_out(pairs)
         self.collection = whole if max_queries is None else _first_queries(whole, max_queries)
         self.batch_size, self.primary = batch_size, primary
+        self.metric_names = _retrieval_metrics()
+        self.modalities = {
+            "left": self.collection.queries.modality,
+            "right": self.collection.corpus.modality,
+        }
 
     def __call__(self, model: DualEncoder) -> Metrics:
         from dualenc.evaluation.retrieval import HEADLINES, Result, retrieve
@@ -90,6 +103,11 @@ class ImageTextEvaluator(Evaluator):
         primary: the metric to keep the best weights by.
     """
 
+    metric_names = (
+        *(f"{direction}_recall@{k}" for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)),
+        "mean_recall",
+    )
+
     def __init__(self, pairs: PairDataset, *, batch_size: int = 64, primary: str = "mean_recall") -> None:
         self.images, left_rows = _used_items(pairs, "left")
         self.texts, right_rows = _used_items(pairs, "right")
@@ -97,6 +115,7 @@ class ImageTextEvaluator(Evaluator):
         for image, text in sorted(set(zip(left_rows.tolist(), right_rows.tolist(), strict=True))):
             self.captions[image].append(text)
         self.batch_size, self.primary = batch_size, primary
+        self.modalities = {"left": self.images.modality, "right": self.texts.modality}
 
     def __call__(self, model: DualEncoder) -> Metrics:
         from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
@@ -121,6 +140,8 @@ class KNNEvaluator(Evaluator):
     """
 
     primary = "knn_accuracy"
+    metric_names = ("knn_accuracy",)
+    modalities = MappingProxyType({"left": "image"})
 
     def __init__(
         self,
@@ -159,6 +180,12 @@ def embed_side(
     from dualenc.embed import embed
 
     return embed(model.tower(side), corpus, batch_size=batch_size, output=output, on_error=on_error, progress=False)
+
+
+def _retrieval_metrics() -> tuple[str, ...]:
+    from dualenc.evaluation.metrics import CUTOFFS
+
+    return tuple(f"{name}@{k}" for k in CUTOFFS for name in ("ndcg", "recall", "mrr", "map", "precision", "hit"))
 
 
 def held_out(pairs: PairDataset) -> RetrievalSet:

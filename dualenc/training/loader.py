@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,6 +18,7 @@ from dualenc.data.pairs import Pair, PairDataset
 from dualenc.errors import BadSample, DualencError
 from dualenc.training.inputs import Inputs
 from dualenc.training.seeds import augmentation_seeds
+from dualenc.training.signals import forgive_one_sigterm
 
 PrepareItems = Callable[..., Inputs]
 OnError = Literal["skip", "raise"]
@@ -106,6 +109,7 @@ class BatchLoader:
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             collate_fn=_unchanged,
+            worker_init_fn=forgive_one_sigterm,
             # A generator of its own: an iterator otherwise draws from, and so shifts, the global one.
             generator=torch.Generator().manual_seed(0),
         )
@@ -206,6 +210,25 @@ class _PlannedBatches(Dataset[Any]):
         except DualencError as error:
             # As a value: a DataLoader wraps what workers raise into many lines of traceback.
             return error
+
+
+@contextmanager
+def killed_worker_told(num_workers: int) -> Iterator[None]:
+    """A data worker that somebody kills is told in one line; PyTorch raises it wherever the program happens to be.
+
+    Raises:
+        DualencError: a worker was killed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        killed = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*?)[.\n]", f"{error}\n")
+        if killed is None:
+            raise
+        raise DualencError(
+            f"a data worker was killed (process {killed[1]} {killed[2]}), mostly for want of memory; lower "
+            f"trainer.num_workers (now {num_workers}) or give the job more memory, then go on with --resume"
+        ) from error
 
 
 def _unchanged(batch: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from dualenc.training.meter import Meter
 from dualenc.training.neighbors import tell_neighbors
 from dualenc.training.run_log import RunLog
 from dualenc.training.selection import BatchPlan
+from dualenc.training.signals import Stopped
 from dualenc.training.step import Step
 
 
@@ -36,6 +38,7 @@ class Loop:
         evaluate_every: steps between evaluations; None evaluates only at the end.
         save_every: steps between checkpoints; None writes none.
         log_every: steps between logs.
+        begin: called once, after the first step: from there on the run writes into its folder.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Loop:
         evaluate_every: int | None = None,
         save_every: int | None = None,
         log_every: int = 10,
+        begin: Callable[[Loop], None] = lambda _: None,
     ) -> None:
         self.update, self.loader, self.plan, self.best = step, loader, plan, best
         self.log, self.checkpoints = log, checkpoints
@@ -60,17 +64,33 @@ class Loop:
         self.meter = Meter(step.device)
         self.bad: dict[int, str] = {}
         self.steps = self.epoch = self.batch = self.batches_done = 0
+        self.evaluation_due = self.resumed = False
+        self._begin: Callable[[Loop], None] | None = begin
         self._seconds, self._samples, self._clock, self._rate = 0.0, 0, 0.0, 0.0
 
     def run(self) -> None:
-        """Train to the last step, from wherever the loop stands."""
+        """Train to the last step, from wherever the loop stands.
+
+        Raises:
+            Stopped: a signal has asked for it; after a checkpoint of the step that was going on.
+        """
         self.update.model.train()
+        if self.evaluation_due:
+            self._evaluate_when_due()
         while self.steps < self.total_steps:
             if self.batch == 0:
                 self._start_epoch()
             self._run_epoch(self.plan.batches(self.epoch))
             if self.steps < self.total_steps:
                 self.epoch, self.batch = self.epoch + 1, 0
+
+    def finish(self) -> dict[str, float]:
+        """Make sure that the model folder holds what it should; returns the metrics of what it holds."""
+        self._begin_once()
+        step = self.best.missing_step()
+        if step is not None:
+            self._save_again(step)
+        return self.best.finish(self.steps)
 
     def close(self) -> None:
         """Finish what runs beside the loop: progress bar, trackers, a selection of batches."""
@@ -112,6 +132,7 @@ class Loop:
         if self.update.accelerator.scaler is not None:
             self.update.accelerator.scaler.load_state_dict(state["scaler"])
         self.bad = dict(state["bad"])
+        self.resumed = True
         self.log.restart_at(self.steps)
 
     def all_bad(self) -> dict[int, str]:
@@ -125,6 +146,30 @@ class Loop:
             self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
             primary = self.best.primary
             self.log.say(f"step {self.steps}: {primary} {metrics[primary]:.4f}")
+
+    def _evaluate_when_due(self) -> None:
+        self.evaluate()
+        self.evaluation_due = False
+
+    def _save_again(self, step: int) -> None:
+        """The model folder is gone: write the weights of a step again, if a checkpoint has them."""
+        state = self.checkpoints.load_step(step)
+        if state is None:
+            self.log.say(f"{self.best.folder} is gone, and no checkpoint has the best weights, those of step {step}")
+            return self.best.forget()
+        model, objective = self.update.model, self.update.objective
+        latest = [{k: v.clone() for k, v in part.state_dict().items()} for part in (model, objective)]
+        model.load_state_dict(state["model"])
+        objective.load_state_dict(state["objective"])
+        self.best.save_best()
+        model.load_state_dict(latest[0])
+        objective.load_state_dict(latest[1])
+        return None
+
+    def _begin_once(self) -> None:
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin(self)
 
     def _start_epoch(self) -> None:
         to_come = self.accumulation * (self.total_steps - self.steps)
@@ -168,20 +213,30 @@ class Loop:
             raise DualencError(f"step {step}: {error}") from error
         self.steps, self.batch = step, self.batch + len(group)
         self.batches_done += len(group)
+        self._begin_once()
         self.meter.add(step, values)
         self.log.step()
 
     def _between_steps(self) -> None:
-        last = self.steps == self.total_steps
+        last, stop = self.steps == self.total_steps, self.update.signals.agreed
         if last or self.steps % self.log_every == 0:
             self._check_finite()
             self._write_log()
         if last or _due(self.steps, self.evaluate_every):
             self._check_finite()
-            self.evaluate()
-        if self.save_every is not None and (last or _due(self.steps, self.save_every)):
+            self.evaluation_due = True
+            if not stop:  # who is asked to stop has little time: the resumed run evaluates
+                self._evaluate_when_due()
+                stop = self.update.signals.agree(self.update.device)
+        if self.save_every is not None and (last or stop or _due(self.steps, self.save_every)):
             self._check_finite()
             self.checkpoints.save(self.steps, self.state_dict())
+        if stop:
+            saved = f"its checkpoint is in {self.checkpoints.folder}; go on with --resume"
+            if self.save_every is None:
+                saved = "nothing is saved, as save_every is null"
+            self.log.say(f"stopped by {signal.Signals(stop).name} after step {self.steps}: {saved}")
+            raise Stopped(stop)
 
     def _write_log(self) -> None:
         values = self.meter.average()
@@ -204,7 +259,7 @@ class Loop:
         if step is None:
             return
         rate = self.update.optimizer.param_groups[0]["initial_lr"]
-        kept = self.checkpoints.complete()
+        kept = [] if self._begin else self.checkpoints.complete()  # not those of the run that this one replaces
         raise DualencError(
             f"step {step}: the loss is not finite; lower learning_rate (now {rate:g}), lengthen warmup, set "
             f"max_gradient_norm, or use mixed_precision=no; "
@@ -212,7 +267,7 @@ class Loop:
         )
 
 
-_POSITION = ("steps", "epoch", "batch", "batches_done")
+_POSITION = ("steps", "epoch", "batch", "batches_done", "evaluation_due")
 
 
 def _due(step: int, every: int | None) -> bool:

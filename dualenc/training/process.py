@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -13,9 +14,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+from torch.nn.modules.dropout import _DropoutNd
 
 from dualenc import distributed
+from dualenc.encoders.batchnorm import synchronise_statistics
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.training.gradient_cache import uses_batch_statistics
@@ -23,16 +26,20 @@ from dualenc.training.gradient_cache import uses_batch_statistics
 MixedPrecision = Literal["no", "bf16", "fp16"]
 
 
-def start(mixed_precision: MixedPrecision, trackers: Sequence[str], folder: Path) -> Accelerator:
+def start(
+    mixed_precision: MixedPrecision, trackers: Sequence[str], folder: Path, timeout_minutes: float = 10.0
+) -> Accelerator:
     """The accelerator of one training run; several runs may follow one another in a process.
 
     Args:
         mixed_precision: "no", "bf16" or "fp16".
         trackers: names of accelerate's trackers, such as "tensorboard" or "wandb".
         folder: of the run; trackers that write files write them to `trackers` in it.
+        timeout_minutes: how long one process waits for another; counts where the processes meet for the first time.
 
     Raises:
-        DualencError: the device has no such precision, or a tracker's package is not installed.
+        DualencError: the device has no such precision, a tracker's package is not installed, or not all processes
+            have come.
     """
     if mixed_precision not in ("no", "bf16", "fp16"):
         raise DualencError(f"mixed_precision is {mixed_precision!r}; choose no, bf16 or fp16")
@@ -45,12 +52,16 @@ def start(mixed_precision: MixedPrecision, trackers: Sequence[str], folder: Path
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed_precision:
         AcceleratorState._reset_state()  # the processes stay as they are; only the precision changes
     try:
-        accelerator = Accelerator(
-            mixed_precision=mixed_precision,
-            cpu=not torch.accelerator.is_available(),
-            log_with=list(trackers) or None,
-            project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "trackers")),
-        )
+        with distributed.lost_process_told():
+            accelerator = Accelerator(
+                mixed_precision=mixed_precision,
+                cpu=not torch.accelerator.is_available(),
+                log_with=list(trackers) or None,
+                project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "trackers")),
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=timeout_minutes))],
+            )
+    except DualencError:
+        raise
     except (ValueError, RuntimeError) as error:
         raise DualencError(f"mixed_precision={mixed_precision}: {error}") from error
     if mixed_precision == "fp16" and accelerator.scaler is None:
@@ -62,20 +73,36 @@ def start(mixed_precision: MixedPrecision, trackers: Sequence[str], folder: Path
 def place(model: DualEncoder, device: torch.device, chunk_size: int | None) -> DualEncoder:
     """Move a model to its device, give every rank the main process's weights, and settle BatchNorm.
 
-    On several GPUs BatchNorm takes its statistics over the global batch (`SyncBatchNorm`), except with gradient
-    caching, where they are those of a chunk.
+    With several processes BatchNorm takes its statistics over the global batch: by `SyncBatchNorm` on GPUs, by
+    `synchronise_statistics` elsewhere; except with gradient caching, where they are those of a chunk.
     """
     if uses_batch_statistics(model):
         if chunk_size is not None:
             message = f"BatchNorm with chunk_size takes its statistics over {chunk_size} items, not over the batch"
             warnings.warn(message, stacklevel=2)
-        elif device.type == "cuda" and distributed.world_size() > 1:
+        elif distributed.world_size() > 1 and device.type == "cuda":
             model = synchronised(model)
+        elif distributed.world_size() > 1:
+            synchronise_statistics(model)
     model.to(device)
+    if distributed.world_size() > 1 and distributed.is_main() and has_dropout(model):
+        warnings.warn(
+            "each process draws dropout for its own part of a batch: the run is not the one of another number of "
+            "processes; set dropout to 0 for that",
+            stacklevel=2,
+        )
     if distributed.world_size() > 1:
         for tensor in model.state_dict().values():
             tensor.copy_(distributed.broadcast_object(tensor.cpu()))
     return model
+
+
+def has_dropout(model: DualEncoder) -> bool:
+    """Whether a layer drops values, or whole samples (stochastic depth), in training."""
+    return any(
+        (isinstance(module, _DropoutNd) and module.p > 0) or float(getattr(module, "drop_prob", None) or 0) > 0
+        for module in model.modules()
+    )
 
 
 def synchronised(model: DualEncoder) -> DualEncoder:

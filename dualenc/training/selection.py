@@ -18,6 +18,7 @@ from torch import Tensor
 from dualenc import distributed
 from dualenc.batching.selector import BatchSelector
 from dualenc.errors import DualencError
+from dualenc.files import remove
 from dualenc.training.embedding_table import EmbeddingTable
 from dualenc.training.selection_job import SelectionJob
 
@@ -116,6 +117,13 @@ class BatchPlan:
         self.selected = None if state["selected"] is None else state["selected"].numpy().copy()
         if state["job"] is not None and distributed.is_main():
             self.job = SelectionJob.from_state_dict(state["job"], self.selector, self.folder, self.seed)
+
+    def remove_leftovers(self) -> None:
+        """Remove the folders of selections that a killed run was waiting for."""
+        if distributed.is_main() and self.folder.is_dir():
+            for path in self.folder.iterdir():
+                if self.job is None or path != self.job.folder:
+                    remove(path)
 
     def close(self) -> None:
         """Stop a selection that nobody will use, and leave no empty folder behind."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,8 +61,9 @@ class SelectionJob:
     def result(self) -> Selected | DualencError:
         """The selection once it is there, or why there is none."""
         if self._outcome is None:
-            if self._process is not None:
-                self._process.wait()
+            # A scheduler's SIGTERM goes to every process of a job, but the run is still there to say when it ends.
+            while self._process is not None and self._process.wait() == -signal.SIGTERM:
+                self._process = self._start()
             self._outcome = self._read()
             remove(self.folder)
         return self._outcome
@@ -76,7 +78,7 @@ class SelectionJob:
     def state_dict(self) -> dict[str, Any]:
         """The outcome if it is there, else what is needed to start again and get the same."""
         common = {"epoch": self.epoch, "seen_at": self.seen_at}
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or self._process.poll() not in (None, -signal.SIGTERM):
             outcome = self.result()
             if isinstance(outcome, DualencError):
                 raise outcome

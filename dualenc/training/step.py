@@ -19,6 +19,7 @@ from dualenc.training.gradient_cache import CachedEncoding
 from dualenc.training.items import ItemEncoder
 from dualenc.training.loader import Batch
 from dualenc.training.optimizers import trainable_parameters
+from dualenc.training.signals import StopSignals
 
 Observe = Callable[[Tensor, Tensor, Tensor], None]
 
@@ -35,6 +36,7 @@ class Step:
         accelerator: device, mixed precision and gradient scaler.
         chunk_size: items encoded at once, with gradient caching; None encodes a whole batch at once.
         max_gradient_norm: gradients are scaled down to this norm; None leaves them.
+        signals: what a scheduler has sent; every step agrees on it with the other ranks.
     """
 
     def __init__(
@@ -48,10 +50,12 @@ class Step:
         *,
         chunk_size: int | None = None,
         max_gradient_norm: float | None = None,
+        signals: StopSignals | None = None,
     ) -> None:
         self.model, self.objective, self.items = model, objective, items
         self.optimizer, self.schedule, self.accelerator = optimizer, schedule, accelerator
         self.chunk_size, self.max_gradient_norm = chunk_size, max_gradient_norm
+        self.signals = signals or StopSignals()
         self.device = torch.device(accelerator.device.type, accelerator.device.index)
         self.parameters = trainable_parameters([model, objective])
 
@@ -65,7 +69,7 @@ class Step:
 
         Returns:
             Scalars to log: this rank's loss, the objective's metrics, gradient_norm when clipped,
-            items_encoded for objectives that ask for items.
+            items_encoded, so that its mean over ranks is their sum, for objectives that ask for items.
         """
         encoded_before = self.items.num_encoded
         outputs = [self._accumulate(b, number + n, 1 / len(batches), observe) for n, b in enumerate(batches)]
@@ -73,7 +77,7 @@ class Step:
         values = {k: torch.stack([out.metrics[k].detach() for out in outputs]).mean() for k in outputs[0].metrics}
         values["loss"] = torch.stack([out.loss.detach() for out in outputs]).mean()
         if self.objective.needs_encode:
-            values["items_encoded"] = float(self.items.num_encoded - encoded_before)
+            values["items_encoded"] = float(self.items.num_encoded - encoded_before) * distributed.world_size()
         return {**values, **self._update()}
 
     def compute(self, encoding: Encoding, batch: Batch, number: int) -> tuple[ObjectiveOutput, Tensor, Tensor]:
@@ -110,7 +114,7 @@ class Step:
 
     def _update(self) -> dict[str, Tensor | float]:
         # Averaged before unscaling: an overflow on one rank is then an overflow on all, and all skip the step.
-        distributed.average_gradients(self.parameters)
+        self.signals.agreed = distributed.average_gradients(self.parameters, number=self.signals.noted)
         scaler = self.accelerator.scaler
         values: dict[str, Tensor | float] = {}
         if scaler is not None:

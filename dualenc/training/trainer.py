@@ -15,9 +15,11 @@ import torch
 from accelerate import Accelerator
 
 from dualenc import distributed
+from dualenc.arguments import nearest
 from dualenc.batching.random_batches import RandomBatches
 from dualenc.batching.selector import BatchSelector
 from dualenc.data.pairs import PairDataset
+from dualenc.encoders.batchnorm import waits_for_others
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.objectives.base import Objective
@@ -28,7 +30,7 @@ from dualenc.training.checkpoint import Checkpoints
 from dualenc.training.evaluators import Evaluator
 from dualenc.training.fingerprint import fingerprint, flatten
 from dualenc.training.items import ItemEncoder
-from dualenc.training.loader import BatchLoader, OnError
+from dualenc.training.loader import SIDES, BatchLoader, OnError, killed_worker_told
 from dualenc.training.loop import Loop
 from dualenc.training.optimizers import (
     OptimizerName,
@@ -42,6 +44,7 @@ from dualenc.training.random_state import seed_everything
 from dualenc.training.result import TrainingResult
 from dualenc.training.run_log import RunLog
 from dualenc.training.selection import BatchPlan, EmbeddingSource
+from dualenc.training.signals import StopSignals
 from dualenc.training.step import Step
 
 MOST_EPOCHS = 1_000_000
@@ -53,6 +56,15 @@ class Trainer:
     """Trains any dual encoder with any objective, on one process or many.
 
         Trainer(output="run", epochs=3).fit(model, pairs, objective)
+
+    N processes train the model that one process trains with the same global batches, up to rounding: gradients,
+    the objective's state, batches, augmentation and BatchNorm's statistics are functions of the global batch, on
+    GPUs and CPUs. Three things are not: dropout (stochastic depth too), which each process draws for its own part
+    of a batch; BatchNorm with chunk_size, over chunks; and, in models with BatchNorm, the gradient of items beside
+    the batch through the batch's statistics, which reaches the own part of it only.
+
+    SIGTERM and SIGUSR1 (what schedulers send) end the run after the step that is going on, or the evaluation, with
+    a checkpoint; resuming gives the model of an unbroken run, bit for bit.
 
     Args:
         output: folder of the run: checkpoints, metrics.jsonl and, at the end, `model`.
@@ -84,6 +96,8 @@ class Trainer:
         selection_background: select while training goes on, one epoch late; false waits for it.
         tracker: accelerate's trackers, such as tensorboard or wandb; several separated by commas.
         project: what trackers call the project.
+        timeout_minutes: how long a process waits for another before it takes it for hung; longer than whatever one
+            process does alone, such as the ranking in an evaluation.
         deterministic: same seed, same run on a GPU too.
         overwrite: start anew in a folder that holds a run.
         progress: show a progress bar.
@@ -120,6 +134,7 @@ class Trainer:
     selection_background: bool = True
     tracker: str | None = None
     project: str = "dualenc"
+    timeout_minutes: float = 10.0
     deterministic: bool = True
     overwrite: bool = False
     progress: bool = True
@@ -134,6 +149,8 @@ class Trainer:
             raise DualencError(f"epochs is {self.epochs}; it must be at most {MOST_EPOCHS:,}; set max_steps instead")
         if not 0 <= self.seed < 2**63 or self.num_workers < 0:
             raise DualencError(f"seed {self.seed} and num_workers {self.num_workers} must be at least 0")
+        if not 0 < self.timeout_minutes < float("inf"):
+            raise DualencError(f"timeout_minutes is {self.timeout_minutes}; it must be more than 0")
         if self.on_error not in ("skip", "raise"):
             raise DualencError(f"on_error is {self.on_error!r}; choose 'skip' or 'raise'")
         if self.max_gradient_norm is not None and not 0 < self.max_gradient_norm < math.inf:
@@ -162,9 +179,13 @@ class Trainer:
             resume: go on, exactly, from the latest checkpoint in `output`; from the start if there is none.
             recipe: where all of this came from, for the model card and to recognise checkpoints of other recipes.
 
+        Until the first step is done nothing is written, and a run that is to be overwritten stays.
+
         Raises:
-            DualencError: the folder holds a run already, the checkpoint is of another recipe, the loss is not
-                finite, or the arguments do not fit one another.
+            DualencError: the folder holds a run already or one is going on there, the checkpoint is of another recipe
+                or damaged, the loss is not finite, another process or a data worker is gone, or the arguments do not
+                fit one another.
+            Stopped: a SystemExit with code 128 + the signal, after SIGTERM or SIGUSR1.
         """
         start = time.perf_counter()
         if self.batch_size > len(pairs):
@@ -172,17 +193,21 @@ class Trainer:
         batching = batching or RandomBatches(len(pairs), self.batch_size, seed=self.seed)
         _check_equal("batch_size", self.batch_size, batching.batch_size, "the trainer", "batching")
         _check_equal("num_pairs", len(pairs), batching.num_pairs, "the data", "batching")
-        accelerator = process.start(self.mixed_precision, self._trackers(), Path(self.output))
-        run_folder.claim(self.output, resume=resume, overwrite=self.overwrite)
-        with process.deterministic_algorithms(self.deterministic, accelerator.device):
-            loop = self._assemble(accelerator, model, pairs, objective, batching, evaluator, recipe or {})
+        _check_modalities(model, pairs, evaluator)
+        _check_primary(evaluator)
+        accelerator = process.start(self.mixed_precision, self._trackers(), Path(self.output), self.timeout_minutes)
+        with (
+            StopSignals() as signals,
+            run_folder.claimed(self.output, resume=resume, overwrite=self.overwrite),
+            process.deterministic_algorithms(self.deterministic, accelerator.device),
+            killed_worker_told(self.num_workers),
+        ):
+            loop = self._assemble(accelerator, model, pairs, objective, batching, evaluator, recipe or {}, signals)
             try:
-                resumed = self._start_or_resume(loop, resume)
-                run_folder.save_recipe(self.output, recipe)
-                if not resumed:
+                if not self._start_or_resume(loop, resume):
                     loop.evaluate()
                 loop.run()
-                metrics = loop.best.finish(loop.steps)
+                metrics = loop.finish()
             finally:
                 loop.close()
         last = run_folder.last_logged(self.output, "loss")
@@ -199,16 +224,22 @@ class Trainer:
         batching: BatchSelector,
         evaluator: Evaluator | None,
         recipe: Mapping[str, Any],
+        signals: StopSignals,
     ) -> Loop:
         device, output = accelerator.device, Path(self.output)
         model = process.place(model, device, self.chunk_size)
+        if pairs.negatives is not None and self.chunk_size is None and waits_for_others(model):
+            raise DualencError(
+                "mined negatives do not go with BatchNorm on several processes, some of which may have none of them; "
+                "use one process, or set chunk_size"
+            )
         objective.to(device).set_counts(*(_counts(pairs, side).to(device) for side in ("left", "right")))
         plan = self._plan(batching, len(pairs), device)
         total_steps = self._total_steps(plan)
         parts = {name: section for name, section in recipe.items() if name not in ("trainer", "evaluator")}
         described = {**parts, "trainer": self._decisive_settings()}
         return Loop(
-            self._step(accelerator, model, pairs, objective, total_steps),
+            self._step(accelerator, model, pairs, objective, total_steps, signals),
             self._loader(model, pairs, device),
             plan,
             BestModel(
@@ -230,10 +261,17 @@ class Trainer:
             evaluate_every=self.evaluate_every,
             save_every=self.save_every,
             log_every=self.log_every,
+            begin=lambda loop: self._begin(loop, recipe),
         )
 
     def _step(
-        self, accelerator: Accelerator, model: DualEncoder, pairs: PairDataset, objective: Objective, total_steps: int
+        self,
+        accelerator: Accelerator,
+        model: DualEncoder,
+        pairs: PairDataset,
+        objective: Objective,
+        total_steps: int,
+        signals: StopSignals,
     ) -> Step:
         optimizer = build_optimizer(
             [model, objective], self.optimizer, self.learning_rate, self.weight_decay, self.momentum, self.betas
@@ -249,6 +287,7 @@ class Trainer:
             accelerator,
             chunk_size=self.chunk_size,
             max_gradient_norm=self.max_gradient_norm,
+            signals=signals,
         )
 
     def _loader(self, model: DualEncoder, pairs: PairDataset, device: torch.device) -> BatchLoader:
@@ -283,7 +322,7 @@ class Trainer:
     def _decisive_settings(self) -> dict[str, Any]:
         """The settings that the weights depend on."""
         free = ("output", "num_workers", "save_every", "keep_checkpoints", "log_every", "tracker", "project")
-        return {k: v for k, v in asdict(self).items() if k not in (*free, "overwrite", "progress")}
+        return {k: v for k, v in asdict(self).items() if k not in (*free, "timeout_minutes", "overwrite", "progress")}
 
     def _trackers(self) -> list[str]:
         return [name.strip() for name in (self.tracker or "").split(",") if name.strip()]
@@ -291,7 +330,6 @@ class Trainer:
     def _start_or_resume(self, loop: Loop, resume: bool) -> bool:
         """Seed the generators, or put everything back to the latest checkpoint; whether there was one."""
         seed_everything(self.seed, distributed.rank())
-        loop.log.start_trackers(self.project, flatten(asdict(self)))
         state = loop.checkpoints.load_latest(self.seed) if resume else None
         if state is not None:
             loop.load_state_dict(state)
@@ -299,13 +337,41 @@ class Trainer:
             return True
         if resume:
             loop.log.say(f"{loop.checkpoints.folder}: no checkpoint to resume from; starting at step 0")
-        loop.log.restart_at(0)
         return False
+
+    def _begin(self, loop: Loop, recipe: Mapping[str, Any]) -> None:
+        """The first step is done: now the folder is this run's, and what it has to tell is written."""
+        if self.overwrite and not loop.resumed:
+            run_folder.clear(self.output)
+        loop.plan.remove_leftovers()
+        loop.log.open(self.project, flatten(asdict(self)))
+        run_folder.save_recipe(self.output, recipe)
 
 
 def _check_equal(name: str, ours: int, theirs: int, we: str, they: str) -> None:
     if ours != theirs:
         raise DualencError(f"{name} is {ours} for {we} but {theirs} for {they}; give both the same")
+
+
+def _check_modalities(model: DualEncoder, pairs: PairDataset, evaluator: Evaluator | None) -> None:
+    trained = {"left": pairs.left_modality, "right": pairs.right_modality}
+    for what, given in (("the pairs", trained), ("the evaluator", getattr(evaluator, "modalities", {}))):
+        for side in SIDES:
+            theirs, ours = given.get(side), model.tower(side).modality
+            if theirs is not None and theirs != ours:
+                raise DualencError(
+                    f"the {side} side of {what} is {theirs}, but that of the model encodes {ours}; choose a model for "
+                    f"{theirs} or other data"
+                )
+
+
+def _check_primary(evaluator: Evaluator | None) -> None:
+    names = getattr(evaluator, "metric_names", ())
+    if evaluator is not None and names and evaluator.primary not in names:
+        raise DualencError(
+            f"evaluator.primary is {evaluator.primary!r}{nearest(evaluator.primary, names)}; choose one of "
+            f"{', '.join(names)}"
+        )
 
 
 def _counts(pairs: PairDataset, side: str) -> torch.Tensor:

@@ -132,3 +132,28 @@ def test_images_without_labels_are_told():
     views = ImageViews(images(colours(3)))
     with pytest.raises(DualencError, match="KNNEvaluator: train has no labels"):
         KNNEvaluator(views, views)
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "image-text", "knn"])
+def test_declared_metric_names_are_those_that_an_evaluation_has(kind):
+    """A name that is declared can be `primary`, and nothing else can: otherwise good recipes would be refused."""
+    if kind == "retrieval":
+        model = TinyEncoder(dtype=torch.float32)
+        declared = RetrievalEvaluator(pairs=tiny_pairs()).metric_names
+        for name in declared:
+            assert name in RetrievalEvaluator(pairs=tiny_pairs(), primary=name)(model)
+        assert len(declared) == len(set(declared)) >= 20
+        return
+    rows = colours(12)
+    images = [Image.fromarray(np.tile(row, (4, 4, 1))) for row in rows]
+    if kind == "image-text":
+        names = [" ".join(str(int(value)) for value in row) for row in rows]
+        evaluator = ImageTextEvaluator(PairDataset(images, names, left_modality="image"))
+        model = DualEncoder(ColourTower(), NameTower(), kind="image-text")
+    else:
+        views = ImageViews(images, labels=Labels(np.arange(12) % 3, ["r", "g", "b"]))
+        evaluator, tower = KNNEvaluator(views, views, k=2), ColourTower()
+        model = DualEncoder(tower, tower, kind="image")
+    assert set(evaluator.metric_names) == set(evaluator(model))
+    assert evaluator.primary in evaluator.metric_names
+    assert all(model.tower(side).modality == modality for side, modality in evaluator.modalities.items())

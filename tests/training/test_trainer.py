@@ -1,5 +1,7 @@
 """The trainer: equal runs, accumulation, evaluation, what it writes, and what it refuses."""
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from dualenc.errors import DualencError
 from dualenc.objectives.infonce import InfoNCE
 from dualenc.training.run_log import read_metrics
 from dualenc.training.trainer import Trainer
-from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
+from tests.training.fakes import TinyEncoder, kill_this_process, same, tiny_objective, tiny_pairs, weights
 from tests.training.runs import FixedEvaluator, train
 
 
@@ -210,6 +212,64 @@ def test_batching_and_trainer_must_agree(tmp_path):
         train(tmp_path, batching=RandomBatches(24, 8))
     with pytest.raises(DualencError, match="num_pairs is 24 for the data but 30 for batching"):
         train(tmp_path, batching=RandomBatches(30, 6))
+
+
+class Declared(FixedEvaluator):
+    """Says what it measures, and must not be asked to."""
+
+    metric_names = ("score", "other")
+    modalities: ClassVar[dict[str, str]] = {"left": "text"}
+
+    def __call__(self, model):
+        raise AssertionError("an evaluation before the names were checked")
+
+
+def test_a_wrong_metric_is_told_before_any_work(tmp_path):
+    evaluator = Declared()
+    evaluator.primary = "othr"
+    with pytest.raises(
+        DualencError, match=r"evaluator.primary is 'othr' \(did you mean other\?\); choose one of score"
+    ):
+        train(tmp_path / "run", evaluator=evaluator)
+    assert not (tmp_path / "run").exists()
+
+
+def test_model_data_and_evaluator_must_be_of_one_modality(tmp_path):
+    message = "the right side of the pairs is image, but that of the model encodes text; choose a model for image"
+    with pytest.raises(DualencError, match=message):
+        train(tmp_path / "run", pairs=tiny_pairs(right_modality="image"))
+    evaluator = Declared()
+    evaluator.modalities = {"left": "image"}
+    with pytest.raises(DualencError, match="the left side of the evaluator is image, but that of the model"):
+        train(tmp_path / "run", evaluator=evaluator)
+    assert not (tmp_path / "run").exists()
+
+
+class Deadly(list):
+    """Items one of which kills the process that reads it, as the system does when memory is used up."""
+
+    def __getitem__(self, index):
+        if index == 20:
+            kill_this_process()
+        return super().__getitem__(index)
+
+
+@pytest.mark.slow
+def test_a_killed_data_worker_is_told_in_one_line(tmp_path):
+    pairs = tiny_pairs()
+    pairs.left_items = Deadly(pairs.left_items)
+    message = (
+        r"a data worker was killed \(process \d+ .*\), mostly for want of memory; lower trainer.num_workers \(now 1\)"
+    )
+    with pytest.raises(DualencError, match=message) as told:
+        train(tmp_path, pairs=pairs, num_workers=1)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("minutes", [0, -1, float("inf"), float("nan")])
+def test_the_time_limit_of_processes_must_be_a_time(tmp_path, minutes):
+    with pytest.raises(DualencError, match=r"timeout_minutes is .*; it must be more than 0"):
+        train(tmp_path, timeout_minutes=minutes)
 
 
 def test_batchnorm_with_chunks_warns_in_one_line(tmp_path):

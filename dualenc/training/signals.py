@@ -1,0 +1,76 @@
+"""SIGTERM and SIGUSR1 during a training: what schedulers send before they end a job."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+
+from dualenc import distributed
+
+
+class Stopped(SystemExit):
+    """A training that a signal has stopped after a step; nobody who does not catch it goes on without the model.
+
+    Attributes:
+        code: 128 + the signal's number, as shells count: 143 for SIGTERM, 138 for SIGUSR1 on Linux.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+
+
+class StopSignals:
+    """In its context SIGTERM and SIGUSR1 are noted; outside they do what they did before.
+
+    One that came too late to stop the training is sent again at the end.
+    A signal that the process ignores stays ignored, and outside the main thread, where Python has no handlers,
+    nothing changes.
+
+    Attributes:
+        noted: number of the signal that this process has got; 0 for none.
+        agreed: the same for all ranks, as of the latest exchange. A scheduler does not reach all ranks at once, but
+            all must stop at the same step.
+    """
+
+    def __init__(self) -> None:
+        self.noted = self.agreed = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _STOPPING:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by something in C
+        self._before = {}
+        if self.noted and error is None:
+            signal.raise_signal(self.noted)
+
+    def agree(self, device: torch.device) -> int:
+        """Exchange what was noted, and return what is agreed; all ranks call it together."""
+        self.agreed = distributed.largest(self.noted, device)
+        return self.agreed
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.noted = number
+
+
+_STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+
+def forgive_one_sigterm(_: int = 0) -> None:
+    """For a worker process: the first SIGTERM was meant for the run, which ends the worker when it is ready to.
+
+    Schedulers send to every process of a job. A second one does what it always does.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)

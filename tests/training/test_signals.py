@@ -1,0 +1,255 @@
+"""Kills for real: SIGTERM and SIGUSR1 save and stop, on one process and on two; lost and hung ranks are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dualenc.errors import DualencError
+from dualenc.training.run_log import read_metrics
+from dualenc.training.signals import StopSignals
+from tests.training.fakes import TinyEncoder, same, weights
+from tests.training.launched import SlowEvaluator
+from tests.training.runs import train
+from tests.training.test_distributed_training import ROOT, assert_same_model, free_port
+
+
+def start(output: Path, *, rank: int | None = None, port: int = 0, **settings) -> subprocess.Popen[str]:
+    """A run in a process of its own, alone or as one of two ranks."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    if rank is not None:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "tests.training.launched", str(output), json.dumps(settings)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+
+
+def start_two(output: Path, **settings) -> list[subprocess.Popen[str]]:
+    port = free_port()
+    return [start(output, rank=rank, port=port, **settings) for rank in (0, 1)]
+
+
+def wait_for(path: Path, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} has not come"
+        time.sleep(0.02)
+
+
+def end(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
+    """Exit code and stderr."""
+    try:
+        _, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, errors
+
+
+def saved_step(output: Path) -> int:
+    return max(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    train(folder, model=TinyEncoder())
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code", "settings"),
+    [
+        (signal.SIGTERM, 143, {}),
+        (signal.SIGUSR1, 128 + signal.SIGUSR1, {"num_workers": 1}),
+        (signal.SIGTERM, 143, {"gradient_accumulation": 2, "dropout": 0.2}),
+    ],
+)
+def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(tmp_path, number, code, settings):
+    run = tmp_path / "run"
+    process = start(run, delay=0.2, save_every=1000, **settings)
+    wait_for(run / "metrics.jsonl")
+    process.send_signal(number)
+    returncode, errors = end(process)
+    assert returncode == code, errors
+    step = saved_step(run)
+    assert f"stopped by {number.name} after step {step}: its checkpoint is in {run / 'checkpoints'}" in errors
+    assert "Traceback" not in errors
+    assert not (run / "model").exists()
+    assert not (run / ".lock").exists()
+    dropout = settings.pop("dropout", 0.0)
+    train(run, model=TinyEncoder(dropout=dropout), resume=True, save_every=1000, **settings)
+    train(tmp_path / "whole", model=TinyEncoder(dropout=dropout), save_every=1000, **settings)
+    assert same(weights(run), weights(tmp_path / "whole"))
+    logs = [read_metrics(folder / "metrics.jsonl") for folder in (run, tmp_path / "whole")]
+    assert [line["loss"] for line in logs[0]] == pytest.approx([line["loss"] for line in logs[1]], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_whole_group_does_not_kill_the_data_workers_before_the_checkpoint(tmp_path, unbroken):
+    """As SLURM sends it, and `timeout` and a terminal."""
+    output = tmp_path / "run"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    settings = json.dumps({"delay": 0.3, "num_workers": 2, "save_every": 1000})
+    command = [sys.executable, "-m", "tests.training.launched", str(output), settings]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+    wait_for(output / "metrics.jsonl")
+    os.killpg(process.pid, signal.SIGTERM)
+    returncode, errors = end(process)
+    assert returncode == 143, errors
+    train(output, model=TinyEncoder(), resume=True, save_every=1000)
+    assert same(weights(output), weights(unbroken))
+
+
+@pytest.mark.slow
+def test_a_signal_in_an_evaluation_ends_the_run_after_it(tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    settings = {"evaluate_every": 5, "save_every": 1000}
+    process = start(run, evaluation=0.5, **settings)
+    wait_for(tmp_path / "evaluating")
+    process.send_signal(signal.SIGTERM)
+    returncode, errors = end(process)
+    assert returncode == 143, errors
+    assert saved_step(run) == 5
+    for folder in (run, whole):
+        train(
+            folder,
+            model=TinyEncoder(),
+            evaluator=SlowEvaluator(0, tmp_path / "evaluating"),
+            resume=folder == run,
+            **settings,
+        )
+    assert same(weights(run), weights(whole))
+    assert [line for line in read_metrics(run / "metrics.jsonl") if "evaluation/score" in line] == [
+        line for line in read_metrics(whole / "metrics.jsonl") if "evaluation/score" in line
+    ]
+
+
+@pytest.mark.parametrize("at", [4, 6, 12])
+def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for(tmp_path, at):
+    """Who is asked to stop may have seconds left, and an evaluation takes minutes: it comes after resuming."""
+    from tests.training.fakes import tiny_objective, tiny_pairs
+
+    settings = {"evaluate_every": 2, "save_every": 1000}
+    objective = tiny_objective(tiny_pairs())
+    steps = iter(range(1, 100))
+
+    def terminate(*_):
+        if next(steps) == at:
+            signal.raise_signal(signal.SIGTERM)
+
+    objective.register_forward_pre_hook(terminate)
+    evaluator = SlowEvaluator(0, tmp_path / "evaluating")
+    with pytest.raises(SystemExit) as stopped:
+        train(tmp_path / "run", objective=objective, evaluator=evaluator, **settings)
+    assert stopped.value.code == 143
+    assert evaluator.calls == at // 2  # one before the training, none at the last step
+    for name, resume in (("run", True), ("whole", False)):
+        train(tmp_path / name, evaluator=SlowEvaluator(0, tmp_path / "evaluating"), resume=resume, **settings)
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    logs = [
+        [line for line in read_metrics(tmp_path / name / "metrics.jsonl") if "evaluation/score" in line]
+        for name in ("run", "whole")
+    ]
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.slow
+def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path, unbroken):
+    run = tmp_path / "run"
+    ranks = start_two(run, delay=0.2, save_every=1000)
+    wait_for(run / "metrics.jsonl")
+    ranks[1].send_signal(signal.SIGTERM)
+    ended = [end(process) for process in ranks]
+    assert [code for code, _ in ended] == [143, 143], ended
+    assert f"after step {saved_step(run)}" in ended[0][1]
+    assert saved_step(run) < 12
+    train(run, model=TinyEncoder(), resume=True, save_every=1000)
+    assert_same_model(run, unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "hanging"])
+def test_a_lost_or_hung_rank_is_told_in_one_line_and_ends_the_others(tmp_path, how):
+    run = tmp_path / "run"
+    hang = {"hang": [1, 4, 60], "timeout_minutes": 0.05} if how == "hanging" else {"delay": 0.2}
+    ranks = start_two(run, save_every=2, dropout=0.1, **hang)
+    wait_for(run / "metrics.jsonl")
+    if how == "killed":
+        ranks[1].kill()
+    began = time.monotonic()
+    code, errors = end(ranks[0])
+    assert time.monotonic() - began < 40
+    ranks[1].kill()
+    other = end(ranks[1])[1]
+    assert code == 2, errors
+    told = [line for line in errors.splitlines() if line.startswith("dualenc: error:")]
+    assert len(told) == 1
+    assert ("is lost: it has ended or was killed" if how == "killed" else "did not answer in time") in told[0]
+    assert "Traceback" not in errors
+    assert not (run / ".lock").exists()
+    # dropout is drawn per process, which is said once
+    assert errors.count("each process draws dropout") == 1
+    assert "each process draws dropout" not in other
+
+
+def fail_after(number: int) -> None:
+    signal.raise_signal(number)
+    raise DualencError("something else")
+
+
+def test_handlers_are_those_of_before_and_a_late_signal_is_sent_again():
+    got = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGTERM)
+            assert (signals.noted, got) == (signal.SIGTERM, [])
+        assert got == [signal.SIGTERM]
+        with pytest.raises(DualencError, match="something else"), StopSignals():
+            fail_after(signal.SIGTERM)
+        assert got == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_ignored_signals_stay_ignored_and_other_threads_are_left_alone():
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGUSR1)
+            assert signals.noted == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    handlers = []
+
+    def enter():
+        with StopSignals():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGTERM)]
+
+
+def test_without_checkpoints_a_signal_says_that_nothing_is_saved(tmp_path, capsys):
+    from tests.training.fakes import tiny_objective, tiny_pairs
+
+    objective = tiny_objective(tiny_pairs())
+    objective.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        train(tmp_path, objective=objective, save_every=None)
+    assert "stopped by SIGTERM after step 1: nothing is saved, as save_every is null" in capsys.readouterr().err
+    assert not (tmp_path / "checkpoints").exists()
