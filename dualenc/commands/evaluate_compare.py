@@ -83,7 +83,10 @@ def _read_run(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Logs
         return {"": read_per_query(path)}
     if qrels is None:
         raise DualencError(f"{path}: a TREC run needs judgements to be scored; give them with --qrels FILE")
-    return {"": score_queries(qrels, read_trec(path), CUTOFFS)}
+    run = read_trec(path)
+    if not run.keys() & qrels.keys():
+        raise DualencError(f"{path}: none of its {len(run)} queries is judged; give run and qrels of one data set")
+    return {"": score_queries(qrels, run, CUTOFFS)}
 
 
 def _metrics(a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: str | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -90,7 +91,7 @@ def convergence(
         seed: of the augmentations, which are those of the first epoch of a training with this seed.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
-    check_range(2, float("inf"), pairs=pairs)
+    check_range(2, math.inf, pairs=pairs)
     check_range(1e-4, 1e4, temperature=temperature)
     check_range(0, HIGHEST_SEED, seed=seed)
     target = output_folder(out, "convergence", run, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -103,7 +104,7 @@ def corrupted(
         num_workers: processes that corrupt and augment.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
-    check_range(1, float("inf"), limit=limit, train_limit=train_limit)
+    check_range(1, math.inf, limit=limit, train_limit=train_limit)
     check_range(0, MOST_WORKERS, num_workers=num_workers)
     check_range(0, HIGHEST_SEED, seed=seed)
     _check_severities([severity, *(severities or [])])

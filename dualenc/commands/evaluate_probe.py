@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -100,7 +101,7 @@ def probe(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     check_range(1, MOST_ITEMS, batch_size=batch_size, sgd_epochs=sgd_epochs)
-    check_range(1, float("inf"), limit=limit, train_limit=train_limit)
+    check_range(1, math.inf, limit=limit, train_limit=train_limit)
     check_range(0, MOST_WORKERS, num_workers=num_workers)
     check_range(0, HIGHEST_SEED, seed=seed)
     for value in l2 or ():

@@ -114,6 +114,8 @@ def _class_names(images: Corpus, data: str, file: str | None) -> list[str]:
     names = images.class_names
     if file is not None:
         names = [line.strip() for _, line in read_lines(file)]
+        if not names:
+            raise DualencError(f"{file}: holds no class name; write one on each line")
     if names is None or all(name.isdecimal() for name in names):
         raise DualencError(f"{data}: the classes have no names; give them with --class_names FILE, one on each line")
     highest = -1 if images.labels is None else int(images.labels.max(initial=-1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -68,7 +69,8 @@ def check_range(least: float, most: float, **values: float | None) -> None:
     """
     for name, value in values.items():
         if value is not None and not least <= value <= most:
-            raise DualencError(f"--{name.replace('_', '-')} is {value}; it must lie between {least:,} and {most:,}")
+            allowed = f"be at least {least:,}" if most == math.inf else f"lie between {least:,} and {most:,}"
+            raise DualencError(f"--{name.replace('_', '-')} is {value}; it must {allowed}")
 
 
 MOST_WORKERS = 1024
@@ -118,8 +120,8 @@ def embed_into(
 def keep_embeddings(folder: Path, tower: Tower, corpus: Corpus, identity: dict[str, str], **how: Any) -> Embeddings:
     """Embed into a folder below an evaluation's output; what another model or other data left there is replaced.
 
-    Finished shards of an interrupted run of the same weights and the same contents are kept. Equal names do not make
-    equal data: images, texts and weights are known by their contents.
+    Finished shards of an interrupted run are kept where weights and items are the same, by their contents: equal names
+    do not make equal data.
 
     Args:
         folder: Where to keep the embeddings.
@@ -128,10 +130,11 @@ def keep_embeddings(folder: Path, tower: Tower, corpus: Corpus, identity: dict[s
         identity: Further entries that must be the same.
         how: What else `dualenc.embed.embed` takes.
     """
+    from dualenc.data.identity import digest_of
     from dualenc.embed import embed, tower_checksum
 
-    contents = distributed.broadcast_object(corpus.identity() if distributed.is_main() else "")
-    identity = {**identity, "contents": contents}
+    # Changed items under the same ids are noticed by `embed` itself; of other ids it would keep nothing either.
+    identity = {**identity, "ids": digest_of(corpus.ids)}
     if distributed.is_main() and not _holds(folder, {**identity, "model_checksum": tower_checksum(tower)}):
         remove(folder)
     distributed.barrier()
@@ -154,7 +157,9 @@ def removed_if_refused(folder: Path, finished: str) -> Iterator[None]:
     try:
         yield
     except DualencError:
-        if distributed.is_main() and made and not any(folder.glob(finished)):
+        # An .npy file without rows is its header, 128 bytes.
+        kept = any(path.stat().st_size > 128 for path in folder.glob(finished))
+        if distributed.is_main() and made and not kept:
             remove(folder)
             for parent in made[1:]:
                 with suppress(OSError):

@@ -45,7 +45,7 @@ def read_trec(path: PathLike) -> dict[str, dict[str, float]]:
     """Read a TREC run file; the ranks in it are ignored, as trec_eval does.
 
     Raises:
-        DualencError: no such file, a line that is not a run's, a document twice for a query, or no line at all.
+        DualencError: no such file, a line that is not a run's, or a document twice for a query.
     """
     run: dict[str, dict[str, float]] = {}
     for place, line in read_lines(path):
@@ -57,8 +57,6 @@ def read_trec(path: PathLike) -> dict[str, dict[str, float]]:
         if fields[2] in documents:
             raise DualencError(f"{place}: document {fields[2]} stands twice for query {fields[0]}; remove one")
         documents[fields[2]] = score
-    if not run:
-        raise DualencError(f"{path}: the run is empty; give a TREC run (query Q0 document rank score tag)")
     return run
 
 

@@ -66,8 +66,8 @@ def test_mistakes_are_told_in_one_line(
         ((runs[0], empty, *qrels), "holds no per_query.ndjson"),
         ((*runs, "--qrels", tmp_path / "none.tsv"), "judgements (qrels) are empty"),
         ((log, other), "2 queries are in one run only"),
-        ((log, log, "--metrics", "ndgc@10"), "run A has no metric 'ndgc@10'; it has ndcg@10"),
-        ((log, log, "--samples", "0"), "samples=0"),
+        ((log, log, "--metrics", "ndgc@10"), "--metrics: 'ndgc@10' is not in both runs; they share ndcg@10"),
+        ((log, log, "--samples", "0"), "--samples is 0; it must lie between 1"),
     ]:
         assert main(["evaluate", "compare", *map(str, words)]) == 2
         error = capsys.readouterr().err.strip().splitlines()

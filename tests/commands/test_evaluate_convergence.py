@@ -135,7 +135,7 @@ def test_mistakes_are_one_line(
     run: Path, data: Path, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert "--pairs is 1; it must lie between 2" in failure(capsys, run, data, "--out", out, "--pairs", "1")
+    assert "--pairs is 1; it must be at least 2" in failure(capsys, run, data, "--out", out, "--pairs", "1")
     message = "--temperature is 0.0; it must lie"
     assert message in failure(capsys, run, data, "--out", out, "--temperature", "0", "--pairs", "4")
     assert "model's left tower takes text" in failure(capsys, text_model, captioned(tmp_path), "--out", out)

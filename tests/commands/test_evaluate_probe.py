@@ -174,7 +174,10 @@ def test_options_out_of_range_are_refused_before_any_work(
     words: str, image_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     option, value = words.split()
-    line = failure(capsys, image_model, data, "--out", tmp_path / "out", option, value)
+    given = ("evaluate", "probe", image_model, data, "--out", tmp_path / "out", option, value)
+    assert main([str(word) for word in given]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
     assert line.startswith("dualenc: error: ")
     assert option.strip("-").replace("-", "_") in line.replace("-", "_")
     assert not (tmp_path / "out").exists()

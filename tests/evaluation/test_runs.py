@@ -75,7 +75,6 @@ def test_judgements_of_beir_and_trec(text: str, tmp_path: Path) -> None:
         (read_per_query, '{"query": "q", "ndcg@10": 1' + "0" * 400 + "}\n", "file:1: not a line"),
         (read_per_query, "[" * 200_000, "file:1: not a line"),
         (read_per_query, "", "the per-query log is empty"),
-        (read_trec, "\n", "the run is empty"),
         (read_qrels, "q d 100000000000000000000000\n", "file:1: not a judgement"),
         (read_qrels, "q d inf\nq d inf\n", "file:2: not a judgement"),
         (read_trec, "q Q0 d 1 0.5 caf\u00e9\n".encode("latin-1"), "file:1: not UTF-8 text .byte 0xe9.; save the file"),
