@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Union
 
 from dualenc.arguments import nearest, run_function
 from dualenc.errors import DualencError
+from dualenc.terminal import printable
 
 
 class Command(NamedTuple):
@@ -126,8 +127,7 @@ def _one_line(error: BaseException) -> str:
 
     File names and values in it are a stranger's: control characters, which a terminal would obey, are spelled out.
     """
-    text = " ".join(str(error).split())
-    message = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
+    message = printable(" ".join(str(error).split()))
     if isinstance(error, ModuleNotFoundError):
         return f"{message}; install the package that brings it (pip install {error.name})"
     return message

@@ -148,7 +148,7 @@ class EMC2(Objective):
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         assert encode is not None
-        writes, draws = self.training and torch.is_grad_enabled(), self.random.draws
+        writes, draws = self.updates_state, self.random.draws
         chains = self.left_chains if anchors.side == "left" else self.right_chains
         recent = self.recent_right if anchors.candidate_side == "right" else self.recent_left
         partners = self._partners(anchors)

@@ -21,11 +21,10 @@ import torch
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, checksum, read_json, remove, write_json
+from dualenc.files import atomic_path, checksum, read_json, recover_inside, remove, save_tensors, write_json
 from dualenc.training.random_state import random_state, seed_everything, set_random_state
 
 _COMPLETE = re.compile(r"step-(\d+)$")
-_UNFINISHED = re.compile(r"\.step-\d+\.(part|old)-\d+$")
 
 
 class Checkpoints:
@@ -55,8 +54,8 @@ class Checkpoints:
         if distributed.is_main():
             with atomic_path(self.folder / f"step-{step:08d}") as beside:
                 beside.mkdir()
-                torch.save(state, beside / "state.pt")
-                torch.save(ranks, beside / "ranks.pt")
+                save_tensors(beside / "state.pt", state)
+                save_tensors(beside / "ranks.pt", ranks)
                 files = sorted(beside.iterdir())
                 meta = {
                     "step": step,
@@ -85,7 +84,8 @@ class Checkpoints:
         Raises:
             DualencError: the checkpoint belongs to another recipe, is damaged, or is too old to have checksums.
         """
-        self._remove_unfinished()
+        if distributed.is_main():
+            recover_inside(self.folder)
         complete = self.complete()
         folder = distributed.broadcast_object(complete[-1][1] if complete else None)
         if folder is None:
@@ -113,17 +113,9 @@ class Checkpoints:
             was, now = theirs.get(key), self.fingerprint.get(key)
             if was != now:
                 raise DualencError(
-                    f"{folder}: this checkpoint is from another recipe: {key} was {was!r} and is now {now!r}; "
-                    "resume with the recipe it was made with, or choose another output folder"
+                    f"{folder}: this checkpoint is from another recipe or other data: {key} was {was!r} and is now "
+                    f"{now!r}; resume with the recipe and data it was made with, or choose another output folder"
                 )
-
-    def _remove_unfinished(self) -> None:
-        """What a killed process left behind while it was writing or replacing."""
-        if not distributed.is_main() or not self.folder.is_dir():
-            return
-        for path in self.folder.iterdir():
-            if _UNFINISHED.match(path.name):
-                remove(path)
 
 
 def _is_complete(folder: Path) -> bool:

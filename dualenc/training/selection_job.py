@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dualenc.errors import DualencError
-from dualenc.files import read_json, remove
+from dualenc.files import read_json, remove, save_array
 
 
 class Selected(NamedTuple):
@@ -53,8 +53,8 @@ class SelectionJob:
         self._outcome: Selected | DualencError | None = None
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="job-", dir=folder))
-        np.save(self.folder / "left.npy", left)
-        np.save(self.folder / "right.npy", right)
+        save_array(self.folder / "left.npy", left)
+        save_array(self.folder / "right.npy", right)
         (self.folder / "selector.pickle").write_bytes(pickle.dumps((selector, epoch, seed)))
         self._process: subprocess.Popen[bytes] | None = self._start()
 

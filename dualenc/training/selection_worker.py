@@ -16,7 +16,7 @@ import numpy as np
 
 from dualenc.batching.losses import batch_losses
 from dualenc.batching.selector import BatchSelector
-from dualenc.files import atomic_path, write_json
+from dualenc.files import atomic_path, save_array, write_json
 from dualenc.training.seeds import generator
 
 
@@ -28,8 +28,8 @@ def main(folder: Path) -> None:
         selector, epoch, seed = pickle.load(stream)
     left, right = (np.load(folder / f"{side}.npy") for side in ("left", "right"))
     batches, report = select(selector, epoch, left, right, seed)
-    with atomic_path(folder / "batches.npy") as beside, open(beside, "wb") as stream:
-        np.save(stream, batches)
+    with atomic_path(folder / "batches.npy") as beside:
+        save_array(beside, batches)
     write_json(folder / "report.json", report)
 
 
