@@ -70,15 +70,21 @@ def test_the_law_test_rejects_a_sampler_without_memory() -> None:
     assert p_value(states_as_quantiles(Frozen.make(), criterion, num_records=1, forget=True)) < 1e-6
 
 
+NOISE = 0.05
+"""What 160 epochs leave of the noise: of three seeds 0.03, 0.01 and 0.00 after 480. The in-batch softmax is at 0.2."""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_averaged_gradient_of_exact_chains_is_the_global_gradient(name: str) -> None:
-    assert averaged_bias(Frozen.make(), build(name), B, warm_up=20, num_epochs=160) <= 0.03
+    assert averaged_bias(Frozen.make(), build(name), B, warm_up=20, num_epochs=160) <= NOISE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["isir-batch", "isir-draws", "mh-fresh-draws"])
 def test_two_views_are_exact_by_default(name: str) -> None:
     criterion = EMC2(num_left=N, temperature=TAU, views=True, **EXACT[name])
-    assert averaged_bias(Frozen.make(views=True), criterion, B, warm_up=20, num_epochs=160) <= 0.04
+    assert averaged_bias(Frozen.make(views=True), criterion, B, warm_up=20, num_epochs=160) <= NOISE
 
 
 def test_one_chain_for_both_views_is_nearer_than_the_in_batch_softmax() -> None:
