@@ -210,7 +210,7 @@ def _judge(run: Running, code: int | None) -> Outcome:
     lines = [line for line in re.split(r"[\r\n]+", stderr) if line.startswith(ERROR_PREFIX)]
     line = lines[-1] if lines else next(iter(stderr.strip().splitlines()[-1:]), "")
     after = _listing(box.folder)
-    new, gone = sorted(after - run.before), sorted(run.before - after)
+    new, gone = _unfinished(box.folder, after - run.before), sorted(run.before - after)
     if code is None:
         problem = f"hangs: more than {SECONDS} s"
     elif code < 0:
@@ -234,6 +234,32 @@ def _judge(run: Running, code: int | None) -> Outcome:
     else:
         problem = ""
     return Outcome(case.name, problem, line[:400], _place(stderr), time.monotonic() - run.started)
+
+
+def _unfinished(folder: Path, new: frozenset[str]) -> list[str]:
+    """What is neither a whole file nor the way to one: finished work may stay, the next run goes on from there."""
+    whole = {name for name in new if (folder / name).is_file() and _is_whole(folder / name)}
+    for name in sorted(new):
+        meta = folder / name / "meta.json"
+        if meta.is_file() and b'"complete": true' in meta.read_bytes():
+            whole |= {other for other in new if other.startswith(f"{name}/")}
+    ways = {parent.as_posix() for name in whole for parent in Path(name).parents}
+    return sorted(new - whole - ways)
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether the end of a file that holds results is there; meta.json speaks for its folder and is judged with it."""
+    content = file.read_bytes()
+    if file.name == "meta.json" or not content:
+        return False
+    try:
+        if file.suffix in (".ndjson", ".jsonl"):
+            return all(json.loads(line) for line in content.splitlines() if line) and content.endswith(b"\n")
+        if file.suffix == ".json":
+            return isinstance(json.loads(content), dict)
+    except ValueError:
+        return False
+    return file.suffix in (".trec", ".html", ".yaml") and content.endswith((b"\n", b"</html>"))
 
 
 def _place(stderr: str) -> str:

@@ -41,8 +41,9 @@ def refuse(line: str = "dualenc: error: no such file; give another\n", code: int
     return code
 
 
-def write_and_refuse(name: str) -> int:
-    Path(name).write_text("half")
+def write_and_refuse(name: str, content: str = "half") -> int:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text(content)
     return refuse()
 
 
@@ -74,6 +75,11 @@ def remove_and_refuse(name: str) -> int:
         (lambda: write_and_refuse(".out.part-12"), "error", "leaves .out.part-12"),
         (lambda: remove_and_refuse("mine"), "error", "removed: mine"),
         (lambda: bytearray(1 << 40), "error", "traceback"),
+        (lambda: write_and_refuse("out.json", "{}"), "error", ""),
+        (lambda: write_and_refuse("out.json", "{"), "error", "half-written: out.json"),
+        (lambda: write_and_refuse("out.ndjson", '{"a": 1}\n{"b'), "error", "half-written: out.ndjson"),
+        (lambda: write_and_refuse("out/meta.json", '{"complete": false}'), "error", "half-written: out, out/meta.json"),
+        (lambda: write_and_refuse("out/meta.json", '{"complete": true}'), "error", ""),
     ],
 )
 def test_the_harness_notices_what_is_wrong(

@@ -189,5 +189,5 @@ def _read_npy(file: Path) -> npt.NDArray[Any]:
     except DualencError:
         raise
     except Exception as error:  # a damaged header is evaluated as Python literals: SyntaxError, TypeError, …
-        reason = " ".join(str(error).split())[:120]
-        raise DualencError(f"{file}: not a whole .npy file ({reason}); download it again") from None
+        # numpy's own words name objects of the parser.
+        raise DualencError(f"{file}: not a whole .npy file ({type(error).__name__}); download it again") from None

@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -50,6 +51,7 @@ class Ledger(Generic[Key]):
 
     def add(self, values: dict[Key, Any]) -> None:
         """Append values by item."""
+        made = [path for path in (self.folder, *self.folder.absolute().parents) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
         lines = [] if self.path.exists() else [json.dumps({"signature": self.signature})]
         lines += [
@@ -63,6 +65,9 @@ class Ledger(Generic[Key]):
         except (DualencError, OSError):
             if is_new:
                 remove(self.path)
+            for folder in made:
+                with suppress(OSError):
+                    folder.rmdir()
             raise
         self.values.update(values)
 
