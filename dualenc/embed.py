@@ -22,6 +22,7 @@ from dualenc import distributed
 from dualenc.embedding_writer import EmbeddingWriter, Skipped, shard_ranges
 from dualenc.embeddings import Embeddings
 from dualenc.errors import BadSample, DualencError
+from dualenc.files import removed_if_refused
 from dualenc.windows import Inputs, Window, Windows, by_length, one_ahead, take, text_window
 
 if TYPE_CHECKING:
@@ -212,12 +213,15 @@ def _on_disk(
         "output": encoder.output,
         "model_checksum": tower_checksum(encoder.tower),
     }
-    writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes, lambda rows: _contents(corpus, rows))
-    missing = writer.missing()
-    with _bar([writer.ranges[number] for number in missing], progress) as bar:
-        for number in missing:
-            writer.write(number, *encoder.shard(writer.ranges[number], bar))
-    return writer.finish(corpus.text if corpus.modality == "text" else None)
+    with removed_if_refused(out, "shard-*.npy") if distributed.is_main() else contextlib.nullcontext():
+        writer = EmbeddingWriter(
+            out, corpus.ids, encoder.dim, dtype, identity, notes, lambda rows: _contents(corpus, rows)
+        )
+        missing = writer.missing()
+        with _bar([writer.ranges[number] for number in missing], progress) as bar:
+            for number in missing:
+                writer.write(number, *encoder.shard(writer.ranges[number], bar))
+        return writer.finish(corpus.text if corpus.modality == "text" else None)
 
 
 def _in_memory(encoder: _Encoder, meta: dict[str, Any], dtype: str, progress: bool) -> Embeddings:

@@ -60,7 +60,7 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(target)
     beside = target.with_name(f".{target.name}.part-{os.getpid()}")
-    with full_disk_told(target):
+    with full_disk_told(target), removed_if_refused(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         recover(target, unfinished=True)
         _writing.add(Path(os.path.abspath(target)))
@@ -71,6 +71,30 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
         finally:
             _writing.discard(Path(os.path.abspath(target)))
             remove(beside)
+
+
+@contextmanager
+def removed_if_refused(folder: str | os.PathLike[str], finished: str | None = None) -> Iterator[None]:
+    """On an error take away the folders that were made in this context, as far as they hold nothing.
+
+    A kill or Ctrl-C leaves finished work to go on with; a refusal before any of it leaves nothing.
+
+    Args:
+        folder: where the work goes, with those above it.
+        finished: glob pattern of finished work; without any, whatever else is in the new folder goes with it.
+    """
+    folder = Path(folder)
+    made = [path for path in (folder, *folder.absolute().parents) if not _exists(path)]
+    try:
+        yield
+    except Exception:
+        # An .npy file without rows is its header, 128 bytes.
+        if finished and made and not any(path.stat().st_size > 128 for path in folder.glob(finished)):
+            remove(folder)
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 @contextmanager

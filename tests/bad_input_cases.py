@@ -334,6 +334,11 @@ def files() -> Iterator[Case]:
         "cifarc/fog.npy": ("evaluate corrupted {image} {cifarc} --out out", {**NOT_A_FILE, **NOT_TEXT}),
     }
     every |= {name: (f"embed {{text}} {{{name}}} --out out", tables) for name in FORMATS}
+    bomb = gzip.compress(b"x" * (100 << 20), 1)
+    every["docs.jsonl.gz"] = (
+        every["docs.jsonl.gz"][0],
+        {**NOT_A_FILE, **NOT_TEXT, "100 MB in one line": holding(bomb)},
+    )
     fine = {  # these may well be read
         "cifarc/labels.npy": {"missing"},
         "cifarc/fog.npy": {"missing", "a folder", "a pipe", "an endless device"},
@@ -470,7 +475,7 @@ def options() -> Iterator[Case]:
         "convergence": ("pairs", "temperature", "seed"),
         "compare": ("samples", "confidence", "seed"),
     }
-    zero_is_fine = {"num-workers", "seed", "target-recall"}
+    zero_is_fine = {"num-workers", "seed", "target-recall", "recall-queries"}
     huge_is_fine = {"limit", "train-limit", "depth", "k", "recall-queries", "ef-search", "nprobe", "pairs"}
     huge_is_fine |= {"batch-size", "l2"}
     for command, names in numbers.items():

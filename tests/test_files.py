@@ -26,7 +26,16 @@ from dualenc import files
 from dualenc.embedding_writer import EmbeddingWriter
 from dualenc.embeddings import Embeddings
 from dualenc.errors import DiskFull, DualencError
-from dualenc.files import atomic_path, full_disk_told, is_running, read_json, read_json_object, recover, recover_inside
+from dualenc.files import (
+    atomic_path,
+    full_disk_told,
+    is_running,
+    read_json,
+    read_json_object,
+    recover,
+    recover_inside,
+    removed_if_refused,
+)
 from dualenc.index import Index
 
 FORK = multiprocessing.get_context("fork")
@@ -372,3 +381,40 @@ class TestJson:
         (tmp_path / "meta.json").write_text(json.dumps(value))
         with pytest.raises(DualencError, match=rf"meta\.json: {message}"):
             read_json_object(tmp_path / "meta.json", {"count": int, "name": (str, type(None))})
+
+
+@pytest.mark.parametrize(
+    ("written", "left"),
+    [
+        ({}, []),
+        ({"meta.json": 10}, []),
+        ({"meta.json": 10, "shard-0.npy": 128}, []),  # no rows
+        ({"meta.json": 10, "shard-0.npy": 129}, ["new", "new/below", "new/below/meta.json", "new/below/shard-0.npy"]),
+    ],
+)
+def test_a_refusal_leaves_finished_work_or_nothing(written: dict[str, int], left: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "below"
+    with pytest.raises(DualencError), removed_if_refused(folder, "shard-*.npy"):
+        folder.mkdir(parents=True)
+        for name, size in written.items():
+            (folder / name).write_bytes(bytes(size))
+        raise DualencError("no")
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == left
+
+
+def test_a_refusal_takes_no_folder_that_was_there(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    with pytest.raises(DualencError), removed_if_refused(tmp_path / "old", "shard-*.npy"):
+        raise DualencError("no")
+    with pytest.raises(DualencError), atomic_path(tmp_path / "old" / "new" / "file") as beside:
+        beside.write_text("half")
+        raise DualencError("no")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "old"]
+
+
+def test_an_interruption_leaves_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), removed_if_refused(tmp_path / "new", "shard-*.npy"):
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "meta.json").write_text("{}")
+        raise KeyboardInterrupt
+    assert (tmp_path / "new" / "meta.json").is_file()

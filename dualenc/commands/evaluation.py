@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,33 +136,7 @@ def keep_embeddings(folder: Path, tower: Tower, corpus: Corpus, identity: dict[s
     if distributed.is_main() and not _holds(folder, {**identity, "model_checksum": tower_checksum(tower)}):
         remove(folder)
     distributed.barrier()
-    with removed_if_refused(folder, "shard-*.npy"):
-        return embed(tower, corpus, folder, identity=identity, progress=distributed.is_main(), **how)
-
-
-@contextmanager
-def removed_if_refused(folder: Path, finished: str) -> Iterator[None]:
-    """On a `DualencError` take away a folder that was not there before, and those made above it.
-
-    A kill or Ctrl-C leaves finished work to go on with; a refusal before any of it leaves nothing.
-
-    Args:
-        folder: Where the work goes.
-        finished: Glob pattern of finished work, for whose sake the folder stays.
-    """
-    made = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
-    distributed.barrier()
-    try:
-        yield
-    except DualencError:
-        # An .npy file without rows is its header, 128 bytes.
-        kept = any(path.stat().st_size > 128 for path in folder.glob(finished))
-        if distributed.is_main() and made and not kept:
-            remove(folder)
-            for parent in made[1:]:
-                with suppress(OSError):
-                    parent.rmdir()
-        raise
+    return embed(tower, corpus, folder, identity=identity, progress=distributed.is_main(), **how)
 
 
 def _holds(folder: Path, identity: dict[str, str]) -> bool:

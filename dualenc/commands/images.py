@@ -13,12 +13,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.commands.evaluation import keep_embeddings, removed_if_refused
+from dualenc.commands.evaluation import keep_embeddings
 from dualenc.errors import DualencError
 from dualenc.evaluation.corruption import Images
 from dualenc.evaluation.image_versions import Encode, ImageVersions, Inputs, Prepare, encode_versions
 from dualenc.evaluation.ledger import Ledger
-from dualenc.files import remove
+from dualenc.files import remove, removed_if_refused
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:

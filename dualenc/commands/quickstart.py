@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import tempfile
 import time
@@ -65,6 +66,11 @@ def quickstart(
         vocab_size: tokens of the tokenizer that is trained on the corpus.
         seed: of everything random.
     """
+    from dualenc.commands.evaluation import HIGHEST_SEED, check_range
+
+    check_range(1, math.inf, test_docs=test_docs, steps=steps)
+    check_range(test_docs + BATCH_SIZE, math.inf, max_docs=max_docs)
+    check_range(0, HIGHEST_SEED, seed=seed)
     start = time.perf_counter()
     folder = Path(out)
     collection = _read(folder, max_docs, test_docs, seed)

@@ -14,7 +14,7 @@ from dualenc.encoders.hub import first_line, no_foreign_code
 from dualenc.encoders.open_clip_folder import CONFIG_FILE, check_config
 from dualenc.encoders.tokenizer import save_tokenizer
 from dualenc.errors import DualencError
-from dualenc.files import read_json
+from dualenc.files import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +64,7 @@ def folder_tokenizer(folder: Path, config: dict[str, Any], context_length: int |
     """
     settings = folder / "tokenizer_config.json"
     check_config(config, str(folder / CONFIG_FILE))
-    if settings.is_file() and "auto_map" in read_json(settings):
+    if settings.is_file() and "auto_map" in read_json_object(settings):
         raise DualencError(f"{folder}: its tokenizer is code of its own, which is not run; save it with a plain one")
     return get_tokenizer(f"local-dir:{folder}", config, context_length)
 

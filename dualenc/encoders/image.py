@@ -16,7 +16,7 @@ from dualenc.encoders.image_prepare import Augment, ImagePrepare, Normalized, Se
 from dualenc.encoders.projector import projector
 from dualenc.encoders.tower import Tower, unit_norm
 from dualenc.errors import DualencError
-from dualenc.files import read_json, write_json
+from dualenc.files import read_json_object, write_json
 
 PROJECTOR_FILE = "projector.safetensors"
 SMALL = 64
@@ -122,7 +122,7 @@ class ImageEncoder(DualEncoder):
             DualencError: files are missing, corrupt, or do not fit each other.
         """
         path = folder / DUALENC_FILE
-        sizes = read_json(path).get("projector") if path.is_file() else None
+        sizes = read_json_object(path).get("projector") if path.is_file() else None
         if sizes is None:
             return cls(str(folder), projector_dim=None)
         model = cls(

@@ -15,7 +15,7 @@ from dualenc.encoders.image import ImageEncoder
 from dualenc.encoders.image_text import ImageTextEncoder
 from dualenc.encoders.text import TextEncoder
 from dualenc.errors import DualencError
-from dualenc.files import read_json, recover
+from dualenc.files import read_json_object, recover
 
 LOADERS: dict[Kind, Callable[[Path], DualEncoder]] = {
     "query-document": lambda folder: TextEncoder(str(folder)),
@@ -54,7 +54,7 @@ def folder_kind(folder: Path) -> Kind:
         DualencError: none that is known.
     """
     if (folder / DUALENC_FILE).is_file():
-        kind = read_json(folder / DUALENC_FILE).get("kind")
+        kind = read_json_object(folder / DUALENC_FILE).get("kind")
         if kind not in get_args(Kind):
             raise DualencError(f"{folder / DUALENC_FILE}: unknown kind {kind!r}; was it written by a later version?")
         return cast(Kind, kind)
@@ -62,7 +62,7 @@ def folder_kind(folder: Path) -> Kind:
         return "query-document"
     if (folder / "open_clip_config.json").is_file():
         return "image-text"
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    config = read_json_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     if "architecture" in config:
         return "image"
     if "model_type" in config:

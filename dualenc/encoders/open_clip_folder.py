@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dualenc.encoders.hub import first_line, no_foreign_code
 from dualenc.errors import DualencError
-from dualenc.files import read_json, write_json
+from dualenc.files import read_json_object, write_json
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -45,7 +45,7 @@ def folder_config(folder: Path) -> dict[str, Any]:
     Raises:
         DualencError: there is none.
     """
-    config = read_json(folder / CONFIG_FILE).get("model_cfg")
+    config = read_json_object(folder / CONFIG_FILE).get("model_cfg")
     if not isinstance(config, dict):
         raise DualencError(f"{folder / CONFIG_FILE}: no model_cfg, so no open_clip model; restore the file")
     return config

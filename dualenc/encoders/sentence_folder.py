@@ -8,7 +8,7 @@ from typing import Any
 
 from dualenc.encoders.pooling import Pooling
 from dualenc.errors import DualencError
-from dualenc.files import read_json, write_json
+from dualenc.files import read_json, read_json_object, write_json
 
 POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -104,7 +104,10 @@ def write_sentence_files(folder: Path, dim: int, pooling: Pooling, max_length: i
 def _module_paths(folder: Path) -> dict[str, str]:
     """Path of each module by the last part of its type; refuses what is not Transformer, Pooling, Normalize."""
     paths: dict[str, str] = {}
-    for module in read_json(folder / "modules.json"):
+    modules = read_json(folder / "modules.json")
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise DualencError(f"{folder / 'modules.json'}: is no list of modules; restore the file")
+    for module in modules:
         package, _, name = str(module.get("type", "")).rpartition(".")
         if name not in MODULES or package.partition(".")[0] != "sentence_transformers":
             raise DualencError(
@@ -121,7 +124,7 @@ def _module_paths(folder: Path) -> dict[str, str]:
 
 
 def _read_pooling(path: Path, has_prompts: bool) -> Pooling:
-    config: dict[str, Any] = read_json(path)
+    config: dict[str, Any] = read_json_object(path)
     if has_prompts and not config.get("include_prompt", True):
         raise DualencError(f"{path}: include_prompt is false, but prompts are always pooled here; set it to true")
     named = config.get("pooling_mode")
@@ -137,4 +140,4 @@ def _read_pooling(path: Path, has_prompts: bool) -> Pooling:
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    return read_json_object(path) if path.is_file() else {}

@@ -15,7 +15,7 @@ from dualenc.encoders import small_stem
 from dualenc.encoders.dual import DUALENC_FILE
 from dualenc.encoders.hub import first_line
 from dualenc.errors import DualencError
-from dualenc.files import read_json, write_json
+from dualenc.files import read_json_object, write_json
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -65,7 +65,7 @@ def load_backbone(folder: Path, *, image_size: int | None, in_chans: int | None,
     """
     if not (folder / WEIGHTS_FILE).is_file():
         raise DualencError(f"{folder}: no {WEIGHTS_FILE}; convert its weights to safetensors first")
-    config = read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     if "architecture" not in config:
         raise DualencError(f"{folder / 'config.json'}: names no timm architecture; give another folder")
     if has_small_stem(folder):
@@ -77,8 +77,8 @@ def load_backbone(folder: Path, *, image_size: int | None, in_chans: int | None,
 def saved_args(folder: Path) -> dict[str, Any]:
     """The arguments of the architecture that a folder was saved with."""
     if has_small_stem(folder):  # its config.json has those of timm's equivalent
-        return read_json(folder / DUALENC_FILE)["backbone_args"]
-    return read_json(folder / "config.json").get("model_args", {})
+        return read_json_object(folder / DUALENC_FILE, {"backbone_args": dict})["backbone_args"]
+    return read_json_object(folder / "config.json").get("model_args", {})
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
@@ -96,7 +96,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
 def has_small_stem(folder: Path) -> bool:
     """Whether the folder's ResNet had its stem replaced for small images."""
     path = folder / DUALENC_FILE
-    return path.is_file() and bool(read_json(path).get("small_image_stem"))
+    return path.is_file() and bool(read_json_object(path).get("small_image_stem"))
 
 
 def data_config(backbone: Any, **settings: Any) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def feature_size(backbone: Any, config: dict[str, Any]) -> int:
 def _load_small(folder: Path, architecture: str, args: dict[str, Any]) -> nn.Module:
     from safetensors.torch import load_file
 
-    preprocessing = read_json(folder / DUALENC_FILE)["preprocessing"]
+    preprocessing = read_json_object(folder / DUALENC_FILE, {"preprocessing": dict})["preprocessing"]
     channels = preprocessing["input_size"][0]
     backbone: Any = create_backbone(architecture, pretrained=False, image_size=None, in_chans=channels, args=args)
     small_stem.replace_stem(backbone)
@@ -188,7 +188,7 @@ def _has_fixed_size(name: str) -> bool:
     from timm.models import get_pretrained_cfg
 
     if name.startswith("local-dir:"):
-        config = read_json(Path(name.removeprefix("local-dir:")) / "config.json")
+        config = read_json_object(Path(name.removeprefix("local-dir:")) / "config.json")
         return bool(config.get("pretrained_cfg", config).get("fixed_input_size"))
     found = get_pretrained_cfg(name, allow_unregistered=True)
     return bool(found and found.fixed_input_size)

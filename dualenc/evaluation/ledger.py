@@ -6,13 +6,12 @@ import json
 import os
 import zlib
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.files import full_disk_told, open_regular, remove
+from dualenc.files import full_disk_told, open_regular, remove, removed_if_refused
 
 Signature = dict[str, Any]
 Key = TypeVar("Key", int, str)
@@ -51,24 +50,23 @@ class Ledger(Generic[Key]):
 
     def add(self, values: dict[Key, Any]) -> None:
         """Append values by item."""
-        made = [path for path in (self.folder, *self.folder.absolute().parents) if not path.exists()]
-        self.folder.mkdir(parents=True, exist_ok=True)
         lines = [] if self.path.exists() else [json.dumps({"signature": self.signature})]
         lines += [
             json.dumps({"item": key, "value": value, "check": _check(key, value)}) for key, value in values.items()
         ]
-        is_new = not self.path.exists()
-        try:
-            with full_disk_told(self.path), open(self.path, "a", encoding="utf-8") as stream:
-                # A first newline ends a line that a kill cut short.
-                stream.write("\n" + "\n".join(lines) + "\n")
-        except (DualencError, OSError):
-            if is_new:
-                remove(self.path)
-            for folder in made:
-                with suppress(OSError):
-                    folder.rmdir()
-            raise
+        size = self.path.stat().st_size if self.path.exists() else 0
+        with removed_if_refused(self.folder), full_disk_told(self.path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(self.path, "a", encoding="utf-8") as stream:
+                    # A first newline ends a line that a kill cut short.
+                    stream.write("\n" + "\n".join(lines) + "\n")
+            except OSError:
+                if size:
+                    os.truncate(self.path, size)
+                else:
+                    remove(self.path)
+                raise
         self.values.update(values)
 
     def all_values(self) -> dict[Key, Any]:

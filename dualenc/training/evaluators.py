@@ -75,6 +75,8 @@ class RetrievalEvaluator(Evaluator):
     ) -> None:
         if (path is None) == (pairs is None):
             raise DualencError("RetrievalEvaluator: give either path, a BEIR folder, or held-out pairs")
+        if max_queries is not None and max_queries < 1:
+            raise DualencError(f"RetrievalEvaluator: max_queries is {max_queries}; it must be at least 1")
         whole = read_beir(str(path), split, titles=titles) if pairs is None else held_out(pairs)
         self.collection = whole if max_queries is None else _first_queries(whole, max_queries)
         self.batch_size, self.primary = batch_size, primary

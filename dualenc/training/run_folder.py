@@ -119,6 +119,9 @@ def _lock(lock: Path) -> None:
                 stream.write(json.dumps({**_myself(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n")
         except FileExistsError:
             raise DualencError(f"{lock.parent}: another run has just begun in this folder; wait for it") from None
+        except OSError:
+            lock.unlink(missing_ok=True)
+            raise
 
 
 def _unlock(lock: Path) -> None:

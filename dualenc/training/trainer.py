@@ -51,6 +51,9 @@ MOST_EPOCHS = 1_000_000
 """More would never end; their batches are counted before the training starts."""
 
 
+MOST_WORKERS = 1024
+
+
 @dataclass(kw_only=True)
 class Trainer:
     """Trains any dual encoder with any objective, on one process or many.
@@ -147,8 +150,11 @@ class Trainer:
                 raise DualencError(f"{name} is {value}; it must be at least 1")
         if self.epochs is not None and self.epochs > MOST_EPOCHS:
             raise DualencError(f"epochs is {self.epochs}; it must be at most {MOST_EPOCHS:,}; set max_steps instead")
-        if not 0 <= self.seed < 2**63 or self.num_workers < 0:
-            raise DualencError(f"seed {self.seed} and num_workers {self.num_workers} must be at least 0")
+        if not 0 <= self.seed < 2**63 or not 0 <= self.num_workers <= MOST_WORKERS:
+            raise DualencError(
+                f"seed is {self.seed} and num_workers {self.num_workers}; they must be at least 0, and num_workers at "
+                f"most {MOST_WORKERS}"
+            )
         if not 0 < self.timeout_minutes < float("inf"):
             raise DualencError(f"timeout_minutes is {self.timeout_minutes}; it must be more than 0")
         if self.on_error not in ("skip", "raise"):

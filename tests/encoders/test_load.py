@@ -161,3 +161,22 @@ def test_a_model_comes_back_whose_replacement_was_killed(build: Callable[[str], 
     folder.rename(folder.with_name(f".{folder.name}.old-999999999"))
     assert load_model(folder).kind == "image"
     assert folder.is_dir()
+
+
+@pytest.mark.parametrize("content", ["null", "[1, 2]", "3", '"text"', '{"a": [1]}'])
+@pytest.mark.parametrize("kind", list(WEIGHTS))
+def test_json_of_the_wrong_shape_is_told_by_file(kind: str, content: str, build: Callable[[str], Path]) -> None:
+    """Whatever a settings file holds, the model loads or one line says what is wrong."""
+    folder = build(kind)
+    refused = 0
+    for file in sorted(folder.rglob("*.json")):
+        sound = file.read_bytes()
+        file.write_text(content)
+        try:
+            load_model(folder)
+        except DualencError as error:
+            refused += 1
+            assert "\n" not in str(error)
+        file.write_bytes(sound)
+    assert refused
+    load_model(folder)

@@ -16,6 +16,7 @@ import torch
 from dualenc.commands import quickstart as command
 from dualenc.data import BeirPairs, read_beir
 from dualenc.encoders import TextEncoder
+from dualenc.errors import DualencError
 from dualenc.quickstart.collection import write_collection
 from dualenc.quickstart.docstrings import Docstring
 
@@ -49,6 +50,13 @@ def test_leaves_a_folder_of_something_else_alone(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
     assert "holds something that is no quickstart" in done.stderr
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("given", [{"max_docs": 0}, {"max_docs": -1}, {"test_docs": 0}, {"steps": 0}, {"seed": -1}])
+def test_numbers_out_of_range_are_refused_before_any_work(given: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(DualencError, match=f"--{next(iter(given)).replace('_', '-')} is"):
+        command.quickstart(str(tmp_path / "out"), **given)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
