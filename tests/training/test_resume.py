@@ -5,10 +5,10 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from dualenc.data import BeirPairs
 from dualenc.errors import DualencError
+from dualenc.training import checkpoint
 from dualenc.training.run_log import read_metrics
 from tests.data.make import write_beir
 from tests.training.fakes import TinyEncoder, kill_this_process, same, weights
@@ -40,17 +40,17 @@ def test_killed_again_and_again(tmp_path, unbroken):
 
 def die_while_writing(output: Path, at_save: int) -> None:
     """Be killed after half of a checkpoint's first file is written."""
-    save, calls = torch.save, 0
+    save, calls = checkpoint.save_tensors, 0
 
-    def half_save(state, path):
+    def half_save(path, state):
         nonlocal calls
         calls += path.name == "state.pt"
-        save(state, path)
+        save(path, state)
         if calls == at_save and path.name == "state.pt":
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
             kill_this_process()
 
-    torch.save = half_save
+    checkpoint.save_tensors = half_save
     train(output)
 
 
@@ -175,6 +175,6 @@ def test_changed_data_of_equal_size_is_refused_and_named(tmp_path, changed, name
     train(tmp_path / "run", pairs=beir_pairs(tmp_path / "data"))
     train(tmp_path / "run", pairs=BeirPairs(tmp_path / "data"), resume=True)  # read again, nothing touched
     other = beir_pairs(tmp_path / "other", changed)
-    with pytest.raises(DualencError, match=rf"another recipe: {named} was '\w+' and is now '\w+'") as raised:
+    with pytest.raises(DualencError, match=rf"or other data: {named} was '\w+' and is now '\w+'") as raised:
         train(tmp_path / "run", pairs=other, resume=True)
     assert "\n" not in str(raised.value)
