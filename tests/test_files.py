@@ -383,6 +383,15 @@ class TestJson:
             read_json_object(tmp_path / "meta.json", {"count": int, "name": (str, type(None))})
 
 
+def refused(folder: Path, written: dict[str, int], error: BaseException | None = None) -> None:
+    """Write files of some sizes into a folder, and then be refused."""
+    with removed_if_refused(folder, "shard-*.npy"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, size in written.items():
+            (folder / name).write_bytes(bytes(size))
+        raise error or DualencError("no")
+
+
 @pytest.mark.parametrize(
     ("written", "left"),
     [
@@ -393,28 +402,27 @@ class TestJson:
     ],
 )
 def test_a_refusal_leaves_finished_work_or_nothing(written: dict[str, int], left: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "below"
-    with pytest.raises(DualencError), removed_if_refused(folder, "shard-*.npy"):
-        folder.mkdir(parents=True)
-        for name, size in written.items():
-            (folder / name).write_bytes(bytes(size))
-        raise DualencError("no")
+    with pytest.raises(DualencError):
+        refused(tmp_path / "new" / "below", written)
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == left
 
 
 def test_a_refusal_takes_no_folder_that_was_there(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
-    with pytest.raises(DualencError), removed_if_refused(tmp_path / "old", "shard-*.npy"):
-        raise DualencError("no")
-    with pytest.raises(DualencError), atomic_path(tmp_path / "old" / "new" / "file") as beside:
-        beside.write_text("half")
-        raise DualencError("no")
+    with pytest.raises(DualencError):
+        refused(tmp_path / "old", {})
+
+    def write() -> None:
+        with atomic_path(tmp_path / "old" / "new" / "file") as beside:
+            beside.write_text("half")
+            raise DualencError("no")
+
+    with pytest.raises(DualencError):
+        write()
     assert list(tmp_path.rglob("*")) == [tmp_path / "old"]
 
 
 def test_an_interruption_leaves_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), removed_if_refused(tmp_path / "new", "shard-*.npy"):
-        (tmp_path / "new").mkdir()
-        (tmp_path / "new" / "meta.json").write_text("{}")
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        refused(tmp_path / "new", {"meta.json": 10}, KeyboardInterrupt())
     assert (tmp_path / "new" / "meta.json").is_file()

@@ -168,15 +168,15 @@ def test_a_model_comes_back_whose_replacement_was_killed(build: Callable[[str], 
 def test_json_of_the_wrong_shape_is_told_by_file(kind: str, content: str, build: Callable[[str], Path]) -> None:
     """Whatever a settings file holds, the model loads or one line says what is wrong."""
     folder = build(kind)
-    told = []
+    refusals = []
     for file in sorted(folder.rglob("*.json")):
         sound = file.read_bytes()
         file.write_text(content)
         try:
             load_model(folder)
         except DualencError as error:
-            told.append(str(error))
+            refusals.append(str(error))
         file.write_bytes(sound)
-    assert told
-    assert "\n" not in "".join(told)
+    assert refusals
+    assert not any("\n" in line for line in refusals)
     load_model(folder)
