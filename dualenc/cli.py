@@ -1,19 +1,196 @@
-"""`dualenc …`: a table of subcommands; `dualenc.arguments` turns a function's parameters into arguments.
+"""`dualenc …`: a table of subcommands; `dualenc.cli` turns a function's parameters into arguments.
 
 A command's module is imported only when the command runs, so that help is instant.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Union
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
-from dualenc.arguments import nearest, run_function
 from dualenc.errors import DualencError
 from dualenc.terminal import printable
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+
+def run_function(function: Callable[..., Any], prog: str, arguments: list[str]) -> None:
+    """Parse a command line by the signature of a function, and call the function.
+
+    Args:
+        function: the typed function of a subcommand.
+        prog: what the usage line and error messages call it, such as `dualenc embed`.
+        arguments: the words after the command's name.
+
+    Raises:
+        DualencError: an unknown option (names the nearest valid one), a missing or superfluous argument, a value
+            of the wrong type.
+    """
+    parameters = inspect.signature(function).parameters
+    words, given = _split(arguments, function, prog)
+    if "help" in given:
+        return _parser(function, prog).print_help()
+    by_position = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    rest = words[len(by_position) :]
+    if rest and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+        raise DualencError(f"{prog} does not take the extra argument '{rest[0]}'; see {prog} --help")
+    for name, word in zip(by_position, words):
+        if name in given:
+            raise DualencError(f"{prog}: '{name}' is given twice, by position and as an option; give it once")
+        given[name] = word
+    values = _convert(function, given, prog)
+    leading = [values.pop(name) for name in by_position]
+    function(*leading, *rest, **values)
+    return None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` (did you mean …?)`, naming the valid word closest to a wrong one; empty if none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _split(arguments: list[str], function: Callable[..., Any], prog: str) -> tuple[list[str], dict[str, str]]:
+    """Separate positional words from options, in any order: `--name value`, `--name=value`, `-k 5`, bare flags."""
+    hints = typing.get_type_hints(function)
+    words: list[str] = []
+    options: dict[str, str] = {}
+    queue = list(arguments)
+    while queue:
+        word = queue.pop(0)
+        if word == "--":
+            return words + queue, options
+        if not word.startswith("-") or word == "-" or _is_number(word):
+            words.append(word)
+            continue
+        option, has_value, value = word.partition("=")
+        name = _option_name(option, function, prog)
+        if not has_value:
+            value = _next_value(option, queue, hints.get(name), prog)
+        if _is_list(hints.get(name)):
+            items = [options[name][1:-1]] if name in options else []
+            value = f"[{', '.join([*items, value.removeprefix('[').removesuffix(']')])}]"
+        options[name] = value
+    return words, options
+
+
+def _option_name(word: str, function: Callable[..., Any], prog: str) -> str:
+    if word in ("-h", "--help"):
+        return "help"
+    name = word.lstrip("-").replace("-", "_")
+    parameters = inspect.signature(function).parameters.values()
+    known = {f"--{p.name.replace('_', '-')}" for p in parameters if p.kind is not p.VAR_POSITIONAL}
+    if f"--{name.partition('.')[0].replace('_', '-')}" not in known:
+        raise DualencError(f"{prog} has no option '{word}'{nearest(word, known)}; see {prog} --help")
+    return name
+
+
+def _next_value(option: str, queue: list[str], hint: Any, prog: str) -> str:
+    if option in ("-h", "--help"):
+        return "true"
+    if hint is bool:
+        return queue.pop(0) if queue and queue[0] in ("true", "false") else "true"
+    if not queue or (queue[0].startswith("--") and len(queue[0]) > 2):
+        raise DualencError(f"{prog}: the option {option} needs a value; see {prog} --help")
+    return queue.pop(0)
+
+
+def _convert(function: Callable[..., Any], given: dict[str, str], prog: str) -> dict[str, Any]:
+    """Let jsonargparse convert and check the values, given to it in one canonical order."""
+    parameters = inspect.signature(function).parameters
+    positional = [p.name for p in parameters.values() if _is_positional(p)]
+    missing = [_label(p) for p in parameters.values() if _is_required(p) and p.name not in given]
+    if missing:
+        raise DualencError(f"{prog} needs {', '.join(missing)}; see {prog} --help")
+    canonical = [f"--{name}={value}" for name, value in given.items() if name not in positional]
+    if positional:
+        canonical += ["--", *(given[name] for name in positional)]
+    try:
+        parsed = _parser(function, prog).parse_args(canonical)
+    except Exception as error:
+        raise DualencError(f"{prog}: {_reason(error, parameters, given)}; see {prog} --help") from error
+    return {name: parsed[name] for name in parameters if name in parsed}
+
+
+def _reason(error: Exception, parameters: typing.Mapping[str, inspect.Parameter], given: dict[str, str]) -> str:
+    """What is wrong with a value: jsonargparse lists every type it tried, over many lines."""
+    key = re.search(r'key "(\w+)"', str(error))
+    if key is None or key[1] not in given:
+        return " ".join(str(error).split())
+    parameter = parameters[key[1]]
+    return f"{_label(parameter)} must be {parameter.annotation}, not '{given[key[1]]}'"
+
+
+def _parser(function: Callable[..., Any], prog: str) -> ArgumentParser:
+    """The parser that jsonargparse derives from the signature and the docstring."""
+    import jsonargparse
+
+    parameters = inspect.signature(function).parameters.values()
+    options: set[str | int] = {p.name for p in parameters if not _is_positional(p)}
+    others: set[str | int] = {p.name for p in parameters if _is_positional(p) or p.kind is p.VAR_POSITIONAL}
+    usage = [_label(p) if _is_positional(p) else f"{_label(p)} {p.name.upper()}" for p in parameters if _is_required(p)]
+    usage += [f"[{p.name.upper()} …]" for p in parameters if p.kind is p.VAR_POSITIONAL]
+    parser = jsonargparse.ArgumentParser(
+        prog=prog,
+        usage=" ".join([prog, *usage, "[options]"]),
+        description=(inspect.getdoc(function) or "").split("\n\nArgs:")[0],
+        print_config=None,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    described = _described(function)
+    parser.add_function_arguments(described, as_group=False, as_positional=True, skip=options)
+    parser.add_function_arguments(described, as_group=False, skip=others)
+    return parser
+
+
+def _described(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A stand-in with the function's signature and docstring, annotations evaluated.
+
+    For the function itself, jsonargparse would run the `TYPE_CHECKING` imports of its module: torch, for a help text.
+    """
+    hints = typing.get_type_hints(function)
+    signature = inspect.signature(function)
+    parameters = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values()]
+
+    def stand_in() -> None: ...
+
+    stand_in.__doc__ = function.__doc__
+    stand_in.__annotations__ = hints
+    stand_in.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return stand_in
+
+
+def _label(parameter: inspect.Parameter) -> str:
+    return parameter.name.upper() if _is_positional(parameter) else "--" + parameter.name.replace("_", "-")
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
+
+
+def _is_positional(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is parameter.POSITIONAL_OR_KEYWORD and _is_required(parameter)
+
+
+def _is_list(hint: Any) -> bool:
+    return any(typing.get_origin(part) is list for part in (hint, *typing.get_args(hint)))
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 class Command(NamedTuple):
@@ -29,17 +206,17 @@ Commands = dict[str, Union[Command, "Commands"]]
 COMMANDS: Commands = {
     "quickstart": Command("quickstart", "quickstart", "train, index and search text already on this machine"),
     "train": Command("train", "train", "train a dual encoder from a recipe"),
-    "embed": Command("embed", "embed", "embed a corpus with a model"),
-    "index": Command("index", "index", "build a FAISS index from a model or from embeddings"),
+    "embed": Command("search", "embed", "embed a corpus with a model"),
+    "index": Command("search", "index", "build a FAISS index from a model or from embeddings"),
     "search": Command("search", "search", "search an index with a text or an image"),
     "evaluate": {
-        "retrieval": Command("evaluate_retrieval", "retrieval", "nDCG, recall, MRR and MAP on a BEIR folder"),
-        "image-text": Command("evaluate_image_text", "image_text", "recall@k both ways, several captions"),
-        "zero-shot": Command("evaluate_zero_shot", "zero_shot", "classify images by prompts"),
-        "probe": Command("evaluate_probe", "probe", "linear and kNN probes on image features"),
-        "corrupted": Command("evaluate_corrupted", "corrupted", "retrieval under image corruptions"),
-        "convergence": Command("evaluate_convergence", "convergence", "learning curves of several runs"),
-        "compare": Command("evaluate_compare", "compare", "metrics of several models side by side"),
+        "retrieval": Command("retrieval", "retrieval", "nDCG, recall, MRR and MAP on a BEIR folder"),
+        "image-text": Command("image_text", "image_text", "recall@k both ways, several captions"),
+        "zero-shot": Command("zero_shot", "zero_shot", "classify images by prompts"),
+        "probe": Command("probe", "probe", "linear and kNN probes on image features"),
+        "corrupted": Command("corrupted", "corrupted", "retrieval under image corruptions"),
+        "convergence": Command("convergence", "convergence", "learning curves of several runs"),
+        "compare": Command("retrieval", "compare", "metrics of several models side by side"),
     },
 }
 

@@ -15,20 +15,24 @@ jsonargparse reads no text as YAML, as a path or as the name of anything.
 
 from __future__ import annotations
 
+import enum
+import importlib
+import inspect
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import yaml
 
-from dualenc.arguments import nearest
+from dualenc.cli import nearest
 from dualenc.errors import DualencError
-from dualenc.recipe_keys import Section, checked
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -38,8 +42,373 @@ if TYPE_CHECKING:
     from dualenc.encoders import DualEncoder
     from dualenc.objectives import Objective
     from dualenc.training.evaluators import Evaluator
-    from dualenc.training.result import TrainingResult
-    from dualenc.training.trainer import Trainer
+    from dualenc.training.trainer import Trainer, TrainingResult
+
+PACKAGE = "dualenc"
+MOST_VALUES, DEEPEST = 10_000, 40
+"""How many values a recipe may hold, those behind YAML's aliases counted as often as they occur, and how deep."""
+CLASS_KEYS = ("class_path", "init_args")
+RESERVED = (*CLASS_KEYS, "dict_kwargs")
+"""Keys that jsonargparse takes for a class; plain data must not have them, nor any that begins with two underscores."""
+PLAIN = (type(None), bool, int, float, str, os.PathLike)
+
+
+class Section(NamedTuple):
+    """One section of a recipe.
+
+    Attributes:
+        base: class that its `class_path` must derive from; None when there is one class only, the trainer.
+        package: where a class path without a dot is looked up.
+        filled: arguments that links fill in, and a recipe must leave out.
+        required: whether a recipe must have the section.
+    """
+
+    base: type | None
+    package: str
+    filled: tuple[str, ...] = ()
+    required: bool = True
+
+
+def checked(
+    settings: Any, sections: Mapping[str, Section], source: str, allow_modules: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The same settings with full class paths, after making sure that nothing in them is out of place.
+
+    Args:
+        settings: nested values of a recipe.
+        sections: what it may hold.
+        source: what errors call it.
+        allow_modules: modules beside `dualenc` whose classes it may name.
+
+    Raises:
+        DualencError: an unknown section, key or class (names the nearest valid one), a missing section, a value that
+            is not of its parameter's type, or a class that a recipe may not name there.
+    """
+    allow_modules = [allow_modules] if isinstance(allow_modules, str) else list(allow_modules)
+    for name in allow_modules:
+        if not all(part.isidentifier() for part in str(name).split(".")):
+            raise DualencError(f"--allow-module {name!r} is no module; give a name such as my_package")
+    return _Check(sections, source, (PACKAGE, *allow_modules)).settings(settings)
+
+
+class _Check:
+    """Walks down a recipe; `place` names where it is, such as `model.augment`."""
+
+    def __init__(self, sections: Mapping[str, Section], source: str, allowed: tuple[str, ...]) -> None:
+        self.sections, self.source, self.allowed = sections, source, allowed
+
+    def settings(self, settings: Any) -> dict[str, Any]:
+        if not isinstance(settings, Mapping):
+            raise DualencError(f"{self.source}: holds no sections; a recipe has model, data, objective and trainer")
+        self._check_size(settings)
+        for name in settings:
+            _check_known(name, self.sections, f"{self.source}: unknown section")
+        present = {name: value for name, value in settings.items() if value is not None}
+        for name, section in self.sections.items():
+            if section.required and name not in present:
+                raise DualencError(f"{self.source}: section '{name}' is missing; add it")
+        return {name: self._section(name, present[name]) for name in self.sections if name in present}
+
+    def _check_size(self, settings: Any) -> None:
+        """Only what JSON has too, in bounds; cycles of objects end at the bounds."""
+        stack, count = [(settings, "", 0)], 0
+        while stack:
+            value, place, depth = stack.pop()
+            count += 1
+            if count > MOST_VALUES or depth > DEEPEST:
+                raise DualencError(
+                    f"{self.source}: holds more than {MOST_VALUES:,} values or {DEEPEST} levels; a recipe names "
+                    "classes and their arguments only"
+                )
+            if isinstance(value, Mapping):
+                for key, inner in value.items():
+                    if not isinstance(key, str):
+                        raise self._refused(place or "recipe", f"the key {_shown(key)} is not text; quote it")
+                    stack.append((inner, f"{place}.{key}".lstrip("."), depth + 1))
+            elif isinstance(value, (list, tuple)):
+                stack += [(inner, place, depth + 1) for inner in value]
+            elif not isinstance(value, PLAIN):
+                raise self._refused(
+                    place, f"holds a {type(value).__name__}; give text, numbers, true, false, null or lists"
+                )
+            elif isinstance(value, (int, float)) and not abs(value) < 2**63:
+                raise self._refused(place, f"is {_shown(value)}; give a finite number below 2^63")
+
+    def _section(self, name: str, value: Any) -> Any:
+        section = self.sections[name]
+        if not isinstance(value, Mapping):
+            raise DualencError(f"{self.source}: section '{name}' is {_shown(value)}; it must hold keys")
+        if section.base is not None:
+            return self._class(value, section.base, name, section.package, section.filled)
+        own = getattr(importlib.import_module(section.package), name.capitalize())
+        return self._arguments(own, value, name, f"unknown key {name}.")
+
+    def _class(
+        self, value: Any, base: Any, place: str, package: str = "dualenc.data", filled: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """A mapping with class_path and init_args, the class of the base type and its arguments of theirs."""
+        if not isinstance(value, Mapping):
+            raise self._refused(
+                place, f"is {_shown(value)}; it must name {_described(base)}, by class_path and init_args"
+            )
+        for key in value:
+            _check_known(key, CLASS_KEYS, f"{self.source}: unknown key {place}.")
+        if "class_path" not in value:
+            raise DualencError(f"{self.source}: {place}.class_path is missing; name a class of {package}")
+        path, found = self._resolve(value["class_path"], base, place, package)
+        given = value.get("init_args")
+        if not isinstance(given, Mapping | None):
+            raise self._refused(f"{place}.init_args", f"is {_shown(given)}; it must hold the arguments of {path}")
+        arguments = self._arguments(found, given or {}, place, f"unknown key {place}.init_args.", filled)
+        return {"class_path": path, "init_args": arguments}
+
+    def _arguments(
+        self, found: type, given: Mapping[str, Any], place: str, unknown: str, filled: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        hints = argument_types(found)
+        known = [name for name in hints if name not in filled]
+        for key in given:
+            if key in filled:
+                raise self._refused(f"{place}.init_args.{key}", "is filled in by the training; leave it out")
+            _check_known(key, known, f"{self.source}: {unknown}")
+        return {key: self._value(value, hints[key], f"{place}.{key}") for key, value in given.items()}
+
+    def _resolve(self, path: Any, base: Any, place: str, default: str) -> tuple[str, type]:
+        """The full path and the class of a class path, which may be a name of the default package."""
+        where = f"{place}.class_path"
+        if (
+            not isinstance(path, str)
+            or len(path) > 200
+            or not all(p.isidentifier() and p[0] != "_" for p in path.split("."))
+        ):
+            raise self._refused(where, f"is {_shown(path)}; name a class, such as {default}.NAME")
+        package_name, _, name = path.rpartition(".")
+        package_name = package_name or default
+        if not self._is_allowed(package_name):
+            raise self._refused(
+                where,
+                f"{path} is not of {PACKAGE}, and making it would run its code; if you trust that, allow it: "
+                f"--allow-module {package_name.partition('.')[0]}",
+            )
+        try:
+            package = importlib.import_module(package_name)
+        except Exception as error:  # a module of the user's may fail in any way
+            reason = f"{type(error).__name__}: {error}"
+            raise self._refused(where, f"cannot import {package_name} ({reason}); check the name") from error
+        found = getattr(package, name, None)
+        if not self._fits(found, base):
+            names = [key for key, value in vars(package).items() if key[0] != "_" and self._fits(value, base)]
+            abstract = "abstract" if inspect.isabstract(found) else f"not {_described(base)}"
+            what = f"no class {name!r}" if found is None else f"{name!r} is {abstract}"
+            among = nearest(name, names) or (f"; there are {', '.join(names)}" if names else "; name another class")
+            raise self._refused(where, f"{what} in {package_name}{among}" if found is None else f"{what}{among}")
+        return f"{package_name}.{name}", typing.cast(type, found)
+
+    def _fits(self, found: Any, base: Any) -> bool:
+        """Whether something found in a module is a class to be made where the base type is expected."""
+        if not inspect.isclass(found) or inspect.isabstract(found) or not self._is_allowed(found.__module__):
+            return False
+        if inspect.isclass(base):
+            return issubclass(found, base)
+        return _takes(found, typing.get_args(base)[0])
+
+    def _is_allowed(self, module: str) -> bool:
+        return any(module == name or module.startswith(f"{name}.") for name in self.allowed)
+
+    def _value(self, value: Any, hint: Any, place: str) -> Any:
+        """The value with full class paths, if it is of the type; nothing is converted but integers to numbers."""
+        origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+        if origin is Annotated:
+            return self._value(value, inner[0], place)
+        if origin in (typing.Union, types.UnionType):
+            return self._one_of(value, hint, inner, place)
+        if hint in (Any, object):
+            return self._plain(value, place)
+        if _is_class_place(hint):
+            return self._class(value, hint, place)
+        if getattr(hint, "_is_protocol", False) and isinstance(value, list):
+            return self._plain(value, place)
+        if isinstance(value, (list, tuple)) and _holds_items(origin):
+            fixed = origin is tuple and inner and inner[-1] is not Ellipsis
+            if fixed and len(value) != len(inner):
+                raise self._refused(place, f"has {len(value)} values; give {len(inner)}")
+            of = inner if fixed else [inner[0] if inner else Any] * len(value)
+            return [self._value(item, each, f"{place}[{i}]") for i, (item, each) in enumerate(zip(value, of))]
+        if isinstance(value, Mapping) and _is_subclass(origin, Mapping):
+            of_values = inner[1] if inner else Any
+            self._plain_keys(value, place)
+            return {key: self._value(item, of_values, f"{place}.{key}") for key, item in value.items()}
+        if not _is_of(value, hint, origin, inner):
+            raise self._refused(place, f"is {_shown(value)}; it must be {_described(hint)}")
+        return value
+
+    def _one_of(self, value: Any, hint: Any, options: tuple[Any, ...], place: str) -> Any:
+        if isinstance(value, (Mapping, list, tuple)):  # what is wrong inside tells more than all the alternatives
+            named = isinstance(value, Mapping) and "class_path" in value
+            likely = [option for option in options if named and _is_class_place(option)]
+            likely = likely or [option for option in options if option is not type(None)]
+            if len(likely) == 1:
+                return self._value(value, likely[0], place)
+        for option in options:
+            try:
+                return self._value(value, option, place)
+            except DualencError:
+                continue
+        raise self._refused(place, f"is {_shown(value)}; it must be {_described(hint)}")
+
+    def _plain(self, value: Any, place: str) -> Any:
+        """Data for a parameter that takes anything."""
+        if isinstance(value, Mapping):
+            self._plain_keys(value, place)
+            return {key: self._plain(item, f"{place}.{key}") for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._plain(item, place) for item in value]
+        return value
+
+    def _plain_keys(self, value: Mapping[str, Any], place: str) -> None:
+        for key in value:
+            if key in RESERVED or key.startswith("__"):
+                raise self._refused(f"{place}.{key}", "no class can be named here; give plain values")
+
+    def _refused(self, place: str, problem: str) -> DualencError:
+        place = place if len(place) <= 200 else f"{place[:196]} …"
+        joint = " " if problem.startswith(("is ", "has ", "holds ")) else ": "
+        return DualencError(f"{self.source}: {place}{joint}{problem}")
+
+
+def argument_types(found: type) -> dict[str, Any]:
+    """Types of the arguments that a class takes, those behind `**arguments` of its base classes included."""
+    hints: dict[str, Any] = {}
+    for constructor in [vars(c)["__init__"] for c in inspect.getmro(found) if "__init__" in vars(c)]:
+        own = _type_hints(constructor)
+        parameters = list(inspect.signature(constructor).parameters.values())[1:]
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        for parameter in parameters:
+            if parameter.kind in named:
+                hints.setdefault(parameter.name, own.get(parameter.name, Any))
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+            break
+    return hints
+
+
+class _AnyName(type):
+    """Has every public attribute and subscript, each itself."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return cls
+
+    def __getitem__(cls, item: Any) -> Any:
+        return cls
+
+
+class _Unknown(metaclass=_AnyName):
+    """Stands for a type that is imported for type checkers only: nothing in a recipe can be of it."""
+
+
+def _type_hints(function: Any) -> dict[str, Any]:
+    unknown: dict[str, Any] = {}
+    while True:
+        try:
+            return typing.get_type_hints(function, localns=unknown)
+        except NameError as error:
+            if not error.name or error.name in unknown:
+                raise
+            unknown[str(error.name)] = _Unknown
+
+
+def _is_class_place(hint: Any) -> bool:
+    """Whether an object of some class must be made for a parameter of this type."""
+    if typing.get_origin(hint) is Callable:
+        return isinstance(typing.get_args(hint)[0], list)
+    if not _is_class(hint) or hint in (Any, object, Callable) or getattr(hint, "_is_protocol", False):
+        return False
+    return not issubclass(hint, (*PLAIN, Mapping, enum.Enum)) and not _holds_items(hint)
+
+
+def _holds_items(hint: Any) -> bool:
+    return _is_class(hint) and (issubclass(hint, (list, tuple)) or issubclass(list, hint))
+
+
+def _is_of(value: Any, hint: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
+    """Whether a scalar is of a scalar type; `true` is no integer and 3 is no text, but 3 is a number."""
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in inner)
+    if hint is float:
+        return type(value) in (int, float)
+    if _is_subclass(origin, enum.Enum):
+        return isinstance(value, str) and value in origin.__members__
+    if _is_subclass(origin, os.PathLike):
+        return isinstance(value, (str, os.PathLike))
+    return hint in (bool, int, str, type(None)) and type(value) is hint
+
+
+def _takes(found: type, arguments: Any) -> bool:
+    """Whether objects of a class can be called: with a method of its own, annotated with exactly these arguments.
+
+    The annotation is what tells a class written for the place from whatever else can be called.
+    """
+    call = getattr(found, "__call__", None)  # noqa: B004  the function itself is wanted
+    if not inspect.isfunction(call):
+        return False
+    hints = _type_hints(call)
+    parameters = list(inspect.signature(call).parameters.values())[1:]
+    needed = [p for p in parameters if p.default is p.empty]
+    return len(needed) == len(arguments) and [hints.get(p.name) for p in needed] == list(arguments)
+
+
+def _is_subclass(hint: Any, base: Any) -> bool:
+    return _is_class(hint) and issubclass(hint, base)
+
+
+def _is_class(hint: Any) -> bool:
+    return isinstance(hint, type) and typing.get_origin(hint) is None  # Python 3.10 takes list[int] for a class
+
+
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "null"}
+
+
+def _described(hint: Any) -> str:
+    """A type in words."""
+    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if hint is _Unknown:
+        return "something that a recipe cannot hold"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_described(option) for option in inner if option is not _Unknown))
+    if origin is Literal:
+        return " or ".join(repr(choice) for choice in inner)
+    if origin in _WORDS:
+        return _WORDS[origin]
+    if _is_subclass(origin, os.PathLike):
+        return "text"
+    if origin is Callable:
+        arguments = ", ".join(getattr(argument, "__name__", str(argument)) for argument in inner[0])
+        return f"a class whose objects are called with ({arguments}), so annotated"
+    if getattr(hint, "_is_protocol", False) or _holds_items(origin):
+        return "a list" + (f" of {len(inner)} values" if origin is tuple and Ellipsis not in inner and inner else "")
+    if _is_subclass(origin, Mapping):
+        return "keys and values"
+    if _is_subclass(origin, enum.Enum):
+        return "one of " + ", ".join(origin.__members__)
+    return f"a class derived from {origin.__module__}.{origin.__qualname__}" if inspect.isclass(origin) else str(hint)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:76]} …"
+
+
+def _check_known(key: Any, known: Iterable[str], problem: str) -> None:
+    names = list(known)
+    if key not in names:
+        gap = "" if problem.endswith(".") else " "
+        raise DualencError(f"{problem}{gap}{_printable(key)}{nearest(str(key), names)}")
+
+
+def _printable(key: Any) -> str:
+    return key if isinstance(key, str) and key.isprintable() and len(key) <= 80 else _shown(key)
+
 
 LARGEST = 256 * 1024
 """Bytes that a recipe may have; the recipes of this package have less than 2,000."""
@@ -85,7 +454,7 @@ class Recipe:
         Raises:
             DualencError: a part does not take its arguments; begins with the source and the part's section.
         """
-        from dualenc.training.random_state import seed_everything
+        from dualenc.training.checkpoint import seed_everything
         from dualenc.training.trainer import Trainer
 
         def make(found: type, *positional: Any, **arguments: Any) -> Any:

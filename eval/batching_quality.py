@@ -21,7 +21,7 @@ from small_images import PairRetrieval, cached, new_encoder, open_parts, train_a
 
 from dualenc.batching import BatchSelector, OSGDBatches, RandomBatches, SpectralBatches
 from dualenc.data import ImageViews
-from dualenc.evaluation.tables import Table, print_table
+from dualenc.evaluation.report import Table, print_table
 from dualenc.files import write_json
 from dualenc.objectives import InfoNCE, Objective, SogCLR
 

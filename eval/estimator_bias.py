@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualenc.evaluation.tables import Table, print_table
+from dualenc.evaluation.report import Table, print_table
 from dualenc.objectives import (
     DCL,
     EMC2,

@@ -23,11 +23,11 @@ from small_images import cached, new_encoder, open_parts, train_and_measure
 
 from dualenc.data import BeirPairs, PairDataset
 from dualenc.encoders import DualEncoder, TextEncoder, train_tokenizer
-from dualenc.evaluation.tables import Table, print_table
+from dualenc.evaluation.report import Table, print_table
 from dualenc.files import write_json
 from dualenc.objectives import DCL, EMC2, HCL, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
 from dualenc.training import Evaluator, KNNEvaluator, RetrievalEvaluator
-from dualenc.training.process import MixedPrecision
+from dualenc.training.trainer import MixedPrecision
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,

@@ -13,7 +13,7 @@ from dualenc.batching import BatchSelector
 from dualenc.data import ImageViews, PairDataset, TableViews
 from dualenc.data.views import SimCLR
 from dualenc.encoders import DualEncoder, ImageEncoder
-from dualenc.evaluation.corrupted_retrieval import nearest_images, summarise
+from dualenc.evaluation.corrupted import nearest_images, summarise
 from dualenc.files import write_json
 from dualenc.objectives import Objective
 from dualenc.training import Evaluator, KNNEvaluator, Trainer

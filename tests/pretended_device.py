@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dualenc.objectives.random import SharedRandom
+from dualenc.objectives.state import SharedRandom
 
 DEVICE = torch.device("lazy", 0)
 COPIES = ("aten::_to_copy", "aten::copy_")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from dualenc.arguments import nearest, run_function
+from dualenc.cli import nearest, run_function
 from dualenc.errors import DualencError
 
 CALLS: list[dict[str, Any]] = []

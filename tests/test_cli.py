@@ -64,7 +64,7 @@ def commands(table: cli.Commands) -> Iterator[cli.Command]:
 
 @pytest.mark.parametrize("command", list(commands(cli.COMMANDS)), ids=lambda command: command.function)
 def test_every_command_is_there_and_has_help(command: cli.Command, capsys: pytest.CaptureFixture[str]) -> None:
-    from dualenc.arguments import run_function
+    from dualenc.cli import run_function
 
     run_function(cli._load(command), f"dualenc {command.function}", ["--help"])
     assert f"usage: dualenc {command.function}" in capsys.readouterr().out

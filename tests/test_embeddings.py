@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.embedding_writer import EmbeddingWriter, shard_ranges
-from dualenc.embeddings import Embeddings, ShardedVectors, is_embeddings
 from dualenc.errors import DiskFull, DualencError
+from dualenc.search.embeddings import Embeddings, EmbeddingWriter, ShardedVectors, is_embeddings, shard_ranges
 
 NUM_ITEMS, DIM = 2500, 3
 IDENTITY = {"side": "right", "model_checksum": "abc"}
@@ -302,7 +301,7 @@ class TestContents:
         items[0] = "changed"
         writer = self.writer(tmp_path / "emb", items)
         with monkeypatch.context() as patch:
-            patch.setattr("dualenc.embedding_writer.write_json", lambda *_: 1 / 0)
+            patch.setattr("dualenc.search.embeddings.write_json", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 writer.write(0, vectors()[:834])
         assert self.writer(tmp_path / "emb", items).missing() == [0]

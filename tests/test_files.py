@@ -23,8 +23,6 @@ import safetensors.torch
 import torch
 
 from dualenc import files
-from dualenc.embedding_writer import EmbeddingWriter
-from dualenc.embeddings import Embeddings
 from dualenc.errors import DiskFull, DualencError
 from dualenc.files import (
     atomic_path,
@@ -36,7 +34,8 @@ from dualenc.files import (
     recover_inside,
     removed_if_refused,
 )
-from dualenc.index import Index
+from dualenc.search import Index
+from dualenc.search.embeddings import Embeddings, EmbeddingWriter
 
 FORK = multiprocessing.get_context("fork")
 

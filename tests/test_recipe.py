@@ -10,7 +10,7 @@ import yaml
 from dualenc import cli
 from dualenc.errors import DualencError
 from dualenc.recipe import _read_yaml, make_recipe, read_recipe
-from dualenc.training.run_log import read_metrics
+from dualenc.training.log import read_metrics
 
 WORDS = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o", "p"]
 

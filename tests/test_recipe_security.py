@@ -18,8 +18,7 @@ import yaml
 
 from dualenc import cli
 from dualenc.errors import DualencError
-from dualenc.recipe import make_recipe, read_recipe
-from dualenc.recipe_keys import _Check, argument_types
+from dualenc.recipe import _Check, argument_types, make_recipe, read_recipe
 
 EVIL = "dualenc_evil_canary"
 """A module that exists in each test, and writes the canary when it is imported."""
@@ -115,7 +114,7 @@ PAYLOADS: dict[str, tuple[str, Any]] = {
     "trainer's output": ("trainer.output", call(f"{EVIL}.X")),
     "a number": ("trainer.epochs", call(f"{EVIL}.X")),
     "through a module of ours": ("model.init_args.augment", call("dualenc.cli.os.system", command=SHELL)),
-    "an import of a module of ours": ("model.init_args.augment", call("dualenc.training.selection_job.Path")),
+    "an import of a module of ours": ("model.init_args.augment", call("dualenc.training.selection.Path")),
     "a function of ours": ("model.init_args.augment", call("dualenc.files.remove", path="keep")),
     "a class of ours for another place": ("model.init_args.augment", call("dualenc.data.TableViews", path="x")),
     "the command line of ours": ("objective.class_path", "dualenc.__main__.main"),

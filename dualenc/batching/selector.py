@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import logging
+import math
 from abc import ABC, abstractmethod
 from typing import Literal
 
@@ -131,3 +134,161 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
         raise DualencError(f"{name} is {value!r}; did you mean {nearest!r}? Valid: {', '.join(choices)}")
+
+
+def batch_losses(
+    left: np.ndarray,
+    right: np.ndarray,
+    batches: np.ndarray,
+    temperature: float,
+    chunk_bytes: int = 1 << 24,
+) -> np.ndarray:
+    """Loss of each batch: the `InfoNCE` objective of its pairs; `.mean()` is that of the epoch.
+
+    The mean of both directions, so half of Eq. 2 in Cho et al., Mini-Batch Optimization of Contrastive Loss.
+
+    Args:
+        left: (N, D) unit-norm embeddings.
+        right: (N, D) unit-norm embeddings.
+        batches: (num_batches, B) pair indices.
+        temperature: τ > 0.
+        chunk_bytes: about how much memory to work in.
+
+    Returns:
+        (num_batches,) float64, in nats.
+
+    Raises:
+        DualencError: the temperature is not positive.
+    """
+    check_temperature(temperature)
+    num_batches, batch_size = batches.shape
+    per_batch = 4 * batch_size * (2 * left.shape[1] + 4 * batch_size)
+    step = max(1, chunk_bytes // per_batch)
+    losses = np.empty(num_batches)
+    for start in range(0, num_batches, step):
+        rows = batches[start : start + step]
+        logits = np.matmul(left[rows], right[rows].swapaxes(1, 2)) / temperature  # (chunk, B, B)
+        losses[start : start + step] = _info_nce(logits)
+    return losses
+
+
+def _info_nce(logits: np.ndarray) -> np.ndarray:
+    """(chunk, B, B) logits s/τ to (chunk,): log Σ exp(logit) − positive logit, mean over anchors and directions."""
+    positives = np.diagonal(logits, axis1=1, axis2=2)
+    total = np.zeros(len(logits))
+    for axis in (1, 2):
+        highest = logits.max(axis=axis)
+        log_sums = highest + np.log(np.exp(logits - np.expand_dims(highest, axis)).sum(axis=axis))
+        total += (log_sums - positives).mean(axis=1, dtype=np.float64)
+    return total / 2
+
+
+class RandomBatches(BatchSelector):
+    """A random partition of the pairs in each epoch (SGD without replacement).
+
+    Source: Cho et al., Mini-Batch Optimization of Contrastive Loss, Algorithm 4.
+
+    Args:
+        num_pairs: N, the number of training pairs.
+        batch_size: B, pairs in each (global) batch.
+        seed: of the permutations.
+        remainder: when B does not divide N: "drop" leaves N mod B random pairs out of the epoch; "wrap" adds
+            one batch of them, filled up with other random pairs.
+
+    Raises:
+        DualencError: an argument is out of its range.
+    """
+
+    uniform = True
+
+    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
+        """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings make no difference."""
+        return self.random_batches(self.generator(epoch))
+
+
+logger = logging.getLogger(__name__)
+
+MAX_COMBINATIONS = 1_000_000
+
+
+class OSGDBatches(BatchSelector):
+    """Of each k random batches, the q with the largest loss; the other pairs are left out of the epoch.
+
+    By default the k batches are disjoint (Algorithm 6, without replacement): an epoch is a random partition into
+    N/B batches, cut into windows of k. With `exhaustive` the q come from all C(N, B) batches (Algorithm 5 with
+    k = C(N, B)), for small N: one call of `select` is one iteration, and its batches may share pairs.
+    How many pairs an epoch leaves out is logged; `left_out` counts them.
+
+    Source: Cho et al., Mini-Batch Optimization of Contrastive Loss, Algorithms 5 and 6; Kawaguchi & Lu 2020.
+
+    Args:
+        num_pairs: N, the number of training pairs.
+        batch_size: B, pairs in each (global) batch.
+        seed: of the partitions.
+        k: batches to choose from, as in the paper; a window of fewer (the last, or all if k > N/B) gives in
+            proportion. Unused if exhaustive.
+        q: batches to choose, at most k.
+        temperature: τ of the loss.
+        exhaustive: Algorithm 5 instead of 6.
+        remainder: of the partition, when B does not divide N: "drop" or "wrap".
+
+    Raises:
+        DualencError: an argument is out of its range, or C(N, B) exceeds a million.
+    """
+
+    needs_embeddings = True
+
+    def __init__(
+        self,
+        num_pairs: int,
+        batch_size: int,
+        seed: int = 0,
+        k: int = 1500,
+        q: int = 150,
+        temperature: float = 0.1,
+        exhaustive: bool = False,
+        remainder: Remainder = "drop",
+    ) -> None:
+        super().__init__(num_pairs, batch_size, seed, remainder)
+        check_at_least(1, k=k, q=q)
+        check_temperature(temperature)
+        if q > k and not exhaustive:
+            raise DualencError(f"q is {q} but k is {k}; choose a q of at most k")
+        if exhaustive and math.comb(num_pairs, batch_size) > MAX_COMBINATIONS:
+            raise DualencError(
+                f"C({num_pairs}, {batch_size}) batches are more than {MAX_COMBINATIONS:,}; set exhaustive=False"
+            )
+        self.k, self.q, self.temperature, self.exhaustive = k, q, temperature, exhaustive
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that one call of `select` returns once it is given embeddings."""
+        if self.exhaustive:
+            return min(self.q, math.comb(self.num_pairs, self.batch_size))
+        full, rest = divmod(self.partition_size, self.k)
+        return full * self.q + self._share_of(rest)
+
+    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
+        """As `BatchSelector.select`: the batches of the largest loss, by falling loss within each window of k."""
+        candidates = self.random_batches(self.generator(epoch))
+        if left is None:
+            return candidates
+        left, right = self.check_embeddings(left, right)
+        if self.exhaustive:
+            pairs = itertools.combinations(range(self.num_pairs), self.batch_size)
+            candidates = np.array(list(pairs), dtype=np.int64)
+        losses = batch_losses(left, right, candidates, self.temperature)
+        chosen = candidates[self._hardest(losses)]
+        logger.info("epoch %d leaves out %d of %d pairs", epoch, self.left_out(chosen), self.num_pairs)
+        return chosen
+
+    def _hardest(self, losses: np.ndarray) -> np.ndarray:
+        """(num_batches,): which candidates to take, given the loss of each."""
+        if self.exhaustive:
+            return np.argsort(-losses, kind="stable")[: self.q]
+        windows = np.split(np.arange(len(losses)), range(self.k, len(losses), self.k))
+        ordered = [window[np.argsort(-losses[window], kind="stable")] for window in windows]
+        return np.concatenate([window[: self._share_of(len(window))] for window in ordered])
+
+    def _share_of(self, window: int) -> int:
+        return math.ceil(self.q * window / self.k)

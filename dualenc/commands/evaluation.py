@@ -5,20 +5,27 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from dualenc import distributed
 from dualenc.errors import DualencError
+from dualenc.evaluation.convergence import SimilarityHistogram
+from dualenc.evaluation.plots import COLOURS, literal
+from dualenc.evaluation.report import Figure
 from dualenc.files import read_json, remove
 
 if TYPE_CHECKING:
     import torch
 
     from dualenc.data import Corpus
-    from dualenc.embeddings import Embeddings
     from dualenc.encoders import DualEncoder, Tower
-    from dualenc.encoders.tower import Side
+    from dualenc.search.embeddings import Embeddings
+    from dualenc.types import Side
 
 # Which command takes which kind of model, for the mistake of mixing them up.
 _COMMAND_OF = {
@@ -126,10 +133,10 @@ def keep_embeddings(folder: Path, tower: Tower, corpus: Corpus, identity: dict[s
         tower: The side of a model that encodes.
         corpus: What to encode.
         identity: Further entries that must be the same.
-        how: What else `dualenc.embed.embed` takes.
+        how: What else `dualenc.search.embed.embed` takes.
     """
     from dualenc.data.identity import digest_of
-    from dualenc.embed import embed, tower_checksum
+    from dualenc.search.embed import embed, tower_checksum
 
     # Changed items under the same ids are noticed by `embed` itself; of other ids it would keep nothing either.
     identity = {**identity, "ids": digest_of(corpus.ids)}
@@ -183,3 +190,61 @@ def check_writable(folder: Path) -> None:
 def display_name(model: str) -> str:
     """What tables call a model: the last part of its path or name."""
     return Path(model).name or model
+
+
+_MOST_NUMBERS = 120
+
+
+def similarity_figure(found: SimilarityHistogram, positives: str, negatives: str, caption: str) -> Figure:
+    """Histograms of similarities of positive and negative pairs over one another, each of total height 1.
+
+    Args:
+        found: The counts.
+        positives: What the positive pairs are.
+        negatives: What the negative pairs are.
+        caption: What is shown; the overlap is added.
+    """
+    from matplotlib.figure import Figure as Plot
+
+    plot = Plot(figsize=(6.4, 3.6), layout="constrained")
+    axes = plot.add_subplot()
+    for name, counts, colour in ((positives, found.positives, COLOURS[0]), (negatives, found.negatives, COLOURS[1])):
+        axes.stairs(counts / counts.sum(), found.edges, fill=True, alpha=0.55, label=name, color=colour)
+    filled = np.flatnonzero(found.positives + found.negatives)
+    axes.set_xlim(found.edges[filled[0]], found.edges[filled[-1] + 1])
+    axes.set_xlabel("cosine")
+    axes.set_ylabel("share of pairs")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return Figure(f"{caption}; overlap {found.overlap:.3f}", plot)
+
+
+def heat_figure(
+    values: npt.NDArray[np.floating], rows: Sequence[str], columns: Sequence[str], caption: str, xlabel: str = ""
+) -> Figure:
+    """A matrix of numbers from 0 as colours, darker for higher, with the numbers in it where there is room.
+
+    Args:
+        values: (R, C).
+        rows: R names.
+        columns: C names.
+        caption: What is shown.
+        xlabel: What the columns are.
+    """
+    from matplotlib.figure import Figure as Plot
+
+    plot = Plot(figsize=(6.4, max(1.5, 0.26 * len(rows) + 1.2)), layout="constrained")
+    axes = plot.add_subplot()
+    image = axes.imshow(values, cmap="Blues", vmin=0, aspect="auto")
+    axes.set_yticks(range(len(rows)), [literal(row) for row in rows], fontsize=8)
+    axes.set_xticks(
+        range(len(columns)), [literal(column) for column in columns], fontsize=8, rotation=90 if len(columns) > 6 else 0
+    )
+    axes.set_xlabel(xlabel)
+    if values.size <= _MOST_NUMBERS:
+        middle = np.nanmax(values, initial=0) / 2
+        for (row, column), value in np.ndenumerate(values):
+            shade = "white" if value > middle else "black"
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=shade)
+    plot.colorbar(image, ax=axes)
+    return Figure(caption, plot)

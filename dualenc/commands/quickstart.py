@@ -2,23 +2,160 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import importlib.util
+import inspect
+import json
 import math
 import statistics
+import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
 
 from dualenc.errors import DualencError
+from dualenc.files import atomic_path
 
 if TYPE_CHECKING:
     from dualenc.data import BeirPairs, RetrievalSet
     from dualenc.encoders import DualEncoder, TextEncoder
     from dualenc.objectives import SogCLR
     from dualenc.training.trainer import Trainer, TrainingResult
+
+PACKAGES = ("numpy", "scipy", "sklearn", "pandas", "matplotlib", "networkx", "sympy", "PIL", "torch", "datasets")
+"""Installed packages that are read after the standard library, if they are there."""
+
+SKIPPED_FOLDERS = {"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "dist-packages", "_vendor"}
+Documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+class Docstring(NamedTuple):
+    """One documented object: its qualified name, the summary line, and the rest of its docstring."""
+
+    name: str
+    summary: str
+    rest: str
+
+
+def read_docstrings(
+    limit: int, packages: Sequence[str] = PACKAGES, minimum_length: int = 80, progress: bool = True
+) -> list[Docstring]:
+    """Docstrings of the standard library and of installed packages with a summary line and something after it.
+
+    Args:
+        limit: how many at most; the order is the same in every run on the same machine.
+        packages: top-level packages to read after the standard library.
+        minimum_length: characters that must follow the summary line.
+        progress: show a progress bar.
+    """
+    found: list[Docstring] = []
+    seen: set[str] = set()
+    bar = tqdm(total=limit, desc="reading docstrings", unit="doc", disable=not progress, leave=False)
+    for root in _roots(packages):
+        for docstring in _docstrings_below(root, minimum_length):
+            # The same summary over many overloads is one question with many answers: keep the first.
+            if not seen.isdisjoint((docstring.summary, docstring.name)):
+                continue
+            seen.update((docstring.summary, docstring.name))
+            found.append(docstring)
+            bar.update()
+            if len(found) == limit:
+                bar.close()
+                return found
+    bar.close()
+    return found
+
+
+def _roots(packages: Sequence[str]) -> Iterator[Path]:
+    yield Path(sysconfig.get_paths()["stdlib"])
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.submodule_search_locations:
+            yield Path(next(iter(spec.submodule_search_locations)))
+
+
+def _docstrings_below(root: Path, minimum_length: int) -> Iterator[Docstring]:
+    prefix = "" if root == Path(sysconfig.get_paths()["stdlib"]) else f"{root.name}."
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root).with_suffix("").parts
+        if SKIPPED_FOLDERS.intersection(parts) or parts[-1].startswith("test_"):
+            continue
+        module = prefix + ".".join(part for part in parts if part != "__init__")
+        yield from _docstrings_in(file, module.rstrip("."), minimum_length)
+
+
+def _docstrings_in(file: Path, module: str, minimum_length: int) -> Iterator[Docstring]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError, RecursionError, ValueError, OSError):
+        return  # a file that Python itself would not read has no documentation to offer
+    for name, node in _documented_nodes(tree, module):
+        docstring = ast.get_docstring(node, clean=False)
+        if docstring:
+            summary, _, rest = inspect.cleandoc(docstring).partition("\n")
+            rest = " ".join(rest.split())
+            if len(summary.split()) >= 3 and len(rest) >= minimum_length:
+                yield Docstring(name, summary.strip(), rest)
+
+
+def _documented_nodes(
+    node: ast.AST, prefix: str
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Documented):
+            name = f"{prefix}.{child.name}"
+            yield name, child
+            if isinstance(child, ast.ClassDef):
+                yield from _documented_nodes(child, name)
+
+
+def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: int, seed: int = 0) -> None:
+    """Write corpus.jsonl, queries.jsonl, qrels/train.tsv and qrels/test.tsv.
+
+    Args:
+        folder: where to; replaced if it is there.
+        docstrings: M documented functions and classes; all their documents form the corpus.
+        num_test: how many, drawn at random, are held out: no training pair holds their query or their document.
+        seed: of the draw.
+
+    Raises:
+        DualencError: fewer docstrings than it takes to train on some and test on others.
+    """
+    if len(docstrings) < 2 * num_test:
+        raise DualencError(
+            f"only {len(docstrings)} docstrings were found on this machine, {2 * num_test} are needed; "
+            "install a documented package such as scipy, or ask for fewer test functions"
+        )
+    order = np.random.default_rng(seed).permutation(len(docstrings))
+    with atomic_path(folder) as beside:
+        (beside / "qrels").mkdir(parents=True)
+        documents = ({"_id": d.name, "title": d.name, "text": d.rest} for d in docstrings)
+        _write_lines(beside / "corpus.jsonl", documents)
+        _write_lines(beside / "queries.jsonl", ({"_id": f"query-{d.name}", "text": d.summary} for d in docstrings))
+        for split, rows in (("test", order[:num_test]), ("train", order[num_test:])):
+            _write_qrels(beside / "qrels" / f"{split}.tsv", [docstrings[row].name for row in sorted(rows)])
+
+
+def _write_lines(path: Path, records: Iterable[dict[str, str]]) -> None:
+    with open(path, "w", encoding="utf-8") as stream:
+        for record in records:
+            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _write_qrels(path: Path, names: Iterable[str]) -> None:
+    lines = "".join(f"query-{name}\t{name}\t1\n" for name in names)
+    path.write_text("query-id\tcorpus-id\tscore\n" + lines, encoding="utf-8")
+
 
 SECONDS = 240
 MOST_STEPS, FEWEST_STEPS = 600, 20
@@ -89,8 +226,6 @@ def quickstart(
 
 def _read(folder: Path, max_docs: int, test_docs: int, seed: int) -> RetrievalSet:
     from dualenc.data import read_beir
-    from dualenc.quickstart.collection import write_collection
-    from dualenc.quickstart.docstrings import read_docstrings
 
     if folder.exists() and any(folder.iterdir()) and not (folder / "data" / "corpus.jsonl").exists():
         raise DualencError(f"{folder} holds something that is no quickstart; choose another folder with --out")
@@ -132,7 +267,7 @@ def measure(
 
     from dualenc.data import Corpus
     from dualenc.data.columns import Picked
-    from dualenc.embed import embed
+    from dualenc.search.embed import embed
 
     ticks: list[float] = []
     objective = _objective(pairs)
@@ -211,9 +346,9 @@ def _new_model(texts: Any, vocab_size: int) -> TextEncoder:
 
 
 def _index(model: DualEncoder, collection: RetrievalSet, folder: Path) -> None:
-    from dualenc.embed import embed
     from dualenc.files import remove
-    from dualenc.index import Index
+    from dualenc.search import Index
+    from dualenc.search.embed import embed
 
     remove(folder / "embeddings")
     notes = {"model": str(folder / "model"), "side": "right"}
@@ -225,8 +360,7 @@ def _index(model: DualEncoder, collection: RetrievalSet, folder: Path) -> None:
 
 def _bm25(collection: RetrievalSet) -> dict[str, float]:
     """Before the training, so that its time is known when the steps are chosen."""
-    from dualenc.evaluation.bm25 import bm25_run
-    from dualenc.evaluation.retrieval import Result
+    from dualenc.evaluation.retrieval import Result, bm25_run
 
     queries, corpus = collection.queries, collection.corpus
     run = bm25_run(
@@ -240,7 +374,7 @@ def _bm25(collection: RetrievalSet) -> dict[str, float]:
 
 
 def _table(collection: RetrievalSet, trained: TrainingResult, bm25: dict[str, float]) -> None:
-    from dualenc.evaluation.tables import Table, print_table
+    from dualenc.evaluation.report import Table, print_table
 
     queries, corpus = collection.queries, collection.corpus
     systems = {"untrained": trained.before, "BM25": bm25, "trained": trained.metrics}
@@ -252,8 +386,8 @@ def _table(collection: RetrievalSet, trained: TrainingResult, bm25: dict[str, fl
 
 
 def _search(model: DualEncoder, folder: Path) -> None:
-    from dualenc.evaluation.tables import Table, print_table
-    from dualenc.index import Index
+    from dualenc.evaluation.report import Table, print_table
+    from dualenc.search import Index
 
     index = Index.open(folder / "index")
     queries = model.encode("left", model.left.prepare(list(SEARCHES))).detach().numpy()

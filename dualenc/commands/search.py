@@ -4,17 +4,245 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.errors import DualencError
-from dualenc.terminal import printable_json
+from dualenc.files import remove
+from dualenc.terminal import printable, printable_json
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from dualenc.data import Corpus
     from dualenc.encoders import DualEncoder
-    from dualenc.encoders.tower import Side
-    from dualenc.index import Index
+    from dualenc.search import Index
+    from dualenc.search.embeddings import Embeddings
+    from dualenc.types import Side
+
+
+def open_side(
+    encoder: DualEncoder,
+    data: str,
+    side: Side | None,
+    *,
+    split: str = "train",
+    text_column: str | None = None,
+    image_column: str | None = None,
+    id_column: str | None = None,
+    limit: int | None = None,
+    on_error: Literal["skip", "raise"] = "skip",
+) -> tuple[Side, Corpus]:
+    """Open data and find the side of the model that encodes it.
+
+    Args:
+        encoder: the model.
+        data: whatever `dualenc.data.sources.open_corpus` opens; the left side of a query-document model takes the
+            queries of a BEIR folder.
+        side: "left" or "right"; None takes the documents' side of a query-document model, and of an image-text
+            model the side of the data's modality, images where there are both.
+        split: passed on, as is the rest.
+
+    Raises:
+        DualencError: the data cannot be opened, or holds nothing that the side encodes.
+    """
+    from dualenc.data.sources import open_corpus
+
+    modality = None
+    if side is not None:
+        modality = encoder.tower(side).modality
+    elif text_column is None and encoder.kind != "image-text":
+        modality = encoder.right.modality
+    queries = side == "left" and encoder.kind == "query-document"
+    corpus = open_corpus(
+        data,
+        part="queries" if queries else "corpus",
+        modality=modality,
+        text_column=text_column,
+        image_column=image_column,
+        id_column=id_column,
+        split=split,
+        limit=limit,
+        on_error=on_error,
+    )
+    if side is None:
+        side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
+    return side, corpus
+
+
+def recorded_name(model: str) -> str:
+    """What to write down about a model so that it is found again: a folder's absolute path, or the name."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.is_dir() else model
+
+
+def embed(
+    model: str,
+    data: str,
+    *,
+    out: str,
+    side: Literal["left", "right"] | None = None,
+    split: str = "train",
+    text_column: str | None = None,
+    image_column: str | None = None,
+    id_column: str | None = None,
+    limit: int | None = None,
+    batch_size: int = 32,
+    dtype: Literal["float16", "float32"] = "float32",
+    output: Literal["embedding", "features"] = "embedding",
+    autocast: Literal["bfloat16", "float16"] | None = None,
+    num_workers: int | None = None,
+    on_error: Literal["skip", "raise"] = "skip",
+    device: str | None = None,
+) -> None:
+    """Embed a corpus with one side of a model, into a folder that numpy reads.
+
+    The same command again resumes an interrupted run; processes of `accelerate launch -m dualenc embed …` share it.
+
+    Args:
+        model: model folder or name.
+        data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, or data set by hub name.
+        out: folder to write: shard-*.npy, ids.txt, snippets.jsonl, meta.json.
+        side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
+        split: of a data set that has several.
+        text_column: column with the texts, where it has no usual name.
+        image_column: column with the images, where it has no usual name.
+        id_column: column with the ids; by default _id or id, or else row numbers.
+        limit: only the first rows of a table.
+        batch_size: items per forward pass.
+        dtype: precision of the stored vectors.
+        output: embedding for unit vectors, features for what probes use.
+        autocast: run the model in this precision.
+        num_workers: processes that decode images.
+        on_error: skip (and count) bad samples, or raise at the first one.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+    """
+    from dualenc.commands.evaluation import MOST_ITEMS, MOST_WORKERS, check_range, start_processes
+    from dualenc.encoders import load_model
+    from dualenc.search.embed import embed as embed_corpus
+
+    check_range(1, MOST_ITEMS, batch_size=batch_size)
+    check_range(1, sys.maxsize, limit=limit)
+    check_range(0, MOST_WORKERS, num_workers=num_workers)
+    encoder = load_model(model, device=str(start_processes(device)))
+    columns = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
+    side, corpus = open_side(encoder, data, side, split=split, limit=limit, on_error=on_error, **columns)
+    how: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "output": output, "autocast": autocast}
+    how |= {"num_workers": num_workers, "on_error": on_error}
+    notes = {"model": recorded_name(model), "kind": encoder.kind, "data": data}
+    embeddings = embed_corpus(encoder.tower(side), corpus, out, **how, identity={"side": side}, notes=notes)
+    report(embeddings, out)
+
+
+def report(embeddings: Embeddings, out: str) -> None:
+    """Say what was written, and on stderr how many samples were left out and why the first one was."""
+    from dualenc import distributed
+
+    if not distributed.is_main():
+        return
+    meta = embeddings.meta
+    if meta["skipped"]:
+        total, first = meta["skipped"] + len(embeddings), meta["first_skipped"][0]
+        told = f"left out {meta['skipped']:,} of {total:,} items; the first, {first['id']}: {first['reason']}"
+        print(printable(told), file=sys.stderr)
+    print(printable(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({meta['side']} side) → {out}"))
+
+
+def index(
+    source: str,
+    data: str | None = None,
+    *,
+    out: str,
+    factory: str = "auto",
+    metric: Literal["cosine", "ip"] = "cosine",
+    nprobe: int | None = None,
+    ef_search: int | None = None,
+    target_recall: float = 0.95,
+    recall_queries: int = 500,
+    queries: str | None = None,
+    embeddings: str | None = None,
+    side: Literal["left", "right"] | None = None,
+    split: str = "train",
+    text_column: str | None = None,
+    image_column: str | None = None,
+    id_column: str | None = None,
+    batch_size: int = 32,
+    device: str | None = None,
+) -> None:
+    """Build a FAISS index from EMBEDDINGS, or from MODEL and DATA, and measure its recall@10 against exact search.
+
+    Args:
+        source: folder of embeddings, or a model folder or name.
+        data: what to embed, with a model: BEIR folder, folder of images, table, tars, or hub name.
+        out: folder to write: index.faiss, ids.txt, snippets.jsonl, meta.json.
+        factory: auto, or any FAISS factory string such as Flat, HNSW32, IVF1024,Flat or OPQ32,IVF4096,PQ32.
+        metric: cosine, or ip for the inner product.
+        nprobe: lists that an IVF index visits; by default as many as target_recall needs.
+        ef_search: candidates that an HNSW index keeps; by default as many as target_recall needs.
+        target_recall: recall@10 that the search parameters are tuned for.
+        recall_queries: how many queries to measure recall@10 with; 0 measures nothing.
+        queries: embeddings of real queries to measure with; by default a sample of the database.
+        embeddings: with a model: folder to keep the embeddings in; by default they are removed when done.
+        side: with a model: left or right; by default documents, or whatever the data holds.
+        split: of a data set that has several.
+        text_column: column with the texts, where it has no usual name.
+        image_column: column with the images, where it has no usual name.
+        id_column: column with the ids; by default _id or id, or else row numbers.
+        batch_size: items per forward pass.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+    """
+    from dualenc import distributed
+    from dualenc.commands.evaluation import MOST_ITEMS, check_range
+    from dualenc.search import Index
+    from dualenc.search.build import LARGEST_PARAMETER, check_factory
+    from dualenc.search.embeddings import Embeddings
+
+    check_factory(factory)
+    check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
+    check_range(0, 1, target_recall=target_recall)
+    check_range(0, MOST_ITEMS, recall_queries=recall_queries)
+    folder = _embeddings_folder(source, data, out, embeddings)
+    if data is not None:
+        columns: dict[str, Any] = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
+        embed(source, data, out=str(folder), side=side, split=split, batch_size=batch_size, device=device, **columns)
+    if distributed.is_main():
+        real = None if queries is None else Embeddings.open(queries).vectors[:recall_queries]
+        measure: dict[str, Any] = {"queries": real, "recall_queries": recall_queries, "target_recall": target_recall}
+        search: dict[str, Any] = {"nprobe": nprobe, "ef_search": ef_search}
+        built = Index.build(Embeddings.open(folder), None, factory, metric=metric, progress=True, **search, **measure)
+        built.save(out)
+        print(describe(built, out))
+        if data is not None and embeddings is None:
+            remove(folder)
+
+
+def _embeddings_folder(source: str, data: str | None, out: str, embeddings: str | None) -> Path:
+    """Where the embeddings are, or are to be written: hidden beside the index unless the user wants to keep them.
+
+    The hidden folder outlives a failed build: a factory string that FAISS refuses does not cost the embedding.
+
+    Raises:
+        DualencError: there is no data, but the source holds no embeddings; or the target may not be written.
+    """
+    from dualenc.search.embeddings import is_embeddings
+    from dualenc.search.index import check_target
+
+    check_target(out)
+    if data is None and not is_embeddings(source):
+        raise DualencError(f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA")
+    if data is None:
+        return Path(source)
+    return Path(embeddings or Path(out).with_name(f".{Path(out).name}.embeddings"))
+
+
+def describe(index: Index, folder: str) -> str:
+    """One line about an index: size, kind, recall."""
+    meta = index.meta
+    settings = "".join(f", {name}={value}" for name, value in meta["search_parameters"].items())
+    line = f"{len(index):,} vectors of dimension {index.dim} ({meta['factory']}{settings}, {meta['metric']}) → {folder}"
+    line = printable(line)
+    if "recall_at_10" in meta:
+        line += f"\nrecall@10 against exact search: {meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)"
+    return line
 
 
 def search(
@@ -45,9 +273,9 @@ def search(
     """
     from dualenc.commands.evaluation import check_range, start_processes
     from dualenc.encoders import load_model
-    from dualenc.evaluation.tables import Table, print_table
-    from dualenc.index import Index
-    from dualenc.index.recall import LARGEST_PARAMETER
+    from dualenc.evaluation.report import Table, print_table
+    from dualenc.search import Index
+    from dualenc.search.build import LARGEST_PARAMETER
 
     check_range(1, sys.maxsize, k=k)
     check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
@@ -76,7 +304,7 @@ def check_model(index: Index, encoder: DualEncoder, folder: str) -> None:
     Raises:
         DualencError: its weights or preprocessing have changed since.
     """
-    from dualenc.embed import tower_checksum
+    from dualenc.search.embed import tower_checksum
 
     recorded = index.meta.get("model_checksum")
     side = index.meta.get("side", "right")
@@ -100,7 +328,7 @@ def encode_query(encoder: DualEncoder, query: str, meta: dict[str, Any]) -> np.n
         BadSample: the image is missing or does not decode.
     """
     from dualenc.data import Corpus, open_image
-    from dualenc.embed import embed
+    from dualenc.search.embed import embed
 
     side = _query_side(encoder, query, meta.get("side", "right"))
     tower = encoder.tower(side)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dualenc.training.result import TrainingResult
+    from dualenc.training.trainer import TrainingResult
 
 
 def train(recipe: str, *overrides: str, resume: bool = False, allow_module: list[str] | None = None) -> None:

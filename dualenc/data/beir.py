@@ -9,15 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dualenc.data.arrow_cache import Kind
 from dualenc.data.columns import Picked
-from dualenc.data.corpora import text_corpus
-from dualenc.data.corpus import Corpus, RetrievalSet
+from dualenc.data.corpus import Corpus, RetrievalSet, text_corpus
 from dualenc.data.lines import read_text_lines
 from dualenc.data.pairs import PairDataset
-from dualenc.data.skips import OnError, Skips
-from dualenc.data.tables import open_table
+from dualenc.data.skips import Skips
+from dualenc.data.tables import Kind, open_table
 from dualenc.errors import DualencError
+from dualenc.types import OnError
 
 _GRADE = re.compile(r"[+-]?[0-9]{1,9}")  # trec_eval's range is that of a C integer
 

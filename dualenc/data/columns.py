@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -14,8 +15,9 @@ from tqdm import tqdm
 
 from dualenc.data.identity import file_identity, identities
 from dualenc.data.images import IMAGE_SUFFIXES, decode_image, open_image
-from dualenc.data.pairs import Items, Modality
+from dualenc.data.pairs import Items
 from dualenc.errors import BadSample, DualencError
+from dualenc.types import Modality
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -398,3 +400,45 @@ def number_keys(keys: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     return np.asarray(positions)[first[order]], rank[inverse.reshape(-1)]
+
+
+_CLASS_NUMBER = re.compile("-?[0-9]{1,6}")  # larger ones are keys of something: a list of their names would fill memory
+
+
+class Labels(NamedTuple):
+    """Class numbers (N,) int64, -1 where there is none, and the name of each class number."""
+
+    numbers: np.ndarray
+    names: list[str]
+
+    def take(self, rows: np.ndarray) -> Labels:
+        """The labels of some rows; the classes stay."""
+        return Labels(self.numbers[rows], self.names)
+
+
+def labels_of_names(names: Sequence[str]) -> Labels:
+    """Number class names in sorted order; whole numbers below a million keep their value."""
+    if all(_CLASS_NUMBER.fullmatch(name) for name in names):
+        numbers = np.array([int(name) for name in names], dtype=np.int64)
+        return Labels(numbers, [str(i) for i in range(int(numbers.max(initial=-1)) + 1)])
+    classes, numbers = np.unique(np.array(names, dtype=object).astype(str), return_inverse=True)
+    return Labels(numbers.astype(np.int64), classes.tolist())
+
+
+def labels_of_column(table: Table, name: str) -> Labels:
+    """The labels in a column of class numbers or names; `datasets.ClassLabel` brings names to numbers."""
+    column = Column.of(table, name, "text")
+    values = column.values(np.arange(len(column))).tolist()
+    known = np.array([value is not None for value in values])
+    labels = labels_of_names([str(value) for value in values if value is not None])
+    numbers = np.full(len(values), -1, dtype=np.int64)
+    numbers[known] = labels.numbers
+    names = getattr(table.dataset.features[name], "names", None)
+    return Labels(numbers, labels.names if names is None else list(names))
+
+
+def labels_of_folders(names: Sequence[str]) -> Labels | None:
+    """The first folder of each relative file name as its class; None unless every file lies in one."""
+    if not all("/" in name for name in names):
+        return None
+    return labels_of_names([name.split("/", 1)[0] for name in names])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Literal, get_args
+from typing import get_args
 
 from dualenc.errors import BadSample, DualencError
-
-OnError = Literal["skip", "raise"]
+from dualenc.types import OnError
 
 logger = logging.getLogger("dualenc.data")
 

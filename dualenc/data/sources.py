@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dualenc.data.arrow_cache import Kind
 from dualenc.data.beir import BeirPairs, is_beir, read_corpus
-from dualenc.data.corpora import image_corpus, text_corpus
-from dualenc.data.corpus import Corpus
-from dualenc.data.folders import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs
+from dualenc.data.columns import labels_of_folders
+from dualenc.data.corpus import Corpus, image_corpus, text_corpus
+from dualenc.data.image_folders import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs
 from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
-from dualenc.data.labels import labels_of_folders
-from dualenc.data.pairs import Modality, PairDataset
-from dualenc.data.skips import OnError, Skips
+from dualenc.data.pairs import PairDataset
+from dualenc.data.skips import Skips
 from dualenc.data.table_pairs import MinedPairs, TablePairs
-from dualenc.data.tables import TABLE_FORMATS, file_format, open_table, peek_columns
+from dualenc.data.tables import TABLE_FORMATS, Kind, file_format, open_table, peek_columns
 from dualenc.data.webdataset import IMAGES, WebDatasetPairs, is_tars, tar_corpus
 from dualenc.errors import DualencError
+from dualenc.types import Modality, OnError
 
 _SURELY_IMAGES = ("image", "img", "image_path")
 _TEXTS = ("text", "contents", "content", "passage", "document", "body", "abstract", "query", "question", "sentence")

@@ -1,13 +1,12 @@
 """Towers and dual encoders on open_clip, transformers and timm; their folders, read and written."""
 
 from dualenc.encoders.batchnorm import BatchStatistics
-from dualenc.encoders.dual import DualEncoder
+from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.encoders.image import ImageEncoder
 from dualenc.encoders.image_text import ImageTextEncoder
 from dualenc.encoders.load import load_model
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.tokenizer import load_tokenizer, train_tokenizer
-from dualenc.encoders.tower import Prepare, Tower
 
 __all__ = [
     "BatchStatistics",

@@ -9,14 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualenc.encoders import small_stem, timm_folder
-from dualenc.encoders.dual import DUALENC_FILE, DualEncoder
+from dualenc.encoders import timm_folder
+from dualenc.encoders import timm_folder as small_stem
+from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Tower, unit_norm
 from dualenc.encoders.hub import model_folder
 from dualenc.encoders.image_prepare import Augment, ImagePrepare, Normalized, Seeded
-from dualenc.encoders.projector import projector
-from dualenc.encoders.tower import Tower, unit_norm
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
+
+
+def projector(features: int, dim: int, hidden: int, layers: int) -> nn.Sequential:
+    """A perceptron with batch normalisation and ReLU between its layers (SimCLR, Chen et al. 2020, section 4.2).
+
+    Args:
+        features: size of the backbone's features.
+        dim: D, size of the output.
+        hidden: size between layers.
+        layers: number of linear layers, at least 1; SimCLR has 2, VICReg's expander 3.
+
+    Raises:
+        DualencError: a size is not positive.
+    """
+    if min(dim, hidden, layers) < 1:
+        raise DualencError(f"projector of {layers} layers, hidden {hidden}, dim {dim}: give positive numbers")
+    parts: list[Any] = []
+    for _ in range(layers - 1):
+        parts += [nn.Linear(features, hidden, bias=False), nn.BatchNorm1d(hidden), nn.ReLU()]
+        features = hidden
+    return nn.Sequential(*parts, nn.Linear(features, dim, bias=False))
+
 
 PROJECTOR_FILE = "projector.safetensors"
 SMALL = 64

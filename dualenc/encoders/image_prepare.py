@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2.functional import rgb_to_grayscale
 
-from dualenc.encoders.tower import Prepare
+from dualenc.encoders.dual import Prepare
 
 # jsonargparse would take a class as the result's type to be one whose making gives the result; hence Any.
 Augment = Callable[[Image.Image, int], Any]

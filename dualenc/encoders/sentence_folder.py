@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dualenc.encoders.pooling import Pooling
 from dualenc.errors import DualencError
 from dualenc.files import read_json, read_json_object, write_json
+from dualenc.types import Pooling
 
 POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",

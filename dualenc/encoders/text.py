@@ -6,18 +6,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
-from dualenc.encoders.dual import DUALENC_FILE, DualEncoder
-from dualenc.encoders.hub import model_folder
-from dualenc.encoders.lora import add_lora
-from dualenc.encoders.pooling import POOLINGS, Pooling, pool
+from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
+from dualenc.encoders.hub import first_line, model_folder
 from dualenc.encoders.sentence_folder import SentenceFolder, read_sentence_folder, write_sentence_files
 from dualenc.encoders.tokenizer import load_tokenizer, lower_casing, save_tokenizer
-from dualenc.encoders.tower import Prepare, Tower, unit_norm
 from dualenc.encoders.transformer import (
     accepted_inputs,
     check_length,
@@ -28,9 +25,65 @@ from dualenc.encoders.transformer import (
 )
 from dualenc.errors import DualencError
 from dualenc.files import write_json
+from dualenc.types import Pooling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+POOLINGS: tuple[str, ...] = get_args(Pooling)
+
+
+def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
+    """Pool the tokens of each text; padding may be on either side.
+
+    Args:
+        hidden: token vectors (B, T, D), any floating dtype.
+        mask: (B, T), 1 for tokens and 0 for padding.
+        pooling: "mean" of the tokens, the first ("cls") or the "last" token.
+
+    Returns:
+        (B, D) float32.
+    """
+    if pooling == "mean":
+        total = (hidden * mask.unsqueeze(-1).to(hidden.dtype)).sum(1, dtype=torch.float32)
+        return total / mask.sum(1, keepdim=True, dtype=torch.float32).clamp(min=1)
+    first = mask.int().argmax(1)  # argmax gives the first of equal values
+    last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
+    position = first if pooling == "cls" else last
+    return hidden[torch.arange(len(hidden), device=hidden.device), position].float()
+
+
+def add_lora(
+    backbone: PreTrainedModel, rank: int, alpha: float | None, dropout: float, targets: str | list[str]
+) -> Any:
+    """Freeze the backbone and put trainable adapters of W + (alpha / rank)·BA beside its linear layers.
+
+    Args:
+        backbone: the model to adapt, in place.
+        rank: rows of A and columns of B.
+        alpha: scale of the adapters, 2·rank if None.
+        dropout: probability of dropping an adapter's input.
+        targets: "all-linear", or endings of the layers' names.
+
+    Raises:
+        DualencError: peft is not installed, or the arguments fit no layer.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise DualencError("LoRA needs the package peft: pip install 'dualenc[lora]'") from None
+    try:
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=2 * rank if alpha is None else alpha,  # type: ignore[arg-type]
+            lora_dropout=dropout,
+            target_modules=targets,
+            exclude_modules=r"(.*\.)?pooler\.dense",
+        )
+        return get_peft_model(backbone, config)
+    except Exception as error:
+        raise DualencError(f"LoRA (rank {rank}, targets {targets}): {first_line(error)}; mend them") from error
+
 
 ROLES = ("query", "document")
 """Names of the two sides in folders and prompts, left first."""

@@ -4,17 +4,114 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import faiss
 import numpy as np
 import numpy.typing as npt
+import torch
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.knn import Features, Labels, accuracy, check_labels
+
+Features = npt.NDArray[np.floating]
+Labels = npt.NDArray[np.integer]
+
+
+def unit_rows(features: Features, what: str = "features") -> npt.NDArray[np.float32]:
+    """Rows scaled to unit norm, as contiguous float32; a zero row stays zero.
+
+    Args:
+        features: (N, D) vectors.
+        what: How the error names them.
+
+    Raises:
+        DualencError: not a matrix, empty, or not finite.
+    """
+    if features.ndim != 2 or len(features) == 0:
+        raise DualencError(f"{what} have shape {features.shape}; a matrix (items, dimension) with items is needed")
+    rows = np.ascontiguousarray(features, dtype=np.float32)
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    if not np.isfinite(norms).all():
+        bad = int(np.flatnonzero(~np.isfinite(norms[:, 0]))[0])
+        raise DualencError(f"row {bad} of the {what} is not finite; did the training end in NaN?")
+    return rows / np.maximum(norms, np.finfo(np.float32).tiny)
+
+
+def check_labels(features: Features, labels: Labels, what: str) -> npt.NDArray[np.int64]:
+    """The labels as int64, after making sure that there is one, not negative, for every row.
+
+    Args:
+        features: (N, D) vectors.
+        labels: (N,) class numbers from 0.
+        what: Which part of the data the error names, such as "train".
+
+    Raises:
+        DualencError: a length differs, or a label is missing (negative) or not a whole number.
+    """
+    labels = np.asarray(labels)
+    if labels.shape != (len(features),):
+        raise DualencError(
+            f"{what}: {len(features)} images but labels of shape {labels.shape}; give one label per image"
+        )
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise DualencError(f"{what}: labels are {labels.dtype}; give class numbers from 0")
+    if labels.size and labels.min() < 0:
+        row = int(np.argmax(labels < 0))
+        raise DualencError(f"{what}: image {row} has the label {labels[row]}; every image needs a class from 0")
+    return labels.astype(np.int64)
+
+
+def knn_predict(
+    train: Features, train_labels: Labels, test: Features, *, k: int = 20, temperature: float | None = 0.07
+) -> npt.NDArray[np.int64]:
+    """Class of each test vector by a vote of its k nearest training vectors (Wu et al. 2018, §3.4).
+
+    A neighbour at cosine s votes exp(s/τ); equal votes go to the lower class, as in scikit-learn.
+
+    Args:
+        train: (N, D) features of the training images; scaled to unit norm here.
+        train_labels: (N,) class numbers from 0.
+        test: (A, D) features to classify.
+        k: Number of neighbours; 1 is the nearest-neighbour classifier.
+        temperature: τ of the vote; None gives every neighbour one vote.
+
+    Returns:
+        (A,) predicted classes.
+
+    Raises:
+        DualencError: lengths or dimensions differ, a label is missing, or k is out of range.
+    """
+    train_labels = check_labels(train, train_labels, "train")
+    if not 1 <= k <= len(train):
+        raise DualencError(f"k={k}: there are {len(train)} training images; choose k from 1 to that")
+    if temperature is not None and temperature <= 0:
+        raise DualencError(f"temperature={temperature}: it must be above 0")
+    rows, queries = unit_rows(train, "training features"), unit_rows(test, "test features")
+    if rows.shape[1] != queries.shape[1]:
+        raise DualencError(f"training features have dimension {rows.shape[1]}, test features {queries.shape[1]}")
+    scores, neighbours = faiss.knn(queries, rows, k, faiss.METRIC_INNER_PRODUCT)
+    # exp((s − best)/τ): the same vote up to a factor per query, and no overflow at a small τ.
+    votes = np.ones_like(scores) if temperature is None else np.exp((scores - scores[:, :1]) / temperature)
+    return _most_votes(train_labels[neighbours], votes, int(train_labels.max()) + 1)
+
+
+def accuracy(predicted: Labels, labels: Labels) -> float:
+    """Share of right predictions, both (A,)."""
+    if len(predicted) != len(labels) or len(labels) == 0:
+        raise DualencError(f"{len(predicted)} predictions for {len(labels)} labels; one for each is needed")
+    return float(np.mean(predicted == labels))
+
+
+def _most_votes(classes_AK: Labels, votes_AK: Features, num_classes: int) -> npt.NDArray[np.int64]:
+    totals = np.zeros((len(classes_AK), num_classes))
+    np.add.at(totals, (np.arange(len(classes_AK))[:, None], classes_AK), votes_AK)
+    return totals.argmax(axis=1)
+
 
 L2_SWEEP: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """λ of λ/2·‖W‖² added to the mean cross-entropy."""
@@ -239,3 +336,97 @@ def _fit(
     if num_classes == 2:
         weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
     return LinearClassifier(mean, scale, np.float32(weight), np.float32(bias), regression.classes_)
+
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+def sgd_probe(
+    batches: Callable[[int], Batches],
+    num_features: int,
+    num_classes: int,
+    *,
+    steps_per_epoch: int,
+    epochs: int = 100,
+    learning_rate: float = 0.3,
+    momentum: float = 0.9,
+    weight_decay: float = 1e-6,
+    device: str | torch.device = "cpu",
+) -> nn.Linear:
+    """Train a linear classifier by SGD with momentum; the learning rate falls along a cosine to zero.
+
+    The defaults are those of saclr.txt A.1.4 (after Caron et al. 2020 and Zbontar et al. 2021).
+
+    Args:
+        batches: `batches(epoch)` gives that epoch's (features (B, D), labels (B,)): of freshly augmented images
+            through the frozen encoder, or `feature_batches` of features computed once.
+        num_features: D.
+        num_classes: C.
+        steps_per_epoch: Number of batches in an epoch.
+        epochs: Passes over the training images.
+        learning_rate: At the start.
+        momentum: Of SGD.
+        weight_decay: Of SGD.
+        device: Where the classifier is trained.
+
+    Returns:
+        The classifier, on `device`.
+
+    Raises:
+        DualencError: nothing to train on, or the loss is not finite.
+    """
+    if epochs < 1 or steps_per_epoch < 1:
+        raise DualencError(f"epochs={epochs}, {steps_per_epoch} batches in each: nothing to train on")
+    classifier = _initial(num_features, num_classes).to(device)
+    optimizer = torch.optim.SGD(classifier.parameters(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
+    total, step = epochs * steps_per_epoch, 0
+    for epoch in range(epochs):
+        for features, labels in batches(epoch):
+            optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * step / total)) / 2
+            loss = nn.functional.cross_entropy(classifier(features.to(device)), labels.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+        if not torch.isfinite(loss):
+            raise DualencError(
+                f"the SGD probe's loss is {loss.item()} in epoch {epoch}; choose a smaller learning_rate"
+            )
+    return classifier
+
+
+def feature_batches(
+    features: Features, labels: Labels, *, batch_size: int = 256, seed: int = 0
+) -> Callable[[int], Batches]:
+    """Shuffled batches of features computed once, for `sgd_probe`: the protocol without augmentation.
+
+    Args:
+        features: (N, D).
+        labels: (N,) class numbers from 0.
+        batch_size: B; the last batch of an epoch may be smaller.
+        seed: Of the order, which differs between epochs.
+    """
+    rows = torch.from_numpy(np.array(features, dtype=np.float32))  # a copy: stored features are read-only
+    classes = torch.from_numpy(check_labels(features, labels, "train"))
+
+    def batches(epoch: int) -> Batches:
+        order = torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(len(rows)))
+        for chosen in order.split(batch_size):
+            yield rows[chosen], classes[chosen]
+
+    return batches
+
+
+@torch.no_grad()
+def predict(classifier: nn.Linear, features: Features) -> np.ndarray:
+    """Class of each row of (A, D) features."""
+    rows = torch.from_numpy(np.array(features, dtype=np.float32))  # a copy: stored features are read-only
+    return classifier(rows.to(classifier.weight.device)).argmax(dim=1).cpu().numpy()
+
+
+def _initial(num_features: int, num_classes: int) -> nn.Linear:
+    """Small weights from a generator of its own: the same on every device, and nobody else's draws change."""
+    classifier = nn.utils.skip_init(nn.Linear, num_features, num_classes)
+    nn.init.normal_(classifier.weight, std=0.01, generator=torch.Generator().manual_seed(0))
+    nn.init.zeros_(classifier.bias)
+    return classifier

@@ -5,12 +5,18 @@ from __future__ import annotations
 import base64
 import io
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from dualenc.evaluation.metrics import Scores
 from dualenc.evaluation.plots import as_svg
-from dualenc.evaluation.tables import Table, as_text, is_number
+from dualenc.evaluation.retrieval import Result, ranked
 from dualenc.files import atomic_path
 from dualenc.terminal import printable
 
@@ -18,6 +24,65 @@ if TYPE_CHECKING:
     import jinja2
     import matplotlib.figure
     from PIL import Image
+
+
+class Table(NamedTuple):
+    """Rows of named values.
+
+    Attributes:
+        caption: What the numbers are, in a few words.
+        rows: One mapping of column name to value each; the columns are those of all rows, in order of appearance.
+    """
+
+    caption: str
+    rows: Sequence[Mapping[str, object]]
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns, each once, in order of first appearance."""
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    def cells(self) -> list[list[str]]:
+        """The rows as text, one cell for each column; what a row lacks is empty."""
+        return [[as_text(row.get(name, "")) for name in self.columns] for row in self.rows]
+
+
+def as_text(value: object) -> str:
+    """A value as a reader wants it: four decimals for a fraction, thousands separated, None as a dash."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def is_number(value: object) -> bool:
+    """Whether a column of such values is set flush right."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def print_table(table: Table) -> None:
+    """Print a table to the terminal, control characters escaped.
+
+    Where there is no room, names and headings are folded, never numbers.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    drawn = RichTable(title=printable(table.caption), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    drawn.pad_edge, drawn.collapse_padding = False, True
+    cells = [[printable(cell) for cell in row] for row in table.cells()]
+    for name, values in zip(table.columns, zip(*cells)):
+        numeric = any(is_number(row.get(name)) for row in table.rows)
+        least = max(map(len, values)) if numeric else None
+        drawn.add_column(printable(name), justify="right" if numeric else "left", overflow="fold", min_width=least)
+    for row in cells:
+        drawn.add_row(*row)
+    # A pipe or a log file has no width of its own; rich would assume 80 columns.
+    width = None if sys.stdout.isatty() else 1000
+    Console(width=width, markup=False, emoji=False, highlight=False).print(drawn)
+
 
 _THUMBNAIL_PIXELS = 160
 _SNIPPET_CHARACTERS = 400
@@ -219,3 +284,113 @@ _PAGE = """<!doctype html>
 </body>
 </html>
 """
+
+
+Show = Callable[[str], str]
+ShowItem = Callable[[int], Item]
+
+
+def retrieval_galleries(
+    result: Result,
+    show_query: Show,
+    show_document: Show,
+    *,
+    metric: str = "ndcg@10",
+    entries: int = 5,
+    documents: int = 5,
+) -> list[Gallery]:
+    """The best and the worst queries of a run, with the documents found and the first relevant one that was missed.
+
+    Args:
+        result: A scored run.
+        show_query: Text of a query by id.
+        show_document: Text of a document by id, "" if it is not in the corpus.
+        metric: What decides between good and bad.
+        entries: Queries in each gallery, fewer if there are not twice as many.
+        documents: Retrieved documents shown for each query.
+    """
+    best, worst = best_and_worst(result.per_query, metric, entries)
+
+    def entry(query: str) -> Entry:
+        shown = Item(show_query(query), note=f"query {query} · {metric} {result.per_query[query][metric]:.3f}")
+        return Entry(shown, _documents(result, query, show_document, documents))
+
+    where = f"{result.dataset}, {result.system}, by {metric}"
+    return [
+        Gallery(f"Best queries ({where})", [entry(query) for query in best]),
+        Gallery(f"Worst queries ({where})", [entry(query) for query in worst]),
+    ]
+
+
+def best_and_worst(per_query: Mapping[str, Scores], metric: str, count: int) -> tuple[list[str], list[str]]:
+    """Ids of the `count` queries of highest and of lowest score, no query twice; equals in their given order."""
+    order = sorted(per_query, key=lambda query: -per_query[query][metric])
+    count = min(count, (len(order) + 1) // 2)
+    lowest = sorted(per_query, key=lambda query: per_query[query][metric])
+    best = order[:count]
+    return best, list(islice((query for query in lowest if query not in best), count))
+
+
+def rank_galleries(
+    what: str,
+    ranks: npt.NDArray[np.int64],
+    queries: npt.NDArray[np.floating],
+    candidates: npt.NDArray[np.floating],
+    positives: Sequence[Sequence[int]],
+    show_query: ShowItem,
+    show_candidate: ShowItem,
+    *,
+    entries: int = 5,
+    results: int = 5,
+) -> list[Gallery]:
+    """The best and the worst queries of a rank evaluation, such as image to text, with the nearest candidates.
+
+    Args:
+        what: Names the direction in the captions.
+        ranks: (A,) rank of each query's best right answer.
+        queries: (A, D) embeddings.
+        candidates: (N, D) embeddings.
+        positives: For each query the columns that are right.
+        show_query: What to show for a query by row.
+        show_candidate: What to show for a candidate by column.
+        entries: Queries in each gallery.
+        results: Candidates shown for each query.
+    """
+    scores = {str(row): {"rank": -float(rank)} for row, rank in enumerate(ranks)}
+    best, worst = best_and_worst(scores, "rank", entries)
+
+    def entry(row: int) -> Entry:
+        similarity = candidates @ queries[row]
+        nearest = np.argsort(-similarity, kind="stable")[:results].tolist()
+        right = set(positives[row])
+        items = [
+            show_candidate(column)._replace(note=f"{similarity[column]:.3f}", relevant=column in right)
+            for column in nearest
+        ]
+        return Entry(show_query(row)._replace(note=f"right answer at rank {ranks[row]}"), items)
+
+    return [
+        Gallery(f"{what}: best", [entry(int(row)) for row in best]),
+        Gallery(f"{what}: worst", [entry(int(row)) for row in worst]),
+    ]
+
+
+def _documents(result: Result, query: str, show_document: Show, count: int) -> list[Item]:
+    found = result.run.get(query, {})
+    grades = result.qrels[query]
+    order = ranked(found)
+    items = [
+        Item(
+            show_document(document),
+            note=f"{rank}. {document} · {found[document]:.3f}",
+            relevant=grades.get(document, 0) > 0,
+        )
+        for rank, document in enumerate(order[:count], start=1)
+    ]
+    place = {document: rank for rank, document in enumerate(order, start=1)}
+    relevant = sorted((d for d, grade in grades.items() if grade > 0), key=lambda d: place.get(d, len(order) + 1))
+    if relevant and place.get(relevant[0], count + 1) > count:
+        rank = place.get(relevant[0])
+        note = f"relevant, missed: {relevant[0]} · " + (f"rank {rank}" if rank else f"not in the first {len(order)}")
+        items.append(Item(show_document(relevant[0]), note=note, relevant=True))
+    return items

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import Anchors, Batch, Side, pair_anchors, view_anchors
-from dualenc.objectives.positives import PADDING
-from dualenc.objectives.random import SharedRandom
+from dualenc.objectives.anchors import PADDING, Anchors, Batch, pair_anchors, view_anchors
+from dualenc.objectives.state import SharedRandom
+from dualenc.types import Side
 
 Encode = Callable[[Side, Tensor], Tensor]
 

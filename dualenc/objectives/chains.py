@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dualenc import distributed
+from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.outside import ids_of
-from dualenc.objectives.tables import first_rows
+from dualenc.objectives.base import Encode
+from dualenc.objectives.state import SharedRandom, first_rows
+from dualenc.types import Side
 
 NO_STATE = -1
 
@@ -260,3 +262,139 @@ def log_mean_of_negatives(step: Step) -> Tensor:
     high = with_state - torch.logaddexp(log_count, -step.state_log_density)
     high = torch.where(step.beside, high, low)
     return torch.where(torch.isfinite(log_count), (low + high) / 2, high).nan_to_num(nan=0.0, neginf=0.0)
+
+
+def ids_of(items: Tensor, views: bool) -> Tensor:
+    """The ids of items, of any shape."""
+    return items // 2 if views else items
+
+
+def left_view(items: Tensor) -> Tensor:
+    """The left view of each item's image; -1 stays."""
+    return torch.where(items < 0, items, items // 2 * 2)
+
+
+def items_of(ids: Tensor, views: bool) -> Tensor:
+    """(A, K) lists of ids padded with -1 -> the same as items (A, K), or with views both of each image (A, 2K)."""
+    if not views:
+        return ids
+    return torch.cat([torch.where(ids < 0, ids, 2 * ids), torch.where(ids < 0, ids, 2 * ids + 1)], dim=1)
+
+
+def candidate_items(anchors: Anchors) -> Tensor:
+    """(C,) the candidates as items."""
+    ids = anchors.candidate_ids
+    if not anchors.views:
+        return ids
+    half = len(ids) // 2
+    return torch.cat([2 * ids[:half], 2 * ids[half:] + 1])
+
+
+def find(items: Tensor, wanted: Tensor) -> Tensor:
+    """(A,) the first position in items (C,) of each wanted one (A,), -1 where it is not there."""
+    if not len(items):
+        return torch.full_like(wanted, -1)
+    ordered, order = items.sort(stable=True)
+    place = torch.searchsorted(ordered, wanted).clamp(max=len(items) - 1)
+    return torch.where(ordered[place] == wanted, order[place], -1)
+
+
+def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
+    """(n, D) embeddings of items (n,), each distinct one encoded once; this rank's own needs, no collective."""
+    if not len(items):
+        return anchors.embeddings[:0]
+    distinct, row = torch.unique(items, return_inverse=True)
+    if not anchors.views:
+        return encode(anchors.candidate_side, distinct)[row]
+    embeddings = anchors.embeddings.new_zeros(len(distinct), anchors.embeddings.shape[1])
+    sides: tuple[Side, ...] = ("left", "right")
+    for view, side in enumerate(sides):
+        place = (distinct % 2 == view).nonzero()[:, 0]
+        if len(place):
+            ids = ids_of(distinct[place], views=True)
+            embeddings = embeddings.index_put((place,), encode(side, ids))
+    return embeddings[row]
+
+
+def similarities_beside(anchors: Anchors, rows: Tensor, embeddings: Tensor, num_each: int) -> Tensor:
+    """(A, S) similarities of the anchors at `rows` (n,) with embeddings (n·S, D) of their own; -inf elsewhere."""
+    empty = anchors.positive_similarities.new_full((len(anchors.ids), num_each), -torch.inf)
+    if not len(rows):
+        return empty
+    own = embeddings.view(len(rows), num_each, embeddings.shape[-1])
+    return empty.index_put((rows,), torch.einsum("ad,asd->as", anchors.embeddings[rows], own))
+
+
+class Neighbors(nn.Module):
+    """For each of m anchors a list of k ids near it; empty at first. Part of the state, whatever its shape."""
+
+    ids: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ids", torch.zeros(0, 0, dtype=torch.long))
+
+    def set(self, ids: Tensor, num_anchors: int, num_items: int) -> None:
+        """Replace the lists by ids (m, k) in [0, num_items), padded with -1.
+
+        Raises:
+            DualencError: another shape, no integers, or ids out of range.
+        """
+        if ids.dim() != 2 or len(ids) != num_anchors or ids.is_floating_point():
+            raise DualencError(f"neighbours have shape {tuple(ids.shape)}; they must be integers ({num_anchors}, k)")
+        if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= num_items):
+            raise DualencError(f"neighbours lie in [{int(ids.min())}, {int(ids.max())}]; ids end at {num_items}")
+        self.ids = ids.to(self.ids.device, torch.long)
+
+    def near(self, anchors: Tensor) -> Tensor:
+        """(L,) the ids near any of the anchors (A,), sorted, each as often as it is listed."""
+        listed = self.ids[anchors].flatten().sort().values
+        return listed[listed >= 0]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        saved = state_dict.get(prefix + "ids")
+        if saved is not None:
+            self.ids = self.ids.new_zeros(saved.shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@dataclass
+class Mixture:
+    """Ids in [0, N): uniform, or with some probability from a list.
+
+    Attributes:
+        corpus_size: N.
+        like: device and precision of the densities.
+        near: (L,) sorted ids, each as likely as it is often listed.
+        share: probability that a draw comes from the list.
+    """
+
+    corpus_size: int
+    like: Tensor
+    near: Tensor | None = None
+    share: float = 0.0
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all ids are equally likely."""
+        return self.near is None
+
+    def with_list(self, near: Tensor, share: float) -> Mixture:
+        """The same with a share from a list; an empty one changes nothing."""
+        return replace(self, near=near, share=share) if len(near) else self
+
+    def draw(self, count: int, random: SharedRandom) -> Tensor:
+        """(count,) independent draws."""
+        device = self.like.device
+        ids = random.integers(self.corpus_size, count, device=device)
+        if self.near is None:
+            return ids
+        from_list = random.uniform(count, like=self.like) < self.share
+        return torch.where(from_list, self.near[random.integers(len(self.near), count, device=device)], ids)
+
+    def log_density(self, ids: Tensor) -> Tensor:
+        """(n,) log of the probability of each id, over that of a uniform draw."""
+        if self.near is None:
+            return self.like.new_zeros(len(ids))
+        listed = torch.searchsorted(self.near, ids, right=True) - torch.searchsorted(self.near, ids)
+        return torch.log(1 - self.share + self.share * self.corpus_size / len(self.near) * listed.to(self.like))

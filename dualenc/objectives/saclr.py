@@ -12,8 +12,7 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.random import SharedRandom
-from dualenc.objectives.tables import LogAverages
+from dualenc.objectives.state import LogAverages, SharedRandom
 
 
 class SACLR(Objective):

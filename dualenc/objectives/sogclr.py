@@ -6,12 +6,13 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import Anchors, weighted_sum
+from dualenc.objectives.anchors import Anchors, log_mean_exp, weighted_sum
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.tables import LogAverages
+from dualenc.objectives.state import LogAverages, mean_per_item
 
 
 class SogCLR(Objective):
@@ -65,3 +66,120 @@ def _weighted(anchors: Anchors, log_u: Tensor) -> Tensor:
         log_total = log_u + anchors.num_negatives.clamp(min=1).to(log_u).log()
         weights = torch.exp(anchors.logits - log_total[:, None])
     return weighted_sum(weights, anchors.scores)
+
+
+class ISogCLR(SogCLR):
+    """SogCLR where anchor a has its own τ_a, moved by its own gradient with momentum and clamped to a range.
+
+    The dual of a constraint KL(weights ‖ uniform) ≤ ρ (Qiu et al. 2023, "Not all semantics are created equal",
+    Algorithm 1): with u_a the moving average of the mean of exp(s/τ_a) and weights w_c = exp(s_c/τ_a)/(n·u_a),
+
+        F_a(τ) = τ·log mean_c exp((s_c − s⁺)/τ) + τ·ρ,   ∂F_a/∂τ = log u_a + ρ − Σ_c w_c s_c/τ_a
+
+    The embeddings' gradient Σ_c w_c ∇s_c − ∇s⁺ is scaled by 1/temperature, the starting τ, as in all other
+    objectives; with frozen τ_a it is that of SogCLR.
+
+    Args:
+        radius: ρ ≥ 0; larger radii let temperatures fall further and weights concentrate more.
+        temperature_rate: step size of τ_a; 0 freezes the temperatures.
+        temperature_momentum: share of the old gradient of τ_a in its moving average, in [0, 1).
+        min_temperature, max_temperature: bounds of τ_a.
+        gamma, gamma_schedule: see `SogCLR`.
+        **common: see `Objective`; `temperature` is the starting value of every τ_a.
+    """
+
+    def __init__(
+        self,
+        *,
+        radius: float = 0.3,
+        temperature_rate: float = 0.01,
+        temperature_momentum: float = 0.1,
+        min_temperature: float = 0.005,
+        max_temperature: float = 1.0,
+        **common: Any,
+    ) -> None:
+        super().__init__(**common)
+        if radius < 0 or temperature_rate < 0 or not 0 <= temperature_momentum < 1:
+            raise DualencError(
+                "ISogCLR: radius and temperature_rate must be 0 or more, temperature_momentum in [0, 1); "
+                f"they are {radius}, {temperature_rate}, {temperature_momentum}"
+            )
+        if not 0 < min_temperature <= max_temperature:
+            raise DualencError(
+                f"ISogCLR: min_temperature {min_temperature} and max_temperature {max_temperature} "
+                "must satisfy 0 < min ≤ max"
+            )
+        if self.log_temperature.requires_grad:
+            raise DualencError("ISogCLR: learnable_temperature does not apply; every anchor learns its own temperature")
+        self.radius = radius
+        self.temperature_rate = temperature_rate
+        self.temperature_momentum = temperature_momentum
+        self.bounds = (min_temperature, max_temperature)
+        start = float(self.temperature)
+        self.left_temperatures = AnchorTemperatures(self.num_left or 1, start)
+        self.right_temperatures = (
+            self.left_temperatures if self.views else AnchorTemperatures(self.num_right or 1, start)
+        )
+
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+        table, averages = self._tables(anchors)
+        tau = table.tau[anchors.ids].to(anchors.embeddings)
+        log_mean = anchors.statistics(_log_mean, tau)
+        found = (anchors.ids, log_mean, self.gamma, anchors.sizes, self.updates_state, anchors.distinct_rows)
+        log_u = torch.nan_to_num(averages.track(*found), nan=0.0)
+        negative = anchors.by_rows(_weighted_by_own_temperature, tau, log_u)
+        surrogate = (negative - anchors.positive_similarities) / anchors.temperature
+        value = log_u + self.log_corpus_size(anchors) - anchors.positive_similarities / tau
+        if self.temperature_rate and self.updates_state:
+            self._step(table, anchors, log_u + self.radius - negative.detach() / tau)
+        return AnchorLosses(surrogate, value.detach())
+
+    def _tables(self, anchors: Anchors) -> tuple[AnchorTemperatures, LogAverages]:
+        if anchors.side == "left":
+            return self.left_temperatures, self.left_averages
+        return self.right_temperatures, self.right_averages
+
+    def _step(self, table: AnchorTemperatures, anchors: Anchors, slope: Tensor) -> None:
+        ids, slope, count = (
+            distributed.gather(values, anchors.sizes) for values in (anchors.ids, slope, anchors.num_negatives)
+        )
+        table.step(ids[count > 0], slope[count > 0], self.temperature_rate, self.temperature_momentum, self.bounds)
+
+
+def _own_logits(anchors: Anchors, tau: Tensor) -> Tensor:
+    """(A, C) s/τ_a without gradient, -inf where a candidate is no negative."""
+    return (anchors.similarities.detach() / tau[:, None]).masked_fill(anchors.excluded, -torch.inf)
+
+
+def _log_mean(anchors: Anchors, tau: Tensor) -> Tensor:
+    return log_mean_exp(_own_logits(anchors, tau), anchors.num_negatives)
+
+
+def _weighted_by_own_temperature(anchors: Anchors, tau: Tensor, log_u: Tensor) -> Tensor:
+    """(A,) Σ_c w_c s_c."""
+    weights = torch.exp(_own_logits(anchors, tau) - log_u[:, None]) / anchors.num_negatives.clamp(min=1)[:, None]
+    return (weights * anchors.similarities).sum(dim=1)
+
+
+class AnchorTemperatures(nn.Module):
+    """τ and the momentum of its gradient per item.
+
+    Args:
+        num_items: N.
+        start: τ of every item.
+    """
+
+    tau: Tensor
+    momentum: Tensor
+
+    def __init__(self, num_items: int, start: float) -> None:
+        super().__init__()
+        self.register_buffer("tau", torch.full((num_items,), start))
+        self.register_buffer("momentum", torch.zeros(num_items))
+
+    def step(self, ids: Tensor, slope: Tensor, rate: float, momentum: float, bounds: tuple[float, float]) -> None:
+        """v ← momentum·v + (1 − momentum)·slope; τ ← clamp(τ − rate·v), for the items of the global batch (A,)."""
+        items, slope = mean_per_item(ids, slope)
+        velocity = momentum * self.momentum[items] + (1 - momentum) * slope.to(self.momentum)
+        self.momentum[items] = velocity
+        self.tau[items] = (self.tau[items] - rate * velocity).clamp(*bounds)

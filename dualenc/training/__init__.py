@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dualenc.training.evaluators import Evaluator, ImageTextEvaluator, KNNEvaluator, RetrievalEvaluator
-    from dualenc.training.result import TrainingResult
-    from dualenc.training.trainer import Trainer
+    from dualenc.training.trainer import Trainer, TrainingResult
 
 __all__ = ["Evaluator", "ImageTextEvaluator", "KNNEvaluator", "RetrievalEvaluator", "Trainer", "TrainingResult"]
 
-_MODULES = {"Trainer": "trainer", "TrainingResult": "result"}
+_MODULES = {"Trainer": "trainer", "TrainingResult": "trainer"}
 
 
 def __getattr__(name: str) -> Any:

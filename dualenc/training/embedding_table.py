@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor
 
 from dualenc import distributed
-from dualenc.training.seeds import generator
+from dualenc.data.pairs import PairDataset
+from dualenc.objectives.base import Objective
+from dualenc.search.build import choose_factory, new_index, training_rows
+from dualenc.training.checkpoint import random_state_kept
+from dualenc.training.encoding import PlainEncoding
+from dualenc.training.loader import BatchLoader, generator
+from dualenc.training.step import Step
+from dualenc.types import Side
 
 _STEPS_KEPT_ON_DEVICE = 64
 
@@ -107,3 +115,84 @@ def _joined(rows: list[tuple[Tensor, Tensor, Tensor, int]], dim: int) -> list[Te
 
 def _gather(part: Tensor, device: torch.device) -> Tensor:
     return distributed.gather(part.to(device)).cpu() if distributed.is_initialized() else part
+
+
+def fresh_embeddings(step: Step, loader: BatchLoader, batch_size: int = 256) -> tuple[np.ndarray, np.ndarray]:
+    """Encode every pair without augmentation, dropout or batch statistics; every rank takes a share.
+
+    Args:
+        step: whose model is asked.
+        loader: whose pairs; bad samples get random vectors.
+        batch_size: pairs encoded at once on each rank.
+
+    Returns:
+        (M, D) and (M, D) float16 on the main process; empty arrays elsewhere.
+    """
+    pairs = loader.builder.pairs
+    width = batch_size * distributed.world_size()
+    encoding = PlainEncoding(step.model, step.device, step.accelerator.autocast)
+    table = EmbeddingTable(len(pairs))
+    step.model.eval()
+    with torch.no_grad(), random_state_kept():
+        # The last batch wraps around, so that all have the same width.
+        order = np.resize(np.arange(len(pairs)), (-(-len(pairs) // width), width))
+        for batch in loader.for_evaluation().batches(order):
+            left = encoding.encode("left", batch.left)
+            right = left if pairs.views else encoding.encode("right", batch.right)
+            table.add(batch.indices, left, right, step=0)
+    step.model.train()
+    table.flush(step.device)
+    nothing = np.zeros((0, 0), dtype=np.float16)
+    return (nothing if table.left is None else table.left), (nothing if table.right is None else table.right)
+
+
+FreshPass = Callable[[], tuple[np.ndarray, np.ndarray]]
+
+_LISTS_PROBED = 8
+_SEED = 0
+
+Items = tuple[np.ndarray, np.ndarray]
+
+
+def tell_neighbors(objective: Objective, pairs: PairDataset, fresh: FreshPass) -> None:
+    """Embed all pairs and tell the objective which items are near each anchor; all ranks call it together.
+
+    Args:
+        objective: is told as many neighbours as its `num_neighbors` says; nothing happens for 0.
+        pairs: whose items.
+        fresh: makes an evaluation-mode pass; returns (M, D) and (M, D) on the main process.
+    """
+    if not objective.num_neighbors:
+        return
+    left, right = fresh()
+    found: list[np.ndarray] | None = None
+    if distributed.is_main():
+        lefts, rights = _items(left, pairs.left_id), _items(right, pairs.right_id)
+        found = [_near(lefts, rights, pairs.num_left, objective.num_neighbors)]
+        if not pairs.views:
+            found.append(_near(rights, lefts, pairs.num_right, objective.num_neighbors))
+    told: list[np.ndarray] = distributed.broadcast_object(found)
+    sides: tuple[Side, ...] = ("left", "right")
+    for side, ids in zip(sides, told, strict=False):
+        objective.set_neighbors(side, torch.from_numpy(ids))
+
+
+def _items(embeddings: np.ndarray, ids: np.ndarray) -> Items:
+    """Ids (n,) of the items that are in a pair, and their embeddings (n, D), out of those of all pairs (M, D)."""
+    distinct, first = np.unique(np.asarray(ids), return_index=True)
+    return distinct, np.ascontiguousarray(embeddings[first], dtype=np.float32)
+
+
+def _near(anchors: Items, items: Items, num_anchors: int, count: int) -> np.ndarray:
+    """(num_anchors, count) ids of the items with the largest cosine; -1 for anchors in no pair and missing ones."""
+    vectors = items[1]
+    index = new_index(vectors.shape[1], choose_factory(*vectors.shape), "ip")
+    if rows := training_rows(index, len(vectors)):
+        index.train(vectors[np.random.default_rng(_SEED).permutation(len(vectors))[:rows]])
+    if hasattr(index, "nprobe"):
+        index.nprobe = _LISTS_PROBED
+    index.add(vectors)
+    _, places = index.search(anchors[1], count)
+    near = np.full((num_anchors, count), -1, dtype=np.int64)
+    near[anchors[0]] = np.where(places < 0, -1, items[0][places])
+    return near

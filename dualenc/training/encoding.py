@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualenc.encoders.batchnorm import BatchStatistics, waits_for_others
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
-from dualenc.training.inputs import Inputs
-from dualenc.training.loader import Side
+from dualenc.types import Inputs, Side
+
+
+def num_rows(inputs: Inputs) -> int:
+    """n, the first dimension of every tensor."""
+    return len(next(iter(inputs.values())))
+
+
+def chunk_rows(inputs: Inputs, chunk_size: int) -> list[Tensor]:
+    """Row numbers of each chunk: texts of like length together, longest first; images in their order.
+
+    Args:
+        inputs: n prepared items; texts have an "attention_mask" (n, T).
+        chunk_size: rows per chunk.
+    """
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return list(torch.arange(num_rows(inputs)).split(chunk_size))
+    return list(torch.argsort(mask.sum(dim=1), descending=True, stable=True).split(chunk_size))
+
+
+def take(inputs: Inputs, rows: Tensor) -> Inputs:
+    """Some rows, without the columns that are padding in all of them."""
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return {name: tensor[rows] for name, tensor in inputs.items()}
+    used = torch.nonzero(mask[rows].any(dim=0)).reshape(-1)
+    columns = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(None)
+    return {name: t[rows, columns] if t.shape == mask.shape else t[rows] for name, t in inputs.items()}
+
 
 Autocast = Callable[[], AbstractContextManager[None]]
 
@@ -81,3 +111,114 @@ def no_rows(model: DualEncoder) -> Tensor:
 def to_device(inputs: Inputs, device: torch.device) -> Inputs:
     """The same tensors on a device; page-locked ones are copied while the device works on."""
     return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+
+
+@dataclass
+class _Recorded:
+    """What is needed to encode n items once more: inputs, rows and random state of each chunk, the leaves."""
+
+    side: Side
+    inputs: Inputs
+    beside: bool
+    chunks: list[Tensor]
+    random_states: list[list[Tensor]]
+    leaves: Tensor
+
+
+class CachedEncoding:
+    """Encodes in chunks, twice; memory does not grow with the batch. A drop-in for `PlainEncoding`.
+
+    Args:
+        model: the two towers.
+        device: where they are.
+        autocast: a new mixed precision context per call.
+        chunk_size: items encoded at once.
+        keep_statistics: the objective will ask for items beside the batch.
+
+    Raises:
+        DualencError: chunk_size below 1, or a synchronised BatchNorm, whose ranks would wait for one another.
+    """
+
+    def __init__(
+        self,
+        model: DualEncoder,
+        device: torch.device,
+        autocast: Autocast = nullcontext,
+        chunk_size: int = 32,
+        keep_statistics: bool = True,
+    ) -> None:
+        if chunk_size < 1:
+            raise DualencError(f"chunk_size is {chunk_size}; it must be at least 1, or null for no gradient caching")
+        if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+            raise DualencError("chunk_size does not go with SyncBatchNorm; leave chunk_size out or use plain BatchNorm")
+        self.model, self.device, self.autocast = model, device, autocast
+        self.chunk_size = chunk_size
+        self.statistics = BatchStatistics(keep=keep_statistics)
+        self._recorded: list[_Recorded] = []
+
+    def encode(self, side: Side, inputs: Inputs, beside: bool = False) -> Tensor:
+        if not inputs:
+            return no_rows(self.model)
+        chunks = chunk_rows(inputs, self.chunk_size)
+        random_states, parts = [], []
+        with torch.no_grad():
+            for rows in chunks:
+                random_states.append(_random_state(self.device))
+                with self.statistics.of_batch(self.model.tower(side), beside):
+                    parts.append(self._forward(side, inputs, rows))
+            order = torch.cat(chunks).to(self.device)
+            embeddings = torch.empty_like(encoded := torch.cat(parts)).index_copy_(0, order, encoded)
+        if torch.is_grad_enabled():
+            embeddings.requires_grad_()
+            self._recorded.append(_Recorded(side, inputs, beside, chunks, random_states, embeddings))
+        return embeddings
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        recorded, self._recorded = self._recorded, []
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda), running_statistics_kept(self.model):
+            for record in recorded:
+                if record.leaves.grad is not None:
+                    self._replay(record, record.leaves.grad)
+
+    def _replay(self, record: _Recorded, gradient: Tensor) -> None:
+        for rows, state in zip(record.chunks, record.random_states, strict=True):
+            _set_random_state(state, self.device)
+            with self.statistics.applied(self.model.tower(record.side)) if record.beside else nullcontext():
+                embeddings = self._forward(record.side, record.inputs, rows)
+            if embeddings.requires_grad:  # not so for a tower whose weights are all fixed
+                torch.autograd.backward(embeddings, gradient[rows.to(self.device)])
+
+    def _forward(self, side: Side, inputs: Inputs, rows: Tensor) -> Tensor:
+        with self.autocast():
+            return self.model.encode(side, to_device(take(inputs, rows), self.device))
+
+
+@contextmanager
+def running_statistics_kept(module: nn.Module) -> Iterator[None]:
+    """BatchNorm layers still normalise over the batch, but do not count it: it has been counted before."""
+    layers = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
+    for layer in layers:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Whether a BatchNorm layer looks at the batch in training."""
+    return any(isinstance(m, _BatchNorm) for m in module.modules())
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _set_random_state(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from dualenc import distributed
 from dualenc.data.beir import read_beir
 from dualenc.data.columns import Picked
 from dualenc.data.corpus import Corpus, RetrievalSet
-from dualenc.data.image_views import ImageViews
+from dualenc.data.image_folders import ImageViews
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import DualEncoder
-from dualenc.encoders.tower import Modality
 from dualenc.errors import DualencError
-from dualenc.training.loader import OnError, Side
+from dualenc.training.checkpoint import random_state_kept
+from dualenc.types import Modality, OnError, Side
 
 if TYPE_CHECKING:
-    from dualenc.embed import Output
-    from dualenc.embeddings import Embeddings
+    from dualenc.search.embeddings import Embeddings
+    from dualenc.types import Output
 
 Metrics = dict[str, float]
 
@@ -159,7 +162,7 @@ class KNNEvaluator(Evaluator):
         self.k, self.temperature, self.batch_size = k, temperature, batch_size
 
     def __call__(self, model: DualEncoder) -> Metrics:
-        from dualenc.evaluation.knn import accuracy, knn_predict
+        from dualenc.evaluation.probe import accuracy, knn_predict
 
         sides = [
             embed_side(model, "left", corpus, self.batch_size, output="features", on_error="raise")
@@ -179,7 +182,7 @@ def embed_side(
     on_error: OnError = "skip",
 ) -> Embeddings:
     """Embed a corpus in memory, every rank a share; all get the whole."""
-    from dualenc.embed import embed
+    from dualenc.search.embed import embed
 
     return embed(model.tower(side), corpus, batch_size=batch_size, output=output, on_error=on_error, progress=False)
 
@@ -222,3 +225,102 @@ def _labelled(images: ImageViews, name: str) -> tuple[Corpus, np.ndarray]:
         raise DualencError(f"KNNEvaluator: {name} has no labels; name its label column or sort images into folders")
     ids = [str(row) for row in range(len(images))]
     return Corpus(ids, images.left_items, "image"), images.labels
+
+
+class BestModel:
+    """Evaluates, and keeps in the model folder the best weights so far, or the last ones.
+
+    Args:
+        model: what is trained.
+        folder: the model folder.
+        evaluator: None when there is nothing to measure by.
+        keep_best: keep the weights with the best primary metric; otherwise the last.
+        card: makes what the model card says of the training: `card(before, metrics, step)`.
+        temperature: τ of the objective as it is now, for model formats that have a place for it.
+    """
+
+    def __init__(
+        self,
+        model: DualEncoder,
+        folder: Path,
+        evaluator: Evaluator | None,
+        *,
+        keep_best: bool,
+        card: Callable[[Metrics, Metrics, int], dict[str, Any]],
+        temperature: Callable[[], float],
+    ) -> None:
+        self.model, self.folder, self.evaluator, self.card = model, folder, evaluator, card
+        self.temperature = temperature
+        self.keep_best = keep_best and evaluator is not None
+        self.before: Metrics = {}
+        self.best: Metrics = {}
+        self.last: Metrics = {}
+        self.best_step = -1
+
+    @property
+    def primary(self) -> str:
+        """Name of the metric that decides; "" without an evaluator."""
+        return "" if self.evaluator is None else self.evaluator.primary
+
+    def evaluate(self, step: int) -> Metrics:
+        """Measure the model after so many steps; saves it if it is the best of the trained ones so far."""
+        self.last = self._measure()
+        if step == 0:
+            self.before = self.last
+        elif self.keep_best and self._improves():
+            self.best, self.best_step = self.last, step
+            self._save(step, self.best)
+        return self.last
+
+    def missing_step(self) -> int | None:
+        """The step whose weights were the best, if the model folder that had them is gone; all ranks call it."""
+        gone = self.keep_best and self.best_step > 0 and not (self.folder / "README.md").exists()
+        return self.best_step if distributed.broadcast_object(gone) else None
+
+    def save_best(self) -> None:
+        """Write the model as it is, which has the best weights again."""
+        self._save(self.best_step, self.best)
+
+    def forget(self) -> None:
+        """The best weights are lost: the last ones will do."""
+        self.best, self.best_step = {}, -1
+
+    def finish(self, step: int) -> Metrics:
+        """Make sure that the model folder holds what it should; returns the metrics of what it holds."""
+        if self.keep_best and self.best:
+            return self.best
+        self._save(step, self.last)
+        return self.last
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later decisions depend on."""
+        return {"before": self.before, "best": self.best, "last": self.last, "best_step": self.best_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.before, self.best, self.last = state["before"], state["best"], state["last"]
+        self.best_step = state["best_step"]
+
+    def _measure(self) -> Metrics:
+        if self.evaluator is None:
+            return {}
+        self.model.eval()
+        try:
+            with random_state_kept(), torch.no_grad():
+                metrics = self.evaluator(self.model)
+        finally:
+            self.model.train()
+        if self.primary not in metrics:
+            raise DualencError(f"evaluator.primary is {self.primary!r}; choose one of {', '.join(metrics)}")
+        return distributed.broadcast_object({name: float(value) for name, value in metrics.items()})
+
+    def _improves(self) -> bool:
+        return not self.best or self.last[self.primary] > self.best[self.primary]
+
+    def _save(self, step: int, metrics: Metrics) -> None:
+        if distributed.is_main():
+            self.model.eval()
+            self.model.set_temperature(self.temperature())
+            self.model.save(self.folder, card=self.card(self.before, metrics, step))
+            self.model.train()
+        distributed.barrier()

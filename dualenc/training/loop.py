@@ -11,13 +11,11 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.training.best import BestModel
 from dualenc.training.checkpoint import Checkpoints
-from dualenc.training.fresh_pass import fresh_embeddings
+from dualenc.training.embedding_table import fresh_embeddings, tell_neighbors
+from dualenc.training.evaluators import BestModel
 from dualenc.training.loader import Batch, BatchLoader
-from dualenc.training.meter import Meter
-from dualenc.training.neighbors import tell_neighbors
-from dualenc.training.run_log import RunLog
+from dualenc.training.log import Meter, RunLog
 from dualenc.training.selection import BatchPlan
 from dualenc.training.signals import Stopped
 from dualenc.training.step import Step

@@ -14,11 +14,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from dualenc import distributed
 from dualenc.encoders.dual import DualEncoder
 from dualenc.objectives.base import Objective, ObjectiveOutput
-from dualenc.training.encoding import Encoding, PlainEncoding
-from dualenc.training.gradient_cache import CachedEncoding
-from dualenc.training.items import ItemEncoder
-from dualenc.training.loader import Batch
-from dualenc.training.optimizers import trainable_parameters
+from dualenc.training.encoding import CachedEncoding, Encoding, PlainEncoding
+from dualenc.training.loader import Batch, ItemEncoder
+from dualenc.training.optim import trainable_parameters
 from dualenc.training.signals import StopSignals
 
 Observe = Callable[[Tensor, Tensor, Tensor], None]

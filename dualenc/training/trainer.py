@@ -5,34 +5,39 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+from torch.nn.modules.dropout import _DropoutNd
 
 from dualenc import distributed
-from dualenc.arguments import nearest
-from dualenc.batching.random_batches import RandomBatches
-from dualenc.batching.selector import BatchSelector
+from dualenc.batching.selector import BatchSelector, RandomBatches
+from dualenc.cli import nearest
 from dualenc.data.pairs import PairDataset
-from dualenc.encoders.batchnorm import waits_for_others
+from dualenc.encoders.batchnorm import synchronise_statistics, waits_for_others
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.objectives.base import Objective
-from dualenc.training import process, run_folder
-from dualenc.training.best import BestModel
-from dualenc.training.card import TrainingCard
-from dualenc.training.checkpoint import Checkpoints
-from dualenc.training.evaluators import Evaluator
-from dualenc.training.fingerprint import fingerprint, flatten
-from dualenc.training.items import ItemEncoder
-from dualenc.training.loader import SIDES, BatchLoader, OnError, killed_worker_told
+from dualenc.training import checkpoint as run_folder
+from dualenc.training import trainer as process
+from dualenc.training.checkpoint import Checkpoints, fingerprint, flatten, seed_everything
+from dualenc.training.encoding import uses_batch_statistics
+from dualenc.training.evaluators import BestModel, Evaluator
+from dualenc.training.loader import SIDES, BatchLoader, ItemEncoder, killed_worker_told
+from dualenc.training.log import RunLog, TrainingCard
 from dualenc.training.loop import Loop
-from dualenc.training.optimizers import (
+from dualenc.training.optim import (
     OptimizerName,
     ScheduleName,
     build_optimizer,
@@ -40,12 +45,150 @@ from dualenc.training.optimizers import (
     check_optimizer,
     check_schedule,
 )
-from dualenc.training.random_state import seed_everything
-from dualenc.training.result import TrainingResult
-from dualenc.training.run_log import RunLog
 from dualenc.training.selection import BatchPlan, EmbeddingSource
 from dualenc.training.signals import StopSignals
 from dualenc.training.step import Step
+from dualenc.types import OnError
+
+
+class TrainingResult(NamedTuple):
+    """The outcome of `Trainer.fit`.
+
+    Attributes:
+        model_folder: where the model is.
+        steps: optimizer steps done.
+        loss: mean training loss in the last line of the log.
+        before: the evaluator's metrics of the untrained model; empty without an evaluator.
+        metrics: the evaluator's metrics of the model in `model_folder`; empty without an evaluator.
+        seconds: of this call.
+        skipped: how many samples were left out because they could not be read.
+    """
+
+    model_folder: Path
+    steps: int
+    loss: float
+    before: dict[str, float]
+    metrics: dict[str, float]
+    seconds: float
+    skipped: int
+
+
+MixedPrecision = Literal["no", "bf16", "fp16"]
+
+
+def start(
+    mixed_precision: MixedPrecision, trackers: Sequence[str], folder: Path, timeout_minutes: float = 10.0
+) -> Accelerator:
+    """The accelerator of one training run; several runs may follow one another in a process.
+
+    Args:
+        mixed_precision: "no", "bf16" or "fp16".
+        trackers: names of accelerate's trackers, such as "tensorboard" or "wandb".
+        folder: of the run; trackers that write files write them to `trackers` in it.
+        timeout_minutes: how long one process waits for another; counts where the processes meet for the first time.
+
+    Raises:
+        DualencError: the device has no such precision, a tracker's package is not installed, or not all processes
+            have come.
+    """
+    if mixed_precision not in ("no", "bf16", "fp16"):
+        raise DualencError(f"mixed_precision is {mixed_precision!r}; choose no, bf16 or fp16")
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for tracker in trackers:
+        if tracker not in available:
+            raise DualencError(f"tracker {tracker!r} is not installed or unknown; install it (pip install {tracker})")
+    # cuBLAS reads this once, before its first product; only deterministic algorithms make use of it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed_precision:
+        AcceleratorState._reset_state()  # the processes stay as they are; only the precision changes
+    try:
+        with distributed.lost_process_told():
+            accelerator = Accelerator(
+                mixed_precision=mixed_precision,
+                cpu=not torch.accelerator.is_available(),
+                log_with=list(trackers) or None,
+                project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "trackers")),
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=timeout_minutes))],
+            )
+    except DualencError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise DualencError(f"mixed_precision={mixed_precision}: {error}") from error
+    if mixed_precision == "fp16" and accelerator.scaler is None:
+        raise DualencError(f"mixed_precision=fp16 does not work on {accelerator.device.type}; use bf16 or no")
+    _warn_if_alone()
+    return accelerator
+
+
+def place(model: DualEncoder, device: torch.device, chunk_size: int | None) -> DualEncoder:
+    """Move a model to its device, give every rank the main process's weights, and settle BatchNorm.
+
+    With several processes BatchNorm takes its statistics over the global batch: by `SyncBatchNorm` on GPUs, by
+    `synchronise_statistics` elsewhere; except with gradient caching, where they are those of a chunk.
+    """
+    if uses_batch_statistics(model):
+        if chunk_size is not None:
+            message = f"BatchNorm with chunk_size takes its statistics over {chunk_size} items, not over the batch"
+            warnings.warn(message, stacklevel=2)
+        elif distributed.world_size() > 1 and device.type == "cuda":
+            model = synchronised(model)
+        elif distributed.world_size() > 1:
+            synchronise_statistics(model)
+    model.to(device)
+    if distributed.world_size() > 1 and distributed.is_main() and has_dropout(model):
+        warnings.warn(
+            "each process draws dropout for its own part of a batch: the run is not the one of another number of "
+            "processes; set dropout to 0 for that",
+            stacklevel=2,
+        )
+    if distributed.world_size() > 1:
+        for tensor in model.state_dict().values():
+            tensor.copy_(distributed.broadcast_object(tensor.cpu()))
+    return model
+
+
+def has_dropout(model: DualEncoder) -> bool:
+    """Whether a layer drops values, or whole samples (stochastic depth), in training."""
+    return any(
+        (isinstance(module, _DropoutNd) and module.p > 0) or float(getattr(module, "drop_prob", None) or 0) > 0
+        for module in model.modules()
+    )
+
+
+def synchronised(model: DualEncoder) -> DualEncoder:
+    """The model with `SyncBatchNorm` for every BatchNorm."""
+    from timm.layers import convert_sync_batchnorm  # torch's own would lose the activation inside timm's layers
+
+    converted: DualEncoder = convert_sync_batchnorm(model)
+    return converted
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool, device: torch.device) -> Iterator[None]:
+    """Same seed, same run on a GPU too, where some default kernels add numbers up in no fixed order."""
+    if not (enabled and device.type == "cuda"):
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+def _warn_if_alone() -> None:
+    """`accelerate launch --cpu --num_processes N` starts one process unless it is given MPI; say so."""
+    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
+    if asked and distributed.world_size() == 1 and "RANK" not in os.environ:
+        warnings.warn(
+            "accelerate launch --cpu has started a single process; for several on CPU set ACCELERATE_USE_CPU=true "
+            "and launch with --multi_gpu --num_processes N",
+            stacklevel=2,
+        )
+
 
 MOST_EPOCHS = 1_000_000
 """More would never end; their batches are counted before the training starts."""

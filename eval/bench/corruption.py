@@ -26,11 +26,11 @@ def main(data: str, size: int = 32, images: int = 300, num_workers: int = 2, sev
         num_workers: processes that corrupt and augment.
         severity: of the corruptions, 1 to 5.
     """
-    from dualenc.commands.images import open_images, simclr_prepare
+    from dualenc.commands.probe import open_images, simclr_prepare
     from dualenc.encoders import ImageEncoder
-    from dualenc.evaluation.corrupted_retrieval import nearest_versions, summarise
-    from dualenc.evaluation.corruption import ALL, GeneratedCorruptions
-    from dualenc.evaluation.image_versions import ImageVersions, Inputs, encode_versions
+    from dualenc.evaluation.corrupted import ImageVersions, encode_versions, nearest_versions, summarise
+    from dualenc.evaluation.corruptions import ALL, GeneratedCorruptions
+    from dualenc.types import Inputs
 
     source = GeneratedCorruptions(open_images(data, "test", limit=images).items, ALL)
     prepare = simclr_prepare(ImageEncoder(image_size=size).left.prepare)

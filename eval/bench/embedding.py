@@ -35,7 +35,7 @@ def read_texts(data: str | None, count: int) -> dict[str, list[str]]:
 
         parts = {part: open_corpus(data, part=part) for part in ("queries", "corpus")}
         return {part: [corpus[i] for i in range(min(count, len(corpus)))] for part, corpus in parts.items()}
-    from dualenc.quickstart.docstrings import read_docstrings
+    from dualenc.commands.quickstart import read_docstrings
 
     docstrings = read_docstrings(count)
     return {"summaries": [d.summary for d in docstrings], "documents": [f"{d.name}: {d.rest}" for d in docstrings]}
@@ -86,8 +86,8 @@ def main(
     from sentence_transformers import SentenceTransformer
 
     from dualenc.data import Corpus
-    from dualenc.embed import embed
     from dualenc.encoders import load_model
+    from dualenc.search.embed import embed
 
     torch.set_num_threads(threads or torch.get_num_threads())
     path = model or default_model()

@@ -17,11 +17,9 @@ from typing import Any
 import faiss
 import numpy as np
 
-from dualenc.embedding_writer import EmbeddingWriter
-from dualenc.embeddings import Embeddings
-from dualenc.index import Index
-from dualenc.index.factory import new_index, training_rows
-from dualenc.index.recall import set_parameter
+from dualenc.search import Index
+from dualenc.search.build import new_index, set_parameter, training_rows
+from dualenc.search.embeddings import Embeddings, EmbeddingWriter
 
 FACTORIES = ["Flat", "IVF256,Flat", "HNSW16", "IVF256,PQ16x4"]
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from dualenc.encoders.dual import DualEncoder
     from dualenc.objectives import Objective
-    from dualenc.training.inputs import Inputs
+    from dualenc.types import Inputs
 
 EncoderName = Literal["minilm", "resnet18", "linear"]
 MEBIBYTE = 2**20
@@ -65,8 +65,7 @@ def new_model(encoder: EncoderName, layers: int, size: int) -> DualEncoder:
     """One tower for both sides."""
     import torch
 
-    from dualenc.encoders.dual import DualEncoder
-    from dualenc.encoders.tower import Tower, unit_norm
+    from dualenc.encoders.dual import DualEncoder, Tower, unit_norm
 
     class Net(Tower):
         def __init__(self) -> None:
@@ -112,7 +111,7 @@ def measure(options: dict[str, Any]) -> dict[str, float]:
     """Train some steps; peak memory and the size of a batch's inputs, in MiB."""
     import torch
 
-    from dualenc.training.gradient_cache import CachedEncoding
+    from dualenc.training.encoding import CachedEncoding
 
     torch.manual_seed(0)
     encoder, batch_size, num_items, size = (options[k] for k in ("encoder", "batch_size", "num_items", "size"))

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from dualenc.encoders import BatchStatistics
-from dualenc.evaluation.tables import Table, print_table
+from dualenc.evaluation.report import Table, print_table
 from dualenc.objectives import DCL, EMC2, HCL, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
-from dualenc.training.gradient_cache import uses_batch_statistics
+from dualenc.training.encoding import uses_batch_statistics
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,

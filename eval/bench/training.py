@@ -45,7 +45,7 @@ SMALL_CLIP: dict[str, Any] = {
 
 def text_pairs(count: int) -> tuple[list[str], list[str]]:
     """Summary lines of docstrings, and the rest of them."""
-    from dualenc.quickstart.docstrings import read_docstrings
+    from dualenc.commands.quickstart import read_docstrings
 
     docstrings = read_docstrings(count)
     return [d.summary for d in docstrings], [d.rest for d in docstrings]

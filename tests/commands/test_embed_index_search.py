@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from dualenc.cli import main
-from dualenc.embeddings import Embeddings
 from dualenc.encoders import load_model
-from dualenc.index import Index
+from dualenc.search import Index
+from dualenc.search.embeddings import Embeddings
 from tests.commands import tiny
 from tests.commands.processes import run_on_two
 

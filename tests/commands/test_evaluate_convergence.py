@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from dualenc.cli import main
-from dualenc.commands import evaluate_convergence
-from dualenc.commands.images import random_rows
-from dualenc.commands.run_models import find_models
+from dualenc.commands import convergence as evaluate_convergence
+from dualenc.commands.convergence import find_models
+from dualenc.commands.probe import random_rows
 from dualenc.data import ImageFolderViews
 from dualenc.data.views import SimCLR
 from dualenc.encoders import load_model
 from dualenc.encoders.image import ImageEncoder
 from dualenc.errors import DualencError
 from dualenc.objectives import DCL
-from dualenc.training.seeds import augmentation_seeds
+from dualenc.training.loader import augmentation_seeds
 from dualenc.training.trainer import Trainer
 from tests.commands.image_models import replace_images, save_classes, save_image_model
 from tests.commands.processes import run_on_two

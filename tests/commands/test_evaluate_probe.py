@@ -12,8 +12,8 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from dualenc.cli import main
 from dualenc.data import open_corpus
-from dualenc.embed import embed
 from dualenc.encoders import load_model
+from dualenc.search.embed import embed
 from tests.commands.image_models import (
     HUES,
     pad_images,

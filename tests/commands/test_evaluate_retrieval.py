@@ -14,7 +14,7 @@ import pytest
 import pytrec_eval
 
 from dualenc.cli import main
-from dualenc.evaluation.runs import read_per_query, read_qrels, read_trec
+from dualenc.evaluation.retrieval import read_per_query, read_qrels, read_trec
 from tests.commands.toy import image_text_model, text_model, write_beir
 
 
@@ -75,7 +75,7 @@ def test_finished_embeddings_are_not_computed_again(
     (tmp_path / "run.trec").unlink()
     (tmp_path / "embeddings" / "queries-test" / "shard-00000.npy").unlink()  # as if killed before it was written
     encoded = []
-    from dualenc import embed as module
+    from dualenc.search import embed as module
 
     encode = module._Encoder._encode
     monkeypatch.setattr(module._Encoder, "_encode", lambda *given: encoded.append(1) or encode(*given))

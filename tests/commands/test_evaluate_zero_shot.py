@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dualenc.cli import main
-from dualenc.embeddings import Embeddings
-from dualenc.evaluation.runs import read_per_query
+from dualenc.evaluation.retrieval import read_per_query
+from dualenc.search.embeddings import Embeddings
 from tests.commands.image_models import pad_images, replace_images
 from tests.commands.toy import COLOURS, image_text_model, text_model, write_captioned, write_classes
 

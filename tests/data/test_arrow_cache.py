@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dualenc.data import arrow_cache
-from dualenc.data.arrow_cache import LINE, read_lines
+from dualenc.data import tables as arrow_cache
 from dualenc.data.skips import Skips
+from dualenc.data.tables import LINE, read_lines
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_jsonl

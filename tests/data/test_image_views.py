@@ -10,7 +10,7 @@ import pytest
 from torchvision.datasets import ImageFolder
 
 from dualenc.data import ImageFolderViews, ImageViews, TableViews
-from dualenc.data.labels import Labels
+from dualenc.data.columns import Labels
 from dualenc.errors import BadSample, DualencError
 
 from .make import encoded, picture, shade_of, write_csv

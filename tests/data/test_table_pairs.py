@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.data import PairDataset, TablePairs, TableViews, arrow_cache, open_corpus, open_pairs
+from dualenc.data import PairDataset, TablePairs, TableViews, open_corpus, open_pairs
+from dualenc.data import tables as arrow_cache
 from dualenc.errors import BadSample, DualencError
 
 from .make import encoded, picture, shade_of, write_csv, write_jsonl

@@ -9,9 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dualenc.data.arrow_cache import Kind
 from dualenc.data.skips import Skips
-from dualenc.data.tables import Table, open_table, peek_columns
+from dualenc.data.tables import Kind, Table, open_table, peek_columns
 from dualenc.errors import DualencError
 
 from .make import write_csv, write_jsonl

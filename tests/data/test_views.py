@@ -12,7 +12,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from dualenc.data.views import SimCLR, crop_box, gaussian_blur, jitter
 from dualenc.errors import DualencError
-from dualenc.training.seeds import derive_seed
+from dualenc.training.loader import derive_seed
 
 SEEDS = st.integers(0, 2**63 - 1)
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dualenc.data import WebDatasetPairs
-from dualenc.data import tars as tars_module
+from dualenc.data import webdataset as tars_module
 from dualenc.data.webdataset import tar_corpus
 from dualenc.errors import BadSample, DualencError
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.encoders.pooling import POOLINGS, pool
+from dualenc.encoders.text import POOLINGS, pool
 
 
 def slow_pool(hidden: np.ndarray, mask: np.ndarray, pooling: str) -> np.ndarray:

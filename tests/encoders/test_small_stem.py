@@ -9,7 +9,7 @@ import timm
 import torch
 from torch import nn
 
-from dualenc.encoders.small_stem import ENLARGEMENT, TIMM_ARGS, from_timm, is_plain_resnet, replace_stem, to_timm
+from dualenc.encoders.timm_folder import ENLARGEMENT, TIMM_ARGS, from_timm, is_plain_resnet, replace_stem, to_timm
 from dualenc.errors import DualencError
 
 

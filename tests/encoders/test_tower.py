@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dualenc.encoders.tower import Prepare, unit_norm
+from dualenc.encoders.dual import Prepare, unit_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -7,7 +7,7 @@ import random
 import pytest
 from tokenizers import BertWordPieceTokenizer
 
-from dualenc.encoders.wordpiece import learn_pieces
+from dualenc.encoders.tokenizer import learn_pieces
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.bm25 import bm25_run
+from dualenc.evaluation.retrieval import bm25_run
 
 WORDS = ["wing", "flow", "shock", "heat", "plate"]
 texts = st.lists(st.sampled_from(WORDS), max_size=6).map(" ".join)

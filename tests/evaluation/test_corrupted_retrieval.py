@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.corrupted_retrieval import confusions, is_right, nearest_images, nearest_versions, summarise
+from dualenc.evaluation.corrupted import confusions, is_right, nearest_images, nearest_versions, summarise
 
 
 def cosine(x: np.ndarray, y: np.ndarray) -> float:

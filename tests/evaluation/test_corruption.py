@@ -13,7 +13,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.corruption import ALL, STANDARD, GeneratedCorruptions, check_corruptions, corrupt, stable_seed
+from dualenc.evaluation.corruptions import ALL, STANDARD, GeneratedCorruptions, check_corruptions, corrupt, stable_seed
 
 SEEDED_BY_ARGUMENT = ("impulse_noise", "glass_blur")
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from dualenc.errors import BadSample, DualencError
-from dualenc.evaluation.corruption_folders import CifarC, TinyImageNetC, is_corrupted_folder, read_corrupted
+from dualenc.evaluation.corruptions import CifarC, TinyImageNetC, is_corrupted_folder, read_corrupted
 
 NAMES = ("gaussian_noise", "fog", "saturate")
 

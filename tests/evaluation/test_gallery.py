@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dualenc.evaluation.gallery import best_and_worst, rank_galleries, retrieval_galleries
-from dualenc.evaluation.report import Item
+from dualenc.evaluation.report import Item, best_and_worst, rank_galleries, retrieval_galleries
 from dualenc.evaluation.retrieval import Result
 
 

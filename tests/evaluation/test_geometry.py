@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
-from dualenc.evaluation import geometry
-from dualenc.evaluation.geometry import alignment, effective_rank, label_similarities, pair_similarities, uniformity
+from dualenc.evaluation import convergence as geometry
+from dualenc.evaluation.convergence import alignment, effective_rank, label_similarities, pair_similarities, uniformity
 
 
 def vectors(count: int, dim: int, seed: int) -> np.ndarray:

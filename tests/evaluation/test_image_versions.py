@@ -7,9 +7,9 @@ from PIL import Image
 from torch import Tensor
 
 from dualenc.errors import BadSample, DualencError
-from dualenc.evaluation import image_versions
-from dualenc.evaluation.corruption import GeneratedCorruptions, stable_seed
-from dualenc.evaluation.image_versions import CLEAN, CleanImages, ImageVersions, encode_versions
+from dualenc.evaluation import corrupted as image_versions
+from dualenc.evaluation.corrupted import CLEAN, CleanImages, ImageVersions, encode_versions
+from dualenc.evaluation.corruptions import GeneratedCorruptions, stable_seed
 
 CONDITIONS = [("gaussian_noise", 1), ("fog", 2), ("fog", 5)]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sklearn.neighbors import KNeighborsClassifier
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.knn import accuracy, knn_predict, unit_rows
+from dualenc.evaluation.probe import accuracy, knn_predict, unit_rows
 
 
 def features(count: int, dim: int, seed: int) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 
 from dualenc.cli import main
 from dualenc.evaluation.metrics import score_queries
-from dualenc.evaluation.runs import read_qrels, read_trec
+from dualenc.evaluation.retrieval import read_qrels, read_trec
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dualenc.commands.figures import heat_figure
+from dualenc.commands.evaluation import heat_figure
 from dualenc.evaluation import plots
-from dualenc.evaluation.report import Entry, Figure, Gallery, Item, snippet, thumbnail, write_report
-from dualenc.evaluation.tables import Table
+from dualenc.evaluation.report import Entry, Figure, Gallery, Item, Table, snippet, thumbnail, write_report
 
 NASTY = "<script>document.title='owned'</script> & \"quotes\""
 

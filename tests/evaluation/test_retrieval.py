@@ -15,10 +15,10 @@ from dualenc.evaluation.retrieval import (
     first_documents,
     means_over_datasets,
     metrics_document,
+    read_per_query,
     retrieve,
     summary_rows,
 )
-from dualenc.evaluation.runs import read_per_query
 
 
 def random_collection(seed: int = 0) -> tuple[list[str], np.ndarray, list[str], np.ndarray, dict[str, dict[str, int]]]:

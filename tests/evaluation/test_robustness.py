@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.robustness import as_mapping, error_rates, from_mapping, mean_corruption_error, robustness_rows
+from dualenc.evaluation.corrupted import as_mapping, error_rates, from_mapping, mean_corruption_error, robustness_rows
 
 ERRORS = np.array([[0.1, 0.3], [0.2, 0.6]])
 BASELINE = np.array([[0.4, 0.4], [0.5, 0.5]])

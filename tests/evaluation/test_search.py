@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.evaluation.search import as_run, exact_search
+from dualenc.evaluation.metrics import as_run, exact_search
 
 
 @given(st.integers(0, 2**31), st.integers(1, 7), st.integers(1, 12), st.integers(1, 14), st.integers(1, 5))

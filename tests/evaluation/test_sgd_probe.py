@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.sgd_probe import feature_batches, predict, sgd_probe
+from dualenc.evaluation.probe import feature_batches, predict, sgd_probe
 
 
 def data(count: int = 64, classes: int = 3) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dualenc.evaluation.tables import Table, as_text, print_table
+from dualenc.evaluation.report import Table, as_text, print_table
 
 
 def test_columns_are_those_of_all_rows_in_order() -> None:

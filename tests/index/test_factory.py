@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
-from dualenc.index import Index, choose_factory
-from dualenc.index.factory import new_index, training_rows
+from dualenc.search import Index, choose_factory
+from dualenc.search.build import new_index, training_rows
 
 
 @pytest.mark.parametrize(

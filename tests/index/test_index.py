@@ -19,10 +19,9 @@ import faiss
 import numpy as np
 import pytest
 
-from dualenc.embedding_writer import EmbeddingWriter
-from dualenc.embeddings import Embeddings
 from dualenc.errors import DiskFull, DualencError
-from dualenc.index import Index, is_index
+from dualenc.search import Index, is_index
+from dualenc.search.embeddings import Embeddings, EmbeddingWriter
 from tests.index.clusters import clustered, exact_rows
 
 IDS = [f"doc {i}" for i in range(2000)]
@@ -66,7 +65,7 @@ def test_the_same_as_raw_faiss_with_the_same_factory_string(factory: str) -> Non
 
 
 def test_auto_on_a_larger_database_reaches_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualenc.index.factory.EXACT_VALUES", 1000)
+    monkeypatch.setattr("dualenc.search.build.EXACT_VALUES", 1000)
     vectors, queries = clustered(6000, 32), clustered(100, 32, seed=1)
     index = Index.build(vectors, target_recall=0.9)
     assert index.meta["factory"] == "IVF128,Flat"
@@ -174,7 +173,7 @@ def test_control_c_ends_the_training_of_a_product_quantizer(tmp_path: Path) -> N
     """FAISS itself looks at signals between the iterations of a k-means only, and in OPQ not for minutes."""
     script = """
 import numpy as np
-from dualenc.index import Index
+from dualenc.search import Index
 vectors = np.random.default_rng(0).normal(size=(60_000, 256)).astype("float32")
 print("training", flush=True)
 Index.build(vectors, factory="OPQ64,PQ64")

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.embeddings import Embeddings
 from dualenc.errors import DualencError
-from dualenc.index.database import Database
-from dualenc.index.recall import exact_probe, parameter_range, recall, set_parameter, tune
+from dualenc.search.build import Database, exact_probe, parameter_range, recall, set_parameter, tune
+from dualenc.search.embeddings import Embeddings
 from tests.index.clusters import clustered, exact_rows
 
 

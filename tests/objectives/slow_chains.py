@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dualenc.objectives.random import SharedRandom
+from dualenc.objectives.state import SharedRandom
 from tests.objectives.slow import Case
 
 NUM_ITEMS = 20

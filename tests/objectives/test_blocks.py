@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dualenc.objectives import Objective, anchors, row_draws
-from dualenc.objectives.random import SharedRandom
-from dualenc.objectives.row_draws import ROWS_PER_DRAW, RowDraws
+from dualenc.objectives import Objective, anchors
+from dualenc.objectives import state as row_draws
+from dualenc.objectives.state import ROWS_PER_DRAW, RowDraws, SharedRandom
 from tests.objectives.every import SETTINGS, Run, Setting
 
 # A few anchors per block; the chains of EMC², which hold more per anchor, get one.

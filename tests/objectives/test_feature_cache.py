@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualenc.errors import DualencError
-from dualenc.objectives import feature_cache
-from dualenc.objectives.feature_cache import FeatureCache, Query
-from dualenc.objectives.random import SharedRandom
+from dualenc.objectives import negative_cache as feature_cache
+from dualenc.objectives.negative_cache import FeatureCache, Query
+from dualenc.objectives.state import SharedRandom
 
 N, D, TAU = 300, 8, 0.2
 

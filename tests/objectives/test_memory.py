@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualenc.objectives import SACLR, ISogCLR, SogCLR
-from dualenc.objectives.random import SharedRandom
+from dualenc.objectives.state import SharedRandom
 from tests.objectives import slow, slow_state
 
 STEPS = 4

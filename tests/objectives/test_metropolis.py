@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dualenc.objectives.metropolis import walk
+from dualenc.objectives.emc2 import walk
 
 
 def slow_walk(scores: Tensor, thresholds: Tensor, start: float, burn_in: int) -> tuple[list[int], int, int]:

@@ -7,7 +7,7 @@ import torch
 from scipy.stats import kstest
 
 from dualenc.errors import DualencError
-from dualenc.objectives.random import SharedRandom
+from dualenc.objectives.state import SharedRandom
 
 LIKE = torch.zeros(())
 

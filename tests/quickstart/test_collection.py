@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dualenc.commands.quickstart import Docstring, write_collection
 from dualenc.data import BeirPairs, read_beir
 from dualenc.errors import DualencError
-from dualenc.quickstart.collection import write_collection
-from dualenc.quickstart.docstrings import Docstring
 
 DOCSTRINGS = [
     Docstring(f"package.function_{i}", f"Summary number {i} here.", f"rest of docstring {i}") for i in range(20)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dualenc.quickstart.docstrings import read_docstrings
+from dualenc.commands.quickstart import read_docstrings
 
 SOURCE = '''
 raise RuntimeError("this module must not be imported")

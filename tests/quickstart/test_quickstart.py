@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from dualenc.commands import quickstart as command
+from dualenc.commands.quickstart import Docstring, write_collection
 from dualenc.data import BeirPairs, read_beir
 from dualenc.encoders import TextEncoder
 from dualenc.errors import DualencError
-from dualenc.quickstart.collection import write_collection
-from dualenc.quickstart.docstrings import Docstring
 
 ARGUMENTS = ["--max-docs", "400", "--test-docs", "50", "--steps", "12", "--vocab-size", "1500"]
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dualenc.data.pairs import PairDataset
-from dualenc.encoders.dual import DualEncoder
-from dualenc.encoders.tower import Prepare, Tower
+from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.errors import BadSample
-from dualenc.objectives.infonce import InfoNCE
+from dualenc.objectives.in_batch import InfoNCE
 
 WIDTH = 6
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from dualenc.errors import DualencError
-from dualenc.training.checkpoint import Checkpoints
-from dualenc.training.random_state import random_state_kept, seed_everything
+from dualenc.training.checkpoint import Checkpoints, random_state_kept, seed_everything
 from tests.training.fakes import same, tiny_objective, tiny_pairs, weights
 from tests.training.runs import train
 

@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 
 from dualenc.objectives import EMC2
-from dualenc.training.run_log import read_metrics
+from dualenc.training.log import read_metrics
 from tests.training.fakes import TinyEncoder, tiny_pairs, weights
 from tests.training.runs import FixedEvaluator, train
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dualenc.training.encoding import PlainEncoding
-from dualenc.training.gradient_cache import CachedEncoding
+from dualenc.training.encoding import CachedEncoding, PlainEncoding
 from tests.training.fakes import TinyEncoder
 
 CPU = torch.device("cpu")

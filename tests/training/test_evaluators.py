@@ -9,9 +9,8 @@ from PIL import Image
 from sklearn.neighbors import KNeighborsClassifier
 
 from dualenc.data import ImageViews, PairDataset
-from dualenc.data.labels import Labels
-from dualenc.encoders.dual import DualEncoder
-from dualenc.encoders.tower import Prepare, Tower
+from dualenc.data.columns import Labels
+from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.errors import DualencError
 from dualenc.training.evaluators import ImageTextEvaluator, KNNEvaluator, RetrievalEvaluator
 from tests.training.fakes import TinyEncoder, tiny_pairs

@@ -5,9 +5,8 @@ import torch
 
 from dualenc.errors import DualencError
 from dualenc.objectives import SACLR, InfoNCE
-from dualenc.training.encoding import PlainEncoding
-from dualenc.training.gradient_cache import CachedEncoding
-from dualenc.training.items import ItemEncoder
+from dualenc.training.encoding import CachedEncoding, PlainEncoding
+from dualenc.training.loader import ItemEncoder
 from tests.training.fakes import WIDTH, TinyEncoder, gradients, tiny_objective, tiny_pairs
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.training.inputs import chunk_rows, num_rows, take
+from dualenc.training.encoding import chunk_rows, num_rows, take
 
 
 def padded(lengths, left=False):

@@ -5,7 +5,7 @@ import torch
 
 from dualenc.errors import BadSample, DualencError
 from dualenc.training.encoding import PlainEncoding
-from dualenc.training.items import ItemEncoder
+from dualenc.training.loader import ItemEncoder
 from tests.training.fakes import TinyEncoder, tiny_pairs
 
 CPU = torch.device("cpu")

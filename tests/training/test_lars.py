@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dualenc.errors import DualencError
-from dualenc.training.lars import LARS
+from dualenc.training.optim import LARS
 
 
 def slow_lars(weights, gradients_by_step, *, lr, momentum, weight_decay, trust, adapt):

@@ -6,8 +6,7 @@ import torch
 
 from dualenc import distributed
 from dualenc.errors import BadSample
-from dualenc.training.loader import BatchLoader
-from dualenc.training.seeds import augmentation_seeds, derive_seed
+from dualenc.training.loader import BatchLoader, augmentation_seeds, derive_seed
 from tests.training.fakes import NumbersPrepare, tiny_pairs
 
 PLAN = np.random.default_rng(0).permutation(24).reshape(4, 6)

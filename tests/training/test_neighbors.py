@@ -8,8 +8,8 @@ import torch
 
 from dualenc.data.pairs import PairDataset
 from dualenc.objectives import EMC2, InfoNCE
-from dualenc.training import neighbors
-from dualenc.training.neighbors import tell_neighbors
+from dualenc.training import embedding_table as neighbors
+from dualenc.training.embedding_table import tell_neighbors
 from tests.training.fakes import kill_this_process, same, tiny_pairs, weights
 from tests.training.runs import run_and_die, train
 

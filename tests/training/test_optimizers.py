@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dualenc.errors import DualencError
-from dualenc.training.optimizers import build_optimizer, build_schedule, parameter_groups, trainable_parameters
+from dualenc.training.optim import build_optimizer, build_schedule, parameter_groups, trainable_parameters
 from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs
 
 

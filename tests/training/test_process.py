@@ -5,7 +5,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from dualenc.errors import DualencError
-from dualenc.training import process
+from dualenc.training import trainer as process
 from tests.training.fakes import TinyEncoder
 
 

@@ -9,7 +9,7 @@ import pytest
 from dualenc.data import BeirPairs
 from dualenc.errors import DualencError
 from dualenc.training import checkpoint
-from dualenc.training.run_log import read_metrics
+from dualenc.training.log import read_metrics
 from tests.data.make import write_beir
 from tests.training.fakes import TinyEncoder, kill_this_process, same, weights
 from tests.training.runs import FixedEvaluator, run_and_die, train, train_and_die

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dualenc.errors import DualencError
-from dualenc.training import run_folder
+from dualenc.training import checkpoint as run_folder
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
 from tests.training.runs import FixedEvaluator, run_and_die, train, train_and_die
 from tests.training.test_signals import end, start, wait_for

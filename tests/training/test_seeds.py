@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from dualenc.training.seeds import augmentation_seeds, derive_seed, item_seeds
+from dualenc.training.loader import augmentation_seeds, derive_seed, item_seeds
 
 
 def test_seeds_are_pure_fit_a_generator_and_do_not_collide():

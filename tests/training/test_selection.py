@@ -11,10 +11,8 @@ from dualenc.batching import OSGDBatches, RandomBatches, SpectralBatches, batch_
 from dualenc.errors import DualencError
 from dualenc.objectives import EMC2, NegativeCache
 from dualenc.training.embedding_table import EmbeddingTable
-from dualenc.training.run_log import read_metrics
-from dualenc.training.selection import BatchPlan
-from dualenc.training.selection_job import SelectionJob
-from dualenc.training.selection_worker import select
+from dualenc.training.log import read_metrics
+from dualenc.training.selection import BatchPlan, SelectionJob, select
 from tests.training.fakes import TinyEncoder, same, weights
 from tests.training.runs import run_and_die, train, train_and_die
 
@@ -31,7 +29,7 @@ class Instant(SelectionJob):
     """The job done on the spot, for tests of the order of things."""
 
     def _start(self):
-        from dualenc.training.selection_worker import main
+        from dualenc.training.selection import main
 
         main(self.folder)
 

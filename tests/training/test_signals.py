@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dualenc.errors import DualencError
-from dualenc.training.run_log import read_metrics
+from dualenc.training.log import read_metrics
 from dualenc.training.signals import StopSignals
 from tests.training.fakes import TinyEncoder, same, weights
 from tests.training.launched import SlowEvaluator

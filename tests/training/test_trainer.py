@@ -9,7 +9,7 @@ import torch
 from dualenc.batching import RandomBatches
 from dualenc.errors import DualencError
 from dualenc.objectives import InfoNCE, SogCLR
-from dualenc.training.run_log import read_metrics
+from dualenc.training.log import read_metrics
 from dualenc.training.trainer import Trainer
 from tests.training.fakes import TinyEncoder, kill_this_process, same, tiny_objective, tiny_pairs, weights
 from tests.training.runs import FixedEvaluator, train

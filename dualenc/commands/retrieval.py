@@ -1,0 +1,312 @@
+"""`dualenc evaluate retrieval`: a query-document model on BEIR folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dualenc import distributed
+from dualenc.commands.evaluation import (
+    HIGHEST_SEED,
+    MOST_ITEMS,
+    check_range,
+    check_writable,
+    display_name,
+    embed_into,
+    open_model,
+    output_folder,
+    start_processes,
+)
+from dualenc.errors import DualencError
+from dualenc.evaluation import plots
+from dualenc.evaluation.compare import Comparison, compare_runs
+from dualenc.evaluation.metrics import CUTOFFS, Run, Scores, remove_self_matches, score_queries
+from dualenc.evaluation.report import Figure, Gallery, Table, print_table, retrieval_galleries, write_report
+from dualenc.evaluation.retrieval import (
+    HEADLINES,
+    Result,
+    bm25_run,
+    check_trec_names,
+    cutoff_rows,
+    first_documents,
+    metrics_document,
+    read_per_query,
+    read_qrels,
+    read_trec,
+    retrieve,
+    summary_rows,
+)
+from dualenc.files import write_json
+from dualenc.terminal import printable
+
+if TYPE_CHECKING:
+    from dualenc.data import RetrievalSet
+    from dualenc.encoders import DualEncoder
+    from dualenc.search.embeddings import Embeddings
+
+BM25 = "BM25"
+
+Runs = dict[str, dict[str, Run]]
+"""Runs by collection and system."""
+
+
+def retrieval(
+    model: str,
+    data: str,
+    *more: str,
+    out: str | None = None,
+    split: str = "test",
+    bm25: bool = False,
+    depth: int = 100,
+    titles: bool = True,
+    keep_self_matches: bool = False,
+    batch_size: int = 32,
+    device: str | None = None,
+) -> None:
+    """Evaluate a query-document model on BEIR folders.
+
+    Writes metrics.json, report.html and, for each BEIR folder, run.trec and per_query.ndjson. Embeddings are kept
+    below OUT, so that an interrupted evaluation goes on where it stopped.
+
+    Args:
+        model: model folder or name.
+        data: BEIR folder: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv.
+        more: further BEIR folders; the table then has a mean row.
+        out: folder to write; by default evaluations/retrieval/MODEL-DATA.
+        split: which judgements to use.
+        bm25: evaluate BM25 beside the model.
+        depth: documents to retrieve for each query.
+        titles: put a document's title in front of its text.
+        keep_self_matches: keep a document whose id is the query's; by default it is removed, as BEIR does.
+        batch_size: texts encoded at once.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+
+    Raises:
+        DualencError: the model is of another kind, a folder or split is missing, or nothing is judged.
+    """
+    check_range(1, MOST_ITEMS, depth=depth, batch_size=batch_size)
+    target = output_folder(out, "retrieval", model, data)
+    if depth < max(CUTOFFS):
+        raise DualencError(f"depth={depth}: the metrics look at {max(CUTOFFS)} documents; retrieve that many or more")
+    device_to_use = start_processes(device)
+    collections = _read_collections((data, *more), split, titles)
+    places = {name: target / name if more else target for name in collections}
+    encoder = open_model(model, "query-document", device_to_use)
+    runs: Runs = {}
+    for name, collection in collections.items():
+        queries, documents = _embed(encoder, collection, places[name] / "embeddings", split, model, batch_size)
+        found = retrieve(
+            queries.ids,
+            queries.vectors,
+            documents.ids,
+            documents.vectors,
+            depth=depth,
+            keep_self_matches=keep_self_matches,
+        )
+        runs[name] = {display_name(model): found}
+        if bm25 and distributed.is_main():
+            runs[name][BM25] = _bm25(collection, depth, keep_self_matches)
+    if distributed.is_main():
+        facts = {"model": model, "split": split, "depth": depth, "keep_self_matches": keep_self_matches}
+        _conclude(runs, collections, places, target, facts)
+    distributed.barrier()
+
+
+def _read_collections(folders: Sequence[str], split: str, titles: bool) -> dict[str, RetrievalSet]:
+    """The collections by the name of their folder, read before anything is encoded, so that mistakes show at once."""
+    from dualenc.data.beir import read_beir
+
+    collections: dict[str, RetrievalSet] = {}
+    for folder in folders:
+        name = Path(folder).resolve().name
+        if name in collections:
+            raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
+        collections[name] = read_beir(folder, split, titles=titles)
+        check_trec_names(collections[name].queries.ids, f"{folder}: query id")
+        check_trec_names(collections[name].corpus.ids, f"{folder}: document id")
+    return collections
+
+
+def _embed(
+    encoder: DualEncoder, collection: RetrievalSet, folder: Path, split: str, model: str, batch_size: int
+) -> tuple[Embeddings, Embeddings]:
+    """The queries and the documents."""
+    queries = embed_into(folder / f"queries-{split}", encoder, "left", collection.queries, model, batch_size)
+    return queries, embed_into(folder / "documents", encoder, "right", collection.corpus, model, batch_size)
+
+
+def _bm25(collection: RetrievalSet, depth: int, keep_self_matches: bool) -> Run:
+    queries, corpus = collection.queries, collection.corpus
+    texts = [queries[row] for row in range(len(queries))]
+    documents = [corpus[row] for row in range(len(corpus))]
+    if keep_self_matches:
+        return bm25_run(queries.ids, texts, corpus.ids, documents, depth)
+    return first_documents(remove_self_matches(bm25_run(queries.ids, texts, corpus.ids, documents, depth + 1)), depth)
+
+
+def _conclude(
+    runs: Runs, collections: Mapping[str, RetrievalSet], places: Mapping[str, Path], out: Path, facts: dict[str, object]
+) -> None:
+    """Score the runs; write and print what came out."""
+    keep = bool(facts["keep_self_matches"])
+    results, galleries = [], []
+    for name, systems in runs.items():
+        collection = collections[name]
+        scored = [
+            Result(system, name, run, collection.qrels, len(collection.corpus), keep_self_matches=keep)
+            for system, run in systems.items()
+        ]
+        for result in scored:
+            result.write(places[name] / "bm25" if result.system == BM25 else places[name])
+        results += scored
+        galleries += _galleries(scored[0], collection)
+    write_json(out / "metrics.json", {"task": "retrieval", **facts, "systems": metrics_document(results)})
+    summary = Table("Retrieval", summary_rows(results))
+    everything = Table("All metrics", cutoff_rows(results))
+    title = f"Retrieval: {display_name(str(facts['model']))} on {', '.join(runs)}"
+    tables = [summary, everything]
+    write_report(out / "report.html", title, facts=facts, tables=tables, figures=_figures(results), galleries=galleries)
+    print_table(summary)
+    print(printable(f"metrics, run files and report.html are in {out}"))
+
+
+def _figures(results: Sequence[Result]) -> list[Figure]:
+    by_system = {
+        system: [r for r in results if r.system == system] for system in dict.fromkeys(r.system for r in results)
+    }
+    heights = {
+        system: {r.dataset: r.means["ndcg@10"] for r in own}
+        if len(own) > 1
+        else {m: own[0].means[m] for m in HEADLINES}
+        for system, own in by_system.items()
+    }
+    spread = {system: [s["ndcg@10"] for r in own for s in r.per_query.values()] for system, own in by_system.items()}
+    return [
+        Figure("Mean scores by metric, or nDCG@10 by collection", plots.bars(heights)),
+        Figure("nDCG@10 over queries", plots.histograms(spread, xlabel="nDCG@10", ylabel="share of queries", bins=20)),
+    ]
+
+
+def _galleries(result: Result, collection: RetrievalSet) -> list[Gallery]:
+    query_row = {name: row for row, name in enumerate(collection.queries.ids)}
+    document_row = {name: row for row, name in enumerate(collection.corpus.ids)}
+
+    def document(name: str) -> str:
+        return collection.corpus[document_row[name]] if name in document_row else "(not in the corpus)"
+
+    return retrieval_galleries(result, lambda name: collection.queries[query_row[name]], document)
+
+
+LOG = "per_query.ndjson"
+MOST_SAMPLES = 10_000_000
+
+Logs = dict[str, dict[str, Scores]]
+"""Per-query scores by collection ("" if there is one) and query id."""
+
+
+def compare(
+    run_a: str,
+    run_b: str,
+    *,
+    qrels: str | None = None,
+    metrics: str | None = None,
+    samples: int = 10_000,
+    confidence: float = 0.95,
+    seed: int = 0,
+    out: str | None = None,
+) -> None:
+    """Compare two runs by the paired bootstrap over queries: difference, confidence interval, p-value.
+
+    Args:
+        run_a: output folder of `dualenc evaluate …`, a per-query log (.ndjson), or a TREC run file (needs qrels).
+        run_b: the same for the run to compare with it.
+        qrels: judgements of TREC run files, in BEIR's or TREC's format.
+        metrics: names separated by commas; by default the usual ones among those that both runs have.
+        samples: number of bootstrap resamples.
+        confidence: share of the resamples inside the interval.
+        seed: of the resampling.
+        out: folder for comparison.json and report.html; by default the table is only printed.
+
+    Raises:
+        DualencError: a run cannot be read, the runs have different queries, or no such metric.
+    """
+    check_range(1, MOST_SAMPLES, samples=samples)
+    check_range(0, HIGHEST_SEED, seed=seed)
+    if not 0 < confidence < 1:
+        raise DualencError(f"--confidence is {confidence}; it must lie between 0 and 1")
+    if out is not None:
+        check_writable(Path(out))
+    judgements = None if qrels is None else read_qrels(qrels)
+    a, b = (_read_run(Path(path), judgements) for path in (run_a, run_b))
+    if a.keys() != b.keys():
+        raise DualencError(f"{run_a} has the collections {sorted(a)}, {run_b} has {sorted(b)}; compare the same ones")
+    chosen_metrics = {name: _metrics(a[name], b[name], metrics) for name in a}
+    rows, differences = [], {}
+    for name, chosen in chosen_metrics.items():
+        found = compare_runs(a[name], b[name], chosen, samples=samples, confidence=confidence, seed=seed)
+        rows += [_row(name, metric, comparison) for metric, comparison in found.items()]
+        differences[name or chosen[0]] = [b[name][query][chosen[0]] - a[name][query][chosen[0]] for query in a[name]]
+    facts = {"A": run_a, "B": run_b, "samples": samples, "confidence": confidence, "seed": seed}
+    table = Table(f"B against A, {confidence:.0%} intervals of the paired bootstrap", rows)
+    if out is not None:
+        _write(Path(out), facts, table, differences)
+    print_table(table)
+
+
+def _read_run(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Logs:
+    if path.is_dir():
+        logs = [path / LOG] if (path / LOG).is_file() else sorted(path.glob(f"*/{LOG}"))
+        if not logs:
+            raise DualencError(f"{path}: holds no {LOG}; give the output folder of `dualenc evaluate`")
+        return {"" if log.parent == path else log.parent.name: read_per_query(log) for log in logs}
+    if path.suffix == ".ndjson":
+        return {"": read_per_query(path)}
+    if qrels is None:
+        raise DualencError(f"{path}: a TREC run needs judgements to be scored; give them with --qrels FILE")
+    run = read_trec(path)
+    if not run.keys() & qrels.keys():
+        raise DualencError(f"{path}: none of its {len(run)} queries is judged; give run and qrels of one data set")
+    return {"": score_queries(qrels, run, CUTOFFS)}
+
+
+def _metrics(a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: str | None) -> list[str]:
+    """The metrics asked for, or the usual ones that both runs have, or all of those.
+
+    Raises:
+        DualencError: one that is asked for is not in every line of both runs.
+    """
+    shared = [name for name in next(iter(a.values()), {}) if all(name in row for row in (*a.values(), *b.values()))]
+    if not shared:
+        raise DualencError("the runs have no metric in common; evaluate both with the same command")
+    if metrics is not None:
+        wanted = [name.strip() for name in metrics.split(",")]
+        for name in wanted:
+            if name not in shared:
+                raise DualencError(f"--metrics: {name!r} is not in both runs; they share {', '.join(shared)}")
+        return wanted
+    return [name for name in HEADLINES if name in shared] or shared
+
+
+def _row(collection: str, metric: str, comparison: Comparison) -> dict[str, object]:
+    return {
+        **({"data": collection} if collection else {}),
+        "metric": metric,
+        "queries": comparison.queries,
+        "A": comparison.mean_a,
+        "B": comparison.mean_b,
+        "B − A": comparison.difference,
+        "low": comparison.low,
+        "high": comparison.high,
+        "p": comparison.p_value,
+        "better": comparison.better,
+        "worse": comparison.worse,
+    }
+
+
+def _write(out: Path, facts: dict[str, object], table: Table, differences: dict[str, list[float]]) -> None:
+    write_json(out / "comparison.json", {"task": "compare", **facts, "comparisons": list(table.rows)})
+    caption = "Difference B − A over queries, first metric"
+    figure = Figure(caption, plots.histograms(differences, xlabel="B − A", ylabel="share of queries"))
+    write_report(out / "report.html", "Comparison of two runs", facts=facts, tables=[table], figures=[figure])
+    print(printable(f"comparison.json and report.html are in {out}"))

@@ -1,0 +1,377 @@
+"""Image corruptions (Hendrycks & Dietterich 2019), each a pure function of image, name, severity and seed.
+
+The package `imagecorruptions-imaug` (extra `corruptions`) draws from the global generator of numpy, from
+fresh generators of scikit-image and numpy, and from numba's own; `corrupt` seeds all of them from its
+arguments and puts the global one of numpy back, so order, worker count and other users of randomness make no
+difference. (Numba's, which nothing else here uses, stays seeded.)
+
+The strengths are those of ImageNet-C, made for 224 px. The CIFAR-C and Tiny-ImageNet-C files were made with
+weaker ones for their smaller images: compare with published numbers on those files
+(`dualenc.evaluation.corruptions`), not on images corrupted here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from dualenc.data.images import open_image
+from dualenc.errors import DualencError
+from dualenc.files import open_regular
+
+Pixels = npt.NDArray[np.uint8]
+
+STANDARD: tuple[str, ...] = (
+    "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
+    "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression",
+)  # fmt: skip
+"""The 15 corruptions of the benchmark."""
+
+ALL: tuple[str, ...] = (*STANDARD, "speckle_noise", "gaussian_blur", "spatter", "saturate")
+"""The 19 of CIFAR-C: the standard ones and four for validation."""
+
+SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
+SMALLEST_SIDE = 32
+
+# These two take a seed; left without one they ask the operating system for it.
+_OWN_GENERATOR = ("impulse_noise", "glass_blur")
+# The global generator is one for all threads.
+_LOCK = threading.Lock()
+
+
+class Images(Protocol):
+    """N RGB images by number; a list is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Image.Image: ...
+
+
+class CorruptedImages(Protocol):
+    """Corrupted versions of the same N images, made or read one at a time."""
+
+    corruptions: tuple[str, ...]
+    severities: tuple[int, ...]
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """Name of each class number, where they are known."""
+        ...
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64] | None:
+        """(N,) class numbers, where they are known."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def image(self, index: int, corruption: str, severity: int) -> Image.Image:
+        """Version of image `index` (0…N−1) under a corruption at a severity (1…5), RGB."""
+        ...
+
+
+class GeneratedCorruptions:
+    """Corruptions made on the fly from clean images; picklable if `images` is.
+
+    Args:
+        images: The N clean images, RGB, each at least 32 × 32.
+        corruptions: Names from `ALL`; all 19 by default.
+        seed: Of the noise.
+        labels: (N,) class numbers, where there are any.
+        class_names: Name of each class number.
+
+    Raises:
+        DualencError: unknown corruption, labels of another length, or the library is not installed.
+    """
+
+    severities = SEVERITIES
+
+    def __init__(
+        self,
+        images: Images,
+        corruptions: Sequence[str] = ALL,
+        *,
+        seed: int = 0,
+        labels: npt.NDArray[np.integer] | None = None,
+        class_names: list[str] | None = None,
+    ):
+        if labels is not None and len(labels) != len(images):
+            raise DualencError(f"{len(images)} images but {len(labels)} labels; give one label per image")
+        for name in corruptions:
+            _function(name)
+        self.images, self.corruptions, self.seed = images, tuple(corruptions), seed
+        self.labels: npt.NDArray[np.int64] | None = None if labels is None else np.asarray(labels, np.int64)
+        self.class_names = class_names
+        self._last: tuple[int, Pixels] | None = None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def image(self, index: int, corruption: str, severity: int) -> Image.Image:
+        """Version of image `index` under a corruption at a severity, RGB."""
+        pixels = self._pixels(index)
+        return Image.fromarray(corrupt(pixels, corruption, severity, image_id=index, seed=self.seed))
+
+    def _pixels(self, index: int) -> Pixels:
+        """The clean image, decoded once for all its corruptions."""
+        if self._last is None or self._last[0] != index:
+            self._last = (index, np.asarray(self.images[index].convert("RGB")))
+        return self._last[1]
+
+
+def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int | str = 0, seed: int = 0) -> Pixels:
+    """One corrupted version of an image, always the same for the same arguments.
+
+    Args:
+        image: (H, W, 3) uint8 RGB pixels; both sides at least 32.
+        corruption: A name from `ALL`.
+        severity: 1 (weak) to 5.
+        image_id: Stable id of the image: different images get different noise.
+        seed: Of the whole evaluation.
+
+    Returns:
+        (H, W, 3) uint8.
+
+    Raises:
+        DualencError: unknown corruption or severity, wrong shape or type, an image too small, or
+            `imagecorruptions-imaug` is not installed.
+    """
+    function = _function(corruption)
+    if severity not in SEVERITIES:
+        raise DualencError(f"severity={severity}: choose one of 1, 2, 3, 4, 5")
+    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
+        raise DualencError(f"image {image_id}: shape {image.shape} of {image.dtype}; give RGB as uint8 (H, W, 3)")
+    if min(image.shape[:2]) < SMALLEST_SIDE:
+        height, width = image.shape[:2]
+        raise DualencError(f"image {image_id} is {width}x{height}; corruptions need 32x32, resize the images first")
+    own_seed = stable_seed(seed, image_id, corruption, severity)
+    keywords = {"seed": own_seed} if corruption in _OWN_GENERATOR else {}
+    # Spatter divides by the largest drop; with no drop at all (small images) that is 0/0.
+    with _global_generator(own_seed), np.errstate(divide="ignore", invalid="ignore"):
+        values = np.asarray(function(Image.fromarray(image), severity, **keywords))
+    return np.where(np.isfinite(values), values, image).astype(np.uint8)
+
+
+def stable_seed(*parts: int | str) -> int:
+    """A number in [0, 2³²) from any numbers and words; the same in every process and Python version."""
+    plain = tuple(part if isinstance(part, str) else int(part) for part in parts)  # repr(np.int64(1)) differs
+    return int.from_bytes(hashlib.blake2b(repr(plain).encode(), digest_size=4).digest(), "little")
+
+
+def check_corruptions(corruptions: Sequence[str], known: Sequence[str] = ALL) -> tuple[str, ...]:
+    """The names as a tuple; an unknown one raises a `DualencError` that tells the nearest known one."""
+    for name in corruptions:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+            raise DualencError(f"unknown corruption {name}; {hint}")
+    return tuple(corruptions)
+
+
+def _function(corruption: str) -> Callable[..., Any]:
+    check_corruptions([corruption])
+    try:
+        import imagecorruptions
+    except ImportError:
+        raise DualencError(
+            "making corrupted images needs the package imagecorruptions-imaug: pip install 'dualenc[corruptions]'"
+        ) from None
+    return imagecorruptions.corruption_dict[corruption]
+
+
+@contextmanager
+def _global_generator(seed: int) -> Iterator[None]:
+    """numpy's global generator seeded, and put back as it was afterwards."""
+    with _LOCK:
+        before = np.random.get_state()  # noqa: NPY002
+        np.random.seed(seed)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            np.random.set_state(before)  # noqa: NPY002
+
+
+def is_corrupted_folder(path: str | Path) -> bool:
+    """Whether a folder looks like CIFAR-C or Tiny-ImageNet-C: a file or folder is named after a corruption."""
+    return bool(_known(Path(path), ".npy") or _known(Path(path), ""))
+
+
+def read_corrupted(path: str | Path, corruptions: Sequence[str] = ()) -> CorruptedImages:
+    """Open a CIFAR-C or Tiny-ImageNet-C folder, whichever it is.
+
+    Args:
+        path: The folder that holds `<corruption>.npy` files, or `<corruption>/<severity>/<class>/` folders.
+        corruptions: Names to read; all that are there by default.
+
+    Raises:
+        DualencError: neither layout, or what `CifarC` and `TinyImageNetC` raise.
+    """
+    if _known(Path(path), ".npy"):
+        return CifarC(path, corruptions)
+    if _known(Path(path), ""):
+        return TinyImageNetC(path, corruptions)
+    raise DualencError(
+        f"{path}: no <corruption>.npy file and no <corruption>/ folder; is it CIFAR-C or Tiny-ImageNet-C?"
+    )
+
+
+class CifarC:
+    """CIFAR-10-C or CIFAR-100-C: `<corruption>.npy` of (5N, 32, 32, 3) uint8, one block of N per severity.
+
+    Pixels are memory-mapped; the object pickles to its paths.
+
+    Args:
+        path: The folder with `labels.npy` and the corruption files.
+        corruptions: Names to read; all that are there by default.
+
+    Attributes:
+        files: Names of all files, relative to the folder.
+
+    Raises:
+        DualencError: a file is missing or damaged, or lengths differ.
+    """
+
+    severities = SEVERITIES
+    class_names = None
+
+    def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
+        self.path = Path(path)
+        self.corruptions = _choose(self.path, ".npy", corruptions)
+        self.files = ["labels.npy", *(f"{name}.npy" for name in self.corruptions)]
+        labels = _read_npy(self.path / "labels.npy")
+        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+            raise DualencError(f"{self.path}/labels.npy: {labels.dtype} of shape {labels.shape}; whole numbers belong")
+        if len(labels) == 0 or len(labels) % len(SEVERITIES):
+            raise DualencError(
+                f"{self.path}/labels.npy: {len(labels)} labels; five equal blocks, one per severity, belong"
+            )
+        for name in self.corruptions:
+            self._check(name, len(labels))
+        blocks = labels.reshape(len(SEVERITIES), -1)
+        if (blocks != blocks[0]).any():
+            raise DualencError(
+                f"{self.path}/labels.npy: the blocks of the severities differ; the file is not CIFAR-C's"
+            )
+        self.labels: npt.NDArray[np.int64] = blocks[0].astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, index: int, corruption: str, severity: int) -> Image.Image:
+        """Version of image `index` under a corruption at a severity, RGB."""
+        row = (severity - 1) * len(self) + range(len(self))[index]
+        return Image.fromarray(np.array(_read_npy(self.path / f"{corruption}.npy")[row]))
+
+    def _check(self, name: str, length: int) -> None:
+        pixels = _read_npy(self.path / f"{name}.npy")
+        if pixels.ndim != 4 or pixels.shape[3] != 3 or pixels.dtype != np.uint8:
+            raise DualencError(
+                f"{self.path}/{name}.npy: {pixels.dtype} of shape {pixels.shape}; uint8 (5N, H, W, 3) belongs"
+            )
+        if len(pixels) != length:
+            raise DualencError(
+                f"{self.path}/{name}.npy: {len(pixels)} images but labels.npy has {length}; download again"
+            )
+
+
+class TinyImageNetC:
+    """Tiny-ImageNet-C (and ImageNet-C): `<corruption>/<severity>/<class>/<name>.JPEG`.
+
+    An image is known by `<class>/<name>` and must be in every corruption and severity; ids are positions in the
+    sorted list of those.
+
+    Args:
+        path: The folder of the corruption folders.
+        corruptions: Names to read; all that are there by default.
+
+    Attributes:
+        files: Names of all files, relative to the folder.
+
+    Raises:
+        DualencError: a folder is missing or empty, or two folders do not hold the same images.
+    """
+
+    severities = SEVERITIES
+
+    def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
+        self.path = Path(path)
+        self.corruptions = _choose(self.path, "", corruptions)
+        self.names = self._names(self.corruptions[0], SEVERITIES[0])
+        for corruption in self.corruptions:
+            for severity in SEVERITIES:
+                self._compare(corruption, severity)
+        self.files = [f"{c}/{s}/{name}" for c in self.corruptions for s in SEVERITIES for name in self.names]
+        self.class_names: list[str] | None = sorted({name.split("/")[0] for name in self.names})
+        number = {wnid: position for position, wnid in enumerate(self.class_names)}
+        self.labels: npt.NDArray[np.int64] = np.array([number[name.split("/")[0]] for name in self.names])
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def image(self, index: int, corruption: str, severity: int) -> Image.Image:
+        """Version of image `index` under a corruption at a severity, RGB."""
+        return open_image(self.path / corruption / str(severity) / self.names[index])
+
+    def _names(self, corruption: str, severity: int) -> list[str]:
+        folder = self.path / corruption / str(severity)
+        names = sorted(f"{file.parent.name}/{file.name}" for file in folder.glob("*/*") if _is_image(file))
+        if not names:
+            raise DualencError(f"{folder}: no <class>/<name>.JPEG files; download the folder again")
+        return names
+
+    def _compare(self, corruption: str, severity: int) -> None:
+        names = self._names(corruption, severity)
+        if names != self.names:
+            first = min(set(names) ^ set(self.names))
+            raise DualencError(
+                f"{self.path}/{corruption}/{severity}: {len(names)} images, {len(self.names)} in "
+                f"{self.corruptions[0]}/1; {first} is in one only, download the folder again"
+            )
+
+
+def _is_image(file: Path) -> bool:
+    return file.suffix.lower() in (".jpeg", ".jpg", ".png")
+
+
+def _known(folder: Path, suffix: str) -> list[str]:
+    """Corruptions that the folder has, in the benchmark's order: files with the suffix, or folders with a severity 1.
+
+    A folder alone proves nothing: "snow" may be a class of a folder of clean images.
+    """
+    return [
+        name for name in ALL if ((folder / f"{name}{suffix}").is_file() if suffix else (folder / name / "1").is_dir())
+    ]
+
+
+def _choose(folder: Path, suffix: str, wanted: Sequence[str]) -> tuple[str, ...]:
+    there = _known(folder, suffix)
+    for name in check_corruptions(wanted):
+        if name not in there:
+            raise DualencError(
+                f"{folder}/{name}{suffix}: no such file or folder; there are {', '.join(there) or 'none'}"
+            )
+    if not there:
+        raise DualencError(f"{folder}: no corruption named {ALL[0]}{suffix}, …; give the folder that holds them")
+    return tuple(wanted) or tuple(there)
+
+
+def _read_npy(file: Path) -> npt.NDArray[Any]:
+    try:
+        open_regular(file).close()
+        return np.load(file, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise DualencError(f"{file}: no such file; is the folder complete?") from None
+    except DualencError:
+        raise
+    except Exception as error:  # a damaged header is evaluated as Python literals: SyntaxError, TypeError, …
+        # numpy's own words name objects of the parser.
+        raise DualencError(f"{file}: not a whole .npy file ({type(error).__name__}); download it again") from None

@@ -1,0 +1,134 @@
+"""InfoNCE: the softmax over the batch, positive included."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from dualenc.errors import DualencError
+from dualenc.objectives.anchors import Anchors, log_mean_exp
+from dualenc.objectives.base import AnchorLosses, Encode, Objective
+
+
+class InfoNCE(Objective):
+    """−s⁺/τ + log(exp(s⁺/τ) + Σ_c exp(s_c/τ)) over the negatives c of the batch.
+
+    Source: SimCLR (Chen et al. 2020) with views=True, CLIP (Radford et al. 2021) otherwise. Positives beyond the
+    anchor's own (captions of the same image, other relevant documents) are left out of the sum, not counted as
+    negatives.
+    """
+
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+        return AnchorLosses(anchors.by_rows(_cross_entropy))
+
+
+def _cross_entropy(anchors: Anchors) -> Tensor:
+    return torch.nn.functional.cross_entropy(anchors.logits_with_positive, anchors.positive_column, reduction="none")
+
+
+class DCL(Objective):
+    """−s⁺/τ + log Σ_c exp(s_c/τ) over the negatives c of the batch (Yeh et al. 2022, decoupled contrastive loss)."""
+
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+        return AnchorLosses(anchors.by_rows(_log_partition) - anchors.positive_logits)
+
+
+def _log_partition(anchors: Anchors) -> Tensor:
+    alone = anchors.num_negatives == 0
+    # An anchor without negatives only pulls its positive; a row of -inf would have a NaN gradient.
+    logits = anchors.logits.masked_fill(alone[:, None], 0.0)
+    return torch.logsumexp(logits, dim=1).masked_fill(alone, 0.0)
+
+
+class HCL(Objective):
+    """InfoNCE with negatives re-weighted by exp(β_h·s/τ) (mean weight 1) and debiased by the class prior τ⁺.
+
+        −log( e⁺ / (e⁺ + G) ),   G = max( (Σ_c w_c e_c − n·τ⁺·e⁺) / (1 − τ⁺), n·exp(−1/τ) )
+
+    with e = exp(s/τ), w_c = exp(β_h·s_c/τ) / mean over c. Source: Robinson et al. 2021, Eq. 2 (hard negatives) and
+    Chuang et al. 2020 (β_h = 0, debiased); both at zero give InfoNCE. The paper's Fig. 5 writes β·e for the weight;
+    Eq. 2 (and the authors) mean exp(β_h·s/τ), which is what stands here.
+
+    Args:
+        hardness: β_h ≥ 0, concentration on hard negatives.
+        class_prior: τ⁺ in [0, 1), probability that a random candidate is a hidden positive.
+        annealing_steps: ℓ, the number of equal steps in which β_h falls to 0 over the training; 0 keeps it.
+        **common: see `Objective`.
+    """
+
+    def __init__(
+        self, *, hardness: float = 1.0, class_prior: float = 0.1, annealing_steps: int = 0, **common: Any
+    ) -> None:
+        super().__init__(**common)
+        if hardness < 0:
+            raise DualencError(f"HCL: hardness is {hardness}; it must be 0 or more")
+        if not 0 <= class_prior < 1:
+            raise DualencError(f"HCL: class_prior is {class_prior}; it must lie in [0, 1)")
+        if annealing_steps < 0:
+            raise DualencError(f"HCL: annealing_steps is {annealing_steps}; it must be 0 or more")
+        self.initial_hardness = hardness
+        self.hardness = hardness
+        self.class_prior = class_prior
+        self.annealing_steps = annealing_steps
+
+    def set_progress(self, fraction: float) -> None:
+        if self.annealing_steps:
+            passed = math.floor(min(max(fraction, 0.0), 1.0) * self.annealing_steps)
+            self.hardness = self.initial_hardness * (1 - passed / self.annealing_steps)
+
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+        return AnchorLosses(anchors.by_rows(self._cross_entropy))
+
+    def _cross_entropy(self, anchors: Anchors) -> Tensor:
+        positive = anchors.positive_logits
+        alone = anchors.num_negatives == 0
+        masked = anchors.excluded & ~alone[:, None]
+        scores = anchors.scores
+        importance = (self.hardness * scores).masked_fill(masked, -torch.inf)
+        weighted = ((1 + self.hardness) * scores).masked_fill(masked, -torch.inf)
+        hard = torch.logsumexp(weighted, dim=1) - log_mean_exp(importance, anchors.num_negatives)
+        log_negatives = self._debiased(hard, positive, anchors)
+        loss = torch.logaddexp(positive, log_negatives) - positive
+        return torch.where(alone, positive - positive, loss)
+
+    def _debiased(self, log_sum: Tensor, positive: Tensor, anchors: Anchors) -> Tensor:
+        """log G in the log domain: the difference of exponentials only where it exceeds the floor."""
+        if self.class_prior == 0:
+            return log_sum
+        log_count = anchors.num_negatives.clamp(min=1).to(positive.dtype).log()
+        log_hidden = log_count + math.log(self.class_prior) + positive
+        gap = log_hidden - log_sum
+        above = gap < 0
+        # The inner where keeps log1p finite on rows that take the floor, so that their gradient is 0, not NaN.
+        shrink = torch.log1p(-torch.exp(torch.where(above, gap, -torch.ones_like(gap))))
+        difference = log_sum + shrink - math.log1p(-self.class_prior)
+        floor = log_count - 1 / anchors.temperature
+        return torch.where(above & (difference > floor), difference, floor)
+
+
+class SigLIP(Objective):
+    """−log σ(s⁺/τ + b) − Σ_c log σ(−(s_c/τ + b)) per anchor (Zhai et al. 2023, Algorithm 1), for comparison.
+
+    Not an estimate of the global contrastive loss. Temperature and bias are learned unless told otherwise.
+
+    Args:
+        bias: starting value of b.
+        learnable_bias: learn b with the model.
+        **common: see `Objective`.
+    """
+
+    def __init__(self, *, bias: float = -10.0, learnable_bias: bool = True, **common: Any) -> None:
+        super().__init__(**{"temperature": 0.1, "learnable_temperature": True, **common})
+        self.bias = nn.Parameter(torch.tensor(float(bias)), requires_grad=learnable_bias)
+
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+        return AnchorLosses(anchors.by_rows(self._cross_entropy))
+
+    def _cross_entropy(self, anchors: Anchors) -> Tensor:
+        attract = logsigmoid(anchors.positive_logits + self.bias)
+        repel = logsigmoid(-(anchors.scores + self.bias)).masked_fill(anchors.excluded, 0.0)
+        return -attract - repel.sum(dim=1)

@@ -1,0 +1,192 @@
+"""The random draws of an objective: the same on every rank, and part of its state."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dualenc import distributed
+from dualenc.errors import DualencError
+
+
+class SharedRandom(nn.Module):
+    """Numbered draws that all ranks make alike: draw for the whole global batch, then take the rank's own rows.
+
+    Draw k comes from a generator seeded by (seed, k) on the device that wants it. So nothing is copied to an
+    accelerator, and the whole state is two integers, valid on any device and for any number of ranks.
+
+    Args:
+        seed: start of the sequence.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.draws = 0
+
+    def uniform(self, *shape: int, like: Tensor) -> Tensor:
+        """Draws in the open interval (0, 1) of the given shape, with the device and precision of `like`."""
+        draws = torch.rand(shape, generator=self._next(like.device), device=like.device)
+        # log(0) and 1.0 must not appear; float32 is drawn whatever the precision, so that both see the same numbers.
+        tiny = 2.0**-24
+        return draws.clamp_(tiny, 1 - tiny).to(like.dtype)
+
+    def integers(self, high: int, *shape: int, device: torch.device) -> Tensor:
+        """Integers in [0, high) of the given shape."""
+        return torch.randint(high, shape, generator=self._next(device), device=device)
+
+    def permutation(self, size: int, device: torch.device) -> Tensor:
+        """(size,) the numbers [0, size) in random order."""
+        return torch.randperm(size, generator=self._next(device), device=device)
+
+    def get_extra_state(self) -> Tensor:
+        """Seed and number of draws made, for the state dict."""
+        return torch.tensor([self.seed, self.draws])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Continue from a saved position."""
+        if state.shape != (2,):
+            raise DualencError("objective state: _extra_state of the random draws must hold seed and position")
+        self.seed, self.draws = (int(number) for number in state)
+
+    def _next(self, device: torch.device) -> torch.Generator:
+        seed = _mixed(_mixed(self.seed) + self.draws)
+        self.draws += 1
+        return torch.Generator(device).manual_seed(seed)
+
+
+def _mixed(number: int) -> int:
+    """A 63-bit integer whose bits all depend on all bits of the number (splitmix64, Steele et al. 2014)."""
+    mask = 2**64 - 1
+    number = (number + 0x9E3779B97F4A7C15) & mask
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & mask
+    return (number ^ (number >> 31)) >> 1
+
+
+ROWS_PER_DRAW = 256
+
+
+class RowDraws:
+    """(A, C) uniform draws in (0, 1), given out row by row: never the whole matrix at once.
+
+    Every run of 256 rows of the global batch has its own numbered draw. So a row's numbers depend neither on the rank
+    that holds it nor on the rows it is looked at with, and looking again gives the same ones.
+
+    Args:
+        random: moves on by the number of draws taken.
+        num_rows: anchors of the global batch.
+        width: C.
+    """
+
+    def __init__(self, random: SharedRandom, num_rows: int, width: int) -> None:
+        self.seed, self.first = random.seed, random.draws
+        self.num_rows, self.width = num_rows, width
+        random.draws += max(1, -(-num_rows // ROWS_PER_DRAW))
+
+    def of(self, rows: Tensor, like: Tensor) -> Tensor:
+        """(n, C) the numbers of some rows (n,), with the device and precision of `like`."""
+        if self.num_rows <= ROWS_PER_DRAW:
+            return self._draw(0, like)[rows]
+        numbers = like.new_empty(len(rows), self.width)
+        draw_of_row = rows // ROWS_PER_DRAW
+        for draw in draw_of_row.unique().tolist():
+            place = (draw_of_row == draw).nonzero()[:, 0]
+            numbers[place] = self._draw(draw, like)[rows[place] - draw * ROWS_PER_DRAW]
+        return numbers
+
+    def _draw(self, number: int, like: Tensor) -> Tensor:
+        random = SharedRandom(self.seed)
+        random.draws = self.first + number
+        height = min(ROWS_PER_DRAW, self.num_rows - number * ROWS_PER_DRAW)
+        return random.uniform(height, self.width, like=like)
+
+
+class LogAverages(nn.Module):
+    """A moving average u of a positive quantity per item, kept as log u so that exp never overflows.
+
+    Args:
+        num_items: N, the number of items.
+        start: log u of every item. NaN marks an item that was never visited: its first value is taken whole, whatever
+            the batch around it.
+    """
+
+    log_u: Tensor
+
+    def __init__(self, num_items: int, start: float = torch.nan) -> None:
+        super().__init__()
+        self.register_buffer("log_u", torch.full((num_items,), start))
+
+    @torch.no_grad()
+    def track(
+        self,
+        ids: Tensor,
+        log_values: Tensor,
+        rate: float,
+        sizes: list[int] | None = None,
+        store: bool = True,
+        distinct: bool = False,
+    ) -> Tensor:
+        """u ← (1 − rate)·u + rate·value for the rows of this rank; the table takes the rows of all ranks.
+
+        An item that stands in several rows of the batch (two views, several captions) gets each row's own average
+        back, and stores their mean.
+
+        Args:
+            ids: (A,) the rows' items.
+            log_values: (A,) log of the new values; -inf (a row without negatives) leaves its item untouched.
+            rate: share of the new value, in (0, 1].
+            sizes: number of rows on every rank, where known.
+            store: whether the table is written; pass the objective's `updates_state`, alike on all ranks.
+            distinct: no item stands in two rows, on any ranks.
+
+        Returns:
+            (A,) the updated log u of each row, without gradient.
+        """
+        old = self.log_u[ids].to(log_values)
+        updated, usable = log_values, log_values > -torch.inf
+        if rate < 1:
+            updated = torch.logaddexp(old + math.log1p(-rate), log_values + math.log(rate))
+            updated = torch.where(torch.isnan(old), log_values, updated)
+        # A row without negatives gets its item's old average back, but has no say in the new one.
+        updated = torch.where(usable, updated, old)
+        if not store:
+            return updated
+        if distributed.is_initialized():
+            ids, usable, stored = (distributed.gather(rows, sizes) for rows in (ids, usable, updated))
+        else:
+            stored = updated
+        if distinct:
+            # What a row without negatives writes is what was there.
+            self.log_u[ids] = stored.to(self.log_u)
+        else:
+            self._store_mean(ids, torch.where(usable, stored, torch.nan))
+        return updated
+
+    def _store_mean(self, ids: Tensor, log_u: Tensor) -> None:
+        """Write the mean (of u, not of log u) over the usable rows of each item."""
+        usable = torch.isfinite(log_u)
+        log_u = log_u.masked_fill(~usable, -torch.inf)
+        # Every row is scaled by the peak of the batch's rows for its item, so that exp stays in range.
+        items, row_item = torch.unique(ids, return_inverse=True)
+        peak = log_u.new_full((len(items),), -torch.inf).scatter_reduce(0, row_item, log_u, reduce="amax")
+        scaled = torch.exp(log_u - peak[row_item]).masked_fill(~usable, 0.0)
+        total, count = (torch.zeros_like(peak).index_add(0, row_item, rows.to(peak)) for rows in (scaled, usable))
+        mean = (peak + (total / count).log()).to(self.log_u)
+        self.log_u[items] = torch.where(count > 0, mean, self.log_u[items])
+
+
+def mean_per_item(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct items of the rows (A,), and the mean of the rows' values for each: a row order that ranks agree on."""
+    items, row_item, count = torch.unique(ids, return_inverse=True, return_counts=True)
+    total = torch.zeros_like(values[: len(items)]).index_add(0, row_item, values)
+    return items, total / count
+
+
+def first_rows(ids: Tensor) -> Tensor:
+    """Positions of the first row of each distinct id (A,), so that a write by id never meets the same id twice."""
+    items, row_item = torch.unique(ids, return_inverse=True)
+    rows = torch.arange(len(ids), device=ids.device)
+    return rows.new_full((len(items),), len(ids)).scatter_reduce(0, row_item, rows, reduce="amin")

@@ -1,1 +1,0 @@
-"""The main job on data that every machine has: its own documentation."""

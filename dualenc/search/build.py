@@ -1,0 +1,483 @@
+"""From vectors to a trained, filled and measured FAISS index."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import faiss
+import numpy as np
+from faiss.contrib.exhaustive_search import knn_ground_truth
+from tqdm.auto import tqdm
+
+from dualenc.errors import DualencError
+from dualenc.search.embeddings import Embeddings
+from dualenc.types import Metric
+
+UNIT_TOLERANCE = 1e-6
+"""Vectors whose squared length differs from one by less are taken as normalised."""
+STORED_TOLERANCE = 0.02
+"""How far the squared length of stored unit vectors may be from one: half precision rounds each number by 5e-4."""
+
+
+class Database:
+    """N vectors as the metric wants them: float32, finite, of unit norm for "cosine".
+
+    Args:
+        embeddings: the vectors; those that say `normalized` in their meta are checked and taken as they are.
+        metric: "cosine" or "ip".
+    """
+
+    def __init__(self, embeddings: Embeddings, metric: Metric) -> None:
+        self.embeddings = embeddings
+        self.is_trusted = bool(embeddings.meta.get("normalized"))
+        self.metric = metric
+
+    def __len__(self) -> int:
+        return len(self.embeddings)
+
+    def rows(self, rows: np.ndarray) -> np.ndarray:
+        """Some vectors, (n, D), in the order of `rows`.
+
+        Raises:
+            DualencError: a vector is not finite, or not of length one though it should be.
+        """
+        return self._ready(self.embeddings.vectors[rows], rows)
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """All vectors in order, a block at a time.
+
+        Raises:
+            DualencError: a vector is not finite, or not of length one though it should be.
+        """
+        start = 0
+        for block in self.embeddings.blocks():
+            yield self._ready(block, range(start, start + len(block)))
+            start += len(block)
+
+    def sample(self, count: int, seed: int) -> np.ndarray:
+        """Numbers of `count` rows drawn without replacement, ascending."""
+        return np.sort(np.random.default_rng(seed).choice(len(self), min(count, len(self)), replace=False))
+
+    def _ready(self, block: np.ndarray, rows: range | np.ndarray) -> np.ndarray:
+        block = np.ascontiguousarray(block, dtype=np.float32)
+
+        def name(i: int) -> str:
+            return repr(self.embeddings.ids[rows[i]])
+
+        if not self.is_trusted:
+            return ready(block, self.metric, name)
+        squares = _squares(block, name)
+        wrong = (np.abs(squares - 1) > STORED_TOLERANCE) & (squares > 0)
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            length = f"{np.sqrt(squares[row]):.3g}"
+            raise DualencError(f"the vector of {name(row)} has length {length} instead of 1; embed the data again")
+        return block
+
+
+def ready(vectors: np.ndarray, metric: Metric, name: Callable[[int], str] = "row {}".format) -> np.ndarray:
+    """Float32 vectors (n, D), checked to be finite, and scaled to length one for "cosine"; zero stays zero.
+
+    Args:
+        vectors: (n, D) float32; returned as they are where nothing is to do.
+        metric: "cosine" or "ip".
+        name: what to call a row in an error.
+
+    Raises:
+        DualencError: a vector is not finite.
+    """
+    squares = _squares(vectors, name)
+    if metric == "ip" or (np.abs(squares - 1) < UNIT_TOLERANCE).all():
+        return vectors
+    return vectors / np.sqrt(np.where(squares == 0, 1, squares))[:, None]
+
+
+def _squares(vectors: np.ndarray, name: Callable[[int], str]) -> np.ndarray:
+    """Squared lengths (n,) of vectors (n, D), all of them finite."""
+    # One pass: a square is finite exactly if no number of the row is NaN or infinite (or beyond 1e19).
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.einsum("nd,nd->n", vectors, vectors)
+    if not np.isfinite(squares).all():
+        row = int(np.flatnonzero(~np.isfinite(squares))[0])
+        raise DualencError(f"the vector of {name(row)} is not finite; embed it again or leave it out")
+    return squares
+
+
+METRICS = ("cosine", "ip")
+
+EXACT_VALUES = 2**25
+"""Up to this many numbers (128 MiB as float32) an exact search takes some ten milliseconds on one core."""
+FLOAT_VALUES = 2**30
+"""Beyond this many numbers (4 GiB as float32) vectors are stored with one byte per number."""
+MIN_POINTS_PER_LIST = 39
+POINTS_PER_LIST = 64
+OTHER_TRAINING_ROWS = 65536
+
+LARGEST_NUMBER = 2**24
+MOST_LINKS = 1024
+MOST_BITS = 16
+MOST_DIMENSIONS = 2**16
+"""Limits of a factory string: what is beyond them is a slip of the hand, or takes a machine down."""
+
+
+def choose_factory(num_vectors: int, dim: int) -> str:
+    """The factory string that "auto" stands for, by the size of the database N·D.
+
+    ============================  =========================  ======================================
+    N·D                           factory                    why
+    ============================  =========================  ======================================
+    up to 2²⁵ (128 MiB)           `Flat`                     exact, and fast enough
+    up to 2³⁰ (4 GiB)             `IVF{n},Flat`              searches a few of n lists
+    above                         `IVF{n}_HNSW32,SQ8`        as before, in a quarter of the memory
+    ============================  =========================  ======================================
+
+    n is the power of two nearest to 4√N, fewer where a list would get less than 39 training points.
+
+    Args:
+        num_vectors: N.
+        dim: D.
+    """
+    if num_vectors * dim <= EXACT_VALUES:
+        return "Flat"
+    by_training = math.floor(math.log2(max(1, num_vectors / MIN_POINTS_PER_LIST)))
+    lists = 2 ** min(round(math.log2(4 * math.sqrt(num_vectors))), by_training)
+    return f"IVF{lists},Flat" if num_vectors * dim <= FLOAT_VALUES else f"IVF{lists}_HNSW32,SQ8"
+
+
+def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = None) -> Any:
+    """An empty FAISS index; cosine is the inner product of normalised vectors.
+
+    Args:
+        dim: D.
+        factory: a FAISS factory string.
+        metric: "cosine" or "ip".
+        num_vectors: N, if it is known; an index with more lists than vectors is refused.
+
+    Raises:
+        DualencError: FAISS does not know the string, or it does not fit the dimension or the number of vectors
+            (with FAISS's reason).
+    """
+    if metric not in METRICS:
+        raise DualencError(f"metric is {metric!r}: choose one of {', '.join(METRICS)}")
+    check_factory(factory, num_vectors)
+    try:
+        return faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+    except (RuntimeError, MemoryError) as error:
+        raise _unfit(factory, f"does not work for dimension {dim}: {reason(error)}") from None
+
+
+def check_factory(factory: str, num_vectors: int | None = None) -> None:
+    """Refuse what FAISS accepts and then ends the whole process with, hangs on, or can never fill.
+
+    `HNSW0`, `PQ4x0` and `IVF10_HNSW1,Flat` stop at an assertion in C++, a division by zero or a wild pointer when the
+    first vector arrives, out of reach of any exception; `IVF999999999,Flat` takes the memory of the whole machine.
+
+    Args:
+        factory: a FAISS factory string, or "auto".
+        num_vectors: N, if it is known.
+
+    Raises:
+        DualencError: with what is wrong.
+    """
+    numbers = [int(number) for number in re.findall(r"\d+", factory) if len(number) < 10]
+    if len(numbers) < len(re.findall(r"\d+", factory)) or any(not 1 <= n <= LARGEST_NUMBER for n in numbers):
+        raise _unfit(factory, f"has a number that is not between 1 and {LARGEST_NUMBER:,}")
+    for name, links in re.findall(r"(HNSW|NSG)(\d+)", factory):
+        if not 2 <= int(links) <= MOST_LINKS:
+            raise _unfit(factory, f"gives each vector {links} links; {name} takes 2 to {MOST_LINKS}")
+    for bits in re.findall(r"(?:PQ|RQ|LSQ|IMI|Residual)\w*?\d+x(\d+)", factory):
+        if int(bits) > MOST_BITS:
+            raise _unfit(factory, f"has codes of {bits} bits; at most {MOST_BITS} can be trained")
+    for size in re.findall(r"(?:PCA[WR]*|RR|ITQ|OPQ\d+_|Pad)(\d+)", factory):
+        if int(size) > MOST_DIMENSIONS:
+            raise _unfit(factory, f"makes vectors of dimension {size}; at most {MOST_DIMENSIONS} are allowed")
+    for lists in re.findall(r"IVF(\d+)", factory):
+        if num_vectors is not None and int(lists) > num_vectors:
+            raise _unfit(factory, f"has {lists} lists for {num_vectors} vectors")
+    if "IDMap" in factory:
+        raise _unfit(factory, "numbers the vectors itself, and ids.txt does that already; leave IDMap out")
+
+
+def _unfit(factory: str, why: str) -> DualencError:
+    return DualencError(f"factory {factory[:80]!r} {why}; try auto, Flat, HNSW32 or IVF256,Flat")
+
+
+def training_rows(index: Any, num_vectors: int) -> int:
+    """How many vectors to train on: 64 per inverted list, at least 65536, at most all; 0 if none are needed."""
+    if index.is_trained:
+        return 0
+    ivf = faiss.try_extract_index_ivf(index)
+    return min(num_vectors, max(OTHER_TRAINING_ROWS, POINTS_PER_LIST * ivf.nlist if ivf else 0))
+
+
+def reason(error: BaseException) -> str:
+    """The last part of a FAISS error: what is wrong, without the C++ function and file."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"^Error in .* at \S+:\d+: ", "", text)
+    text = re.sub(r"^Error: '.*' failed: ", "", text)
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+SCORE_TOLERANCE = 1e-6
+"""Two scores are a tie if they differ by less than this times both norms: sums in another order differ so much."""
+
+LARGEST_PARAMETER = 2**24
+"""A thread of HNSW keeps 8 bytes for each of `efSearch` candidates."""
+
+
+class Probe(NamedTuple):
+    """Queries with the outcome of an exact search.
+
+    Attributes:
+        queries: (Q, D) float32.
+        rows: (Q,) row of each query in the database, -1 for those from elsewhere.
+        threshold: (Q,) exact score of the k-th neighbour, the query itself not counted.
+        k: how many neighbours.
+    """
+
+    queries: np.ndarray
+    rows: np.ndarray
+    threshold: np.ndarray
+    k: int
+
+
+def exact_probe(database: Database, queries: np.ndarray, rows: np.ndarray, k: int = 10) -> Probe | None:
+    """Search a database exactly for every query, streaming it; None if there is nobody to find.
+
+    Args:
+        database: N vectors.
+        queries: (Q, D).
+        rows: (Q,) row of a query in the database, which is not to find itself; -1 if it is not in there.
+        k: neighbours to look for; fewer if the database is smaller.
+    """
+    k = min(k, len(database) - int((rows >= 0).any()))
+    if k < 1 or not len(queries):
+        return None
+    # One more than k, in case the query itself is among them.
+    scores, found = knn_ground_truth(
+        queries, database.blocks(), min(k + 1, len(database)), faiss.METRIC_INNER_PRODUCT, ngpu=0
+    )
+    scores = np.where(found == rows[:, None], -np.inf, scores)
+    return Probe(queries, rows, -np.sort(-scores, axis=1)[:, k - 1], k)
+
+
+def recall(index: Any, database: Database, probe: Probe) -> float:
+    """The share of exact neighbours that the index finds; a tie with the k-th neighbour is as good as it.
+
+    Args:
+        index: a FAISS index of the database.
+        database: N vectors.
+        probe: queries and their exact k-th scores.
+    """
+    _, found = index.search(probe.queries, probe.k + 1)
+    found = np.where(found == probe.rows[:, None], -1, found)
+    own_last = np.argsort(found < 0, axis=1, kind="stable")[:, : probe.k]
+    found = np.take_along_axis(found, own_last, axis=1)
+    vectors = database.rows(np.maximum(found, 0).ravel()).reshape(*found.shape, -1)
+    scores = np.einsum("qd,qkd->qk", probe.queries, vectors, dtype=np.float64)
+    slack = SCORE_TOLERANCE * np.linalg.norm(probe.queries, axis=1)[:, None] * np.linalg.norm(vectors, axis=2)
+    hits = (found >= 0) & (scores >= probe.threshold[:, None] - slack)
+    return float(hits.mean())
+
+
+def set_parameter(index: Any, name: str, value: int) -> None:
+    """Set a search parameter such as "nprobe" or "efSearch", also inside pre-transformed and refined indexes.
+
+    Raises:
+        DualencError: the index has no such parameter, or the value is beyond what it can use.
+    """
+    ivf = faiss.try_extract_index_ivf(index)
+    largest = int(ivf.nlist) if name == "nprobe" and ivf is not None else LARGEST_PARAMETER
+    if not 1 <= value <= largest:
+        raise DualencError(f"{name} is {value}; give a number from 1 to {largest}")
+    try:
+        faiss.ParameterSpace().set_index_parameter(index, name, value)
+    except RuntimeError as error:
+        raise DualencError(f"{name}={value} does not apply to this index ({reason(error)}); leave it out") from None
+
+
+def parameter_range(index: Any) -> tuple[str, int] | None:
+    """The parameter that trades time for recall, and its largest useful value; None if there is none."""
+    ivf = faiss.try_extract_index_ivf(index)
+    if ivf is not None:
+        return "nprobe", int(ivf.nlist)
+    inner = index
+    while isinstance(inner, (faiss.IndexPreTransform, faiss.IndexRefine)):
+        inner = faiss.downcast_index(inner.index if isinstance(inner, faiss.IndexPreTransform) else inner.base_index)
+    return ("efSearch", 4096) if isinstance(inner, faiss.IndexHNSW) else None
+
+
+def tune(index: Any, database: Database, probe: Probe, target: float, least_gain: float = 0.002) -> dict[str, int]:
+    """Double the search parameter until the recall reaches a target, or stops growing (quantized vectors).
+
+    Returns:
+        The parameter that is now set in the index, by name; empty if the index has none.
+    """
+    parameter = parameter_range(index)
+    if parameter is None:
+        return {}
+    name, largest = parameter
+    value = 1 if name == "nprobe" else 16
+    set_parameter(index, name, value)
+    best = recall(index, database, probe)
+    while best < target and value < largest:
+        larger = min(2 * value, largest)
+        set_parameter(index, name, larger)
+        now = recall(index, database, probe)
+        if now < best + least_gain and best > 0:
+            set_parameter(index, name, value)
+            break
+        best, value = now, larger
+    return {name: value}
+
+
+def build_faiss(
+    database: Database,
+    factory: str,
+    *,
+    train_rows: int | None,
+    seed: int,
+    progress: bool,
+) -> tuple[Any, dict[str, Any]]:
+    """Train a new index on a sample and add the database block by block.
+
+    Args:
+        database: N vectors.
+        factory: "auto" or a FAISS factory string.
+        train_rows: how many vectors to train on; None follows the index (`training_rows`).
+        seed: of the sample.
+        progress: show a bar.
+
+    Returns:
+        The FAISS index, and what was done for its meta.json.
+    """
+    num_vectors, dim = len(database), database.embeddings.dim
+    chosen = choose_factory(num_vectors, dim) if factory == "auto" else factory
+    index = new_index(dim, chosen, database.metric, num_vectors)
+    rows = training_rows(index, num_vectors) if train_rows is None or index.is_trained else min(train_rows, num_vectors)
+    started = time.perf_counter()
+    if rows:
+        _train(index, database.rows(database.sample(rows, seed)), chosen)
+    try:
+        reserve(index, num_vectors)
+        with tqdm(total=num_vectors, desc="index", unit=" vectors", disable=not progress) as bar:
+            for block in database.blocks():
+                index.add(block)
+                bar.update(len(block))
+    except (RuntimeError, MemoryError) as error:
+        raise _unfilled(chosen, num_vectors, error) from None
+    seconds = round(time.perf_counter() - started, 3)
+    return index, {"factory": chosen, "requested_factory": factory, "trained_on": rows, "build_seconds": seconds}
+
+
+def reserve(index: Any, num_vectors: int) -> None:
+    """Allocate flat storage once: grown block by block it would be copied, old and new side by side."""
+    storage = index.storage if isinstance(index, faiss.IndexHNSW) else index
+    storage = faiss.downcast_index(storage)
+    if isinstance(storage, faiss.IndexFlatCodes):
+        storage.codes.resize(num_vectors * storage.code_size)
+        storage.codes.resize(0)
+
+
+def measure(
+    index: Any,
+    database: Database,
+    queries: np.ndarray | None,
+    *,
+    recall_queries: int,
+    target_recall: float,
+    parameters: dict[str, int],
+    seed: int,
+) -> dict[str, Any]:
+    """Set the search parameters (tuned to a recall where none are given) and measure recall@10.
+
+    Args:
+        index: a filled FAISS index.
+        database: the vectors in it.
+        queries: (Q, D) to measure with; None takes vectors of the database, which are not to find themselves.
+        recall_queries: at most so many queries; 0 measures nothing.
+        target_recall: what tuning tries to reach.
+        parameters: search parameters by FAISS's names; empty to tune.
+        seed: of the sample of queries.
+
+    Returns:
+        Entries for meta.json.
+    """
+    for name, value in parameters.items():
+        set_parameter(index, name, value)
+    probe = _probe(database, queries, recall_queries, seed)
+    if probe is None:
+        return {"search_parameters": parameters}
+    chosen = parameters or tune(index, database, probe, target_recall)
+    found = recall(index, database, probe)
+    source = "database" if queries is None else "given"
+    return {
+        "search_parameters": chosen,
+        "recall_at_10": round(found, 4),
+        "recall_queries": len(probe.queries),
+        "recall_queries_from": source,
+    }
+
+
+def _probe(database: Database, queries: np.ndarray | None, count: int, seed: int) -> Probe | None:
+    if queries is None:
+        rows = database.sample(count, seed + 1)
+        return exact_probe(database, database.rows(rows), rows)
+    queries = as_queries(queries, database.embeddings.dim, database.metric)[:count]
+    return exact_probe(database, queries, np.full(len(queries), -1))
+
+
+def as_queries(queries: np.ndarray, dim: int, metric: Metric) -> np.ndarray:
+    """Queries as (Q, D) contiguous float32, normalised for "cosine".
+
+    Raises:
+        DualencError: another dimension than the index's, or values that are not finite.
+    """
+    queries = np.ascontiguousarray(np.atleast_2d(np.asarray(queries)), dtype=np.float32)
+    if queries.ndim != 2 or queries.shape[1] != dim:
+        raise DualencError(
+            f"queries of shape {queries.shape} for an index of dimension {dim}; embed them with the model of the index"
+        )
+    return ready(queries, metric)
+
+
+def _train(index: Any, vectors: np.ndarray, factory: str) -> None:
+    """Train an index so that Ctrl-C ends it at once.
+
+    FAISS asks between the iterations of a k-means whether to stop, which for product quantizers is a minute apart, and
+    OPQ trains one after the other; hence a thread trains, and this one waits where it can be interrupted.
+    """
+    outcome: list[BaseException | None] = []
+    threads = faiss.omp_get_max_threads()
+
+    def train() -> None:
+        faiss.omp_set_num_threads(threads)  # OpenMP keeps this number for each thread
+        try:
+            index.train(vectors)
+            outcome.append(None)
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=train, name="faiss training", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    error = outcome[0]
+    if isinstance(error, (RuntimeError, MemoryError)):
+        raise DualencError(
+            f"factory {factory!r} cannot be trained on {len(vectors)} vectors: {reason(error)}; "
+            "use fewer lists, Flat or auto"
+        ) from None
+    if error is not None:
+        raise error
+
+
+def _unfilled(factory: str, num_vectors: int, error: BaseException) -> DualencError:
+    return DualencError(
+        f"factory {factory!r} cannot take {num_vectors} vectors: {reason(error)}; try auto, Flat, HNSW32 or IVF256,Flat"
+    )

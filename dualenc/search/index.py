@@ -1,0 +1,302 @@
+"""An index with ids: what is saved, opened and searched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+
+from dualenc.errors import DualencError
+from dualenc.files import atomic_path, checksums, read_json_object, recover, verify_checksums, write_json
+from dualenc.search.build import METRICS, Database, as_queries, build_faiss, measure, reason, set_parameter
+from dualenc.search.embeddings import (
+    Embeddings,
+    Snippets,
+    check_ids,
+    check_version,
+    read_ids,
+    write_ids,
+    write_snippets,
+)
+from dualenc.types import Metric
+
+FORMAT = "dualenc index"
+FORMAT_VERSION = 2
+"""1 had a checksum of index.faiss alone."""
+WRITE_BYTES = 1 << 22
+REBUILD = "build the index again"
+
+
+class Index:
+    """A FAISS index, the ids of its N rows, and what is known about both.
+
+    Make one with `Index.build` or `Index.open`.
+
+    Args:
+        faiss_index: row `i` of it is `ids[i]`.
+        ids: (N,) strings.
+        meta: entries of meta.json: `metric`, `factory`, `recall_at_10`, `model`, …
+        snippets: what to show beside each id, if anything.
+    """
+
+    def __init__(
+        self,
+        faiss_index: Any,
+        ids: Sequence[str],
+        meta: dict[str, Any],
+        snippets: Sequence[str] | Snippets | None = None,
+    ) -> None:
+        self.faiss = faiss_index
+        self.ids = list(ids)
+        self.meta = dict(meta)
+        self.snippets = snippets
+        # One more entry, so that FAISS's row -1 ("nothing found") reads as no id.
+        self._id_of_row = np.array([*self.ids, ""], dtype=object)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def dim(self) -> int:
+        """D, the size of the vectors."""
+        return int(self.faiss.d)
+
+    @classmethod
+    def build(
+        cls,
+        vectors: Embeddings | np.ndarray,
+        ids: Sequence[str] | None = None,
+        factory: str = "auto",
+        *,
+        metric: Metric = "cosine",
+        queries: np.ndarray | None = None,
+        recall_queries: int = 500,
+        target_recall: float = 0.95,
+        nprobe: int | None = None,
+        ef_search: int | None = None,
+        train_rows: int | None = None,
+        threads: int | None = None,
+        seed: int = 0,
+        progress: bool = False,
+    ) -> Index:
+        """Train, fill and measure an index; the database is streamed, never held twice.
+
+        Args:
+            vectors: (N, D) array, or embeddings, whose ids, snippets and meta the index takes over.
+            ids: (N,) strings for an array; by default the row numbers.
+            factory: "auto" (see `choose_factory`) or any FAISS factory string.
+            metric: "cosine" (vectors are normalised) or "ip", the inner product.
+            queries: (Q, D) to measure recall@10 with; by default a sample of the database.
+            recall_queries: how many queries to measure with at most; 0 measures nothing and tunes nothing.
+            target_recall: unless `nprobe` or `ef_search` is given, they are doubled until recall@10 reaches this.
+            nprobe: lists that an IVF index visits.
+            ef_search: candidates that an HNSW index keeps.
+            train_rows: vectors to train on; by default 64 per inverted list, at least 65,536.
+            threads: FAISS's threads from now on; by default as many as it finds.
+            seed: of the samples for training and for queries.
+            progress: show a bar.
+
+        Raises:
+            DualencError: an unknown or unfitting factory string (with FAISS's reason), vectors that are not
+                finite, or not of length one where their meta says so, ids that stand twice, no vectors at all, a
+                number out of range, or a search parameter that the index does not have.
+        """
+        embeddings = vectors if isinstance(vectors, Embeddings) else _embeddings(vectors, ids)
+        if not len(embeddings):
+            raise DualencError("no vectors to index; give at least one")
+        check_ids(embeddings.ids)
+        _check_at_least(1, nprobe=nprobe, ef_search=ef_search, train_rows=train_rows, threads=threads)
+        _check_at_least(0, recall_queries=recall_queries, seed=seed)
+        if not 0 <= target_recall <= 1:
+            raise DualencError(f"target_recall is {target_recall}; give a number from 0 to 1")
+        _set_threads(threads)
+        database = Database(embeddings, metric)
+        index, built = build_faiss(database, factory, train_rows=train_rows, seed=seed, progress=progress)
+        parameters = {name: value for name, value in (("nprobe", nprobe), ("efSearch", ef_search)) if value}
+        measured = measure(
+            index,
+            database,
+            queries,
+            recall_queries=recall_queries,
+            target_recall=target_recall,
+            parameters=parameters,
+            seed=seed,
+        )
+        meta = {**_source(embeddings), "dim": embeddings.dim, "count": len(embeddings), "metric": metric}
+        return cls(index, embeddings.ids, {**meta, **built, **measured}, embeddings.snippets)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the folder: `index.faiss`, `ids.txt`, `meta.json`, and `snippets.jsonl` if there are any.
+
+        Raises:
+            DualencError: the folder holds something that is not an index.
+        """
+        check_target(folder)
+        with atomic_path(folder) as beside:
+            beside.mkdir(parents=True)
+            _write_faiss(self.faiss, beside / "index.faiss")
+            write_ids(beside / "ids.txt", self.ids)
+            if self.snippets is not None:
+                write_snippets(beside / "snippets.jsonl", (self.snippet(row) for row in range(len(self))))
+            files = checksums(beside, [path.name for path in beside.iterdir()])
+            head = {"format": FORMAT, "version": FORMAT_VERSION}
+            write_json(beside / "meta.json", {**head, **self.meta, "faiss": faiss.__version__, "files": files})
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], verify: bool = True) -> Index:
+        """Read an index folder.
+
+        Args:
+            folder: as `save` or `dualenc index` wrote it.
+            verify: read every file once more and compare its SHA-256 with meta.json (about 1.5 GB a second on each
+                core).
+
+        Raises:
+            DualencError: no such folder, or a file in it that is missing, truncated or not the one that was written.
+        """
+        folder = Path(folder)
+        meta = _read_meta(folder)
+        path = folder / "index.faiss"
+        snippets = folder / "snippets.jsonl"
+        if verify:
+            names = ["index.faiss", "ids.txt", *(["snippets.jsonl"] if snippets.exists() else [])]
+            verify_checksums(folder, names, meta["files"], REBUILD)
+        if not path.is_file():
+            raise DualencError(f"{path}: missing; {REBUILD}")
+        try:
+            index = faiss.read_index(str(path))
+        except (RuntimeError, MemoryError) as error:
+            raise DualencError(f"{path}: corrupt ({reason(error)}); {REBUILD}") from None
+        for name, found in (("dim", index.d), ("count", index.ntotal)):
+            if meta[name] != found:
+                raise DualencError(f"{path}: has {name} {found}, but meta.json says {meta[name]}; {REBUILD}")
+        ids = read_ids(folder / "ids.txt", index.ntotal)
+        return cls(index, ids, meta, Snippets(snippets) if snippets.exists() else None)
+
+    def search(
+        self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The best ids for a batch of queries.
+
+        Args:
+            queries: (Q, D), or one query (D,).
+            k: how many ids.
+            nprobe: lists that an IVF index visits, from now on; by default what the build chose.
+            ef_search: candidates that an HNSW index keeps, from now on; by default what the build chose.
+
+        Returns:
+            Scores (Q, k) float32, best first, and ids (Q, k) strings; where fewer than k are found, -inf and "".
+
+        Raises:
+            DualencError: another dimension than the index's, queries that are not finite, k below 1, or a search
+                parameter that the index does not have.
+        """
+        scores, rows = self.search_rows(queries, k, nprobe=nprobe, ef_search=ef_search)
+        scores[rows < 0] = -np.inf
+        return scores, self._id_of_row[rows]
+
+    def search_rows(
+        self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `search`, with row numbers (Q, k) int64 in place of ids; -1 where fewer than k are found."""
+        if k < 1:
+            raise DualencError(f"k is {k}; ask for at least 1 result")
+        _check_at_least(1, nprobe=nprobe, ef_search=ef_search)
+        if nprobe is not None:
+            set_parameter(self.faiss, "nprobe", nprobe)
+        if ef_search is not None:
+            set_parameter(self.faiss, "efSearch", ef_search)
+        return self.faiss.search(as_queries(queries, self.dim, self.meta["metric"]), k)
+
+    def snippet(self, row: int) -> str:
+        """What to show beside the id of a row; "" if nothing was stored."""
+        return "" if self.snippets is None else self.snippets[row]
+
+
+def is_index(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds an index, told by its meta.json."""
+    recover(folder)
+    path = Path(folder) / "meta.json"
+    return path.is_file() and read_json_object(path).get("format") == FORMAT
+
+
+def check_target(folder: str | os.PathLike[str]) -> None:
+    """Insist that a folder may be written: it is new, empty, or an index to replace.
+
+    Raises:
+        DualencError: it holds something else.
+    """
+    folder = Path(folder)
+    recover(folder)
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not empty and not is_index(folder):
+        raise DualencError(f"{folder}: exists and holds no index; choose a new or empty folder")
+
+
+def _write_faiss(index: Any, path: Path) -> None:
+    """`faiss.write_index`, except that a disk that is full at the end of the file is an error; FAISS only prints it."""
+    failed: list[OSError] = []
+    with open(path, "wb") as stream:
+
+        def write(block: bytes) -> None:
+            try:
+                stream.write(block)
+            except OSError as error:
+                failed.append(error)
+                raise
+
+        try:
+            faiss.write_index(index, faiss.PyCallbackIOWriter(write, WRITE_BYTES))  # type: ignore[attr-defined]
+        except RuntimeError:
+            if failed:
+                raise failed[0] from None
+            raise
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    recover(folder)
+    if not folder.is_dir():
+        raise DualencError(f"{folder}: no such folder; make an index with `dualenc index MODEL DATA --out {folder}`")
+    path = folder / "meta.json"
+    meta = read_json_object(path)
+    if meta.get("format") != FORMAT:
+        raise DualencError(f"{folder}: not an index; make one with `dualenc index MODEL DATA --out FOLDER`")
+    check_version(folder, meta, FORMAT_VERSION, REBUILD)
+    meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
+    allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
+    for name, values in allowed.items():
+        if name in meta and meta[name] not in values:
+            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {REBUILD}")
+    for name in ("model", "model_checksum"):
+        if not isinstance(meta.get(name, ""), str):
+            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {REBUILD}")
+    return meta
+
+
+def _check_at_least(least: int, **numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and number < least:
+            raise DualencError(f"{name} is {number}; give at least {least}")
+
+
+def _embeddings(vectors: np.ndarray, ids: Sequence[str] | None) -> Embeddings:
+    vectors = np.asarray(vectors)
+    if vectors.ndim != 2 or not vectors.shape[1] or vectors.dtype.kind not in "fiu":
+        raise DualencError(f"vectors are {vectors.dtype} of shape {vectors.shape}; give numbers as a matrix (N, D)")
+    names = [str(row) for row in range(len(vectors))] if ids is None else ids
+    return Embeddings(names, vectors)
+
+
+def _source(embeddings: Embeddings) -> dict[str, Any]:
+    """What the index remembers of the embeddings: which model and side made them, and from what."""
+    kept = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped")
+    return {key: embeddings.meta[key] for key in kept if key in embeddings.meta}
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        faiss.omp_set_num_threads(threads)

@@ -1,0 +1,224 @@
+"""Means since the last log, kept on the device so that no step waits for it, and the first step with a bad loss."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm import tqdm
+
+from dualenc import distributed
+from dualenc.data.pairs import PairDataset
+from dualenc.encoders.card import Code
+from dualenc.errors import DualencError
+from dualenc.files import atomic_path
+from dualenc.objectives.base import Objective
+
+
+class Meter:
+    """Sums scalars step by step; `average` brings their means over steps and ranks to the CPU.
+
+    Args:
+        device: where the scalars are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+        self.first_bad_step = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, step: int, values: dict[str, Tensor | float]) -> None:
+        """Add the values of one step, of which some may be missing; "loss" must be finite, which `bad_step` tells."""
+        for name, value in values.items():
+            scalar = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
+            self.sums[name] = self.sums[name] + scalar if name in self.sums else scalar
+            self.counts[name] = self.counts.get(name, 0) + 1
+            if name == "loss":
+                first = ~torch.isfinite(scalar) & (self.first_bad_step == 0)
+                self.first_bad_step = torch.where(first, float(step), self.first_bad_step)
+
+    def bad_step(self, all_ranks: bool = True) -> int | None:
+        """The first step whose loss was not finite, or None; on some rank, if all ranks call it together."""
+        own = self.first_bad_step[None]
+        steps = (distributed.gather(own) if all_ranks else own).tolist()
+        return min((int(step) for step in steps if step > 0), default=None)
+
+    def average(self) -> dict[str, float]:
+        """Means since the last call, over the steps that had a value, and ranks; all ranks call it together."""
+        if not self.sums:
+            return {}
+        names = sorted(self.sums)
+        sums = distributed.all_reduce(torch.stack([self.sums[name] for name in names]), "mean").tolist()
+        means = {name: total / self.counts[name] for name, total in zip(names, sums, strict=True)}
+        self.sums, self.counts = {}, {}
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums over all ranks, so that a resumed run logs the same means; all ranks call it together."""
+        names = sorted(self.sums)
+        sums = {name: float(distributed.all_reduce(self.sums[name], "mean")) for name in names}
+        return {"sums": sums, "counts": dict(self.counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.counts = dict(state["counts"])
+        self.sums = {
+            name: torch.tensor(value, dtype=torch.float64, device=self.device) for name, value in state["sums"].items()
+        }
+
+
+class RunLog:
+    """Logs on the main process; on others every method does nothing.
+
+    Nothing reaches the disk or a tracker before `open`: a run that fails in its first step leaves no trace.
+
+    Args:
+        path: of the metrics.jsonl: one object per line with "step" and the values logged at it.
+        accelerator: whose trackers get the same values.
+        total_steps: length of the progress bar.
+        progress: show the progress bar.
+    """
+
+    def __init__(self, path: Path, accelerator: Accelerator, total_steps: int, progress: bool = True) -> None:
+        self.path, self.accelerator = path, accelerator
+        self.active = distributed.is_main()
+        self._kept_to = -1
+        self._waiting: list[tuple[int, dict[str, float]]] | None = []
+        self.bar = tqdm(
+            total=total_steps,
+            desc="training",
+            unit="step",
+            disable=not (progress and self.active),
+            mininterval=0.5 if sys.stderr.isatty() else 15.0,
+            dynamic_ncols=True,
+        )
+
+    def open(self, project: str, config: Mapping[str, Any]) -> None:
+        """Begin a run in every tracker, described by flat settings, and write what has been logged so far.
+
+        Lines of an earlier run after the step of `restart_at` go, and a line cut short by a kill.
+        """
+        if self.accelerator.log_with:
+            self.accelerator.init_trackers(project, {name: str(value) for name, value in config.items()})
+        if self.active:
+            lines = [line for line in _complete_lines(self.path) if line["step"] <= self._kept_to]
+            with atomic_path(self.path) as beside:
+                beside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        waiting, self._waiting = self._waiting or [], None
+        for step, values in waiting:
+            self.write(step, values)
+
+    def restart_at(self, step: int) -> None:
+        """Lines after a step are not of this run, which goes on from there."""
+        self._kept_to = step
+        self.bar.update(step - self.bar.n)
+
+    def step(self) -> None:
+        """One optimizer step is done."""
+        self.bar.update()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Log some values at a step; "loss", "learning_rate" and "samples_per_second" also beside the bar."""
+        if not self.active:
+            return
+        if self._waiting is not None:
+            self._waiting.append((step, values))
+            return
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        try:
+            with open(self.path, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"step": step, **finite}) + "\n")
+        except OSError as error:
+            raise DualencError(
+                f"{self.path}: could not be written ({error.strerror}); make room there, then go on with --resume"
+            ) from error
+        self.accelerator.log({name: value for name, value in finite.items() if value is not None}, step=step)
+        shown = {short: f"{values[name]:.3g}" for name, short in _SHOWN.items() if name in values}
+        if shown:
+            self.bar.set_postfix(shown, refresh=False)
+
+    def say(self, line: str) -> None:
+        """A line for the user, above the progress bar."""
+        if self.active:
+            tqdm.write(line, file=sys.stderr)
+
+    def close(self) -> None:
+        """Finish the bar and the trackers."""
+        self.bar.close()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+
+_SHOWN = {"loss": "loss", "learning_rate": "lr", "samples_per_second": "samples/s"}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line cut short is left out."""
+    return _complete_lines(path)
+
+
+def _complete_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+class TrainingCard:
+    """Describes a run for `DualEncoder.save`.
+
+    Args:
+        pairs: the training data.
+        objective: the loss.
+        settings: of the trainer.
+        recipe: the resolved recipe; empty for a run from Python.
+    """
+
+    def __init__(
+        self, pairs: PairDataset, objective: Objective, settings: Mapping[str, Any], recipe: Mapping[str, Any]
+    ) -> None:
+        self.pairs, self.objective = pairs, objective
+        self.settings, self.recipe = _plain(settings), _plain(recipe)
+
+    def __call__(self, before: dict[str, float], metrics: dict[str, float], step: int) -> dict[str, Any]:
+        """The card of the model after so many steps, with its metrics and those of the untrained model."""
+        recipe = yaml.safe_dump(self.recipe or {"trainer": self.settings}, sort_keys=False, allow_unicode=True)
+        return {
+            "data": (
+                f"{type(self.pairs).__name__}: {len(self.pairs)} pairs of {self.pairs.num_left} left and "
+                f"{self.pairs.num_right} right items."
+            ),
+            "training": f"{type(self.objective).__name__}, {step} steps with batches of {self.settings['batch_size']}.",
+            "metrics": _columns(before, metrics) or None,
+            "recipe": Code("yaml", recipe),
+        }
+
+
+def _columns(before: dict[str, float], metrics: dict[str, float]) -> dict[str, dict[str, float]]:
+    """One row per metric: untrained and trained."""
+    untrained = {name: {"untrained": before[name]} if name in before else {} for name in metrics}
+    return {name: {**untrained[name], "trained": value} for name, value in metrics.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Tuples and paths as YAML has them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, os.PathLike) else value
