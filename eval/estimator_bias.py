@@ -34,6 +34,7 @@ from dualenc.objectives import (
     DCL,
     EMC2,
     HCL,
+    ISIR,
     SACLR,
     ExactGlobal,
     InfoNCE,
@@ -55,16 +56,16 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "SACLR row": lambda **common: SACLR(form="row", **common),
     "SACLR matrix": lambda **common: SACLR(form="matrix", rho=0.99, **common),
     "NegativeCache": NegativeCache,
-    "EMC2 mh stored": EMC2,
-    "EMC2 mh fresh": lambda **common: EMC2(score="fresh", **common),
-    "EMC2 mh fresh draws": lambda batch_size, **common: EMC2(score="fresh", proposals=batch_size, **common),
-    "EMC2 isir": lambda **common: EMC2(kernel="isir", **common),
-    "EMC2 isir draws": lambda batch_size, **common: EMC2(kernel="isir", proposals=batch_size, **common),
+    "EMC2 stored": EMC2,
+    "EMC2 fresh": lambda **common: EMC2(score="fresh", **common),
+    "EMC2 fresh draws": lambda batch_size, **common: EMC2(score="fresh", proposals=batch_size, **common),
+    "ISIR": ISIR,
+    "ISIR draws": lambda batch_size, **common: ISIR(proposals=batch_size, **common),
     "ExactGlobal": ExactGlobal,
 }
 VIEWS_ONLY: dict[str, Callable[..., Objective]] = {
-    "EMC2 isir shared chain": lambda **common: EMC2(kernel="isir", shared_chain=True, **common),
-    "EMC2 mh shared chain": lambda **common: EMC2(shared_chain=True, **common),
+    "ISIR shared chain": lambda **common: ISIR(shared_chain=True, **common),
+    "EMC2 shared chain": lambda **common: EMC2(shared_chain=True, **common),
 }
 STRETCHES = 8
 
@@ -152,6 +153,7 @@ def bias(found: Measured, exact: Tensor) -> float:
 
 
 def mixing(
+    kind: type[EMC2] | type[ISIR],
     frozen: Frozen,
     temperature: float,
     batch_size: int,
@@ -169,7 +171,7 @@ def mixing(
     deviations: dict[int, list[Tensor]] = {look: [] for look in looks}
     values: dict[int, list[float]] = {look: [] for look in looks}
     for replica in range(replicas):
-        criterion = EMC2(seed=replica, **common, **how)
+        criterion = kind(seed=replica, **common, **how)
         for epoch, order in enumerate(epochs(num_pairs, batch_size, max(looks) + 1, seed=replica)):
             mean, value = torch.zeros_like(exact), 0.0
             for ids in order:
@@ -187,15 +189,17 @@ def mixing(
     return found
 
 
-def mixing_table(frozen: Frozen, replicas: int, kernels: Sequence[str] = ("isir",)) -> Table:
-    """A row per kernel, τ, B and start."""
+def mixing_table(frozen: Frozen, replicas: int, kinds: Sequence[type[EMC2] | type[ISIR]] = (ISIR,)) -> Table:
+    """A row per objective, τ, B and start."""
     rows = []
-    for kernel, temperature, batch_size in product(kernels, (0.02, 0.05, 0.07), (4, 16, 32)):
+    for kind, temperature, batch_size in product(kinds, (0.02, 0.05, 0.07), (4, 16, 32)):
         for start, recent in (("recent items", 4096), ("cold", 0)):
-            found = mixing(frozen, temperature, batch_size, replicas, kernel=kernel, recent=recent)
+            found = mixing(kind, frozen, temperature, batch_size, replicas, recent=recent)
             named = {f"bias after {look}": bias for look, (bias, _) in found.items()}
             value = {"value after 3": found[3][1]}
-            rows.append({"kernel": kernel, "τ": temperature, "B": batch_size, "start": start, **named, **value})
+            rows.append(
+                {"objective": kind.__name__, "τ": temperature, "B": batch_size, "start": start, **named, **value}
+            )
     return Table(f"N = {len(frozen.left)}; bias of the epoch after so many, {replicas} runs", rows)
 
 

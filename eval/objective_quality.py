@@ -25,7 +25,7 @@ from dualenc.data import BeirPairs, PairDataset
 from dualenc.encoders import DualEncoder, TextEncoder, train_tokenizer
 from dualenc.evaluation.report import Table, print_table
 from dualenc.files import write_json
-from dualenc.objectives import DCL, EMC2, HCL, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
+from dualenc.objectives import DCL, EMC2, HCL, ISIR, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
 from dualenc.training import Evaluator, KNNEvaluator, RetrievalEvaluator
 from dualenc.training.trainer import MixedPrecision
 
@@ -35,8 +35,8 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "HCL": lambda **common: HCL(hardness=0.5, class_prior=0.01, **common),
     "SogCLR": lambda **common: SogCLR(gamma=0.5, **common),
     "ISogCLR": lambda **common: ISogCLR(gamma=0.5, temperature_rate=0.001, **common),
-    "EMC2 mh": lambda **common: EMC2(kernel="mh", **common),
-    "EMC2 isir": lambda **common: EMC2(kernel="isir", **common),
+    "EMC2": EMC2,
+    "ISIR": ISIR,
     "NegativeCache": lambda **common: NegativeCache(**common),
     "SACLR row": lambda **common: SACLR(form="row", **common),
     "SACLR matrix": lambda **common: SACLR(form="matrix", rho=0.99, **common),

@@ -1005,7 +1005,8 @@ def recipe_keys(toys: Path) -> Iterator[Case]:
             recipe(lambda s, section=section: s[section].update(init_args=[1])),
         )
     for name, arguments in {
-        "EMC2": {"kernel": "x", "burn_in": 2, "proposals": -1, "neighbors": 0, "neighbor_share": 2, "score": "old"},
+        "EMC2": {"burn_in": 2, "proposals": -1, "neighbors": 0, "neighbor_share": 2, "score": "old"},
+        "ISIR": {"kernel": "isir", "recent": -1},
         "HCL": {"hardness": -1, "class_prior": 1, "annealing_steps": -1},
         "SACLR": {"alpha": 2, "rho": -1, "form": "x", "negatives": 0, "kernel": "x"},
         "NegativeCache": {"refresh": 2},

@@ -4,6 +4,7 @@ from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.objectives.emc2 import EMC2
 from dualenc.objectives.exact import ExactGlobal
 from dualenc.objectives.in_batch import DCL, HCL, InfoNCE, SigLIP
+from dualenc.objectives.isir import ISIR
 from dualenc.objectives.negative_cache import NegativeCache
 from dualenc.objectives.saclr import SACLR
 from dualenc.objectives.sogclr import ISogCLR, SogCLR
@@ -12,6 +13,7 @@ __all__ = [
     "DCL",
     "EMC2",
     "HCL",
+    "ISIR",
     "SACLR",
     "ExactGlobal",
     "ISogCLR",

@@ -1,9 +1,14 @@
-"""The memory of EMC²'s Markov chains, and what goes into and comes out of one transition."""
+"""What EMC2 and ISIR share: the chains' memory, where they start, what is proposed to them, and the loss's value.
+
+An *item* is what a chain can be on: an id of the candidates' side, or with views one view of an image, its left view
+as 2·id and its right view as 2·id + 1.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +16,7 @@ from torch import Tensor, nn
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.base import Encode
+from dualenc.objectives.base import AnchorLosses, Encode, Objective
 from dualenc.objectives.state import SharedRandom, first_rows
 from dualenc.types import Side
 
@@ -19,43 +24,39 @@ NO_STATE = -1
 
 
 class Chains(nn.Module):
-    """One chain per anchor: the pair it is on, named by two ids, and that pair's similarity when accepted.
-
-    A pair is named by its item on the candidates' side and by its partner on the anchors' side: of a document that
-    three queries share, a chain knows on which of the three copies it is. Both are -1 before the first step; the
-    partner is -1 as well where items are not proposed in pairs.
+    """The item that each chain is on, -1 before the first step, and what an objective wants to remember with it.
 
     Args:
-        num_anchors: m, the number of chains.
+        num_chains: m.
+        remembers: name of each further value, and what it is before the first step.
     """
 
     state: Tensor
-    partner: Tensor
     score: Tensor
+    partner: Tensor
 
-    def __init__(self, num_anchors: int) -> None:
+    def __init__(self, num_chains: int, remembers: Mapping[str, float]) -> None:
         super().__init__()
-        self.register_buffer("state", torch.full((num_anchors,), NO_STATE))
-        self.register_buffer("partner", torch.full((num_anchors,), NO_STATE))
-        self.register_buffer("score", torch.full((num_anchors,), -torch.inf))
+        self.before = {"state": NO_STATE, **remembers}
+        for name, value in self.before.items():
+            self.register_buffer(name, torch.full((num_chains,), value))
 
-    def store(self, anchors: Anchors, chains: Tensor, state: Tensor, partner: Tensor, score: Tensor) -> None:
+    def store(self, anchors: Anchors, chains: Tensor, state: Tensor, **remembered: Tensor) -> None:
         """Write where the chains (A,) of all ranks' anchors are now; of several rows of a chain the first counts."""
-        whole = distributed.gather(torch.stack([anchors.rows, chains, state, partner], dim=1), anchors.sizes)
-        score = distributed.gather(score, anchors.sizes)
-        in_order = whole[:, 0].argsort()
-        in_order = in_order[whole[in_order, 2] != NO_STATE]
-        chosen = in_order[first_rows(whole[in_order, 1])]
-        _, chains, state, partner = whole[chosen].unbind(dim=1)
+        gathered = distributed.gather(torch.stack([anchors.rows, chains, state], dim=1), anchors.sizes)
+        in_order = gathered[:, 0].argsort()
+        in_order = in_order[gathered[in_order, 2] != NO_STATE]
+        chosen = in_order[first_rows(gathered[in_order, 1])]
+        _, chains, state = gathered[chosen].unbind(dim=1)
         self.state[chains] = state
-        self.partner[chains] = partner
-        self.score[chains] = score[chosen].to(self.score)
+        for name, values in remembered.items():
+            table = getattr(self, name)
+            table[chains] = distributed.gather(values, anchors.sizes)[chosen].to(table)
 
     def forget(self) -> None:
         """Back to before the first step."""
-        self.state.fill_(NO_STATE)
-        self.partner.fill_(NO_STATE)
-        self.score.fill_(-torch.inf)
+        for name, value in self.before.items():
+            getattr(self, name).fill_(value)
 
 
 class RecentItems(nn.Module):
@@ -111,18 +112,25 @@ class RecentItems(nn.Module):
         return seen < self.enough <= self.num_seen
 
     @torch.no_grad()
-    def look(self, anchors: Anchors, uniform: Tensor, draw: bool) -> tuple[Tensor, ...]:
-        """What anchors (A,) see here.
+    def look(self, anchors: Anchors, usable: Tensor, random: SharedRandom) -> tuple[Tensor, ...]:
+        """What anchors (A,) see here, where all items but their positives are negatives.
 
         Args:
-            anchors: for which all that is here, but their positives, are negatives.
-            uniform: (A,) draws in (0, 1).
-            draw: whether any of them needs one of the items; else none are drawn.
+            anchors: those of this rank.
+            usable: (A,) whether a chain needs no start; with all of them usable nothing is drawn.
+            random: for the draws.
 
         Returns:
             (A,) each: log of the sum and of the number of exp(s/τ) over the corpus that is stood for, -inf for none;
             item, partner and similarity of a draw from the softmax, -1, -1 and -inf for none.
         """
+        infinite, nowhere = torch.full_like(anchors.positive_similarities, -torch.inf), torch.full_like(anchors.ids, -1)
+        if not self.num_slots:
+            return infinite, infinite, nowhere, nowhere, infinite
+        uniform = random.uniform(anchors.num_global, like=infinite)[anchors.rows]
+        if self.embeddings.shape[1] == 0:
+            return infinite, infinite, nowhere, nowhere, infinite
+        all_usable = bool(usable.all())
 
         def rows(some: Anchors, uniform: Tensor) -> tuple[Tensor, ...]:
             allowed = some.is_negative(ids_of(self.items, some.views)) & (self.items != NO_STATE)
@@ -131,23 +139,16 @@ class RecentItems(nn.Module):
             similarities = some.embeddings @ self.embeddings.to(some.embeddings).T
             log_counts = self.log_counts.to(similarities).expand_as(allowed).masked_fill(~allowed, -torch.inf)
             logits = similarities / some.temperature + log_counts
-            log_sum = torch.logsumexp(logits, dim=1)
-            log_count = torch.logsumexp(log_counts, dim=1)
-            if not draw:
-                return log_sum, log_count, *nothing(some)
+            log_sum, log_count = torch.logsumexp(logits, dim=1), torch.logsumexp(log_counts, dim=1)
+            if all_usable:
+                return log_sum, log_count
             possible = torch.isfinite(log_sum)
             drawn = inverse_cdf(torch.exp(logits - log_sum[:, None]).nan_to_num(0.0), uniform)
             item, partner = (torch.where(possible, ids[drawn], NO_STATE) for ids in (self.items, self.partners))
             return log_sum, log_count, item, partner, torch.where(possible, at(similarities, drawn), -torch.inf)
 
-        def nothing(some: Anchors) -> tuple[Tensor, ...]:
-            nowhere = torch.full_like(some.ids, NO_STATE)
-            return nowhere, nowhere, torch.full_like(some.positive_similarities, -torch.inf)
-
-        if self.embeddings.shape[1] == 0:
-            none = torch.full_like(uniform, -torch.inf)
-            return none, none, *nothing(anchors)
-        return anchors.statistics(rows, uniform, row_entries=2 * self.num_slots)
+        found = anchors.statistics(rows, uniform, row_entries=2 * self.num_slots)
+        return (*found, nowhere, nowhere, infinite) if all_usable else found
 
     def log_mean(self, log_sum: Tensor, log_count: Tensor, state: Tensor, logit: Tensor, otherwise: Tensor) -> Tensor:
         """(A,) estimate of the log of the mean of exp(s/τ) over all negatives.
@@ -186,50 +187,6 @@ class RecentItems(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-@dataclass
-class Step:
-    """What a kernel sees. Similarities, not logits, so that stored ones stay valid when the temperature is learned.
-
-    Attributes:
-        items: (C,) the proposals.
-        similarities: (A, C) cosines with the proposals.
-        allowed: (A, C) whether a proposal is a negative of the anchor.
-        state: (A,) item that the chain comes with, -1 for none.
-        places: (A, S) the proposals that are the same as what the state stands for, -1 where there is none.
-        beside: (A,) whether the state counts beside the proposals: it is not among them, or they are other copies.
-        score: (A,) similarity of the state, stored or fresh; -inf for none.
-        outside: (A, S) similarities of what the state stands for; -inf where they are not known.
-        log_density: (C,) log of how often each proposal is proposed, over uniform proposals.
-        state_log_density: (A,) the same of the state.
-        temperature: scalar τ.
-    """
-
-    items: Tensor
-    similarities: Tensor
-    allowed: Tensor
-    state: Tensor
-    places: Tensor
-    beside: Tensor
-    score: Tensor
-    outside: Tensor
-    log_density: Tensor
-    state_log_density: Tensor
-    temperature: Tensor
-
-
-class Move(NamedTuple):
-    """What a kernel gives: the negatives' weights, and where the chain is now.
-
-    weights: (A, C) of the proposals; outside_weights: (A, S) of what the state stands for, where it is not among
-    them; together they sum to 1 (to 0 where the anchor has no negative at all). column: (A,) the proposal that is the
-    next state, -1 where the chain stays where it is.
-    """
-
-    weights: Tensor
-    outside_weights: Tensor
-    column: Tensor
-
-
 def at(values: Tensor, column: Tensor) -> Tensor:
     """(A,) of each row of values (A, C) the entry in its column (A,)."""
     return values.gather(1, column[:, None])[:, 0]
@@ -248,19 +205,23 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def log_mean_of_negatives(step: Step) -> Tensor:
+def log_mean_of_negatives(proposed: Tensor, log_weights: Tensor, state: Tensor, state_log_weight: Tensor) -> Tensor:
     """(A,) estimate of the log of the mean of exp(s/τ) over all negatives.
 
     The mean over uniform proposals errs low (Jensen), the mean over proposals and state errs high (they are a
-    size-biased sample); halfway between both the errors nearly cancel (bidirectional Monte Carlo, Grosse et al. 2015).
+    size-biased sample); halfway between both the errors nearly cancel (bidirectional Monte Carlo, Grosse et al. 2015,
+    arXiv:1511.02543).
+
+    Args:
+        proposed: (A, C) s/τ of the proposals.
+        log_weights: (A, C) log of what each counts, uniform proposals one; -inf where it is no negative.
+        state: (A,) s/τ of the state.
+        state_log_weight: (A,) log of what the state counts; -inf where it is among the proposals, or there is none.
     """
-    log_weight = (-step.log_density).expand_as(step.allowed).masked_fill(~step.allowed, -torch.inf)
-    log_sum = torch.logsumexp(step.similarities / step.temperature + log_weight, dim=1)
-    log_count = torch.logsumexp(log_weight, dim=1)
+    log_sum, log_count = torch.logsumexp(proposed + log_weights, dim=1), torch.logsumexp(log_weights, dim=1)
     low = log_sum - log_count
-    with_state = torch.logaddexp(log_sum, step.score / step.temperature - step.state_log_density)
-    high = with_state - torch.logaddexp(log_count, -step.state_log_density)
-    high = torch.where(step.beside, high, low)
+    high = torch.logaddexp(log_sum, state + state_log_weight) - torch.logaddexp(log_count, state_log_weight)
+    high = torch.where(torch.isneginf(state_log_weight), low, high)
     return torch.where(torch.isfinite(log_count), (low + high) / 2, high).nan_to_num(nan=0.0, neginf=0.0)
 
 
@@ -314,15 +275,6 @@ def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
             ids = ids_of(distinct[place], views=True)
             embeddings = embeddings.index_put((place,), encode(side, ids))
     return embeddings[row]
-
-
-def similarities_beside(anchors: Anchors, rows: Tensor, embeddings: Tensor, num_each: int) -> Tensor:
-    """(A, S) similarities of the anchors at `rows` (n,) with embeddings (n·S, D) of their own; -inf elsewhere."""
-    empty = anchors.positive_similarities.new_full((len(anchors.ids), num_each), -torch.inf)
-    if not len(rows):
-        return empty
-    own = embeddings.view(len(rows), num_each, embeddings.shape[-1])
-    return empty.index_put((rows,), torch.einsum("ad,asd->as", anchors.embeddings[rows], own))
 
 
 class Neighbors(nn.Module):
@@ -398,3 +350,210 @@ class Mixture:
             return self.like.new_zeros(len(ids))
         listed = torch.searchsorted(self.near, ids, right=True) - torch.searchsorted(self.near, ids)
         return torch.log(1 - self.share + self.share * self.corpus_size / len(self.near) * listed.to(self.like))
+
+
+@dataclass
+class Visit:
+    """Where some anchors' chains are, and what is proposed to them.
+
+    Attributes:
+        chains, recent: the tables that these anchors use.
+        own: (A,) the number of each anchor's chain.
+        usable: (A,) whether the chain is on a negative of the anchor; else it starts anew.
+        state: (A,) the item that each chain comes with, -1 for none.
+        log_sum, log_count, partner, similarity: (A,) what `RecentItems.look` gives; the last two for what starts anew.
+        items, partners: (C,) the proposals, and the other ids of the pairs that they come from, -1 if from none.
+        mixture: what the proposals are drawn from.
+    """
+
+    chains: Chains
+    recent: RecentItems
+    own: Tensor
+    usable: Tensor
+    log_sum: Tensor
+    log_count: Tensor
+    state: Tensor
+    partner: Tensor
+    similarity: Tensor
+    items: Tensor
+    partners: Tensor
+    mixture: Mixture
+
+
+class ChainObjective(Objective):
+    """Base of the objectives whose negatives come from a Markov chain per anchor that is kept from step to step.
+
+    Where a chain starts never changes its law, but it decides when the law is reached. On an anchor's first visit the
+    chain starts on a draw from the softmax over the latest embeddings of up to `recent` items; once these are there
+    for the first time (after an epoch, or 2·`recent` items of a larger corpus) every chain starts anew. Where the
+    corpus is much larger than `recent`, a start is as good as a softmax over so many negatives, and chains mix on
+    from there.
+
+    The value of the loss takes the partition function from the same embeddings. At fixed parameters it is exact from
+    the second epoch on where the corpus has no more than `recent` items. Of a larger one they are a sample, and the
+    value errs low where a few negatives outweigh all others.
+
+    Mined negatives are no uniform proposals and take no part. In-batch proposals are uniform only if batches are
+    random: with selected batches draw them from the corpus (`proposals=64`).
+
+    Args:
+        proposals: "batch", the other items of the batch: the corpus is then the multiset of the pairs' items, so that
+            a document counts once for each of its queries (pairs that are listed twice are one). Or R: so many items
+            drawn uniformly from the whole id space, encoded once and shared by all chains: every item of the corpus
+            then counts once.
+        neighbor_share: share in [0, 1) of the R draws that comes from the neighbours of the batch's anchors, told by
+            `set_neighbors` (the trainer does so at the start of every epoch, after a pass over the data); the
+            objective corrects for the density of the proposals, so that harder proposals make chains faster and not
+            biased.
+        neighbors: how many neighbours of each item to be told.
+        shared_chain: with views, False gives each of an image's two views a chain of its own, which is exact. True is
+            Fig. 2 of Yau et al. 2024: both walk on from one state, and the first view's walk is kept; that costs a
+            relative bias of the gradient of 0.2 to 0.5 at τ ≤ 0.07.
+        recent: of how many items of each side the latest embeddings are kept (`recent`·D floats beside the model), for
+            chains to start on and for the value of the loss. 0 keeps none: chains start on their first batch.
+        **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
+    """
+
+    needs_num_left = True
+    needs_encode = True
+    remembers: ClassVar[dict[str, float]] = {}
+    """What chains remember besides the item that they are on; see `Chains`."""
+
+    def __init__(
+        self,
+        *,
+        proposals: Literal["batch"] | int = "batch",
+        neighbor_share: float = 0.0,
+        neighbors: int = 16,
+        shared_chain: bool = False,
+        recent: int = 4096,
+        **common: Any,
+    ) -> None:
+        super().__init__(**common)
+        if proposals != "batch" and (not isinstance(proposals, int) or proposals < 1):
+            self._fail("proposals", f'is {proposals!r}; it must be "batch" or a number of draws, at least 1')
+        if not 0 <= neighbor_share < 1 or (neighbor_share and proposals == "batch"):
+            problem = f"is {neighbor_share}; it must lie in [0, 1), and needs proposals to be a number"
+            self._fail("neighbor_share", problem)
+        if neighbors < 1:
+            self._fail("neighbors", f"is {neighbors}; it must be at least 1")
+        if recent < 0:
+            self._fail("recent", f"is {recent}; it must be at least 0, a number of items")
+        self.proposals, self.neighbor_share = proposals, neighbor_share
+        # Draws from the corpus weigh every item once.
+        self.corpus_of_pairs = proposals == "batch"
+        self.num_neighbors = neighbors if neighbor_share else 0
+        self.shared_chain = shared_chain or not self.views
+        num_left, num_right = self.num_left or 1, self.num_right or 1
+        self.left_chains = Chains(num_left if self.shared_chain else 2 * num_left, self.remembers)
+        self.right_chains = self.left_chains if self.views else Chains(num_right, self.remembers)
+        self.left_neighbors, self.right_neighbors = Neighbors(), Neighbors()
+        # Of left items for the chains of right anchors, and the other way round; with views both are the same.
+        num_views = 2 if self.views else 1
+        self.recent_left = RecentItems(recent * num_views, num_left * num_views)
+        self.recent_right = self.recent_left if self.views else RecentItems(recent, num_right)
+        self.random = SharedRandom(self.seed)
+
+    def set_neighbors(self, side: Side, ids: Tensor) -> None:
+        """Tell which items are near each anchor, from an index over the current embeddings; any list keeps the law.
+
+        Args:
+            side: of the anchors, "left" or "right".
+            ids: (m, k) ids of the other side's items (with views: of images), padded with -1; row i is for anchor i.
+        """
+        if side == "left":
+            self.left_neighbors.set(ids, self.num_left or 1, self.num_right or 1)
+        else:
+            self.right_neighbors.set(ids, self.num_right or 1, self.num_left or 1)
+
+    @property
+    def needs_uniform_batches(self) -> str | None:
+        """In-batch proposals follow the law that chains assume in random batches only."""
+        return "proposals=64" if self.proposals == "batch" else None
+
+    def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
+        """Tell how many pairs each item is in; where proposals come from the corpus, every item weighs the same."""
+        super().set_counts(left_counts, right_counts)
+        if self.views:
+            left_counts = right_counts = left_counts.repeat_interleave(2)
+        self.recent_left.set_counts(left_counts, weigh=self.corpus_of_pairs)
+        self.recent_right.set_counts(right_counts, weigh=self.corpus_of_pairs)
+
+    def items_drawn(self, ids: Tensor) -> Tensor:
+        """(C,) the items that drawn ids (R,) propose."""
+        raise TypeError(f"{type(self).__name__} does not define items_drawn")
+
+    def visit(self, anchors: Anchors) -> Visit:
+        """Take in the batch's embeddings; where the anchors' chains are, and what is proposed to them."""
+        chains = self.left_chains if anchors.side == "left" else self.right_chains
+        recent = self.recent_right if anchors.candidate_side == "right" else self.recent_left
+        items = candidate_items(anchors)[: anchors.num_in_batch]
+        # Two views come in no pair.
+        partners = torch.full_like(items, NO_STATE) if self.views else distributed.gather(anchors.ids, anchors.sizes)
+        if self.updates_state and recent.num_slots:
+            recent.add(items, partners, anchors.candidates[: anchors.num_in_batch])
+            if recent.visited(anchors.num_in_batch):
+                # Chains that began while little was there begin anew.
+                chains.forget()
+        own = anchors.ids
+        if not self.shared_chain:
+            # The second views are the second half of all anchors.
+            own = 2 * anchors.ids + (anchors.rows >= anchors.num_global // 2)
+        state = chains.state[own]
+        usable = anchors.is_negative(ids_of(state, self.views)[:, None])[:, 0] & (state != NO_STATE)
+        log_sum, log_count, item, partner, similarity = recent.look(anchors, usable, self.random)
+        state = torch.where(usable, state, item)
+        mixture = Mixture(self.num_items(anchors.candidate_side) or 1, anchors.embeddings.detach())
+        if self.proposals != "batch":
+            neighbors = self.left_neighbors if anchors.side == "left" else self.right_neighbors
+            if self.neighbor_share and len(neighbors.ids):
+                near = neighbors.near(distributed.gather(anchors.ids, anchors.sizes))
+                mixture = mixture.with_list(near, self.neighbor_share)
+            items = self.items_drawn(mixture.draw(self.proposals, self.random))
+            partners = torch.full_like(items, NO_STATE)
+        return Visit(
+            chains=chains,
+            recent=recent,
+            own=own,
+            usable=usable,
+            log_sum=log_sum,
+            log_count=log_count,
+            state=state,
+            partner=partner,
+            similarity=similarity,
+            items=items,
+            partners=partners,
+            mixture=mixture,
+        )
+
+    def embed_proposals(self, anchors: Anchors, visit: Visit, wanted: Tensor, encode: Encode) -> tuple[Tensor, Tensor]:
+        """(C, D) the proposals, and (n, D) this rank's wanted items (n,), each encoded once."""
+        if self.proposals == "batch":
+            return anchors.candidates[: anchors.num_in_batch], embed(wanted, encode, anchors)
+        own, sizes = distributed.share(visit.items)
+        embeddings = embed(torch.cat([own, wanted]), encode, anchors)
+        proposed = distributed.gather_with_grad(embeddings[: len(own)], sizes)
+        if self.updates_state and visit.recent.num_slots and visit.mixture.is_uniform:
+            visit.recent.add(visit.items, visit.partners, proposed)
+        return proposed, embeddings[len(own) :]
+
+    def compare(self, anchors: Anchors, visit: Visit, proposed: Tensor) -> tuple[Tensor, Tensor]:
+        """(A, C) similarities with the proposals (C, D), and (A, C) whether these are negatives of the anchors."""
+        if self.proposals == "batch":
+            own = slice(anchors.num_in_batch)
+            return anchors.similarities[:, own], anchors.allowed[:, own]
+        return anchors.embeddings @ proposed.T, anchors.is_negative(ids_of(visit.items, self.views))
+
+    def global_loss(
+        self, anchors: Anchors, visit: Visit, negatives: Tensor, state_logit: Tensor, log_mean: Tensor
+    ) -> AnchorLosses:
+        """The loss, from (A,) Σ_z p(z)·s_z with gradient.
+
+        Args:
+            state_logit: (A,) s/τ of the state that chains came with.
+            log_mean: (A,) estimate of the log of the mean of exp(s/τ), for want of recent items.
+        """
+        log_mean = visit.recent.log_mean(visit.log_sum, visit.log_count, visit.state, state_logit, log_mean)
+        surrogate = negatives / anchors.temperature - anchors.positive_logits
+        value = log_mean + self.log_corpus_size(anchors) - anchors.positive_logits
+        return AnchorLosses(surrogate, value.detach())

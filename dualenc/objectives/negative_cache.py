@@ -12,8 +12,7 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.chains import candidate_items, embed, find, items_of
-from dualenc.objectives.isir import inverse_cdf
+from dualenc.objectives.chains import candidate_items, embed, find, inverse_cdf, items_of
 from dualenc.objectives.state import SharedRandom, first_rows
 
 MAX_BLOCKS = 16384

@@ -1,7 +1,7 @@
 """Peak memory of a training step with gradient caching as the batch grows, over that of the smallest batch.
 
     python eval/bench/memory.py --encoder minilm --batch_sizes [32,4096]
-    python eval/bench/memory.py --encoder resnet18 --image_size 64 --objectives '[InfoNCE,EMC2 mh]'
+    python eval/bench/memory.py --encoder resnet18 --image_size 64 --objectives [InfoNCE,EMC2]
     python eval/bench/memory.py --encoder linear --batch_sizes [32,4096,8192]
 
 Every measurement is a process of its own: its peak resident memory (of everything, Python and torch included), or the
@@ -43,9 +43,9 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "SACLR row": ("SACLR", {}),
     "SACLR-1 matrix": ("SACLR", {"form": "matrix", "negatives": 1}),
     "NegativeCache": ("NegativeCache", {}),
-    "EMC2 mh": ("EMC2", {}),
-    "EMC2 mh fresh": ("EMC2", {"score": "fresh"}),
-    "EMC2 isir": ("EMC2", {"kernel": "isir"}),
+    "EMC2": ("EMC2", {}),
+    "EMC2 fresh": ("EMC2", {"score": "fresh"}),
+    "ISIR": ("ISIR", {}),
     "ExactGlobal": ("ExactGlobal", {"corpus_chunk_size": 64}),
 }
 

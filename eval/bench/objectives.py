@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dualenc.encoders import BatchStatistics
 from dualenc.evaluation.report import Table, print_table
-from dualenc.objectives import DCL, EMC2, HCL, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
+from dualenc.objectives import DCL, EMC2, HCL, ISIR, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
 from dualenc.training.encoding import uses_batch_statistics
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
@@ -39,9 +39,9 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "SACLR row": SACLR,
     "SACLR-1 matrix": lambda **common: SACLR(form="matrix", negatives=1, **common),
     "NegativeCache ρ=0": lambda **common: NegativeCache(refresh=0.0, **common),
-    "EMC2 mh stored": EMC2,
-    "EMC2 mh fresh": lambda **common: EMC2(score="fresh", **common),
-    "EMC2 isir": lambda **common: EMC2(kernel="isir", **common),
+    "EMC2 stored": EMC2,
+    "EMC2 fresh": lambda **common: EMC2(score="fresh", **common),
+    "ISIR": ISIR,
 }
 
 

@@ -1,13 +1,16 @@
-"""EMC² once more: chains as Python loops over single anchors and proposals, from Algorithm 1 and the i-SIR law."""
+"""EMC2 and ISIR once more: chains as Python loops over single anchors and proposals."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dualenc.objectives import ISIR
+from dualenc.objectives.chains import ChainObjective
 from dualenc.objectives.state import SharedRandom
 from tests.objectives.slow import Case
 
@@ -54,13 +57,12 @@ class Chain:
 
 
 @dataclass
-class SlowEMC2:
+class SlowChains:
     """The same arguments and the same random numbers as the criterion under test."""
 
     temperature: float
-    kernel: str
-    score: str
-    proposals: str | int
+    kind: type[ChainObjective]
+    arguments: dict[str, Any]
     burn_in: float
     random: SharedRandom
     chains: dict[tuple[str, int], Chain] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class SlowEMC2:
         count = len(columns)
         moves = {}
         losses = []
-        if self.kernel == "isir":
+        if self.kind is ISIR:
             uniform = self.random.uniform(len(anchors), like=case.left)
         else:
             uniform = self.random.uniform(len(anchors), count, like=case.left)
@@ -87,9 +89,9 @@ class SlowEMC2:
             if chain is not None and _barred(case, anchor, chain.item):
                 chain = None
             negatives = [(item, anchor.vector @ vector, not _barred(case, anchor, item)) for item, vector in columns]
-            if self.kernel == "isir":
+            if self.kind is ISIR:
                 partners: list[int] | None = None
-                if self.proposals == "batch" and side != "views":
+                if "proposals" not in self.arguments and side != "views":
                     partners = case.left_id if side == "left" else case.right_id
                 terms, chain = self._isir(negatives, partners, chain, anchor, corpus, float(uniform[row]))
             else:
@@ -103,14 +105,14 @@ class SlowEMC2:
         return torch.stack(losses).mean()
 
     def _columns(self, case: Case, corpus: Corpus, side: str) -> list[tuple[Item, Tensor]]:
-        if self.proposals == "batch":
+        if "proposals" not in self.arguments:
             return _batch(case, side)
-        views, isir = case.views, self.kernel == "isir"
-        drawn = self.random.integers(NUM_ITEMS, int(self.proposals), device=torch.device("cpu")).tolist()
+        views, isir = case.views, self.kind is ISIR
+        drawn = self.random.integers(NUM_ITEMS, self.arguments["proposals"], device=torch.device("cpu")).tolist()
         if views and isir:
             items = [Item(view, i) for view in ("left", "right") for i in drawn]
         elif views:
-            second = self.random.integers(2, int(self.proposals), device=torch.device("cpu")).tolist()
+            second = self.random.integers(2, self.arguments["proposals"], device=torch.device("cpu")).tolist()
             items = [Item("right" if view else "left", i) for i, view in zip(drawn, second)]
         else:
             items = [Item("right" if side == "left" else "left", i) for i in drawn]
@@ -129,7 +131,7 @@ class SlowEMC2:
         score = -math.inf
         if chain is not None:
             score = chain.score
-            if self.score == "fresh":
+            if self.arguments.get("score") == "fresh":
                 similarity = anchor.vector @ _vector(corpus, chain.item) if among is None else among
                 score = float(similarity.detach())
         current: tuple[Item, Tensor | None] | None = None if chain is None else (chain.item, among)

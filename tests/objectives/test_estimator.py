@@ -8,32 +8,36 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from dualenc.objectives import DCL, EMC2, ExactGlobal, InfoNCE, NegativeCache, Objective, SogCLR, isir
-from dualenc.objectives.chains import Move, Step
+from dualenc.objectives import DCL, EMC2, ISIR, ExactGlobal, InfoNCE, NegativeCache, Objective, SogCLR
+from dualenc.objectives.chains import ChainObjective
+from dualenc.objectives.isir import iterated_sir
 from tests.objectives.frozen import TAU, Frozen, averaged_bias, batches
 
 N, B = 200, 40
 EXACT = {
-    "mh-fresh-draws": {"kernel": "mh", "score": "fresh", "proposals": B},
-    "isir-batch": {"kernel": "isir", "proposals": "batch"},
-    "isir-draws": {"kernel": "isir", "proposals": B},
+    "EMC2-fresh-draws": (EMC2, {"score": "fresh", "proposals": B}),
+    "ISIR-batch": (ISIR, {}),
+    "ISIR-draws": (ISIR, {"proposals": B}),
 }
 
 NEIGHBORS = {
-    "mh-neighbors": {"kernel": "mh", "score": "fresh", "proposals": 10, "neighbor_share": 0.7},
-    "isir-neighbors": {"kernel": "isir", "proposals": 10, "neighbor_share": 0.7},
+    "EMC2-neighbors": (EMC2, {"score": "fresh", "proposals": 10, "neighbor_share": 0.7}),
+    "ISIR-neighbors": (ISIR, {"proposals": 10, "neighbor_share": 0.7}),
 }
 
 
-def build(name: str) -> EMC2:
+def build(name: str) -> ChainObjective:
     """A criterion by name; neighbours are the five nearest items."""
-    criterion = EMC2(num_left=N, temperature=TAU, **(EXACT | NEIGHBORS)[name])
+    kind, arguments = (EXACT | NEIGHBORS)[name]
+    criterion = kind(num_left=N, temperature=TAU, **arguments)
     for side in ("left", "right"):
         criterion.set_neighbors(side, Frozen.make().softmax(side).topk(5, dim=1).indices)
     return criterion
 
 
-def states_as_quantiles(frozen: Frozen, criterion: EMC2, num_records: int, forget: bool = False) -> torch.Tensor:
+def states_as_quantiles(
+    frozen: Frozen, criterion: ChainObjective, num_records: int, forget: bool = False
+) -> torch.Tensor:
     """Where chain states fall in the exact law of their anchor: uniform in (0, 1) if that is their law.
 
     Items are ordered by probability, so that too flat and too peaked laws both show.
@@ -66,7 +70,7 @@ def test_states_follow_the_softmax_over_the_whole_corpus(name: str) -> None:
 
 
 def test_the_law_test_rejects_a_sampler_without_memory() -> None:
-    criterion = EMC2(num_left=N, temperature=TAU, kernel="isir", recent=0)
+    criterion = ISIR(num_left=N, temperature=TAU, recent=0)
     assert p_value(states_as_quantiles(Frozen.make(), criterion, num_records=1, forget=True)) < 1e-6
 
 
@@ -81,26 +85,27 @@ def test_averaged_gradient_of_exact_chains_is_the_global_gradient(name: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["isir-batch", "isir-draws", "mh-fresh-draws"])
+@pytest.mark.parametrize("name", EXACT)
 def test_two_views_are_exact_by_default(name: str) -> None:
-    criterion = EMC2(num_left=N, temperature=TAU, views=True, **EXACT[name])
+    kind, arguments = EXACT[name]
+    criterion = kind(num_left=N, temperature=TAU, views=True, **arguments)
     assert averaged_bias(Frozen.make(views=True), criterion, B, warm_up=20, num_epochs=160) <= NOISE
 
 
 def test_one_chain_for_both_views_is_nearer_than_the_in_batch_softmax() -> None:
     frozen, common = Frozen.make(views=True), {"temperature": TAU, "views": True}
-    shared = averaged_bias(frozen, EMC2(num_left=N, kernel="isir", shared_chain=True, **common), B, 20, 80)
+    shared = averaged_bias(frozen, ISIR(num_left=N, shared_chain=True, **common), B, 20, 80)
     in_batch = averaged_bias(frozen, DCL(**common), B, warm_up=0, num_epochs=40)
     assert 0.03 < shared < 0.7 * in_batch
 
 
-@pytest.mark.parametrize("kernel", ["mh", "isir"])
-def test_proposals_from_neighbors_reach_the_law_in_fewer_steps(kernel: str) -> None:
+@pytest.mark.parametrize("kind", [EMC2, ISIR])
+def test_proposals_from_neighbors_reach_the_law_in_fewer_steps(kind: type[ChainObjective]) -> None:
     """After three visits with four proposals each, batch size 4."""
     frozen, distances = Frozen.make(), []
     law = frozen.softmax("left")
     for share in (0.0, 0.7):
-        criterion = EMC2(num_left=N, temperature=TAU, kernel=kernel, proposals=4, neighbor_share=share, recent=0)
+        criterion = kind(num_left=N, temperature=TAU, proposals=4, neighbor_share=share, recent=0)
         criterion.set_neighbors("left", law.topk(5, dim=1).indices)
         for order in batches(N, 4, 3):
             for ids in order:
@@ -128,9 +133,10 @@ def transition(frozen: Frozen) -> tuple[torch.Tensor, torch.Tensor]:
     """
     moves = []
 
-    def recorded(step: Step, uniform: torch.Tensor) -> Move:
-        moves.append((step, isir.iterated_sir(step, uniform)))
-        return moves[-1][1]
+    def recorded(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, column = iterated_sir(*arguments)
+        moves.append(weights.clone())
+        return weights, column
 
     right_id = [0, 1, 1, 2]
     pairs = [1, 2, 3]
@@ -139,17 +145,16 @@ def transition(frozen: Frozen) -> tuple[torch.Tensor, torch.Tensor]:
     law = torch.softmax(torch.stack([similarities[right_id[pair]] / tau for pair in pairs]), dim=0)
     following = torch.zeros(len(pairs), 3, dtype=torch.float64)
     for start, others in product(pairs, combinations(pairs, 2)):
-        criterion = frozen.build(EMC2, kernel="isir", recent=0).double()
+        criterion = frozen.build(ISIR, recent=0).double()
         criterion.left_chains.state[0] = right_id[start]
         criterion.left_chains.partner[0] = start
         moves.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dualenc.objectives.emc2.iterated_sir", recorded)
+            patch.setattr("dualenc.objectives.isir.iterated_sir", recorded)
             frozen.loss(criterion, torch.tensor([0, *others]))
-        step, move = moves[0]
-        row = following[pairs.index(start)]
-        row.index_add_(0, step.items, move.weights[0] / 3)
-        row.index_add_(0, step.state[:1], move.outside_weights[0] / 3)
+        # Three proposals, and the state.
+        items = torch.tensor([right_id[pair] for pair in (0, *others, start)])
+        following[pairs.index(start)].index_add_(0, items, moves[0][0] / 3)
     return law, following
 
 
@@ -170,54 +175,54 @@ def test_isir_leaves_the_softmax_over_unevenly_shared_items_invariant(equal: boo
         torch.testing.assert_close(expected[1:], torch.tensor([2 / 3, 1 / 3], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("kernel", ["isir", "mh"])
-def test_with_all_pairs_in_the_batch_isir_is_the_global_loss(kernel: str) -> None:
+@pytest.mark.parametrize("kind", [ISIR, EMC2])
+def test_with_all_pairs_in_the_batch_isir_is_the_global_loss(kind: type[ChainObjective]) -> None:
     frozen = Frozen.zipf(num_pairs=30, num_documents=8)
     everything = torch.arange(30)
     exact, gradient = frozen.exact()
-    criterion = frozen.build(EMC2, kernel=kernel)
+    criterion = frozen.build(kind)
     for _ in range(4):
         found = frozen.gradient(criterion, everything)
-        if kernel == "isir":
+        if kind is ISIR:
             torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-6)
         assert float(frozen.loss(criterion, everything).detach()) == pytest.approx(exact, abs=1e-4)
     torch.testing.assert_close(frozen.gradient(DCL(temperature=frozen.tau), everything), gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["isir", "mh"])
+@pytest.mark.parametrize("kind", [ISIR, EMC2])
 @pytest.mark.parametrize("batch_size", [16, 64])
-def test_documents_shared_as_in_zipfs_law_make_no_bias(kernel: str, batch_size: int) -> None:
+def test_documents_shared_as_in_zipfs_law_make_no_bias(kind: type[ChainObjective], batch_size: int) -> None:
     frozen = Frozen.zipf()
-    criterion = frozen.build(EMC2, kernel=kernel)
+    criterion = frozen.build(kind)
     assert averaged_bias(frozen, criterion, batch_size, warm_up=8, num_epochs=80) <= 0.03
 
 
 @pytest.mark.parametrize("proposals", ["batch", "draws"])
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
-@pytest.mark.parametrize("kernel", ["isir", "mh"])
+@pytest.mark.parametrize("kind", [ISIR, EMC2])
 @pytest.mark.parametrize(("tau", "batch_size"), [(0.02, 4), (0.02, 16), (0.07, 4), (0.5, 16)])
 def test_the_value_is_that_of_the_global_loss_after_two_epochs(
-    kernel: str, views: bool, proposals: str, tau: float, batch_size: int
+    kind: type[ChainObjective], views: bool, proposals: str, tau: float, batch_size: int
 ) -> None:
     frozen = Frozen.make(num_pairs=120, views=views)
     frozen.tau = tau
     exact, _ = frozen.exact()
-    criterion = frozen.build(EMC2, kernel=kernel, proposals=batch_size if proposals == "draws" else "batch")
+    criterion = frozen.build(kind, proposals=batch_size if proposals == "draws" else "batch")
     assert value_of_epoch(frozen, criterion, batch_size, epoch=2) == pytest.approx(exact, abs=0.2)
 
 
-@pytest.mark.parametrize("kernel", ["isir", "mh"])
+@pytest.mark.parametrize("kind", [ISIR, EMC2])
 @pytest.mark.parametrize("tau", [0.02, 0.5])
-def test_the_value_counts_shared_documents_as_often_as_they_are_shared(kernel: str, tau: float) -> None:
+def test_the_value_counts_shared_documents_as_often_as_they_are_shared(kind: type[ChainObjective], tau: float) -> None:
     frozen = Frozen.zipf(tau=tau)
     exact, _ = frozen.exact()
-    assert value_of_epoch(frozen, frozen.build(EMC2, kernel=kernel), 16, epoch=2) == pytest.approx(exact, abs=0.2)
+    assert value_of_epoch(frozen, frozen.build(kind), 16, epoch=2) == pytest.approx(exact, abs=0.2)
 
 
 def test_the_value_with_proposals_from_the_corpus_counts_every_document_once() -> None:
     frozen = Frozen.zipf()
-    criterion = frozen.build(EMC2, kernel="isir", proposals=16)
+    criterion = frozen.build(ISIR, proposals=16)
     oracle = ExactGlobal(num_left=len(frozen.left), num_right=len(frozen.right), temperature=frozen.tau)
     exact = float(frozen.loss(oracle, torch.arange(len(frozen.left))).detach())
     assert value_of_epoch(frozen, criterion, 16, epoch=2) == pytest.approx(exact, abs=0.1)
@@ -228,7 +233,7 @@ def test_a_sample_of_the_corpus_gives_the_value_too() -> None:
     frozen = Frozen.make(num_pairs=120)
     frozen.tau = 0.2
     exact, _ = frozen.exact()
-    criterion = frozen.build(EMC2, kernel="isir", recent=30)
+    criterion = frozen.build(ISIR, recent=30)
     assert value_of_epoch(frozen, criterion, 4, epoch=3) == pytest.approx(exact, abs=0.2)
 
 
@@ -240,9 +245,9 @@ def value_of_epoch(frozen: Frozen, criterion: Objective, batch_size: int, epoch:
     return sum(values) / len(frozen.left)
 
 
-@pytest.mark.parametrize("kernel", ["isir", "mh"])
+@pytest.mark.parametrize("kind", [ISIR, EMC2])
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
-def test_chains_start_by_the_law_as_soon_as_every_item_was_seen(kernel: str, views: bool) -> None:
+def test_chains_start_by_the_law_as_soon_as_every_item_was_seen(kind: type[ChainObjective], views: bool) -> None:
     """One epoch of batches of 4 at τ = 0.02, and one to start on. Without recent items chains are far off then."""
     frozen = Frozen.make(views=views)
     frozen.tau = 0.02
@@ -255,7 +260,7 @@ def test_chains_start_by_the_law_as_soon_as_every_item_was_seen(kernel: str, vie
         law = law[:, :N] + law[:, N:]
     distances = {}
     for recent in (0, 4096):
-        criterion = frozen.build(EMC2, kernel=kernel, score="fresh", recent=recent)
+        criterion = frozen.build(kind, recent=recent, **({"score": "fresh"} if kind is EMC2 else {}))
         for order in batches(N, 4, 2):
             for ids in order:
                 frozen.loss(criterion, ids)
@@ -268,11 +273,13 @@ def test_chains_start_by_the_law_as_soon_as_every_item_was_seen(kernel: str, vie
     assert abs(distances[4096]) < 0.1
 
 
-@pytest.mark.parametrize("kernel", ["isir", "mh"])
+@pytest.mark.parametrize("kind", [ISIR, EMC2])
 @pytest.mark.parametrize("proposals", ["batch", 6])
-def test_evaluation_leaves_chains_recent_items_and_draws_alone(kernel: str, proposals: str | int) -> None:
+def test_evaluation_leaves_chains_recent_items_and_draws_alone(
+    kind: type[ChainObjective], proposals: str | int
+) -> None:
     frozen = Frozen.make(num_pairs=20)
-    criterion = frozen.build(EMC2, kernel=kernel, proposals=proposals)
+    criterion = frozen.build(kind, proposals=proposals)
     frozen.loss(criterion, torch.arange(8))
     before = {key: value.clone() for key, value in criterion.state_dict().items()}
     criterion.eval()

@@ -22,6 +22,8 @@ AT_MOST = {
     "ISogCLR": 206,
     "SACLR": 265,
     "NegativeCache": 600,
+    "EMC2": 830,
+    "ISIR": 655,
     "ExactGlobal": 215,
 }
 
