@@ -1,8 +1,9 @@
 """Who is compared with whom: gathering over ranks, both directions or both views, and the mask of positives.
 
-An objective never sees ranks, directions or masks. It sees one or two `Anchors`: rows of this rank's anchors
-against all candidates of the global batch. What it does with (A, C) matrices it does `by_rows`: for a large batch they
-exist for one block of rows at a time, forward and backward, so that memory grows with the batch and not its square.
+An objective never sees ranks, directions or masks. It sees `Anchors`: rows of this rank's anchors of one direction
+against all candidates of the global batch, or a block of these rows.
+
+Shapes: b pairs of this rank, P pairs of all ranks, A anchors, C candidates, D dimension, K known positives.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def distinct_ids(ids: Tensor) -> Tensor:
     return ids.masked_fill(repeated, PADDING)
 
 
-Rows = TypeVar("Rows", Tensor, tuple[Tensor, ...])
+Rows = TypeVar("Rows", bound=Tensor | tuple[Tensor, ...])
 
 # Entries of a matrix that is held at once: 1024 anchors against 1024 candidates.
 BLOCK_ENTRIES = 2**20
@@ -192,14 +193,9 @@ class Anchors:
             return _joined([block(rows) for rows in blocks])
         return _joined([checkpoint(block, rows, use_reentrant=False, preserve_rng_state=False) for rows in blocks])
 
-    @torch.no_grad()
-    def statistics(self, function: Callable[..., Rows], *tensors: Tensor, row_entries: int | None = None) -> Rows:
-        """`by_rows` without gradient."""
-        return self.by_rows(function, *tensors, row_entries=row_entries)
-
     def take(self, rows: slice) -> Anchors:
         """Some of the rows; what rows share is not copied."""
-        part = replace(
+        return replace(
             self,
             ids=self.ids[rows],
             rows=self.rows[rows],
@@ -210,20 +206,11 @@ class Anchors:
             mirror=None,
             with_grad=torch.is_grad_enabled(),
         )
-        # Nothing with gradient: that may be there when a block is computed again, and not at first.
-        if "num_negatives" in self.__dict__:
-            part.__dict__["num_negatives"] = self.num_negatives[rows]
-        return part
 
     @property
     def distinct_rows(self) -> bool:
         """Whether it is known that no anchor stands in two rows of the global batch."""
         return self.distinct and not self.views
-
-    @property
-    def known_positives(self) -> Tensor:
-        """(A, K) the same as `positive_ids`."""
-        return self.positive_ids
 
     @cached_property
     def positive_similarities(self) -> Tensor:
@@ -289,7 +276,8 @@ class Anchors:
         """(A,) how many candidates are negatives."""
         if self.distinct:
             return torch.full_like(self.ids, self.num_in_batch - (2 if self.views else 1))
-        return self.statistics(_count_allowed)
+        with torch.no_grad():
+            return self.by_rows(lambda block: block.excluded.shape[1] - block.excluded.sum(dim=1))
 
     @property
     def log_mean_exp(self) -> Tensor:
@@ -320,11 +308,7 @@ class Anchors:
         return [slice(start, start + size) for start in range(0, max(1, len(self.ids)), size)]
 
 
-def _count_allowed(anchors: Anchors) -> Tensor:
-    return anchors.excluded.shape[1] - anchors.excluded.sum(dim=1)
-
-
-def _joined(parts: list[Rows]) -> Rows:
+def _joined(parts: list[Any]) -> Any:
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))

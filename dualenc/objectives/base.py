@@ -1,6 +1,13 @@
 """What all objectives share: checking, precision, both directions or views, scaling over ranks, metrics.
 
-An objective's own file holds its equation: `anchor_losses` turns `Anchors` into one loss per anchor.
+An objective's own file holds its equation. The base cuts the anchors of a large batch into blocks of rows, so that
+(A, C) matrices exist for one block at a time, forward and backward; an objective sees a block, and what it keeps:
+
+    statistics(block)            without gradient, per block: what the state needs to know
+    update(anchors, *found)      once for all anchors of this rank: collectives and state
+    losses(block, *known)        with gradient, per block: the equation
+
+Shapes: b pairs of this rank, A its anchors of one direction, C candidates, D dimension, K known positives, N items.
 """
 
 from __future__ import annotations
@@ -206,9 +213,30 @@ class Objective(nn.Module):
         watched, temperature = batch.detached(*copies), temperature.detach()
         return ObjectiveOutput(loss, Metrics(lambda: self._metrics(watched, temperature)))
 
+    def statistics(self, block: Anchors) -> tuple[Tensor, ...]:
+        """(a,) each: what `update` needs to know of each of a block's rows; called without gradient."""
+        return ()
+
+    def update(self, anchors: Anchors, *found: Tensor) -> tuple[Tensor, ...]:
+        """(A, …) each: what `losses` needs to know of each anchor, from its statistics (A,) and the state.
+
+        Called once per direction with all rows; writes state if `updates_state`.
+        """
+        return ()
+
+    def losses(self, block: Anchors, *known: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """(a,) losses of a block's rows, or what carries their gradient and what is reported.
+
+        Pure: a block may be worked off again in the backward pass, and each row's result is its own.
+        """
+        raise TypeError(f"{type(self).__name__} does not define losses")
+
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        """One loss per anchor: the equation of the objective."""
-        raise TypeError(f"{type(self).__name__} does not define anchor_losses")
+        """One loss per anchor. Objectives that ask for out-of-batch items define this instead of the three above."""
+        with torch.no_grad():
+            found = anchors.by_rows(self.statistics)
+        losses = anchors.by_rows(self.losses, *self.update(anchors, *found))
+        return AnchorLosses(losses) if isinstance(losses, Tensor) else AnchorLosses(*losses)
 
     def set_progress(self, fraction: float) -> None:
         """Tell how much of the training is done, in [0, 1]; objectives with schedules listen."""
@@ -323,7 +351,7 @@ class Objective(nn.Module):
         with torch.autocast(batch.left.device.type, enabled=False):
             for anchors in self._anchors(batch, temperature):
                 positive, has_negatives = anchors.positive_logits, anchors.num_negatives > 0
-                log_mean, hardest = anchors.statistics(_mean_and_hardest)
+                log_mean, hardest = anchors.by_rows(_mean_and_hardest)
                 estimate = torch.where(has_negatives, -positive + log_mean + self.log_corpus_size(anchors), 0.0)
                 of_batch = estimate.sum() / has_negatives.sum().clamp(min=1)
                 accuracy = (positive > hardest).to(positive.dtype).mean().nan_to_num()

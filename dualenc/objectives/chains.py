@@ -147,7 +147,7 @@ class RecentItems(nn.Module):
             item, partner = (torch.where(possible, ids[drawn], NO_STATE) for ids in (self.items, self.partners))
             return log_sum, log_count, item, partner, torch.where(possible, at(similarities, drawn), -torch.inf)
 
-        found = anchors.statistics(rows, uniform, row_entries=2 * self.num_slots)
+        found = anchors.by_rows(rows, uniform, row_entries=2 * self.num_slots)
         return (*found, nowhere, nowhere, infinite) if all_usable else found
 
     def log_mean(self, log_sum: Tensor, log_count: Tensor, state: Tensor, logit: Tensor, otherwise: Tensor) -> Tensor:

@@ -102,18 +102,19 @@ class EMC2(ChainObjective):
                 next_score = torch.where(column >= 0, at(similarities, column.clamp(min=0)), score)
                 log_weights = (-log_q).expand_as(allowed).masked_fill(~allowed, -torch.inf)
                 beside = (score > -torch.inf) & ~there
+                state_logit = score / some.temperature
                 log_mean = log_mean_of_negatives(
                     similarities / some.temperature,
                     log_weights,
-                    score / some.temperature,
+                    state_logit,
                     (-state_log_q).masked_fill(~beside, -torch.inf),
                 )
             in_batch = (weights * similarities).sum(dim=1)
-            return in_batch, torch.where(there, 0.0, state_weight), column, score, next_score, log_mean
+            return in_batch, torch.where(there, 0.0, state_weight), column, state_logit, next_score, log_mean
 
         # The jumps of the walk hold some four matrices at once.
         found = anchors.by_rows(walk_rows, place, score, state_log_q, row_entries=4 * len(items))
-        negatives, state_weight, column, score, next_score, log_mean = found
+        negatives, state_weight, column, state_logit, next_score, log_mean = found
         if self.updates_state:
             next_state = torch.where(column >= 0, items[column.clamp(min=0)], state)
             visit.chains.store(anchors, visit.own, next_state, score=next_score)
@@ -124,7 +125,7 @@ class EMC2(ChainObjective):
                 embeddings = embed(state[late], encode, anchors)
                 outside = outside.index_put((late,), (anchors.embeddings[late] * embeddings).sum(dim=1))
         negatives = negatives + state_weight * outside
-        return self.global_loss(anchors, visit, negatives, score / anchors.temperature.detach(), log_mean)
+        return self.global_loss(anchors, visit, negatives, state_logit, log_mean)
 
 
 class Walk(NamedTuple):

@@ -1,4 +1,4 @@
-"""InfoNCE: the softmax over the batch, positive included."""
+"""Objectives of the batch alone, without memory: InfoNCE, DCL, HCL, and SigLIP to compare with."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import cross_entropy, logsigmoid
 
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors, log_mean_exp
-from dualenc.objectives.base import AnchorLosses, Encode, Objective
+from dualenc.objectives.base import Objective
 
 
 class InfoNCE(Objective):
@@ -22,26 +22,18 @@ class InfoNCE(Objective):
     negatives.
     """
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        return AnchorLosses(anchors.by_rows(_cross_entropy))
-
-
-def _cross_entropy(anchors: Anchors) -> Tensor:
-    return torch.nn.functional.cross_entropy(anchors.logits_with_positive, anchors.positive_column, reduction="none")
+    def losses(self, block: Anchors, *known: Tensor) -> Tensor:
+        return cross_entropy(block.logits_with_positive, block.positive_column, reduction="none")
 
 
 class DCL(Objective):
     """−s⁺/τ + log Σ_c exp(s_c/τ) over the negatives c of the batch (Yeh et al. 2022, decoupled contrastive loss)."""
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        return AnchorLosses(anchors.by_rows(_log_partition) - anchors.positive_logits)
-
-
-def _log_partition(anchors: Anchors) -> Tensor:
-    alone = anchors.num_negatives == 0
-    # An anchor without negatives only pulls its positive; a row of -inf would have a NaN gradient.
-    logits = anchors.logits.masked_fill(alone[:, None], 0.0)
-    return torch.logsumexp(logits, dim=1).masked_fill(alone, 0.0)
+    def losses(self, block: Anchors, *known: Tensor) -> Tensor:
+        alone = block.num_negatives == 0
+        # An anchor without negatives only pulls its positive; a row of -inf would have a NaN gradient.
+        logits = block.logits.masked_fill(alone[:, None], 0.0)
+        return torch.logsumexp(logits, dim=1).masked_fill(alone, 0.0) - block.positive_logits
 
 
 class HCL(Objective):
@@ -80,33 +72,30 @@ class HCL(Objective):
             passed = math.floor(min(max(fraction, 0.0), 1.0) * self.annealing_steps)
             self.hardness = self.initial_hardness * (1 - passed / self.annealing_steps)
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        return AnchorLosses(anchors.by_rows(self._cross_entropy))
-
-    def _cross_entropy(self, anchors: Anchors) -> Tensor:
-        positive = anchors.positive_logits
-        alone = anchors.num_negatives == 0
-        masked = anchors.excluded & ~alone[:, None]
-        scores = anchors.scores
+    def losses(self, block: Anchors, *known: Tensor) -> Tensor:
+        positive = block.positive_logits
+        alone = block.num_negatives == 0
+        masked = block.excluded & ~alone[:, None]
+        scores = block.scores
         importance = (self.hardness * scores).masked_fill(masked, -torch.inf)
         weighted = ((1 + self.hardness) * scores).masked_fill(masked, -torch.inf)
-        hard = torch.logsumexp(weighted, dim=1) - log_mean_exp(importance, anchors.num_negatives)
-        log_negatives = self._debiased(hard, positive, anchors)
+        hard = torch.logsumexp(weighted, dim=1) - log_mean_exp(importance, block.num_negatives)
+        log_negatives = self._debiased(hard, positive, block)
         loss = torch.logaddexp(positive, log_negatives) - positive
         return torch.where(alone, positive - positive, loss)
 
-    def _debiased(self, log_sum: Tensor, positive: Tensor, anchors: Anchors) -> Tensor:
+    def _debiased(self, log_sum: Tensor, positive: Tensor, block: Anchors) -> Tensor:
         """log G in the log domain: the difference of exponentials only where it exceeds the floor."""
         if self.class_prior == 0:
             return log_sum
-        log_count = anchors.num_negatives.clamp(min=1).to(positive.dtype).log()
+        log_count = block.num_negatives.clamp(min=1).to(positive.dtype).log()
         log_hidden = log_count + math.log(self.class_prior) + positive
         gap = log_hidden - log_sum
         above = gap < 0
         # The inner where keeps log1p finite on rows that take the floor, so that their gradient is 0, not NaN.
         shrink = torch.log1p(-torch.exp(torch.where(above, gap, -torch.ones_like(gap))))
         difference = log_sum + shrink - math.log1p(-self.class_prior)
-        floor = log_count - 1 / anchors.temperature
+        floor = log_count - 1 / block.temperature
         return torch.where(above & (difference > floor), difference, floor)
 
 
@@ -125,10 +114,7 @@ class SigLIP(Objective):
         super().__init__(**{"temperature": 0.1, "learnable_temperature": True, **common})
         self.bias = nn.Parameter(torch.tensor(float(bias)), requires_grad=learnable_bias)
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        return AnchorLosses(anchors.by_rows(self._cross_entropy))
-
-    def _cross_entropy(self, anchors: Anchors) -> Tensor:
-        attract = logsigmoid(anchors.positive_logits + self.bias)
-        repel = logsigmoid(-(anchors.scores + self.bias)).masked_fill(anchors.excluded, 0.0)
+    def losses(self, block: Anchors, *known: Tensor) -> Tensor:
+        attract = logsigmoid(block.positive_logits + self.bias)
+        repel = logsigmoid(-(block.scores + self.bias)).masked_fill(block.excluded, 0.0)
         return -attract - repel.sum(dim=1)

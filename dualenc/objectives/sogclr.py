@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors, log_mean_exp, weighted_sum
-from dualenc.objectives.base import AnchorLosses, Encode, Objective
+from dualenc.objectives.base import Objective
 from dualenc.objectives.state import LogAverages, mean_per_item
 
 
@@ -50,22 +50,26 @@ class SogCLR(Objective):
             fall = 0.5 * (1 + math.cos(math.pi * min(max(fraction, 0.0), 1.0)))
             self.gamma = self.final_gamma + (1 - self.final_gamma) * fall
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        table = self.left_averages if anchors.side == "left" else self.right_averages
-        log_mean = anchors.statistics(lambda some: some.log_mean_exp)
-        log_u = table.track(anchors.ids, log_mean, self.gamma, anchors.sizes, self.updates_state, anchors.distinct_rows)
+    def statistics(self, block: Anchors) -> tuple[Tensor, ...]:
+        return (block.log_mean_exp,)
+
+    def update(self, anchors: Anchors, *found: Tensor) -> tuple[Tensor, ...]:
+        return (self._track(anchors, *found),)
+
+    def _track(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
+        """(A,) log u_a, this step's mean counted in."""
+        table, store = self.left_averages if anchors.side == "left" else self.right_averages, self.updates_state
+        log_u = table.track(anchors.ids, log_mean, self.gamma, anchors.sizes, store, anchors.distinct_rows)
         # An anchor that has never met a negative has no average; it has no weights either.
-        log_u = torch.nan_to_num(log_u, nan=0.0)
-        surrogate = anchors.by_rows(_weighted, log_u) - anchors.positive_logits
-        value = log_u + self.log_corpus_size(anchors) - anchors.positive_logits
-        return AnchorLosses(surrogate, value.detach())
+        return torch.nan_to_num(log_u, nan=0.0)
 
-
-def _weighted(anchors: Anchors, log_u: Tensor) -> Tensor:
-    with torch.no_grad():
-        log_total = log_u + anchors.num_negatives.clamp(min=1).to(log_u).log()
-        weights = torch.exp(anchors.logits - log_total[:, None])
-    return weighted_sum(weights, anchors.scores)
+    def losses(self, block: Anchors, *known: Tensor) -> tuple[Tensor, Tensor]:
+        (log_u,) = known
+        with torch.no_grad():
+            log_total = log_u + block.num_negatives.clamp(min=1).to(log_u).log()
+            weights = torch.exp(block.logits - log_total[:, None])
+        surrogate = weighted_sum(weights, block.scores) - block.positive_logits
+        return surrogate, (log_u + self.log_corpus_size(block) - block.positive_logits).detach()
 
 
 class ISogCLR(SogCLR):
@@ -121,44 +125,38 @@ class ISogCLR(SogCLR):
             self.left_temperatures if self.views else AnchorTemperatures(self.num_right or 1, start)
         )
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        table, averages = self._tables(anchors)
-        tau = table.tau[anchors.ids].to(anchors.embeddings)
-        log_mean = anchors.statistics(_log_mean, tau)
-        found = (anchors.ids, log_mean, self.gamma, anchors.sizes, self.updates_state, anchors.distinct_rows)
-        log_u = torch.nan_to_num(averages.track(*found), nan=0.0)
-        negative = anchors.by_rows(_weighted_by_own_temperature, tau, log_u)
-        surrogate = (negative - anchors.positive_similarities) / anchors.temperature
-        value = log_u + self.log_corpus_size(anchors) - anchors.positive_similarities / tau
+    def statistics(self, block: Anchors) -> tuple[Tensor, ...]:
+        table = self.left_temperatures if block.side == "left" else self.right_temperatures
+        tau = table.tau[block.ids].to(block.embeddings)
+        logits = _own_logits(block, tau)
+        # The mean similarity under the softmax is what τ's slope needs; NaN in a row without negatives.
+        mean = (torch.softmax(logits, dim=1) * block.similarities).sum(dim=1)
+        return tau, log_mean_exp(logits, block.num_negatives), mean
+
+    def update(self, anchors: Anchors, *found: Tensor) -> tuple[Tensor, ...]:
+        tau, log_mean, mean_similarity = found
+        log_u = self._track(anchors, log_mean)
         if self.temperature_rate and self.updates_state:
-            self._step(table, anchors, log_u + self.radius - negative.detach() / tau)
-        return AnchorLosses(surrogate, value.detach())
+            # Σ_c w_c s_c, with weights exp(s_c/τ_a)/(n·u_a).
+            pull = torch.exp(log_mean - log_u) * mean_similarity
+            rows = (anchors.ids, log_u + self.radius - pull / tau, anchors.num_negatives)
+            ids, slope, count = (distributed.gather(values, anchors.sizes) for values in rows)
+            some = count > 0
+            table = self.left_temperatures if anchors.side == "left" else self.right_temperatures
+            table.step(ids[some], slope[some], self.temperature_rate, self.temperature_momentum, self.bounds)
+        return tau, log_u
 
-    def _tables(self, anchors: Anchors) -> tuple[AnchorTemperatures, LogAverages]:
-        if anchors.side == "left":
-            return self.left_temperatures, self.left_averages
-        return self.right_temperatures, self.right_averages
-
-    def _step(self, table: AnchorTemperatures, anchors: Anchors, slope: Tensor) -> None:
-        ids, slope, count = (
-            distributed.gather(values, anchors.sizes) for values in (anchors.ids, slope, anchors.num_negatives)
-        )
-        table.step(ids[count > 0], slope[count > 0], self.temperature_rate, self.temperature_momentum, self.bounds)
-
-
-def _own_logits(anchors: Anchors, tau: Tensor) -> Tensor:
-    """(A, C) s/τ_a without gradient, -inf where a candidate is no negative."""
-    return (anchors.similarities.detach() / tau[:, None]).masked_fill(anchors.excluded, -torch.inf)
+    def losses(self, block: Anchors, *known: Tensor) -> tuple[Tensor, Tensor]:
+        tau, log_u = known
+        with torch.no_grad():
+            weights = torch.exp(_own_logits(block, tau) - log_u[:, None]) / block.num_negatives.clamp(min=1)[:, None]
+        surrogate = ((weights * block.similarities).sum(dim=1) - block.positive_similarities) / block.temperature
+        return surrogate, (log_u + self.log_corpus_size(block) - block.positive_similarities / tau).detach()
 
 
-def _log_mean(anchors: Anchors, tau: Tensor) -> Tensor:
-    return log_mean_exp(_own_logits(anchors, tau), anchors.num_negatives)
-
-
-def _weighted_by_own_temperature(anchors: Anchors, tau: Tensor, log_u: Tensor) -> Tensor:
-    """(A,) Σ_c w_c s_c."""
-    weights = torch.exp(_own_logits(anchors, tau) - log_u[:, None]) / anchors.num_negatives.clamp(min=1)[:, None]
-    return (weights * anchors.similarities).sum(dim=1)
+def _own_logits(block: Anchors, tau: Tensor) -> Tensor:
+    """(A, C) s/τ_a, -inf where a candidate is no negative."""
+    return (block.similarities / tau[:, None]).masked_fill(block.excluded, -torch.inf)
 
 
 class AnchorTemperatures(nn.Module):

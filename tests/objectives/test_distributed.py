@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from tests.objectives import ranks
 from tests.objectives.every import SETTINGS, SETTINGS_AT, STEPS, Run
 
+pytestmark = pytest.mark.slow
 CASES = pytest.mark.parametrize(
     ("world_size", "name"), [(size, setting.name) for size, settings in SETTINGS_AT.items() for setting in settings]
 )

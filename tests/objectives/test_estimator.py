@@ -64,6 +64,7 @@ def p_value(quantiles: torch.Tensor) -> float:
     return float(chisquare(torch.histc(quantiles.float(), bins=25, min=0, max=1).numpy()).pvalue)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT | NEIGHBORS)
 def test_states_follow_the_softmax_over_the_whole_corpus(name: str) -> None:
     assert p_value(states_as_quantiles(Frozen.make(), build(name), num_records=6)) > 0.001
@@ -92,6 +93,7 @@ def test_two_views_are_exact_by_default(name: str) -> None:
     assert averaged_bias(Frozen.make(views=True), criterion, B, warm_up=20, num_epochs=160) <= NOISE
 
 
+@pytest.mark.slow
 def test_one_chain_for_both_views_is_nearer_than_the_in_batch_softmax() -> None:
     frozen, common = Frozen.make(views=True), {"temperature": TAU, "views": True}
     shared = averaged_bias(frozen, ISIR(num_left=N, shared_chain=True, **common), B, 20, 80)
@@ -99,6 +101,7 @@ def test_one_chain_for_both_views_is_nearer_than_the_in_batch_softmax() -> None:
     assert 0.03 < shared < 0.7 * in_batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [EMC2, ISIR])
 def test_proposals_from_neighbors_reach_the_law_in_fewer_steps(kind: type[ChainObjective]) -> None:
     """After three visits with four proposals each, batch size 4."""
@@ -116,6 +119,7 @@ def test_proposals_from_neighbors_reach_the_law_in_fewer_steps(kind: type[ChainO
     assert abs(distances[1]) < 0.5 * abs(distances[0])
 
 
+@pytest.mark.slow
 def test_averaged_gradient_of_the_full_cache_is_the_global_gradient() -> None:
     criterion = NegativeCache(num_left=N, temperature=TAU, refresh=0.5)
     assert averaged_bias(Frozen.make(), criterion, B, warm_up=2, num_epochs=80) <= 0.03
@@ -291,6 +295,7 @@ def test_evaluation_leaves_chains_recent_items_and_draws_alone(
         assert torch.equal(value, before[key]), key
 
 
+@pytest.mark.slow
 def test_log_averages_of_sogclr_converge_to_the_log_mean() -> None:
     frozen = Frozen.make()
     criterion = SogCLR(num_left=N, temperature=TAU, gamma=0.04)

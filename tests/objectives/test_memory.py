@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualenc.objectives import SACLR, ISogCLR, SogCLR
-from dualenc.objectives.state import SharedRandom
 from tests.objectives import slow, slow_state
 
 STEPS = 4
@@ -125,13 +124,15 @@ def test_saclr_with_one_negative_estimates_the_gradient_with_all(form: str) -> N
     every = SACLR(negatives="all", **shared).double()
     every(**case.arguments())
     one = SACLR(negatives=1, **shared).double()
-    state = every.state_dict()
+    one.load_state_dict(every.state_dict())
     expected = gradients(every(**case.arguments()).loss, case)
-    total = torch.zeros_like(expected)
-    for draw in range(2000):
-        one.load_state_dict({**state, "random._extra_state": SharedRandom(draw).get_extra_state()})
+    # Evaluation leaves the scales as they are.
+    one.eval()
+    total, num_draws = torch.zeros_like(expected), 400
+    for draw in range(num_draws):
+        one.random.draws = draw
         total += gradients(one(**case.arguments()).loss, case)
-    assert (total / 2000 - expected).norm() < 0.05 * expected.norm()
+    assert (total / num_draws - expected).norm() < 0.1 * expected.norm()
 
 
 def test_sogclr_first_visit_is_decided_per_item() -> None:
