@@ -168,8 +168,8 @@ class RecentItems(nn.Module):
         low = log_sum - log_count
         log_weight = self.log_counts[slots].to(low)
         high = torch.logaddexp(log_sum, logit + log_weight) - torch.logaddexp(log_count, log_weight)
-        beside = (state != NO_STATE) & (self.items[slots] != state)
-        mean = torch.where(beside, (low + high) / 2, low)
+        not_here = (state != NO_STATE) & (self.items[slots] != state)
+        mean = torch.where(not_here, (low + high) / 2, low)
         return torch.where(torch.isfinite(mean), mean, otherwise)
 
     def get_extra_state(self) -> Tensor:

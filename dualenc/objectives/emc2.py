@@ -101,13 +101,13 @@ class EMC2(ChainObjective):
                 column = torch.where(last >= 0, order[last.clamp(min=0)], -1)
                 next_score = torch.where(column >= 0, at(similarities, column.clamp(min=0)), score)
                 log_weights = (-log_q).expand_as(allowed).masked_fill(~allowed, -torch.inf)
-                beside = (score > -torch.inf) & ~there
+                not_proposed = (score > -torch.inf) & ~there
                 state_logit = score / some.temperature
                 log_mean = log_mean_of_negatives(
                     similarities / some.temperature,
                     log_weights,
                     state_logit,
-                    (-state_log_q).masked_fill(~beside, -torch.inf),
+                    (-state_log_q).masked_fill(~not_proposed, -torch.inf),
                 )
             in_batch = (weights * similarities).sum(dim=1)
             return in_batch, torch.where(there, 0.0, state_weight), column, state_logit, next_score, log_mean

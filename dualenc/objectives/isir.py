@@ -27,7 +27,7 @@ class ISIR(ChainObjective):
     from it.
 
     The softmax over the whole corpus is invariant when the proposals are distinct and uniform and the state counts
-    beside them unless it is one of them: so for pairs, where copies of an item that come with other pairs are
+    apart unless it is one of them: so for pairs, where copies of an item that come with other pairs are
     proposals of their own. It is invariant for uniform draws when copies and the state count once; and for draws from
     any density q that the weights are divided by, with each draw and the state counted. Source: Andrieu, Lee and
     Vihola 2018 (arXiv:1312.6432); the use of the probabilities themselves as weights, Cardoso et al. 2022
@@ -68,7 +68,7 @@ class ISIR(ChainObjective):
         outside = outside.index_put((away,), torch.einsum("ad,asd->as", anchors.embeddings[away], embeddings))
         log_q, state_log_q = (visit.mixture.log_density(ids_of(some, self.views)) for some in (items, state))
         if not visit.mixture.is_uniform:
-            # Draws of unequal density cannot stand for the state: it counts beside them.
+            # Draws of unequal density cannot stand for the state: it counts apart.
             stands_for_state = torch.zeros_like(place, dtype=torch.bool)
         elif self.proposals == "batch" and not self.views:
             # Other copies of the item do not stand for the state's own pair. A pair that is not known is any.
@@ -94,7 +94,7 @@ class ISIR(ChainObjective):
                     logits + log_weights, outside_logits + state_log_weight[:, None], uniform
                 )
                 weights, outside_weights = weights.split([len(items), places.shape[1]], dim=1)
-                # What the state weighs beside an equal proposal is that one's too.
+                # What the state weighs where a proposal equals it is that one's too.
                 weights.scatter_add_(1, places.clamp(min=0), outside_weights.masked_fill(~there, 0.0))
                 outside_weights = outside_weights.masked_fill(there, 0.0)
                 state_logit = torch.logsumexp(outside_logits, dim=1) - math.log(places.shape[1])

@@ -120,7 +120,7 @@ def dcl(row: Row, tau: float) -> Tensor:
 
 
 def hcl(row: Row, tau: float, hardness: float, prior: float) -> Tensor:
-    """hard-negatives.txt Eq. 2, importance exp(β_h·s/τ) normalised by its mean."""
+    """Robinson et al. 2021 (arXiv:2010.04592), Eq. 2, importance exp(β_h·s/τ) normalised by its mean."""
     if not row.negatives:
         return row.positive * 0
     importance = [(hardness * s / tau).exp() for s in row.negatives]

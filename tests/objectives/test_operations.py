@@ -1,5 +1,5 @@
-"""How many operations a step of an objective dispatches, forward and backward: beside a loss of a few matrices, that is
-what a small batch costs. The numbers are held: they may fall, and rise only by decision."""
+"""How many operations a step of an objective dispatches, forward and backward: next to a loss of a few matrices, that
+is what a small batch costs. The numbers are held: they may fall, and rise only by decision."""
 
 from __future__ import annotations
 
