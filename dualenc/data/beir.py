@@ -12,8 +12,7 @@ import numpy as np
 from dualenc.data.columns import Picked
 from dualenc.data.corpus import Corpus, RetrievalSet, text_corpus
 from dualenc.data.lines import read_text_lines
-from dualenc.data.pairs import PairDataset
-from dualenc.data.skips import Skips
+from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.tables import Kind, open_table
 from dualenc.errors import DualencError
 from dualenc.types import OnError

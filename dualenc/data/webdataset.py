@@ -19,8 +19,7 @@ from dualenc.data.corpus import Corpus
 from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES, MOST_BYTES, decode_image
 from dualenc.data.lines import MOST_LINE_BYTES
-from dualenc.data.pairs import PairDataset
-from dualenc.data.skips import Skips
+from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.tables import cache_folder
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import atomic_path, open_regular
@@ -92,7 +91,7 @@ def find_tars(path: str | Path) -> list[Path]:
     return found
 
 
-def index_tar(tar: Path, skips: Skips, index_folder: Path | None = None) -> pa.Table:
+def index_tar(tar: Path, skips: Skips, index_folder: Path | None = None) -> pa.DataTable:
     """The samples of one tar, from its index if that is up to date; otherwise the tar is scanned once.
 
     Args:
@@ -216,7 +215,7 @@ def _is_compressed(tar: Path) -> bool:
         return stream.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"))
 
 
-def _grouped(tar: Path, skips: Skips) -> pa.Table:
+def _grouped(tar: Path, skips: Skips) -> pa.DataTable:
     """One row per sample, in the order of their first files."""
     import pyarrow as pa
 

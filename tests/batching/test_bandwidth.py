@@ -7,8 +7,8 @@ import pytest
 from sklearn.neighbors import NearestNeighbors
 
 from dualenc.batching import SpectralBatches
-from dualenc.batching import bandwidth as module
-from dualenc.batching.bandwidth import bandwidth_batches, neighbor_graph
+from dualenc.batching import spectral as module
+from dualenc.batching.spectral import bandwidth_batches, neighbor_graph
 from tests.batching.clusters import planted, purity, random_pairs
 
 

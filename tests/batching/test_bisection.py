@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.batching import RandomBatches, SpectralBatches, batch_losses
-from dualenc.batching import bisection as module
-from dualenc.batching.bisection import bisection_batches, split
+from dualenc.batching import spectral as module
+from dualenc.batching.spectral import bisection_batches, split
 from tests.batching.clusters import planted, purity, unit
 
 

@@ -190,6 +190,7 @@ def _rights(pickled: bytes) -> list[str]:
     return [pair.right for pair in pickle.loads(pickled)]
 
 
+@pytest.mark.slow
 def test_pairs_are_read_in_spawned_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow_cache, "IN_MEMORY_BYTES", -1)
     pairs = TablePairs(write_jsonl(tmp_path / "x.jsonl", [{"q": "q", "d": ["a", "b"]}]), "q", "d")

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dualenc.data.skips import Skips
-from dualenc.data.tables import Kind, Table, open_table, peek_columns
+from dualenc.data.pairs import Skips
+from dualenc.data.tables import DataTable, Kind, open_table, peek_columns
 from dualenc.errors import DualencError
 
 from .make import write_csv, write_jsonl
@@ -19,7 +19,7 @@ ROWS = {"query": ["q0", "q1", "q2"], "documents": [["a", "b"], ["c"], []]}
 COLUMNS: dict[str, Kind] = {"query": "value", "documents": "list"}
 
 
-def read(source: Path | str, columns: dict[str, Kind] = COLUMNS, **options) -> Table:
+def read(source: Path | str, columns: dict[str, Kind] = COLUMNS, **options) -> DataTable:
     return open_table(source, columns, Skips(source, "raise"), **options)
 
 

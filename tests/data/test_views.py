@@ -74,6 +74,7 @@ def statistics(views: torch.Tensor) -> torch.Tensor:
     return torch.stack(columns, dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "strength", "blur"), [(32, 0.5, 0.0), (48, 1.0, 0.5)])
 def test_the_law_of_views_is_that_of_torchvisions_transforms(size: int, strength: float, blur: float) -> None:
     ramp = np.linspace(0, 255, 60)

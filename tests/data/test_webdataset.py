@@ -177,7 +177,7 @@ def _shades(pickled: bytes) -> list[int]:
     return [shade_of(pair.left) for pair in pickle.loads(pickled)]
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_worker_processes_read_for_themselves(shards: Path, start: str) -> None:
     pairs = WebDatasetPairs(shards)
     assert shade_of(pairs[4].left) == 4  # opens a file before the fork
@@ -271,6 +271,7 @@ def test_an_index_that_leads_out_of_its_tar_is_not_believed(tmp_path: Path, offs
     assert contents(WebDatasetPairs(tar)) == [(1, "one")]
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_damaged_tars_give_samples_or_an_error_in_one_line(tmp_path: Path, data: st.DataObject) -> None:
