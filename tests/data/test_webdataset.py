@@ -91,7 +91,7 @@ def test_json_fields_and_the_first_extension_that_a_sample_has(shards: Path) -> 
 def test_the_index_is_written_once_and_read_afterwards(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = contents(WebDatasetPairs(shards))
     assert (shards / "s-000.tar.index").is_file()
-    monkeypatch.setattr(tars_module, "_members", lambda *_: pytest.fail("scanned again"))
+    monkeypatch.setattr(tars_module, "_scan", lambda *_: pytest.fail("scanned again"))
     assert contents(WebDatasetPairs(shards)) == first
 
 
