@@ -1,4 +1,4 @@
-"""What every batch selector shares: its arguments, its random draws and the partition into equal batches."""
+"""What every batch selector shares, the loss of batches, and the selectors that need nothing else: random and OSGD."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import numpy as np
 from dualenc.errors import DualencError
 
 Remainder = Literal["drop", "wrap"]
+MAX_COMBINATIONS = 1_000_000
+logger = logging.getLogger(__name__)
 
 
 class BatchSelector(ABC):
@@ -145,7 +147,8 @@ def batch_losses(
 ) -> np.ndarray:
     """Loss of each batch: the `InfoNCE` objective of its pairs; `.mean()` is that of the epoch.
 
-    The mean of both directions, so half of Eq. 2 in Cho et al., Mini-Batch Optimization of Contrastive Loss.
+    The mean of both directions, so half of Eq. 2 in Cho et al. 2023, arXiv:2307.05906. Here in numpy and many
+    batches at a time, since batching stands beside the objectives and imports none.
 
     Args:
         left: (N, D) unit-norm embeddings.
@@ -168,35 +171,20 @@ def batch_losses(
     for start in range(0, num_batches, step):
         rows = batches[start : start + step]
         logits = np.matmul(left[rows], right[rows].swapaxes(1, 2)) / temperature  # (chunk, B, B)
-        losses[start : start + step] = _info_nce(logits)
+        positives = np.diagonal(logits, axis1=1, axis2=2)
+        both = np.zeros(len(rows))
+        for axis in (1, 2):  # log Σ exp(logit) − positive logit, mean over the anchors of one direction
+            highest = logits.max(axis=axis, keepdims=True)
+            log_sums = (highest + np.log(np.exp(logits - highest).sum(axis=axis, keepdims=True))).squeeze(axis)
+            both += (log_sums - positives).mean(axis=1, dtype=np.float64)
+        losses[start : start + step] = both / 2
     return losses
-
-
-def _info_nce(logits: np.ndarray) -> np.ndarray:
-    """(chunk, B, B) logits s/τ to (chunk,): log Σ exp(logit) − positive logit, mean over anchors and directions."""
-    positives = np.diagonal(logits, axis1=1, axis2=2)
-    total = np.zeros(len(logits))
-    for axis in (1, 2):
-        highest = logits.max(axis=axis)
-        log_sums = highest + np.log(np.exp(logits - np.expand_dims(highest, axis)).sum(axis=axis))
-        total += (log_sums - positives).mean(axis=1, dtype=np.float64)
-    return total / 2
 
 
 class RandomBatches(BatchSelector):
     """A random partition of the pairs in each epoch (SGD without replacement).
 
-    Source: Cho et al., Mini-Batch Optimization of Contrastive Loss, Algorithm 4.
-
-    Args:
-        num_pairs: N, the number of training pairs.
-        batch_size: B, pairs in each (global) batch.
-        seed: of the permutations.
-        remainder: when B does not divide N: "drop" leaves N mod B random pairs out of the epoch; "wrap" adds
-            one batch of them, filled up with other random pairs.
-
-    Raises:
-        DualencError: an argument is out of its range.
+    Source: Cho et al. 2023, arXiv:2307.05906, Algorithm 4. Arguments and errors as of `BatchSelector`.
     """
 
     uniform = True
@@ -204,11 +192,6 @@ class RandomBatches(BatchSelector):
     def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
         """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings make no difference."""
         return self.random_batches(self.generator(epoch))
-
-
-logger = logging.getLogger(__name__)
-
-MAX_COMBINATIONS = 1_000_000
 
 
 class OSGDBatches(BatchSelector):
@@ -219,7 +202,7 @@ class OSGDBatches(BatchSelector):
     k = C(N, B)), for small N: one call of `select` is one iteration, and its batches may share pairs.
     How many pairs an epoch leaves out is logged; `left_out` counts them.
 
-    Source: Cho et al., Mini-Batch Optimization of Contrastive Loss, Algorithms 5 and 6; Kawaguchi & Lu 2020.
+    Source: Cho et al. 2023, arXiv:2307.05906, Algorithms 5 and 6; Kawaguchi and Lu 2020, arXiv:1907.04371.
 
     Args:
         num_pairs: N, the number of training pairs.
@@ -277,18 +260,15 @@ class OSGDBatches(BatchSelector):
         if self.exhaustive:
             pairs = itertools.combinations(range(self.num_pairs), self.batch_size)
             candidates = np.array(list(pairs), dtype=np.int64)
-        losses = batch_losses(left, right, candidates, self.temperature)
-        chosen = candidates[self._hardest(losses)]
+        order = np.argsort(-batch_losses(left, right, candidates, self.temperature), kind="stable")
+        if self.exhaustive:
+            chosen = candidates[order[: self.q]]
+        else:
+            window_of = order // self.k
+            windows = (order[window_of == w] for w in range(math.ceil(len(order) / self.k)))
+            chosen = candidates[np.concatenate([w[: self._share_of(len(w))] for w in windows])]
         logger.info("epoch %d leaves out %d of %d pairs", epoch, self.left_out(chosen), self.num_pairs)
         return chosen
-
-    def _hardest(self, losses: np.ndarray) -> np.ndarray:
-        """(num_batches,): which candidates to take, given the loss of each."""
-        if self.exhaustive:
-            return np.argsort(-losses, kind="stable")[: self.q]
-        windows = np.split(np.arange(len(losses)), range(self.k, len(losses), self.k))
-        ordered = [window[np.argsort(-losses[window], kind="stable")] for window in windows]
-        return np.concatenate([window[: self._share_of(len(window))] for window in ordered])
 
     def _share_of(self, window: int) -> int:
         return math.ceil(self.q * window / self.k)

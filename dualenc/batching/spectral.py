@@ -1,25 +1,183 @@
-"""Spectral clustering into equal batches: Algorithm 1 of Cho et al., Mini-Batch Optimization of Contrastive Loss."""
+"""Batches of large contrastive loss: balanced bisection, spectral clustering and bandwidth of a neighbour graph."""
 
 from __future__ import annotations
 
+import math
 import warnings
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from scipy.linalg import eigh
 from scipy.optimize import linear_sum_assignment
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import reverse_cuthill_mckee
 from scipy.spatial.distance import cdist
 
-from dualenc.batching.bandwidth import bandwidth_batches
-from dualenc.batching.bisection import bisection_batches
 from dualenc.batching.selector import BatchSelector, Remainder, check_at_least, check_choice, check_temperature
 from dualenc.errors import DualencError
 
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+Method = Literal["bisection", "spectral", "bandwidth"]
 Laplacian = Literal["normalized", "unnormalized"]
+
+POWER_ITERATIONS = 6
+SIGN_ITERATIONS = 12
+CHUNK_FLOATS = 1 << 18  # a megabyte: all iterations on a stack of small nodes stay in cache
+EXACT_UP_TO = 20_000  # pairs; the neighbours of more are searched in inverted lists
+PROBES = 8
+
+
+class SpectralBatches(BatchSelector):
+    """A partition of all pairs into equal batches of large contrastive loss.
+
+    Methods:
+
+    - "bisection": balanced recursive bisection along leading directions of the pair embeddings, over all pairs
+      at once; seconds for 50,000 pairs.
+    - "spectral": spectral clustering with equal clusters within random groups of k batches (Cho et al. 2023,
+      arXiv:2307.05906, Algorithm 1).
+    - "bandwidth": runs along a reverse Cuthill–McKee order of the nearest-neighbour graph (Sachidananda et al.
+      2023, arXiv:2210.12874).
+
+    Args:
+        num_pairs: N, the number of training pairs.
+        batch_size: B, pairs in each (global) batch.
+        seed: of all random choices.
+        method: how to partition.
+        temperature: τ of the affinity ("spectral").
+        k: batches in a random group ("spectral"): the time grows with k²·B²·N.
+        laplacian: which eigenvectors ("spectral"): see `spectral.spectral_rows`.
+        neighbors: edges from each pair ("bandwidth"); by default 8, or B − 1 if that is less.
+        share: of the batches that are selected, in [0, 1]; the pairs of the others meet at random, which
+            limits how often false negatives meet.
+        remainder: when B does not divide N: "drop" leaves N mod B random pairs out of the epoch; "wrap" adds
+            one random batch of them, filled up with other random pairs.
+
+    Raises:
+        DualencError: an argument is out of its range.
+    """
+
+    needs_embeddings = True
+
+    def __init__(
+        self,
+        num_pairs: int,
+        batch_size: int,
+        seed: int = 0,
+        method: Method = "bisection",
+        temperature: float = 0.1,
+        k: int = 40,
+        laplacian: Laplacian = "normalized",
+        neighbors: int | None = None,
+        share: float = 1.0,
+        remainder: Remainder = "drop",
+    ) -> None:
+        super().__init__(num_pairs, batch_size, seed, remainder)
+        check_choice("method", method, ("bisection", "spectral", "bandwidth"))
+        check_choice("laplacian", laplacian, ("normalized", "unnormalized"))
+        check_temperature(temperature)
+        check_at_least(1, k=k, neighbors=1 if neighbors is None else neighbors)
+        if not 0 <= share <= 1:
+            raise DualencError(f"share is {share}; choose a number from 0 to 1")
+        self.method, self.temperature, self.k, self.laplacian = method, temperature, k, laplacian
+        self.neighbors, self.share = neighbors, share
+
+    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
+        """As `BatchSelector.select`; the order of the batches is random."""
+        draw = self.generator(epoch)
+        batches = self.random_batches(draw)
+        if left is None:
+            return batches
+        left, right = self.check_embeddings(left, right)
+        whole = self.num_pairs // self.batch_size  # all batches but the one that "wrap" fills up
+        rows = np.sort(batches[:whole], axis=None)  # in order of memory
+        if self.method == "bisection":
+            points = left[rows]
+            points += right[rows]
+            selected = rows[bisection_batches(points, self.batch_size, draw)]
+        elif self.method == "bandwidth":
+            selected = rows[bandwidth_batches(left[rows], right[rows], self.batch_size, self.neighbors)]
+        else:
+            groups = [batches[first : min(first + self.k, whole)].ravel() for first in range(0, whole, self.k)]
+            selected = np.concatenate([group[self._spectral(left[group], right[group], draw)] for group in groups])
+        # A random share of the batches is kept; the pairs of the others meet at random.
+        order = draw.permutation(whole)
+        kept, others = np.split(selected[order], [round(self.share * whole)])
+        mixed = draw.permutation(others.ravel()).reshape(others.shape)
+        return draw.permutation(np.concatenate([kept, mixed, batches[whole:]]))
+
+    def _spectral(self, left: np.ndarray, right: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+        seed = int(draw.integers(2**31))
+        return spectral_batches(left, right, self.batch_size, self.temperature, seed, self.laplacian)
+
+
+def bisection_batches(points: np.ndarray, batch_size: int, draw: np.random.Generator) -> np.ndarray:
+    """Balanced recursive bisection: N points into N/B neighbourhoods of exactly B, in O(N·D·log(N/B)).
+
+    The min-cut of Cho et al. (equal clusters that cut little affinity), with the inner product of pair embeddings as
+    affinity: s(x_i, y_j) + s(x_j, y_i) grows with (x_i + y_i)·(x_j + y_j). Level by level: all nodes of a level hold
+    m or m + 1 batches, and nodes of one size are split together.
+
+    Args:
+        points: (N, D) float32 pair embeddings, B divides N.
+        batch_size: B.
+        draw: of the starting directions.
+
+    Returns:
+        (N/B, B) rows of `points`; near batches are near each other.
+    """
+    order = np.arange(len(points))
+    sizes = np.array([len(points) // batch_size])  # batches in each node; the nodes are runs of `order`
+    while sizes.max() > 1:
+        starts = (np.cumsum(sizes) - sizes) * batch_size
+        for size in np.unique(sizes[sizes > 1]):
+            nodes = starts[sizes == size]
+            width = size * batch_size
+            step = max(1, CHUNK_FLOATS // (width * points.shape[1]))
+            for first in range(0, len(nodes), step):
+                places = nodes[first : first + step, None] + np.arange(width)
+                members = order[places]
+                halves = split(points[members], (size // 2) * batch_size, draw)
+                order[places] = np.take_along_axis(members, halves, axis=1)
+        sizes = np.stack([sizes // 2, sizes - sizes // 2], axis=1).ravel()
+        sizes = sizes[sizes > 0]
+    return order.reshape(-1, batch_size)
+
+
+def split(nodes: np.ndarray, half: int, draw: np.random.Generator) -> np.ndarray:
+    """Split each node where little affinity is cut.
+
+    Halves that maximise the affinity within them maximise |Σ σ_i p_i|² over balanced signs σ. Its relaxation is the
+    leading direction of the points, found by power iterations; from there the same iteration with balanced signs
+    (two-means with equal halves) climbs to a maximum of the split itself.
+
+    Args:
+        nodes: (P, S, D) float32: P nodes of S points each.
+        half: how many points go first.
+        draw: of the starting directions.
+
+    Returns:
+        (P, S): a permutation of each node's points, whose first `half` are on one side.
+    """
+    direction = draw.standard_normal((nodes.shape[0], nodes.shape[2]), dtype=np.float32)
+    for iteration in range(POWER_ITERATIONS + SIGN_ITERATIONS):
+        heights = np.matmul(nodes, direction[:, :, None])[:, :, 0]
+        if iteration < POWER_ITERATIONS:
+            weights = heights - heights.mean(axis=1, keepdims=True)
+        else:
+            # The mean of each node's highest points minus that of its `half` lowest.
+            order = np.argpartition(heights, half, axis=1)
+            weights = np.full_like(heights, 1 / (heights.shape[1] - half))
+            np.put_along_axis(weights, order[:, :half], np.float32(-1 / half), axis=1)
+        direction = np.matmul(weights[:, None, :], nodes)[:, 0]
+        direction /= np.linalg.norm(direction, axis=1, keepdims=True) + np.float32(1e-30)
+    return np.argpartition(np.matmul(nodes, direction[:, :, None])[:, :, 0], half, axis=1)
 
 
 def affinity(left: np.ndarray, right: np.ndarray, batch_size: int, temperature: float) -> np.ndarray:
-    """Weights between pairs whose sum over a batch bounds its contrastive loss from below (Eq. 5).
+    """Weights between pairs whose sum over a batch bounds its contrastive loss from below (Cho et al., Eq. 5).
 
     w(k, l) sums log(1 + (B−1)·exp(u_i·(v_j − v_i)/τ)) + log(1 + (B−1)·exp(v_i·(u_j − u_i)/τ)) over (i, j) = (k, l)
     and (l, k). The sum of a batch's weights over i < j, divided by B(B−1), is at most Eq. 2, twice what
@@ -97,7 +255,7 @@ def equal_clusters(rows: np.ndarray, num_clusters: int, seed: int) -> np.ndarray
 def spectral_batches(
     left: np.ndarray, right: np.ndarray, batch_size: int, temperature: float, seed: int, laplacian: Laplacian
 ) -> np.ndarray:
-    """Algorithm 1: partition n pairs, B divides n, into batches of large loss; O(n³).
+    """Partition n pairs, B divides n, into batches of large loss: Algorithm 1 of Cho et al. 2023, in O(n³).
 
     Args:
         left: (n, D) unit-norm embeddings.
@@ -117,103 +275,44 @@ def spectral_batches(
     return equal_clusters(spectral_rows(weights, num_clusters, laplacian), num_clusters, seed)
 
 
-Method = Literal["bisection", "spectral", "bandwidth"]
+def bandwidth_batches(left: np.ndarray, right: np.ndarray, batch_size: int, neighbors: int | None = None) -> np.ndarray:
+    """Partition pairs along a reverse Cuthill–McKee order of their nearest-neighbour graph.
 
-
-class SpectralBatches(BatchSelector):
-    """A partition of all pairs into equal batches of large contrastive loss.
-
-    Methods:
-
-    - "bisection": balanced recursive bisection along leading directions of the pair embeddings, over all pairs
-      at once; seconds for 50,000 pairs.
-    - "spectral": spectral clustering with equal clusters within random groups of k batches (Cho et al., Mini-Batch
-      Optimization of Contrastive Loss, Algorithm 1).
-    - "bandwidth": runs along a reverse Cuthill–McKee order of the nearest-neighbour graph (Sachidananda et al.
-      2023, Global Selection of Contrastive Batches).
+    Source: Sachidananda et al. 2023, Global Selection of Contrastive Batches via Optimization on Sample Permutations,
+    arXiv:2210.12874.
 
     Args:
-        num_pairs: N, the number of training pairs.
-        batch_size: B, pairs in each (global) batch.
-        seed: of all random choices.
-        method: how to partition.
-        temperature: τ of the affinity ("spectral").
-        k: batches in a random group ("spectral"): the time grows with k²·B²·N.
-        laplacian: which eigenvectors ("spectral"): see `spectral.spectral_rows`.
-        neighbors: edges from each pair ("bandwidth"); by default 8, or B − 1 if that is less.
-        share: of the batches that are selected, in [0, 1]; the pairs of the others meet at random, which
-            limits how often false negatives meet.
-        remainder: when B does not divide N: "drop" leaves N mod B random pairs out of the epoch; "wrap" adds
-            one random batch of them, filled up with other random pairs.
+        left: (N, D) float32 unit-norm embeddings, B divides N.
+        right: (N, D) float32 unit-norm embeddings.
+        batch_size: B.
+        neighbors: edges from each pair; by default 8, or B − 1 if that is less: batches smaller than a
+            neighbourhood would otherwise be strung together.
 
-    Raises:
-        DualencError: an argument is out of its range.
+    Returns:
+        (N/B, B) rows of the embeddings.
     """
+    if len(left) == batch_size:
+        return np.arange(batch_size)[None]
+    edges = max(1, min(8, batch_size - 1) if neighbors is None else neighbors)
+    graph = neighbor_graph(left, right, min(edges, len(left) - 1))
+    return reverse_cuthill_mckee(graph, symmetric_mode=True).astype(np.int64).reshape(-1, batch_size)
 
-    needs_embeddings = True
 
-    def __init__(
-        self,
-        num_pairs: int,
-        batch_size: int,
-        seed: int = 0,
-        method: Method = "bisection",
-        temperature: float = 0.1,
-        k: int = 40,
-        laplacian: Laplacian = "normalized",
-        neighbors: int | None = None,
-        share: float = 1.0,
-        remainder: Remainder = "drop",
-    ) -> None:
-        super().__init__(num_pairs, batch_size, seed, remainder)
-        check_choice("method", method, ("bisection", "spectral", "bandwidth"))
-        check_choice("laplacian", laplacian, ("normalized", "unnormalized"))
-        check_temperature(temperature)
-        check_at_least(1, k=k, neighbors=1 if neighbors is None else neighbors)
-        if not 0 <= share <= 1:
-            raise DualencError(f"share is {share}; choose a number from 0 to 1")
-        self.method, self.temperature, self.k, self.laplacian = method, temperature, k, laplacian
-        self.neighbors, self.share = neighbors, share
+def neighbor_graph(left: np.ndarray, right: np.ndarray, neighbors: int) -> csr_matrix:
+    """Symmetric (N, N) graph: an edge from i to the `neighbors` other j with the largest left_i·right_j."""
+    import faiss
 
-    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
-        """As `BatchSelector.select`; the order of the batches is random."""
-        draw = self.generator(epoch)
-        batches = self.random_batches(draw)
-        if left is None:
-            return batches
-        left, right = self.check_embeddings(left, right)
-        arrange = {"bisection": self._bisection, "spectral": self._spectral, "bandwidth": self._bandwidth}
-        whole = self.num_pairs // self.batch_size  # all batches but the one that "wrap" fills up
-        selected = arrange[self.method](left, right, batches[:whole], draw)
-        return draw.permutation(np.concatenate([self._mix(selected, draw), batches[whole:]]))
-
-    def _bisection(
-        self, left: np.ndarray, right: np.ndarray, batches: np.ndarray, draw: np.random.Generator
-    ) -> np.ndarray:
-        rows = np.sort(batches, axis=None)  # in order of memory
-        points = left[rows]
-        points += right[rows]
-        return rows[bisection_batches(points, self.batch_size, draw)]
-
-    def _spectral(
-        self, left: np.ndarray, right: np.ndarray, batches: np.ndarray, draw: np.random.Generator
-    ) -> np.ndarray:
-        selected = []
-        for first in range(0, len(batches), self.k):
-            rows = batches[first : first + self.k].ravel()
-            seed = int(draw.integers(2**31))
-            found = spectral_batches(left[rows], right[rows], self.batch_size, self.temperature, seed, self.laplacian)
-            selected.append(rows[found])
-        return np.concatenate(selected)
-
-    def _bandwidth(
-        self, left: np.ndarray, right: np.ndarray, batches: np.ndarray, draw: np.random.Generator
-    ) -> np.ndarray:
-        rows = np.sort(batches, axis=None)
-        return rows[bandwidth_batches(left[rows], right[rows], self.batch_size, self.neighbors)]
-
-    def _mix(self, selected: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-        """Keep a random share of the batches; the pairs of the others meet at random."""
-        order = draw.permutation(len(selected))
-        kept, others = np.split(selected[order], [round(self.share * len(selected))])
-        return np.concatenate([kept, draw.permutation(others.ravel()).reshape(others.shape)])
+    size, dim = right.shape
+    index: Any = faiss.IndexFlatIP(dim)
+    if size > EXACT_UP_TO:
+        index = faiss.IndexIVFFlat(index, dim, math.isqrt(size), faiss.METRIC_INNER_PRODUCT)
+        index.nprobe = PROBES
+        index.train(right)
+    index.add(right)
+    _, found = index.search(left, neighbors + 1)
+    sources = np.repeat(np.arange(size), neighbors + 1)
+    targets = found.ravel()
+    valid = (targets >= 0) & (targets != sources)
+    ones = np.ones(valid.sum(), dtype=np.float32)
+    graph = coo_matrix((ones, (sources[valid], targets[valid])), shape=(size, size)).tocsr()
+    return graph + graph.T

@@ -2,11 +2,10 @@
 
 from dualenc.data.beir import BeirPairs, read_beir
 from dualenc.data.corpus import Corpus, RetrievalSet
-from dualenc.data.image_folders import ImageFolderPairs, ImageFolderViews, ImageViews, TableViews
 from dualenc.data.images import open_image
 from dualenc.data.pairs import Items, Pair, PairDataset, Ragged
 from dualenc.data.sources import open_corpus, open_pairs
-from dualenc.data.table_pairs import MinedPairs, TablePairs
+from dualenc.data.table_pairs import ImageFolderPairs, ImageFolderViews, ImageViews, MinedPairs, TablePairs, TableViews
 from dualenc.data.webdataset import WebDatasetPairs
 from dualenc.types import Modality, Side
 

@@ -12,8 +12,7 @@ import numpy as np
 from dualenc.data.columns import Picked
 from dualenc.data.corpus import Corpus, RetrievalSet, text_corpus
 from dualenc.data.lines import read_text_lines
-from dualenc.data.pairs import PairDataset
-from dualenc.data.skips import Skips
+from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.tables import Kind, open_table
 from dualenc.errors import DualencError
 from dualenc.types import OnError
@@ -63,11 +62,20 @@ class BeirPairs(PairDataset):
         on_error: OnError = "skip",
     ) -> None:
         skips = Skips(path, on_error)
-        file = _qrels_file(Path(path), split)
-        self.corpus = read_corpus(path, "corpus", titles=titles, skips=skips)
-        queries = read_corpus(path, "queries", skips=skips)
-        relevant = [j for j in read_qrels(file, skips) if j.grade >= min_grade]
-        query_rows, right_id = _resolve(file, relevant, queries, self.corpus, skips)
+        file, self.corpus, queries = _open(Path(path), split, titles, skips)
+        query_row = {name: row for row, name in enumerate(queries.ids)}
+        document_row = {name: row for row, name in enumerate(self.corpus.ids)}
+        query_rows, right_id = [], []
+        for line, query, document, grade in read_qrels(file, skips):
+            if grade < min_grade:
+                continue
+            if query not in query_row:
+                skips.bad("judgement of an unknown query", f"{file}:{line}", f"{query!r} is not in queries.jsonl")
+            elif document not in document_row:
+                skips.bad("judgement of an unknown document", f"{file}:{line}", f"{document!r} is not in corpus.jsonl")
+            else:
+                query_rows.append(query_row[query])
+                right_id.append(document_row[document])
         skips.demand(len(right_id), "pair")
         used, left_id = np.unique(query_rows, return_inverse=True)
         self.queries = _subset(queries, used)
@@ -95,9 +103,7 @@ def read_beir(
             names an unknown query or document.
     """
     skips = Skips(folder, on_error)
-    file = _qrels_file(Path(folder), split)
-    corpus = read_corpus(folder, "corpus", titles=titles, skips=skips)
-    queries = read_corpus(folder, "queries", skips=skips)
+    file, corpus, queries = _open(Path(folder), split, titles, skips)
     row_of = {name: row for row, name in enumerate(queries.ids)}
     known = set(corpus.ids)
     qrels: dict[str, dict[str, int]] = {}
@@ -162,32 +168,16 @@ def read_qrels(file: Path, skips: Skips) -> Iterator[Judgement]:
             yield Judgement(number, fields[0], fields[1], int(fields[2]))
 
 
-def _qrels_file(folder: Path, split: str) -> Path:
+def _open(folder: Path, split: str, titles: bool, skips: Skips) -> tuple[Path, Corpus, Corpus]:
+    """The qrels file of a split, the documents and all queries."""
     if not folder.is_dir():
         raise DualencError(f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/")
     splits = sorted(file.stem for file in (folder / "qrels").glob("*.tsv"))
     if split not in splits:
         there = f"there are: {', '.join(splits)}" if splits else "there is no qrels/*.tsv at all"
         raise DualencError(f"{folder}: no split {split!r}; {there}")
-    return folder / "qrels" / f"{split}.tsv"
-
-
-def _resolve(
-    file: Path, judgements: list[Judgement], queries: Corpus, corpus: Corpus, skips: Skips
-) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of each judgement's query and document; unknown ones are left out and counted."""
-    query_row = {name: row for row, name in enumerate(queries.ids)}
-    document_row = {name: row for row, name in enumerate(corpus.ids)}
-    rows = []
-    for line, query, document, _ in judgements:
-        if query not in query_row:
-            skips.bad("judgement of an unknown query", f"{file}:{line}", f"{query!r} is not in queries.jsonl")
-        elif document not in document_row:
-            skips.bad("judgement of an unknown document", f"{file}:{line}", f"{document!r} is not in corpus.jsonl")
-        else:
-            rows.append((query_row[query], document_row[document]))
-    pairs = np.array(rows, dtype=np.int64).reshape(-1, 2)
-    return pairs[:, 0], pairs[:, 1]
+    corpus = read_corpus(folder, "corpus", titles=titles, skips=skips)
+    return folder / "qrels" / f"{split}.tsv", corpus, read_corpus(folder, "queries", skips=skips)
 
 
 def _subset(corpus: Corpus, rows: np.ndarray) -> Corpus:

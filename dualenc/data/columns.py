@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
 
-    from dualenc.data.tables import Table
+    from dualenc.data.tables import DataTable
 
 
 class Column:
@@ -38,7 +38,7 @@ class Column:
         self._lengths: np.ndarray | None = None
 
     @classmethod
-    def of(cls, table: Table, name: str, modality: Modality, *, lists: bool = False) -> Column:
+    def of(cls, table: DataTable, name: str, modality: Modality, *, lists: bool = False) -> Column:
         """A column of a table, of which the values are sure to be usable.
 
         Args:
@@ -84,16 +84,7 @@ class Column:
     @property
     def holds_strings(self) -> bool:
         """Whether the values are texts or paths, not numbers, bytes or records."""
-        import pyarrow.types as kinds
-
-        return kinds.is_string(self.array.type) or kinds.is_large_string(self.array.type)
-
-    @property
-    def holds_bytes(self) -> bool:
-        """Whether the values are file contents."""
-        import pyarrow.types as kinds
-
-        return kinds.is_binary(self.array.type) or kinds.is_large_binary(self.array.type)
+        return _is(self.array.type, "string", "large_string")
 
     def row_of_values(self) -> np.ndarray:
         """The row that each value stands in, (len(self),)."""
@@ -129,62 +120,117 @@ class Column:
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Bytes of the texts or file contents at some positions (n,); 0 for values of other kinds."""
         import pyarrow.compute as pc
-        import pyarrow.types as kinds
 
         if self._lengths is None:
             array = self.array
-            if kinds.is_struct(array.type) and array.type.get_field_index("bytes") >= 0:
+            if _is(array.type, "struct") and array.type.get_field_index("bytes") >= 0:
                 array = pc.struct_field(array, "bytes")
             self._lengths = np.zeros(len(self), dtype=np.int64)
-            if any(
-                of(array.type)
-                for of in (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary)
-            ):
+            if _is(array.type, *_STRINGS, *_BYTES):
                 self._lengths = pc.fill_null(pc.binary_length(array), 0).to_numpy()
         return self._lengths[rows]
+
+    def filled(self) -> np.ndarray:
+        """Which values are there: not null, not blank, not empty. (len(self),) bool."""
+        import pyarrow.compute as pc
+
+        kind = self.array.type
+        if not _is(kind, "struct"):
+            return _filled(self.array)
+        fields = [pc.struct_field(self.array, name) for name in ("bytes", "path") if kind.get_field_index(name) >= 0]
+        return np.any([_filled(field) for field in fields], axis=0)
+
+    def modality(self) -> Modality:
+        """What it holds: records, file contents and names of image files are images, all else is text."""
+        if _is(self.array.type, *_BYTES, "struct"):
+            return "image"
+        if not self.holds_strings:
+            return "text"
+        first = next((v for v in (self[i] for i in range(min(len(self), 100))) if v and v.strip()), "")
+        return "image" if first.lower().endswith(IMAGE_SUFFIXES) else "text"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_array": None, "_lengths": None}
 
 
-class Texts:
-    """Values of a column as text; numbers are spelled out."""
+_STRINGS, _BYTES = ("string", "large_string"), ("binary", "large_binary")
 
-    def __init__(self, column: Column) -> None:
-        self.column = column
+
+def _is(kind: pa.DataType, *names: str) -> bool:
+    """Whether an Arrow type is one of those that `pyarrow.types.is_NAME` tells."""
+    import pyarrow.types as kinds
+
+    return any(getattr(kinds, f"is_{name}")(kind) for name in names)
+
+
+def _holds_text(kind: pa.DataType) -> bool:
+    return _is(kind, *_STRINGS, "null", "boolean", "integer", "floating", "decimal", "temporal")
+
+
+def _holds_images(kind: pa.DataType) -> bool:
+    if not _is(kind, "struct"):
+        return _is(kind, *_STRINGS, *_BYTES, "null")
+    wanted = {"bytes": _BYTES, "path": _STRINGS}
+    there = {name: kind.field(name).type for name in wanted if kind.get_field_index(name) >= 0}
+    return bool(there) and all(_is(field, *wanted[name], "null") for name, field in there.items())
+
+
+def _filled(array: pa.ChunkedArray) -> np.ndarray:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    there = pc.is_valid(array)
+    if _is(array.type, *_STRINGS):
+        try:
+            there = pc.and_(there, pc.fill_null(pc.invert(pc.utf8_is_space(array)), False))
+        except pa.ArrowInvalid:  # not UTF-8 somewhere; those that are not are told when they are read
+            values = [value for chunk in array.chunks for value in _as_python(chunk)]
+            return np.array([bool(value and value.strip()) for value in values], dtype=bool)
+    if _is(array.type, *_STRINGS, *_BYTES):
+        there = pc.and_(there, pc.fill_null(pc.greater(pc.binary_length(array), 0), False))
+    return there.to_numpy()
+
+
+def _as_python(array: pa.Array) -> list[Any]:
+    import pyarrow as pa
+
+    try:
+        return array.to_pylist()
+    except UnicodeDecodeError:
+        values = array.cast(pa.large_binary()).to_pylist()
+        return [None if value is None else value.decode(errors="backslashreplace") for value in values]
+
+
+# Collections of items. Each has `identities(rows, read)`, what `dualenc.data.identity` asks for.
+
+
+class Texts:
+    """Values of a column as text, numbers spelled out; with a column of titles, joined in front."""
+
+    def __init__(self, column: Column, titles: Column | None = None) -> None:
+        self.column, self.titles = column, titles
 
     def __len__(self) -> int:
         return len(self.column)
 
     def __getitem__(self, index: int) -> str:
-        return str(self.column[index])
+        if self.titles is None:
+            return str(self.column[index])
+        return f"{self.titles[index] or ''} {self.column[index] or ''}".strip()
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """As `dualenc.data.identity` asks for: the texts, or their lengths."""
-        values = self.column.values(rows) if read else self.column.lengths(rows)
-        return [str(value).encode(errors="surrogatepass") for value in values.tolist()]
+        """The texts, or their lengths."""
+        texts, *titles = (
+            (column.values(rows) if read else column.lengths(rows)).tolist()
+            for column in (self.column, self.titles)
+            if column is not None
+        )
+        if titles:
+            texts = [f"{title or ''} {text or ''}".strip() for title, text in zip(titles[0], texts, strict=True)]
+        return [str(text).encode(errors="surrogatepass") for text in texts]
 
 
-class Titled:
-    """Titles joined to texts by a space, as BEIR does; either may be empty."""
-
-    def __init__(self, titles: Column, texts: Column) -> None:
-        self.titles, self.texts = titles, texts
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> str:
-        return f"{self.titles[index] or ''} {self.texts[index] or ''}".strip()
-
-    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """As `dualenc.data.identity` asks for: titles and texts, or their lengths."""
-        parts = [column.values(rows) if read else column.lengths(rows) for column in (self.titles, self.texts)]
-        both = zip(*(part.tolist() for part in parts), strict=True)
-        return [f"{title or ''} {text or ''}".strip().encode(errors="surrogatepass") for title, text in both]
-
-
-class Images:
+class ColumnImages:
     """Values of a column as images: file contents, `{"bytes", "path"}` records, or paths.
 
     Paths start in the table's folder and must stay in it, links resolved, unless the table says `allow_outside`: a
@@ -195,7 +241,7 @@ class Images:
         column: the values, one of its columns.
     """
 
-    def __init__(self, table: Table, column: Column) -> None:
+    def __init__(self, table: DataTable, column: Column) -> None:
         self.table, self.column = table, column
 
     def __len__(self) -> int:
@@ -203,24 +249,19 @@ class Images:
 
     def __getitem__(self, index: int) -> Image.Image:
         data, path = _contents_and_path(self.column[index])
+        row = self.column.row_of_values()[index] if self.column.is_list else index
+        where = f"{self.table.where(int(row))}, column {self.column.name!r}"
         if data is not None:
-            return decode_image(data, self._where(index))
+            return decode_image(data, where)
         if path is None:
-            raise BadSample(f"{self._where(index)}: no image; fill it in or remove the row")
+            raise BadSample(f"{where}: no image; fill it in or remove the row")
         try:
             return open_image(self._file(path))
         except BadSample as error:
-            raise BadSample(f"{error} (named in {self._where(index)})") from None
-
-    def _where(self, index: int) -> str:
-        return f"{self.table.where(int(self.column.row_of_values()[index]))}, column {self.column.name!r}"
+            raise BadSample(f"{error} (named in {where})") from None
 
     def _file(self, path: str) -> Path:
-        """The file that a path of the table means.
-
-        Raises:
-            BadSample: it is outside of the table's folder, and that is not allowed.
-        """
+        """The file that a path of the table means; a `BadSample` if it is outside of the table's folder."""
         file = self.table.root / path
         if self.table.allow_outside or "\0" in path:
             return file
@@ -233,7 +274,7 @@ class Images:
         return Path(resolved)
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """As `dualenc.data.identity` asks for: file contents, or lengths; of paths what `file_identity` tells."""
+        """File contents, or lengths; of paths what `file_identity` tells."""
         result = [str(length).encode() for length in self.column.lengths(rows).tolist()]
         unknown = np.arange(len(rows))
         if not read and not self.column.holds_strings:  # only records without contents have a path to look at
@@ -243,14 +284,18 @@ class Images:
             if data is not None:
                 result[place] = data
             elif path:
-                result[place] = path.encode(errors="surrogatepass") + b" " + self._file_identity(path, read)
+                try:
+                    told = file_identity(self._file(path), read)
+                except BadSample:
+                    told = b"outside"
+                result[place] = path.encode(errors="surrogatepass") + b" " + told
         return result
 
-    def _file_identity(self, path: str, read: bool) -> bytes:
-        try:
-            return file_identity(self._file(path), read)
-        except BadSample:
-            return b"outside"
+
+def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
+    """What an image cell holds: file contents, a path, a record of both, or neither."""
+    data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, value)
+    return (data if isinstance(data, bytes) else None), (path if isinstance(path, str) else None)
 
 
 class Picked:
@@ -266,7 +311,7 @@ class Picked:
         return self.items[int(self.positions[index])]
 
     def identities(self, rows: np.ndarray, read: bool) -> Sequence[bytes]:
-        """As `dualenc.data.identity` asks for."""
+        """Those of the items picked."""
         return identities(self.items, self.positions[rows], read)
 
 
@@ -284,100 +329,15 @@ class Chained:
         return self.first[index] if index < split else self.second[index - split]
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """As `dualenc.data.identity` asks for."""
+        """Those of both, in the order of `rows`."""
         in_first = rows < len(self.first)
         first = iter(identities(self.first, rows[in_first], read))
         second = iter(identities(self.second, rows[~in_first] - len(self.first), read))
         return [next(first if from_first else second) for from_first in in_first.tolist()]
 
 
-def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
-    """What an image cell holds: file contents, a path, a record of both, or neither."""
-    data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, value)
-    return (data if isinstance(data, bytes) else None), (path if isinstance(path, str) else None)
-
-
-def _as_python(array: pa.Array) -> list[Any]:
-    import pyarrow as pa
-
-    try:
-        return array.to_pylist()
-    except UnicodeDecodeError:
-        values = array.cast(pa.large_binary()).to_pylist()
-        return [None if value is None else value.decode(errors="backslashreplace") for value in values]
-
-
-def _holds_text(kind: pa.DataType) -> bool:
-    import pyarrow.types as kinds
-
-    usual = kinds.is_string, kinds.is_large_string, kinds.is_null, kinds.is_boolean
-    numbers = kinds.is_integer, kinds.is_floating, kinds.is_decimal, kinds.is_temporal
-    return any(is_kind(kind) for is_kind in (*usual, *numbers))
-
-
-def _holds_images(kind: pa.DataType) -> bool:
-    import pyarrow.types as kinds
-
-    strings = kinds.is_string, kinds.is_large_string, kinds.is_null
-    contents = kinds.is_binary, kinds.is_large_binary, kinds.is_null
-    if not kinds.is_struct(kind):
-        return any(is_kind(kind) for is_kind in (*strings, *contents))
-    wanted = {"bytes": contents, "path": strings}
-    there = {name: kind.field(name).type for name in wanted if kind.get_field_index(name) >= 0}
-    return bool(there) and all(any(is_kind(field) for is_kind in wanted[name]) for name, field in there.items())
-
-
-def modality_of(column: Column) -> Modality:
-    """What a column holds: records, file contents and names of image files are images, all else is text."""
-    import pyarrow.types as kinds
-
-    if column.holds_bytes or kinds.is_struct(column.array.type):
-        return "image"
-    if not column.holds_strings:
-        return "text"
-    first = next((v for v in (column[i] for i in range(min(len(column), 100))) if v and v.strip()), "")
-    return "image" if first.lower().endswith(IMAGE_SUFFIXES) else "text"
-
-
-def items_of(table: Table, column: Column, modality: Modality) -> Items:
-    """A column's values as raw items."""
-    return Texts(column) if modality == "text" else Images(table, column)
-
-
-def filled(column: Column) -> np.ndarray:
-    """Which values are there: not null, not blank, not empty. (len(column),) bool."""
-    import pyarrow.compute as pc
-    import pyarrow.types as kinds
-
-    array = column.array
-    if not kinds.is_struct(array.type):
-        return _filled(array)
-    fields = [pc.struct_field(array, name) for name in ("bytes", "path") if array.type.get_field_index(name) >= 0]
-    return np.any([_filled(field) for field in fields], axis=0)
-
-
-def _filled(array: pa.ChunkedArray) -> np.ndarray:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    import pyarrow.types as kinds
-
-    kind = array.type
-    there = pc.is_valid(array)
-    if kinds.is_string(kind) or kinds.is_large_string(kind):
-        try:
-            there = pc.and_(there, pc.fill_null(pc.invert(pc.utf8_is_space(array)), False))
-        except pa.ArrowInvalid:  # not UTF-8 somewhere; those that are not are told when they are read
-            values = [value for chunk in array.chunks for value in _as_python(chunk)]
-            return np.array([bool(value and value.strip()) for value in values], dtype=bool)
-    if any(
-        is_kind(kind) for is_kind in (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary)
-    ):
-        there = pc.and_(there, pc.fill_null(pc.greater(pc.binary_length(array), 0), False))
-    return there.to_numpy()
-
-
 def number_distinct(items: Items, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number equal values alike, by 128-bit digests, so that a million texts cost 16 MB.
+    """Number equal strings alike, by 128-bit digests, so that a million texts cost 16 MB.
 
     Args:
         items: strings.
@@ -390,17 +350,14 @@ def number_distinct(items: Items, positions: np.ndarray) -> tuple[np.ndarray, np
     digests = np.empty(len(positions), dtype="S16")
     for i, position in enumerate(tqdm(positions, desc="finding equal items", delay=2, leave=False)):
         digests[i] = hashlib.blake2b(items[position].encode(), digest_size=16).digest()
-    return number_keys(digests, positions)
-
-
-def number_keys(keys: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `number_distinct`, for values that are already small keys."""
-    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     return np.asarray(positions)[first[order]], rank[inverse.reshape(-1)]
 
+
+# Classes of images.
 
 _CLASS_NUMBER = re.compile("-?[0-9]{1,6}")  # larger ones are keys of something: a list of their names would fill memory
 
@@ -425,7 +382,7 @@ def labels_of_names(names: Sequence[str]) -> Labels:
     return Labels(numbers.astype(np.int64), classes.tolist())
 
 
-def labels_of_column(table: Table, name: str) -> Labels:
+def labels_of_column(table: DataTable, name: str) -> Labels:
     """The labels in a column of class numbers or names; `datasets.ClassLabel` brings names to numbers."""
     column = Column.of(table, name, "text")
     values = column.values(np.arange(len(column))).tolist()

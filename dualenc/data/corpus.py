@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dualenc.data.columns import Column, Images, Picked, Texts, Titled, filled, labels_of_column
+from dualenc.data.columns import Column, ColumnImages, Picked, Texts, labels_of_column
 from dualenc.data.identity import digest_of, items_identity
 from dualenc.data.pairs import Items
-from dualenc.data.tables import Table
+from dualenc.data.tables import DataTable
 from dualenc.errors import DualencError
 from dualenc.types import Modality
 
@@ -50,7 +50,17 @@ class Corpus:
         self.modality = modality
         self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
         self.class_names = None if class_names is None else list(class_names)
-        self._check()
+        if len(self.ids) != len(self.items):
+            raise DualencError(f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each")
+        if len(set(self.ids)) != len(self.ids):
+            first: dict[str, int] = {}
+            again = next(i for i, name in enumerate(self.ids) if first.setdefault(name, i) != i)
+            raise DualencError(f"ids: {self.ids[again]!r} stands twice (again at row {again}); ids must differ")
+        if self.labels is not None and len(self.labels) != len(self.ids):
+            raise DualencError(f"labels has {len(self.labels)} rows for {len(self.ids)} items; give one each")
+        highest = -1 if self.labels is None else self.labels.max(initial=-1)
+        if self.class_names is not None and highest >= len(self.class_names):
+            raise DualencError(f"labels: class {highest} has no name among {len(self.class_names)} class_names")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -79,20 +89,6 @@ class Corpus:
         line = " ".join(self.items[index][: 2 * SNIPPET_LENGTH].split())
         return line if len(line) <= SNIPPET_LENGTH else line[: SNIPPET_LENGTH - 1].rstrip() + "…"
 
-    def _check(self) -> None:
-        if len(self.ids) != len(self.items):
-            raise DualencError(f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each")
-        if len(set(self.ids)) != len(self.ids):
-            first: dict[str, int] = {}
-            again = next(i for i, name in enumerate(self.ids) if first.setdefault(name, i) != i)
-            raise DualencError(f"ids: {self.ids[again]!r} stands twice (again at row {again}); ids must differ")
-        if self.labels is not None and len(self.labels) != len(self.ids):
-            raise DualencError(f"labels has {len(self.labels)} rows for {len(self.ids)} items; give one each")
-        if self.class_names is not None and self.labels is not None:
-            highest = self.labels.max(initial=-1)
-            if highest >= len(self.class_names):
-                raise DualencError(f"labels: class {highest} has no name among {len(self.class_names)} class_names")
-
 
 class RetrievalSet(NamedTuple):
     """A retrieval test collection.
@@ -109,7 +105,7 @@ class RetrievalSet(NamedTuple):
 
 
 def text_corpus(
-    table: Table,
+    table: DataTable,
     text_column: str,
     title_column: str | None = None,
     id_column: str | None = None,
@@ -129,21 +125,19 @@ def text_corpus(
         BadSample: an empty text, a missing or repeated id, under on_error="raise".
     """
     column = Column.of(table, text_column, "text", lists=True)
-    items: Items = Texts(column)
-    there = filled(column)
-    if title_column is not None and not column.is_list:
-        titles = Column.of(table, title_column, "text")
-        items, there = Titled(titles, column), there | filled(titles)
+    titles = None if title_column is None or column.is_list else Column.of(table, title_column, "text")
+    there = column.filled() if titles is None else column.filled() | titles.filled()
     rows = column.row_of_values()
-    _tell(table, rows[~there], f"empty {what}", "fill it in or remove it")
-    ids = _ids(table, id_column)
-    names = ids if not column.is_list else [f"{ids[row]}#{k}" for row, k in zip(rows, _place_in_list(rows))]
-    kept = _usable(table, names, rows, np.flatnonzero(there), what)
-    return Corpus([names[i] for i in kept], Picked(items, kept))
+    names = _ids(table, id_column)
+    if column.is_list:
+        place = np.arange(len(rows)) - np.searchsorted(rows, rows, side="left")  # 0, 1, 2, … within each row
+        names = [f"{names[row]}#{k}" for row, k in zip(rows, place)]
+    kept = _usable(table, names, rows, there, what, f"empty {what}", "fill it in or remove it")
+    return Corpus([names[i] for i in kept], Picked(Texts(column, titles), kept))
 
 
 def image_corpus(
-    table: Table, image_column: str, label_column: str | None = None, id_column: str | None = None
+    table: DataTable, image_column: str, label_column: str | None = None, id_column: str | None = None
 ) -> Corpus:
     """The images of a table, in the order of its rows, with labels where there is a column of them.
 
@@ -152,17 +146,16 @@ def image_corpus(
         BadSample: a row without an image, a missing or repeated id, under on_error="raise".
     """
     column = Column.of(table, image_column, "image")
-    there = filled(column)
-    _tell(table, np.flatnonzero(~there), f"no image in column {image_column!r}", "fill it in or remove the row")
-    ids = _ids(table, id_column)
-    kept = _usable(table, ids, np.arange(len(table)), np.flatnonzero(there), "image")
-    labels = None if label_column is None else labels_of_column(table, label_column).take(kept)
-    items = Picked(Images(table, column), kept)
-    numbers, names = (None, None) if labels is None else labels
-    return Corpus([ids[i] for i in kept], items, "image", labels=numbers, class_names=names)
+    names = _ids(table, id_column)
+    missing = f"no image in column {image_column!r}"
+    rows = np.arange(len(table))
+    kept = _usable(table, names, rows, column.filled(), "image", missing, "fill it in or remove the row")
+    labels, classes = (None, None) if label_column is None else labels_of_column(table, label_column).take(kept)
+    items = Picked(ColumnImages(table, column), kept)
+    return Corpus([names[i] for i in kept], items, "image", labels=labels, class_names=classes)
 
 
-def _ids(table: Table, id_column: str | None) -> Sequence[str | None]:
+def _ids(table: DataTable, id_column: str | None) -> list[Any]:
     if id_column is None:
         return [str(row) for row in range(len(table))]
     column = Column.of(table, id_column, "text")
@@ -170,24 +163,16 @@ def _ids(table: Table, id_column: str | None) -> Sequence[str | None]:
     return [None if value is None else str(value) for value in values]
 
 
-def _place_in_list(rows: np.ndarray) -> np.ndarray:
-    """0, 1, 2, … within each run of equal rows."""
-    starts = np.searchsorted(rows, rows, side="left")
-    return np.arange(len(rows)) - starts
-
-
-def _tell(table: Table, rows: np.ndarray, reason: str, mend: str) -> None:
-    if len(rows):
-        table.skips.bad(reason, table.where(int(rows[0])), mend, len(rows))
-
-
 def _usable(
-    table: Table, names: Sequence[str | None], rows: np.ndarray, candidates: np.ndarray, what: str
+    table: DataTable, names: list[Any], rows: np.ndarray, there: np.ndarray, what: str, missing: str, mend: str
 ) -> np.ndarray:
-    """The candidates whose names are there and new."""
+    """Positions of the values that are there and whose names are there and new; the others are told to `skips`."""
+    empty = rows[~there]
+    if len(empty):
+        table.skips.bad(missing, table.where(int(empty[0])), mend, len(empty))
     seen: set[str] = set()
     kept = []
-    for i in candidates.tolist():
+    for i in np.flatnonzero(there).tolist():
         name = names[i]
         if name is None:
             table.skips.bad(f"{what} without an id", table.where(int(rows[i])), "give it one")

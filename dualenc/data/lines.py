@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 
 from tqdm import tqdm
 
-from dualenc.data.skips import Skips
+from dualenc.data.pairs import Skips
 from dualenc.errors import DualencError
 from dualenc.files import open_regular
 

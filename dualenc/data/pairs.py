@@ -1,15 +1,19 @@
-"""Training pairs: which left item belongs to which right item, by stable ids."""
+"""Training pairs: which left item belongs to which right item, by stable ids; and the count of bad samples."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
 import numpy as np
 
 from dualenc.data.identity import digest_of, items_identity
-from dualenc.errors import DualencError
-from dualenc.types import Modality, Side
+from dualenc.errors import BadSample, DualencError
+from dualenc.types import Modality, OnError, Side
+
+logger = logging.getLogger("dualenc.data")
 
 
 class Ragged(NamedTuple):
@@ -26,8 +30,8 @@ class Ragged(NamedTuple):
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int]]) -> Ragged:
         """Lay rows of integers one after the other."""
-        arrays = [np.asarray(row, dtype=np.int64) for row in rows]
-        return cls(_concatenate(arrays), _offsets(np.array([len(a) for a in arrays], dtype=np.int64)))
+        arrays = [np.zeros(0, dtype=np.int64), *(np.asarray(row, dtype=np.int64) for row in rows)]
+        return cls(np.concatenate(arrays), _offsets([len(array) for array in arrays[1:]]))
 
     @classmethod
     def from_sorted(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
@@ -70,21 +74,75 @@ class Ragged(NamedTuple):
 
     def padded(self, rows: np.ndarray, fill: int = -1) -> np.ndarray:
         """The given rows as one matrix (n, K), K the longest of them, filled up with `fill`."""
-        starts = self.offsets[rows]
-        lengths = self.offsets[np.asarray(rows) + 1] - starts
-        columns = np.arange(lengths.max(initial=0))
-        inside = columns < lengths[:, None]
+        taken = self.take(rows)
+        inside = np.arange(taken.lengths.max(initial=0)) < taken.lengths[:, None]
         result = np.full(inside.shape, fill, dtype=np.int64)
-        result[inside] = self.values[(starts[:, None] + columns)[inside]]
+        result[inside] = taken.values
         return result
 
 
-def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
+def _offsets(lengths: np.ndarray | list[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+class Skips:
+    """Bad samples of one reader: raised at once, or left out, counted and reported in one line. Never silent.
+
+    Args:
+        source: what is read, as the user named it.
+        on_error: "skip" counts bad samples, "raise" stops at the first one.
+
+    Attributes:
+        counts: number of samples left out for each reason.
+        first: where the first of each reason stands (file:line, or file and row).
+    """
+
+    def __init__(self, source: object, on_error: OnError = "skip") -> None:
+        if on_error not in get_args(OnError):
+            raise DualencError(f"on_error: {on_error!r} is not a choice; take skip or raise")
+        self.source = str(source)
+        self.on_error = on_error
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+
+    @property
+    def total(self) -> int:
+        """How many samples were left out."""
+        return self.counts.total()
+
+    def bad(self, reason: str, where: str, mend: str = "mend or remove it", count: int = 1) -> None:
+        """Note `count` bad samples, the first of them at `where`.
+
+        Raises:
+            BadSample: under on_error="raise".
+        """
+        if self.on_error == "raise":
+            raise BadSample(f"{where}: {reason}; {mend}, or pass on_error=skip")
+        self.counts[reason] += count
+        self.first.setdefault(reason, where)
+
+    def describe(self) -> str:
+        """Reasons with their counts and first places, in one line; "" when nothing was left out."""
+        return ", ".join(f"{n} {reason} (first: {self.first[reason]})" for reason, n in self.counts.items())
+
+    def report(self) -> int:
+        """Log what was left out, on the main process only, and return how many samples that is."""
+        if self.total:
+            from dualenc import distributed  # here, so that reading without bad samples never loads torch
+
+            if distributed.is_main():
+                logger.warning("%s: skipped %d bad samples: %s", self.source, self.total, self.describe())
+        return self.total
+
+    def demand(self, usable: int, what: str) -> None:
+        """Insist that something is left.
+
+        Raises:
+            DualencError: `usable` is 0.
+        """
+        if not usable:
+            reasons = self.describe() or "it is empty"
+            raise DualencError(f"{self.source}: no usable {what}: {reasons}; check the file and the named columns")
 
 
 class Items(Protocol):
@@ -164,7 +222,14 @@ class PairDataset:
             )
         if not len(self.left_id):
             raise DualencError("no pairs: the data holds no row with a left and a right item")
-        self.negatives = _checked_negatives(negatives, len(self), self.num_right)
+        if negatives is not None and not isinstance(negatives, Ragged):
+            negatives = Ragged.from_rows(negatives)
+        if negatives is not None:
+            if len(negatives.lengths) != len(self):
+                rows = len(negatives.lengths)
+                raise DualencError(f"negatives has {rows} rows for {len(self)} pairs; give one row per pair")
+            _check_range("negatives", negatives.values, self.num_right)
+        self.negatives = negatives
         self._positives: dict[Side, Ragged] = {}
 
     @property
@@ -248,15 +313,3 @@ def _check_range(name: str, ids: np.ndarray, num_items: int) -> None:
     wrong = np.flatnonzero((ids < 0) | (ids >= num_items))
     if wrong.size:
         raise DualencError(f"{name}: {ids[wrong[0]]} at row {wrong[0]} is outside [0, {num_items}); ids are positions")
-
-
-def _checked_negatives(
-    negatives: Ragged | Sequence[Sequence[int]] | None, num_pairs: int, num_right: int
-) -> Ragged | None:
-    if negatives is None:
-        return None
-    ragged = negatives if isinstance(negatives, Ragged) else Ragged.from_rows(negatives)
-    if len(ragged.offsets) != num_pairs + 1:
-        raise DualencError(f"negatives has {len(ragged.offsets) - 1} rows for {num_pairs} pairs; give one row per pair")
-    _check_range("negatives", ragged.values, num_right)
-    return ragged

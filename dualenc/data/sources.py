@@ -7,11 +7,9 @@ from pathlib import Path
 from dualenc.data.beir import BeirPairs, is_beir, read_corpus
 from dualenc.data.columns import labels_of_folders
 from dualenc.data.corpus import Corpus, image_corpus, text_corpus
-from dualenc.data.image_folders import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs
 from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
-from dualenc.data.pairs import PairDataset
-from dualenc.data.skips import Skips
-from dualenc.data.table_pairs import MinedPairs, TablePairs
+from dualenc.data.pairs import PairDataset, Skips
+from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
 from dualenc.data.tables import TABLE_FORMATS, Kind, file_format, open_table, peek_columns
 from dualenc.data.webdataset import IMAGES, WebDatasetPairs, is_tars, tar_corpus
 from dualenc.errors import DualencError

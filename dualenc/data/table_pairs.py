@@ -1,4 +1,4 @@
-"""Pairs from tables: any columns of any table, and rows that bring mined negatives."""
+"""Pairs from tables and folders: columns of any table, mined negatives, images with captions, views of images."""
 
 from __future__ import annotations
 
@@ -8,12 +8,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dualenc.data.columns import Chained, Column, Picked, Texts, filled, items_of, modality_of, number_distinct
-from dualenc.data.pairs import Items, PairDataset, Ragged
-from dualenc.data.skips import Skips
-from dualenc.data.tables import Kind, Table, open_table
+from dualenc.data.columns import (
+    Chained,
+    Column,
+    ColumnImages,
+    Labels,
+    Picked,
+    Texts,
+    labels_of_column,
+    labels_of_folders,
+    number_distinct,
+)
+from dualenc.data.images import ImageFiles, find_images
+from dualenc.data.lines import read_text_lines
+from dualenc.data.pairs import Items, PairDataset, Ragged, Skips
+from dualenc.data.tables import TABLE_FORMATS, DataTable, Kind, open_table, peek_columns
 from dualenc.errors import DualencError
 from dualenc.types import Modality, OnError
+
+IMAGE_NAMES = ("file_name", "image", "filename", "image_path", "path", "file")
+CAPTION_NAMES = ("captions", "caption", "text", "texts", "description")
 
 
 class ColumnPairs(PairDataset):
@@ -39,7 +53,7 @@ class ColumnPairs(PairDataset):
 
     def __init__(
         self,
-        table: Table,
+        table: DataTable,
         left_column: str,
         right_column: str,
         negative_column: str | None = None,
@@ -53,10 +67,16 @@ class ColumnPairs(PairDataset):
         right = _Values.of(table, right_column, right_modality)
         if left.column.is_list:
             raise DualencError(f"{table.source}: column {left_column!r} holds lists; name it as right_column instead")
-        rows, right_at = _match(table, left, right)
+        good, there = left.column.filled(), right.column.filled()
+        left.tell_empty(table, np.flatnonzero(~good))
+        without = np.flatnonzero(np.bincount(right.rows, minlength=len(table)) == 0)
+        empty = np.concatenate([without, right.rows[~there]])
+        right.tell_empty(table, np.sort(empty[good[empty]]))
+        right_at = np.flatnonzero(there & good[right.rows])  # position of the right value of every pair
+        rows = right.rows[right_at]
         table.skips.demand(len(rows), "pair")
         left_first, left_number = left.number(np.unique(rows), deduplicate)
-        negatives = _no_negatives(len(table))
+        negatives = Ragged.from_sorted(np.zeros(0, dtype=np.int64), np.zeros(0), len(table))
         if negative_column is not None:
             negative = _Values.of(table, negative_column, right.modality)
             negatives = _negatives_of_rows(table, negative, rows, max_negatives)
@@ -77,7 +97,7 @@ class ColumnPairs(PairDataset):
             self.negatives = self._without_positives(ids, rows, table)
         self.skipped = table.skips.report()
 
-    def _without_positives(self, negatives: Ragged, rows: np.ndarray, table: Table) -> Ragged:
+    def _without_positives(self, negatives: Ragged, rows: np.ndarray, table: DataTable) -> Ragged:
         """Leave out, and count, what is listed as a negative of its own positive pair partner."""
         left = np.repeat(self.left_id, negatives.lengths)
         positive = np.isin(left * self.num_right + negatives.values, self.left_id * self.num_right + self.right_id)
@@ -98,11 +118,12 @@ class _Values(NamedTuple):
     keys: Items | None  # strings that are equal for equal items, where that is cheap to know
 
     @classmethod
-    def of(cls, table: Table, name: str, modality: Modality | None) -> _Values:
-        modality = modality or modality_of(Column(table.dataset, name))
+    def of(cls, table: DataTable, name: str, modality: Modality | None) -> _Values:
+        modality = modality or Column(table.dataset, name).modality()
         column = Column.of(table, name, modality, lists=True)
+        items = Texts(column) if modality == "text" else ColumnImages(table, column)
         keys = Texts(column) if modality == "text" or column.holds_strings else None
-        return cls(items_of(table, column, modality), modality, column, column.row_of_values(), keys)
+        return cls(items, modality, column, column.row_of_values(), keys)
 
     def chained(self, other: _Values) -> _Values:
         keys = None if self.keys is None or other.keys is None else Chained(self.keys, other.keys)
@@ -117,33 +138,17 @@ class _Values(NamedTuple):
         number[positions] = inverse
         return first, number
 
-
-def _match(table: Table, left: _Values, right: _Values) -> tuple[np.ndarray, np.ndarray]:
-    """Row and position of the right value of every usable pair, in order."""
-    good = filled(left.column)
-    _count_empty(table, left, np.flatnonzero(~good))
-    there = filled(right.column)
-    none = np.bincount(right.rows, minlength=len(table)) == 0
-    empty = np.concatenate([np.flatnonzero(none), right.rows[~there]])
-    _count_empty(table, right, np.sort(empty[good[empty]]))
-    usable = np.flatnonzero(there & good[right.rows])
-    return right.rows[usable], usable
+    def tell_empty(self, table: DataTable, rows: np.ndarray) -> None:
+        """Count rows without a usable value."""
+        if len(rows):
+            reason = f"no {self.modality} in column {self.column.name!r}"
+            table.skips.bad(reason, table.where(int(rows[0])), "fill it in or remove the row", len(rows))
 
 
-def _count_empty(table: Table, values: _Values, rows: np.ndarray) -> None:
-    if len(rows):
-        reason = f"no {values.modality} in column {values.column.name!r}"
-        table.skips.bad(reason, table.where(int(rows[0])), "fill it in or remove the row", len(rows))
-
-
-def _no_negatives(num_rows: int) -> Ragged:
-    return Ragged(np.zeros(0, dtype=np.int64), np.zeros(num_rows + 1, dtype=np.int64))
-
-
-def _negatives_of_rows(table: Table, negative: _Values, rows: np.ndarray, most: int | None) -> Ragged:
+def _negatives_of_rows(table: DataTable, negative: _Values, rows: np.ndarray, most: int | None) -> Ragged:
     """Positions of the filled negatives of each row that makes a pair."""
-    there = filled(negative.column)
-    _count_empty(table, negative, negative.rows[~there])
+    there = negative.column.filled()
+    negative.tell_empty(table, negative.rows[~there])
     paired = np.zeros(len(table), dtype=bool)
     paired[rows] = True
     kept = np.flatnonzero(there & paired[negative.rows])
@@ -260,27 +265,215 @@ class MinedPairs(ColumnPairs):
 
 
 def _mined(record: dict[str, Any], titles: bool = False) -> dict[str, Any]:
-    """Tevatron's nested passages as FlagEmbedding's lists of texts."""
+    """Tevatron's nested passages as FlagEmbedding's lists of texts; the reading of columns judges all else."""
+
+    def text_of(entry: Any) -> Any:
+        if not isinstance(entry, dict):
+            return entry
+        parts = (entry.get("title") if titles else None, entry.get("text"))
+        if any(not isinstance(part, (str, NoneType)) for part in parts):
+            raise TypeError("a passage's title or text is no string")
+        return " ".join(part or "" for part in parts).strip()
+
     names = {"pos": "positive_passages", "neg": "negative_passages"}
     if names["pos"] not in record:
         return record
-    lists = {new: _passages(record.get(old), titles) for new, old in names.items()}
-    return {**record, **lists}
+    lists = {new: record.get(old) for new, old in names.items()}
+    texts = {new: [text_of(entry) for entry in old] if isinstance(old, list) else old for new, old in lists.items()}
+    return {**record, **texts}
 
 
 def _mined_with_titles(record: dict[str, Any]) -> dict[str, Any]:
     return _mined(record, titles=True)
 
 
-def _passages(passages: Any, titles: bool) -> Any:
-    return [_passage(entry, titles) for entry in passages] if isinstance(passages, list) else passages
+class ImageFolderPairs(ColumnPairs):
+    """Images of a folder with their captions.
+
+    The captions stand in a table (.csv, .tsv, .jsonl, .parquet) with a column of file names and one of captions; a
+    file may stand on several rows, and a row may hold a list of captions. Without a table, `photo.txt` beside
+    `photo.jpg` holds its captions, one per line.
+
+    Args:
+        path: the folder of images.
+        captions: the table; by default `metadata.*` or `captions.*` in the folder, and if there is none the text
+            files.
+        image_column: file names, relative to the folder; by default one of file_name, image, filename, path.
+        caption_column: captions; by default one of captions, caption, text.
+        deduplicate: equal captions are the same item and share an id.
+        on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
+
+    Raises:
+        DualencError: no such folder, file or column; nothing usable.
+        BadSample: an empty caption, an image that is not in the folder or has no caption, under on_error="raise".
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        captions: str | Path | None = None,
+        *,
+        image_column: str | None = None,
+        caption_column: str | None = None,
+        deduplicate: bool = True,
+        on_error: OnError = "skip",
+    ) -> None:
+        folder, names = Path(path), find_images(path)
+        usual = [folder / f"{stem}{end}" for stem in ("metadata", "captions") for end in TABLE_FORMATS if end != ".txt"]
+        file = next(filter(Path.is_file, usual), None) if captions is None else Path(captions)
+        if file is None:
+            image_column, caption_column = "image", "captions"
+            table = _table_of_text_files(folder, names, Skips(path, on_error))
+        else:
+            image_column = image_column or _first(file, IMAGE_NAMES, "image_column")
+            caption_column = caption_column or _first(file, CAPTION_NAMES, "caption_column")
+            table = open_table(file, {image_column: "value", caption_column: "list"}, Skips(file, on_error))
+            table = _only_images(table, folder, image_column, set(names))
+        super().__init__(
+            table, image_column, caption_column, left_modality="image", right_modality="text", deduplicate=deduplicate
+        )
 
 
-def _passage(entry: Any, titles: bool) -> Any:
-    """Title and text joined; anything else is left for the reading of the column to judge."""
-    if not isinstance(entry, dict):
-        return entry
-    parts = (entry.get("title") if titles else None, entry.get("text"))
-    if any(not isinstance(part, (str, NoneType)) for part in parts):
-        raise TypeError("a passage's title or text is no string")
-    return " ".join(part or "" for part in parts).strip()
+def _table_of_text_files(folder: Path, names: list[str], skips: Skips) -> DataTable:
+    from datasets import Dataset, Features, List, Value
+
+    rows = []
+    for name in names:
+        file = (folder / name).with_suffix(".txt")
+        lines = read_text_lines(file, skips) if file.is_file() else ()
+        captions = [line.strip() for _, line in lines if line.strip()]
+        if captions:
+            rows.append({"image": name, "captions": captions})
+        else:
+            skips.bad("image without a caption", str(folder / name), f"write one to {file.name}, pass captions=TABLE")
+    skips.demand(len(rows), "image with a caption")
+    features = Features({"image": Value("string"), "captions": List(Value("string"))})
+    return DataTable(str(folder), Dataset.from_list(rows, features=features), skips, folder, allow_outside=True)
+
+
+def _only_images(table: DataTable, folder: Path, column: str, known: set[str]) -> DataTable:
+    """The rows whose images are in the folder; the others are told to the table's `skips`."""
+    import pyarrow as pa
+    from datasets import Dataset
+
+    names = Column.of(table, column, "text")
+    files = names.values(np.arange(len(names))).tolist()
+    there = np.array([not file or Path(file).as_posix() in known for file in files], dtype=bool)
+    for row in np.flatnonzero(~there).tolist():
+        table.skips.bad("image that is not in the folder", table.where(row), f"{files[row]!r} is not in {folder}")
+    table.root, table.allow_outside = folder, True  # links in a folder of images are followed, as without captions
+    if not there.all():
+        table.dataset = Dataset(table.dataset.data.filter(pa.array(there)))
+    return table
+
+
+def _first(file: Path, names: tuple[str, ...], argument: str) -> str:
+    columns = peek_columns(file)
+    found = next((name for name in names if name in columns), None)
+    if found is None:
+        raise DualencError(f"{file}: none of the columns {', '.join(columns)} is known; name one by {argument}=")
+    return found
+
+
+class ImageViews(PairDataset):
+    """Images that are their own partners: `left_id == right_id == index`.
+
+    Args:
+        images: raw images.
+        labels: their classes, where known; training does not look at them.
+
+    Attributes:
+        labels: (N,) class numbers, -1 for an image without one; None if there are no labels.
+        class_names: name of each class number, or None.
+    """
+
+    views = True
+
+    def __init__(self, images: Items, labels: Labels | None = None) -> None:
+        super().__init__(images, images, left_modality="image", right_modality="image")
+        self.labels: np.ndarray | None = None if labels is None else labels.numbers
+        self.class_names: list[str] | None = None if labels is None else labels.names
+
+    def subset(self, rows: np.ndarray) -> ImageViews:
+        """The images of some rows (n,), in their order."""
+        labels = None if self.labels is None else Labels(self.labels[rows], self.class_names or [])
+        return ImageViews(Picked(self.left_items, rows), labels)
+
+    def sample(self, count: int, seed: int = 0) -> ImageViews:
+        """A random part of the images, each at most once; files are often sorted by class, so their head is no sample.
+
+        Args:
+            count: how many; all of them, in random order, if there are fewer.
+            seed: of the draw.
+        """
+        return self.subset(np.random.default_rng(seed).permutation(len(self))[:count])
+
+
+class TableViews(ImageViews):
+    """Images of a table: a parquet or other local file, a saved data set, or the Hugging Face hub.
+
+    Args:
+        path: what `TablePairs` takes.
+        image_column: file contents, `datasets` images, or paths relative to the table.
+        label_column: class numbers or names; by default `label`, if there is such a column.
+        split: of a folder, saved data set or hub name.
+        subset: configuration of a hub data set.
+        limit: read the first rows only.
+        allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
+        on_error: "skip" leaves out, counts and reports rows without an image; "raise" stops at the first.
+
+    Raises:
+        DualencError: no such file, column or split; no usable image.
+        BadSample: a row without an image, under on_error="raise".
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        image_column: str = "image",
+        label_column: str | None = None,
+        *,
+        split: str = "train",
+        subset: str | None = None,
+        limit: int | None = None,
+        allow_outside: bool = False,
+        on_error: OnError = "skip",
+    ) -> None:
+        label = label_column or "label"
+        columns: dict[str, Kind] = {image_column: "value", label: "value"}
+        table = open_table(
+            path,
+            columns,
+            Skips(path, on_error),
+            optional=() if label_column else (label,),
+            split=split,
+            subset=subset,
+            limit=limit,
+            allow_outside=allow_outside,
+        )
+        column = Column.of(table, image_column, "image")
+        there = column.filled()
+        missing = np.flatnonzero(~there)
+        if len(missing):
+            reason = f"no image in column {image_column!r}"
+            table.skips.bad(reason, table.where(int(missing[0])), "fill it in or remove the row", len(missing))
+        rows = np.flatnonzero(there)
+        table.skips.demand(len(rows), "image")
+        labels = labels_of_column(table, label).take(rows) if table.has(label) else None
+        super().__init__(Picked(ColumnImages(table, column), rows), labels)
+        self.skipped = table.skips.report()
+
+
+class ImageFolderViews(ImageViews):
+    """Images of a folder and its subfolders, sorted by name; the first subfolder, if there is one, is the class.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        DualencError: no such folder, or no image in it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        names = find_images(path)
+        super().__init__(ImageFiles(path, names), labels_of_folders(names))

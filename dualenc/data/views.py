@@ -1,7 +1,9 @@
 """SimCLR's random views: pure functions of image and seed, fast enough to run per image in a data loader.
 
-The operations are torchvision's; the random numbers come from a generator of their own, seeded for each call, so
-no global state is read or changed and a view does not depend on workers, order or restarts.
+The operations are torchvision.transforms.v2's functional ones; what is random is drawn here, from a generator seeded
+for each call, so no global state is read or changed and a view does not depend on workers, order or restarts.
+v2's own random classes draw from torch's global generator; seeded and restored around each call, they take 1.9× as
+long per image at 32 pixels (1.6 against 0.9 ms) and 1.8× at 224 (12.8 against 7.1 ms, most of it the blur).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dualenc.errors import DualencError
 
 
 class SimCLR:
-    """The augmentation of SimCLR (Chen et al. 2020, appendix A): crop, flip, colour jitter, grey, blur.
+    """SimCLR's augmentation (Chen et al. 2020, arXiv:2002.05709, appendix A): crop, flip, colour jitter, grey, blur.
 
     Args:
         size: height and width of the view in pixels.
@@ -114,14 +116,11 @@ def gaussian_blur(pixels: Tensor, sigma: float, kernel: int) -> Tensor:
         sigma: standard deviation in pixels.
         kernel: odd length of the kernel.
     """
-    rows, columns = (_blur_matrix(length, sigma, kernel) for length in pixels.shape[-2:])
-    return rows @ pixels @ columns.T
-
-
-def _blur_matrix(length: int, sigma: float, kernel: int) -> Tensor:
-    """(length, length): row `i` holds the weights of all positions in the blurred value at `i`."""
     offsets = torch.arange(kernel) - kernel // 2
     weights = torch.softmax(-0.5 * (offsets / sigma) ** 2, dim=0)
-    source = (torch.arange(length)[:, None] + offsets).abs()
-    source = torch.where(source >= length, 2 * (length - 1) - source, source)
-    return torch.zeros(length, length).scatter_add_(1, source, weights.expand(length, kernel))
+    matrices = []
+    for length in pixels.shape[-2:]:  # row `i` holds the weights of all positions in the blurred value at `i`
+        source = (torch.arange(length)[:, None] + offsets).abs()
+        source = torch.where(source >= length, 2 * (length - 1) - source, source)
+        matrices.append(torch.zeros(length, length).scatter_add_(1, source, weights.expand(length, kernel)))
+    return matrices[0] @ pixels @ matrices[1].T

@@ -7,9 +7,9 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
@@ -19,8 +19,7 @@ from dualenc.data.corpus import Corpus
 from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES, MOST_BYTES, decode_image
 from dualenc.data.lines import MOST_LINE_BYTES
-from dualenc.data.pairs import PairDataset
-from dualenc.data.skips import Skips
+from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.tables import cache_folder
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import atomic_path, open_regular
@@ -29,19 +28,12 @@ from dualenc.types import Modality, OnError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+IMAGES = "jpg;jpeg;png;webp"
+_IMAGE_ENDS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 _VERSION = 2  # of what an index holds; raise it when the scan changes
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # path up to the first dot of the file name, and what follows it
 
 _UNREADABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, and bytes that are not UTF-8
-
-
-class Member(NamedTuple):
-    """One file of a tar: its sample, its extension and where its bytes are."""
-
-    sample: str
-    extension: str
-    offset: int
-    size: int
 
 
 class Tars:
@@ -60,20 +52,17 @@ class Tars:
         Raises:
             BadSample: the tar cannot be read any more.
         """
-        try:
-            return self._read(number, offset, size)
-        except (OSError, DualencError) as error:
-            raise BadSample(f"{self.paths[number]}: cannot be read ({error}); check the path") from None
-
-    def _read(self, number: int, offset: int, size: int) -> bytes:
         if self._process != os.getpid():  # a forked child shares its parent's file positions
             self._open, self._process = {}, os.getpid()
-        if number not in self._open:
-            if len(self._open) >= self._MOST_OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            self._open[number] = open_regular(self.paths[number])
-        self._open[number].seek(offset)
-        return self._open[number].read(size)
+        try:
+            if number not in self._open:
+                if len(self._open) >= self._MOST_OPEN:
+                    self._open.pop(next(iter(self._open))).close()
+                self._open[number] = open_regular(self.paths[number])
+            self._open[number].seek(offset)
+            return self._open[number].read(size)
+        except (OSError, DualencError) as error:
+            raise BadSample(f"{self.paths[number]}: cannot be read ({error}); check the path") from None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}
@@ -92,7 +81,7 @@ def find_tars(path: str | Path) -> list[Path]:
     return found
 
 
-def index_tar(tar: Path, skips: Skips, index_folder: Path | None = None) -> pa.Table:
+def index_tar(tar: Path, skips: Skips, index_folder: Path | None = None) -> pa.DataTable:
     """The samples of one tar, from its index if that is up to date; otherwise the tar is scanned once.
 
     Args:
@@ -123,7 +112,7 @@ def index_tar(tar: Path, skips: Skips, index_folder: Path | None = None) -> pa.T
         if known is not None:
             return known
     before = skips.total
-    table = _grouped(tar, skips).replace_schema_metadata({"tar": stamp})
+    table = _scan(tar, skips).replace_schema_metadata({"tar": stamp})
     if skips.total == before:  # the faults of a broken tar are to be told again next time
         for place in places:
             try:
@@ -172,8 +161,11 @@ def _index_path(tar: Path, folder: Path | None) -> Path:
     return Path(folder) / (re.sub(r"[^\w.-]", "_", str(tar.resolve())) + ".index")
 
 
-def _members(tar: Path, skips: Skips) -> Iterator[Member]:
-    """Files that belong to samples, in the order of the tar; what is no plain file in it is told to `skips`."""
+def _scan(tar: Path, skips: Skips) -> pa.Table:
+    """One row per sample, in the order of their first files; what is no plain file of a sample is told to `skips`."""
+    import pyarrow as pa
+
+    samples: dict[str, dict[str, tuple[int, int]]] = {}  # by extension, where a file starts and its size
     try:
         with (
             open_regular(tar) as stream,
@@ -190,43 +182,33 @@ def _members(tar: Path, skips: Skips) -> Iterator[Member]:
                 archive.members = []  # type: ignore[attr-defined]  # or a million of them stay in memory
                 if info.isdir() or match is None or info.name.startswith("__"):
                     continue
+                where = f"{tar}: {info.name!r}"
                 if not info.isreg() or info.issparse():
-                    skips.bad(
-                        "link, device, pipe or sparse file in a tar", f"{tar}: {info.name!r}", "pack the file itself"
-                    )
+                    skips.bad("link, device, pipe or sparse file in a tar", where, "pack the file itself")
                 elif info.name.startswith("/") or ".." in info.name.split("/"):
-                    skips.bad("name that leads out of a tar", f"{tar}: {info.name!r}", "pack it with relative names")
+                    skips.bad("name that leads out of a tar", where, "pack it with relative names")
                 elif _UNREADABLE.search(info.name):
-                    skips.bad("name in a tar that is no text", f"{tar}: {info.name!r}", "rename the file")
+                    skips.bad("name in a tar that is no text", where, "rename the file")
                 elif info.offset_data + info.size > size:
                     raise tarfile.ReadError(f"{info.name} is cut off")
                 else:
-                    yield Member(match[1], match[2].lower(), info.offset_data, info.size)
+                    sample, extension = match[1], match[2].lower()
+                    files = samples.setdefault(sample, {})
+                    if extension in files:
+                        place = f"{tar}: {sample}.{extension}"
+                        skips.bad("file that stands twice in a tar", place, "remove one of them")
+                    else:
+                        files[extension] = (info.offset_data, info.size)
     except DualencError:
         raise
     except Exception as error:  # tarfile raises many kinds on broken headers
-        if isinstance(error, tarfile.ReadError) and _is_compressed(tar):
-            raise DualencError(f"{tar}: a compressed tar cannot be read at random; decompress it first") from None
+        if isinstance(error, tarfile.ReadError):
+            with open(tar, "rb") as stream:
+                compressed = stream.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"))
+            if compressed:
+                raise DualencError(f"{tar}: a compressed tar cannot be read at random; decompress it first") from None
         reason = " ".join(str(error).split()) or type(error).__name__
         skips.bad("truncated or broken tar", str(tar), f"{reason}; fetch it again")
-
-
-def _is_compressed(tar: Path) -> bool:
-    with open(tar, "rb") as stream:
-        return stream.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"))
-
-
-def _grouped(tar: Path, skips: Skips) -> pa.Table:
-    """One row per sample, in the order of their first files."""
-    import pyarrow as pa
-
-    samples: dict[str, dict[str, tuple[int, int]]] = {}
-    for sample, extension, offset, size in _members(tar, skips):
-        files = samples.setdefault(sample, {})
-        if extension in files:
-            skips.bad("file that stands twice in a tar", f"{tar}: {sample}.{extension}", "remove one of them")
-        else:
-            files[extension] = (offset, size)
     files_of = list(samples.values())
     columns = {
         "sample": list(samples),
@@ -235,10 +217,6 @@ def _grouped(tar: Path, skips: Skips) -> pa.Table:
         "size": [[size for _, size in files.values()] for files in files_of],
     }
     return pa.table(columns, schema=_schema())
-
-
-IMAGES = "jpg;jpeg;png;webp"
-_IMAGE_ENDS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 
 
 class WebDatasetPairs(PairDataset):

@@ -16,8 +16,8 @@ from dualenc import distributed
 from dualenc.data.beir import read_beir
 from dualenc.data.columns import Picked
 from dualenc.data.corpus import Corpus, RetrievalSet
-from dualenc.data.image_folders import ImageViews
 from dualenc.data.pairs import PairDataset
+from dualenc.data.table_pairs import ImageViews
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.training.checkpoint import random_state_kept

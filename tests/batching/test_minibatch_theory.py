@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -61,12 +60,3 @@ def test_selectors_give_a_distance_for_each_update(theory: ModuleType) -> None:
         curve = theory.distances(selector, dim=16, updates=6, seed=0)
         assert curve.shape == (6,)
         assert curve[-1] < curve[0]
-
-
-def test_the_command_prints_the_table_and_saves_the_figure(
-    theory: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(theory.PARTS, "histogram", lambda: theory.histogram(num_pairs=800))
-    theory.main(tmp_path / "out", only="histogram")
-    assert (tmp_path / "out" / "histogram.png").stat().st_size > 0
-    assert "SC above random" in capsys.readouterr().out

@@ -1,17 +1,22 @@
-"""What every selector promises."""
+"""What every selector promises, the loss of batches against torch in double precision, and ordered SGD."""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import pickle
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
 
-from dualenc.batching import BatchSelector, OSGDBatches, RandomBatches, SpectralBatches
+from dualenc.batching import BatchSelector, OSGDBatches, RandomBatches, SpectralBatches, batch_losses
 from dualenc.errors import DualencError
+from dualenc.objectives import InfoNCE
 from tests.batching.clusters import random_pairs
 
 Make = Callable[..., BatchSelector]
@@ -146,3 +151,93 @@ def test_random_batches_are_uniform() -> None:
     selector = RandomBatches(6, 2)
     together = np.mean([[{0, 5} == set(batch) for batch in selector.select(epoch)] for epoch in range(3000)]) * 3
     assert together == pytest.approx(1 / 5, abs=0.03)
+
+
+def slow_loss(left: np.ndarray, right: np.ndarray, batch: np.ndarray, temperature: float) -> float:
+    logits = torch.from_numpy(left[batch]).double() @ torch.from_numpy(right[batch]).double().T / temperature
+    targets = torch.arange(len(batch))
+    return float(cross_entropy(logits, targets) + cross_entropy(logits.T, targets)) / 2
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.005])
+@pytest.mark.parametrize("chunk_bytes", [1, 20_000, 1 << 24])
+def test_equals_cross_entropy_batch_by_batch(temperature: float, chunk_bytes: int) -> None:
+    left, right = random_pairs(70, 12, noise=2.0)
+    batches = np.random.default_rng(0).permutation(70).reshape(10, 7)
+    expected = [slow_loss(left, right, batch, temperature) for batch in batches]
+    np.testing.assert_allclose(batch_losses(left, right, batches, temperature, chunk_bytes), expected, rtol=1e-4)
+
+
+def test_the_loss_of_a_batch_is_that_of_the_objective() -> None:
+    left, right = random_pairs(12, 6, noise=2.0)
+    ids = torch.arange(12)
+    out = InfoNCE(temperature=0.1)(torch.from_numpy(left), torch.from_numpy(right), ids)
+    assert batch_losses(left, right, ids.numpy()[None], 0.1)[0] == pytest.approx(float(out.loss), rel=1e-5)
+
+
+def test_a_batch_of_one_has_nothing_to_tell_apart() -> None:
+    left, right = random_pairs(3, 4)
+    np.testing.assert_allclose(batch_losses(left, right, np.array([[0], [2]]), 0.1), 0, atol=1e-6)
+
+
+def test_a_temperature_of_zero_is_refused() -> None:
+    left, right = random_pairs(3, 4)
+    with pytest.raises(DualencError, match=r"temperature is 0\.0; choose a number above 0"):
+        batch_losses(left, right, np.array([[0, 1]]), 0.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_exhaustive_selection_takes_the_maximum_of_all_28_batches(seed: int) -> None:
+    left, right = random_pairs(8, 4, seed, noise=2.0)
+    every = [np.array(pair) for pair in itertools.combinations(range(8), 2)]
+    hardest = max(every, key=lambda batch: slow_loss(left, right, batch, 1.0))
+    chosen = OSGDBatches(8, 2, q=1, temperature=1.0, exhaustive=True).select(0, left, right)
+    assert chosen.tolist() == [hardest.tolist()]
+
+
+def test_exhaustive_selection_takes_the_q_hardest_in_order() -> None:
+    left, right = random_pairs(7, 4, noise=2.0)
+    every = [np.array(batch) for batch in itertools.combinations(range(7), 3)]
+    expected = sorted((slow_loss(left, right, batch, 0.1) for batch in every), reverse=True)[:5]
+    selector = OSGDBatches(7, 3, q=5, exhaustive=True)
+    chosen = selector.select(0, left, right)
+    assert selector.num_batches == len(chosen) == 5
+    np.testing.assert_allclose(batch_losses(left, right, chosen, 0.1), expected, rtol=1e-4)
+
+
+@given(num_batches=st.integers(1, 40), k=st.integers(1, 12), seed=st.integers(0, 9), data=st.data())
+def test_takes_the_hardest_of_each_window_of_the_partition(
+    num_batches: int, k: int, seed: int, data: st.DataObject
+) -> None:
+    q = data.draw(st.integers(1, k))
+    num_pairs = 3 * num_batches + seed % 3
+    left, right = random_pairs(num_pairs, 5, seed, noise=2.0)
+    partition = RandomBatches(num_pairs, 3, seed).select(2)
+    expected: list[list[int]] = []
+    for start in range(0, num_batches, k):
+        window = partition[start : start + k]
+        window = sorted(window.tolist(), key=lambda batch: -slow_loss(left, right, np.array(batch), 0.1))
+        expected += window[: -(-q * len(window) // k)]
+    selector = OSGDBatches(num_pairs, 3, seed, k=k, q=q)
+    chosen = selector.select(2, left, right)
+    assert chosen.tolist() == expected
+    assert len(chosen) == selector.num_batches
+
+
+def test_says_how_many_pairs_it_leaves_out(caplog: pytest.LogCaptureFixture) -> None:
+    left, right = random_pairs(100, 8)
+    selector = OSGDBatches(100, 5, k=10, q=2)
+    with caplog.at_level(logging.INFO, logger="dualenc"):
+        chosen = selector.select(3, left, right)
+    assert selector.left_out(chosen) == 100 - 4 * 5
+    assert "epoch 3 leaves out 80 of 100 pairs" in caplog.text
+
+
+def test_more_to_choose_than_to_choose_from_is_refused() -> None:
+    with pytest.raises(DualencError, match="q is 11 but k is 10; choose a q of at most k"):
+        OSGDBatches(100, 5, k=10, q=11)
+
+
+def test_too_many_combinations_are_refused() -> None:
+    with pytest.raises(DualencError, match=r"C\(100, 5\) batches are more than 1,000,000; set exhaustive=False"):
+        OSGDBatches(100, 5, exhaustive=True)

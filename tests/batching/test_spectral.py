@@ -1,4 +1,4 @@
-"""Algorithm 1, step by step, against the formulas of the paper and against plain numpy."""
+"""Partitions of large loss: their arguments, bisection, Algorithm 1 against its formulas, and bandwidth."""
 
 from __future__ import annotations
 
@@ -10,10 +10,171 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.manifold import spectral_embedding
+from sklearn.neighbors import NearestNeighbors
 
-from dualenc.batching import batch_losses
-from dualenc.batching.spectral import affinity, equal_clusters, spectral_batches, spectral_rows
-from tests.batching.clusters import planted, purity, random_pairs
+from dualenc.batching import RandomBatches, SpectralBatches, batch_losses
+from dualenc.batching import spectral as module
+from dualenc.batching.spectral import (
+    affinity,
+    bandwidth_batches,
+    bisection_batches,
+    equal_clusters,
+    neighbor_graph,
+    spectral_batches,
+    spectral_rows,
+    split,
+)
+from dualenc.errors import DualencError
+from tests.batching.clusters import planted, purity, random_pairs, unit
+
+
+def as_sets(batches: np.ndarray) -> set[frozenset[int]]:
+    return {frozenset(batch) for batch in batches.tolist()}
+
+
+@given(share=st.floats(0, 1), seed=st.integers(0, 20))
+def test_share_keeps_that_many_batches_as_they_were_selected(share: float, seed: int) -> None:
+    left, right, _ = planted(20, 4, dim=16, seed=seed)
+    selected = as_sets(SpectralBatches(80, 4, seed).select(0, left, right))
+    mixed = SpectralBatches(80, 4, seed, share=share).select(0, left, right)
+    assert sorted(mixed.ravel().tolist()) == list(range(80))
+    kept = len(as_sets(mixed) & selected)
+    # Random batches are the same as selected ones only if just a few are left to shuffle.
+    assert round(share * 20) <= kept <= round(share * 20) + 2
+
+
+def test_share_of_none_is_random() -> None:
+    left, right, labels = planted(40, 8)
+    batches = SpectralBatches(320, 8, share=0.0).select(0, left, right)
+    assert purity(batches, labels) < 0.4
+
+
+def test_other_batches_are_random_in_each_epoch() -> None:
+    left, right, _ = planted(20, 4)
+    selector = SpectralBatches(80, 4, share=0.5)
+    assert as_sets(selector.select(0, left, right)) != as_sets(selector.select(1, left, right))
+
+
+def test_the_order_of_batches_is_random() -> None:
+    left, right, labels = planted(30, 4)
+    orders = [tuple(labels[SpectralBatches(120, 4).select(e, left, right)[:, 0]]) for e in range(2)]
+    assert orders[0] != orders[1]
+
+
+def test_spectral_clusters_random_groups_of_k_batches() -> None:
+    left, right = random_pairs(60, 8)
+    selector = SpectralBatches(60, 5, seed=7, method="spectral", k=4)
+    found = as_sets(selector.select(2, left, right))
+    draw = np.random.default_rng([7, 2])
+    groups = draw.permutation(60).reshape(3, 20)
+    np.testing.assert_array_equal(groups.reshape(12, 5), RandomBatches(60, 5, seed=7).select(2))
+    expected: set[frozenset[int]] = set()
+    for group in groups:
+        seed = int(draw.integers(2**31))
+        expected |= as_sets(group[spectral_batches(left[group], right[group], 5, 0.1, seed, "normalized")])
+    assert found == expected
+
+
+@pytest.mark.parametrize("method", ["bisection", "spectral", "bandwidth"])
+def test_planted_clusters_survive_a_remainder(method: str) -> None:
+    left, right, labels = planted(12, 8, noise=0.1)
+    extra = random_pairs(5, 64, seed=9)
+    left, right = np.concatenate([left, extra[0]]), np.concatenate([right, extra[1]])
+    labels = np.concatenate([labels, np.arange(12, 17)])
+    batches = SpectralBatches(101, 8, method=method, remainder="wrap").select(0, left, right)
+    assert purity(batches, labels) > 0.7
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    for arguments, message in [
+        ({"method": "bisect"}, "method is 'bisect'; did you mean 'bisection'"),
+        ({"laplacian": "normal"}, "laplacian is 'normal'; did you mean 'normalized'"),
+        ({"temperature": 0}, "temperature is 0; choose a number above 0"),
+        ({"k": 0}, "k is 0; choose at least 1"),
+        ({"neighbors": 0}, "neighbors is 0; choose at least 1"),
+        ({"share": 1.5}, "share is 1.5; choose a number from 0 to 1"),
+    ]:
+        with pytest.raises(DualencError, match=message):
+            SpectralBatches(100, 10, **arguments)
+
+
+def separation(points: np.ndarray, low: np.ndarray) -> float:
+    """Distance between the means of the two sides."""
+    return float(np.linalg.norm(points[low].mean(axis=0) - points[~low].mean(axis=0)))
+
+
+@pytest.mark.parametrize("half", [2, 4, 5])
+def test_splits_are_nearly_as_good_as_the_best_of_all(half: int) -> None:
+    draw = np.random.default_rng(half)
+    every = [np.isin(np.arange(8), chosen) for chosen in itertools.combinations(range(8), half)]
+    shares = []
+    for points in draw.standard_normal((50, 8, 3)).astype(np.float32):
+        order = split(points[None], half, draw)[0]
+        assert sorted(order.tolist()) == list(range(8))
+        found = separation(points, np.isin(np.arange(8), order[:half]))
+        shares.append(found / max(separation(points, low) for low in every))
+    assert np.mean(shares) > 0.9
+
+
+def test_a_split_tells_two_groups_apart() -> None:
+    draw = np.random.default_rng(0)
+    side = draw.permutation(np.repeat([0, 1], 50))
+    points = (draw.standard_normal((100, 16)) + 3 * side[:, None] * np.eye(16)[2]).astype(np.float32)
+    order = split(points[None], 50, draw)[0]
+    found = np.isin(np.arange(100), order[:50])
+    assert max(np.mean(found == side), np.mean(found != side)) > 0.9
+
+
+def test_nodes_are_split_independently() -> None:
+    draw = np.random.default_rng(0)
+    nodes = draw.standard_normal((4, 24, 5)).astype(np.float32)
+    together = split(nodes, 12, np.random.default_rng(1))
+    stream = np.random.default_rng(1)
+    alone = [split(node[None], 12, stream)[0] for node in nodes]
+    for a, b in zip(together, alone):
+        assert {frozenset(a[:12]), frozenset(a[12:])} == {frozenset(b[:12]), frozenset(b[12:])}
+
+
+@given(num_batches=st.integers(1, 40), batch_size=st.integers(1, 6), dim=st.integers(1, 5), seed=st.integers(0, 9))
+def test_is_a_partition_for_any_number_of_batches(num_batches: int, batch_size: int, dim: int, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    points = draw.standard_normal((num_batches * batch_size, dim)).astype(np.float32)
+    batches = bisection_batches(points, batch_size, draw)
+    assert batches.shape == (num_batches, batch_size)
+    assert sorted(batches.ravel().tolist()) == list(range(num_batches * batch_size))
+
+
+def test_the_size_of_chunks_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32)
+    expected = bisection_batches(points, 10, np.random.default_rng(1))
+    monkeypatch.setattr(module, "CHUNK_FLOATS", 1)
+    found = bisection_batches(points, 10, np.random.default_rng(1))
+    assert {frozenset(batch) for batch in found.tolist()} == {frozenset(batch) for batch in expected.tolist()}
+
+
+@pytest.mark.parametrize(("clusters", "size"), [(4, 8), (16, 16), (12, 4), (13, 32)])
+def test_bisection_recovers_planted_clusters(clusters: int, size: int) -> None:
+    left, right, labels = planted(clusters, size, noise=0.1)
+    batches = SpectralBatches(len(left), size, method="bisection").select(0, left, right)
+    assert purity(batches, labels) > 0.95
+
+
+def test_batches_are_much_harder_than_random_ones_and_than_spectral_groups() -> None:
+    draw = np.random.default_rng(0)
+    labels = draw.integers(0, 60, 4096)
+    centers = unit(draw.standard_normal((60, 64)))
+    left = unit(centers[labels] + 0.1 * draw.standard_normal((4096, 64))).astype(np.float32)
+    right = unit(left + 0.05 * draw.standard_normal((4096, 64))).astype(np.float32)
+    losses = {
+        name: batch_losses(left, right, selector.select(0, left, right), 0.1).mean()
+        for name, selector in {
+            "random": RandomBatches(4096, 16),
+            "spectral": SpectralBatches(4096, 16, method="spectral", k=16),
+            "bisection": SpectralBatches(4096, 16, method="bisection"),
+        }.items()
+    }
+    assert losses["random"] < losses["spectral"] < losses["bisection"]
+    assert losses["bisection"] > 1.7 * losses["spectral"]
 
 
 def slow_weight(u: np.ndarray, v: np.ndarray, k: int, m: int, batch_size: int, temperature: float) -> float:
@@ -102,3 +263,38 @@ def test_the_letter_of_the_paper_does_not_recover_planted_clusters() -> None:
     """Why "normalized" is the default: the largest eigenvectors of D − A are contrasts within clusters."""
     left, right, labels = planted(16, 16)
     assert purity(spectral_batches(left, right, 16, 0.1, 0, "unnormalized"), labels) < 0.8
+
+
+def slow_graph(left: np.ndarray, right: np.ndarray, neighbors: int) -> np.ndarray:
+    """Brute force by scikit-learn: on unit vectors the nearest by distance have the largest product."""
+    edges = np.zeros((len(left), len(left)), dtype=bool)
+    _, found = NearestNeighbors(n_neighbors=neighbors + 1, algorithm="brute").fit(right).kneighbors(left)
+    for source, targets in enumerate(found):
+        edges[source, targets[targets != source]] = True
+    return edges | edges.T
+
+
+def test_graph_joins_nearest_neighbors() -> None:
+    left, right = random_pairs(80, 6, noise=0.1)
+    graph = neighbor_graph(left, right, 4).toarray() > 0
+    np.testing.assert_array_equal(graph, slow_graph(left, right, 4))
+
+
+def test_inverted_lists_find_most_of_the_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right, _ = planted(20, 100)
+    exact = neighbor_graph(left, right, 4).toarray() > 0
+    monkeypatch.setattr(module, "EXACT_UP_TO", 0)
+    approximate = neighbor_graph(left, right, 4).toarray() > 0
+    assert (exact & approximate).sum() > 0.9 * exact.sum()
+
+
+@pytest.mark.parametrize(("clusters", "size"), [(4, 8), (16, 16), (10, 4), (6, 32)])
+def test_bandwidth_recovers_planted_clusters(clusters: int, size: int) -> None:
+    left, right, labels = planted(clusters, size)
+    batches = SpectralBatches(len(left), size, method="bandwidth").select(0, left, right)
+    assert purity(batches, labels) == 1
+
+
+def test_more_neighbors_than_pairs_are_as_many_as_there_are() -> None:
+    left, right = random_pairs(6, 4)
+    assert sorted(bandwidth_batches(left, right, 2, neighbors=50).ravel().tolist()) == list(range(6))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dualenc.data import lines
 from dualenc.data.lines import read_records
-from dualenc.data.skips import Skips
+from dualenc.data.pairs import Skips
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_csv, write_jsonl
@@ -136,6 +136,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
             read(tmp_path / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.jsonl", "x.txt", "x.csv"])
 def test_a_line_that_is_too_long_is_left_out_unread(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
@@ -215,8 +216,9 @@ WHOLE = {
 }
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(WHOLE)), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_damaged_files_give_records_or_an_error_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
 ) -> None:

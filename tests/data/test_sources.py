@@ -8,6 +8,7 @@ import pytest
 
 from dualenc.data import (
     BeirPairs,
+    Corpus,
     ImageFolderPairs,
     MinedPairs,
     TablePairs,
@@ -15,7 +16,6 @@ from dualenc.data import (
     open_corpus,
     open_pairs,
 )
-from dualenc.data.corpus import Corpus
 from dualenc.errors import BadSample, DualencError
 
 from .make import encoded, picture, shade_of, write_beir, write_csv, write_jsonl
@@ -158,3 +158,30 @@ def test_nothing_there(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "x.jsonl"):
         with pytest.raises(DualencError):
             open_corpus(path)
+
+
+def test_items_by_position_and_snippets_in_one_line() -> None:
+    corpus = Corpus(["a", "b"], ["first\n  text", "x " * 500])
+    assert (len(corpus), corpus[0], corpus.text(0)) == (2, "first\n  text", "first text")
+    assert len(corpus.text(1)) <= 240
+    assert corpus.text(1).endswith("x…")
+
+
+def test_images_have_no_snippet() -> None:
+    assert Corpus(["a"], [picture(3)], "image").text(0) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ids": ["a"], "items": ["x", "y"]}, "ids has 1 rows but there are 2 items"),
+        ({"ids": ["a", "b", "a"], "items": ["x", "y", "z"]}, "'a' stands twice (again at row 2)"),
+        ({"ids": ["a"], "items": ["x"], "labels": [0, 1]}, "labels has 2 rows for 1 items"),
+        ({"ids": ["a"], "items": ["x"], "labels": [2], "class_names": ["c", "d"]}, "class 2 has no name"),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(arguments: dict, message: str) -> None:
+    with pytest.raises(DualencError) as error:
+        Corpus(**arguments)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

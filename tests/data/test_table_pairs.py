@@ -15,9 +15,21 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torchvision.datasets import ImageFolder
 
-from dualenc.data import PairDataset, TablePairs, TableViews, open_corpus, open_pairs
+from dualenc.data import (
+    ImageFolderPairs,
+    ImageFolderViews,
+    ImageViews,
+    MinedPairs,
+    PairDataset,
+    TablePairs,
+    TableViews,
+    open_corpus,
+    open_pairs,
+)
 from dualenc.data import tables as arrow_cache
+from dualenc.data.columns import Labels
 from dualenc.errors import BadSample, DualencError
 
 from .make import encoded, picture, shade_of, write_csv, write_jsonl
@@ -190,6 +202,7 @@ def _rights(pickled: bytes) -> list[str]:
     return [pair.right for pair in pickle.loads(pickled)]
 
 
+@pytest.mark.slow
 def test_pairs_are_read_in_spawned_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow_cache, "IN_MEMORY_BYTES", -1)
     pairs = TablePairs(write_jsonl(tmp_path / "x.jsonl", [{"q": "q", "d": ["a", "b"]}]), "q", "d")
@@ -312,3 +325,296 @@ def test_decimals_and_dates_are_spelled_out(tmp_path: Path) -> None:
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     corpus = open_corpus(tmp_path / "x.parquet")
     assert (corpus.ids, corpus[0], corpus.skipped) == (["2020-01-02"], "1.50", 1)
+
+
+def flag(query: str, pos: list[str], neg: list[str]) -> dict:
+    """A row as FlagEmbedding's mining script writes it."""
+    return {"query": query, "pos": pos, "neg": neg, "pos_scores": [0.9] * len(pos), "prompt": "", "type": "normal"}
+
+
+def tevatron(query: str, pos: list[str], neg: list[str]) -> dict:
+    """A row as Tevatron writes it; texts "title|text"."""
+    passage = [
+        [{"docid": t, "title": t.partition("|")[0], "text": t.partition("|")[2]} for t in ts] for ts in (pos, neg)
+    ]
+    return {"query_id": "7", "query": query, "positive_passages": passage[0], "negative_passages": passage[1]}
+
+
+def test_flag_embedding(tmp_path: Path) -> None:
+    rows = [flag("q0", ["p0", "p1"], ["n0", "n1"]), flag("q1", ["n0"], ["p0", "n2"])]
+    pairs = MinedPairs(write_jsonl(tmp_path / "x.jsonl", rows))
+    assert [(p.left, p.right, p.negatives) for p in pairs] == [
+        ("q0", "p0", ("n0", "n1")),
+        ("q0", "p1", ("n0", "n1")),
+        ("q1", "n0", ("p0", "n2")),
+    ]
+    # One query's positive is another's negative: the same item, whatever its role.
+    assert pairs[2].right_id == pairs[0].negative_ids[0]
+    assert pairs[2].negative_ids[0] == pairs[0].right_id
+    assert (pairs.num_left, pairs.num_right) == (2, 5)
+
+
+@pytest.mark.parametrize(("titles", "texts"), [(True, ("T one", "U two")), (False, ("one", "two"))])
+def test_tevatron(tmp_path: Path, titles: bool, texts: tuple[str, str]) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [tevatron("q", ["T|one"], ["U|two"])])
+    pair = MinedPairs(path, titles=titles)[0]
+    assert (pair.left, pair.right, *pair.negatives) == ("q", *texts)
+
+
+def test_both_layouts_read_alike(tmp_path: Path) -> None:
+    arguments = [("q0", ["|a", "|b"], ["|c"]), ("q1", ["|c"], ["|a"])]
+    plain = [flag(q, [t[1:] for t in pos], [t[1:] for t in neg]) for q, pos, neg in arguments]
+    one = MinedPairs(write_jsonl(tmp_path / "flag.jsonl", plain))
+    other = MinedPairs(write_jsonl(tmp_path / "tevatron.jsonl", [tevatron(*a) for a in arguments]))
+    assert list(one) == list(other)
+
+
+def test_rows_without_negatives(tmp_path: Path) -> None:
+    pairs = MinedPairs(write_jsonl(tmp_path / "x.jsonl", [{"query": "q", "pos": ["p"]}, flag("r", ["s"], ["t"])]))
+    assert [p.negatives for p in pairs] == [(), ("t",)]
+
+
+def test_a_positive_among_the_negatives_is_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [flag("q", ["p0"], ["p1", "n"]), flag("q", ["p1"], ["p0"])]
+    pairs = MinedPairs(write_jsonl(tmp_path / "x.jsonl", rows))
+    assert [p.negatives for p in pairs] == [("n",), ()]
+    assert pairs.skipped == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (flag("", ["p"], []), "x.jsonl:2: no text in column 'query'"),
+        (flag("q", [], []), "x.jsonl:2: no text in column 'pos'"),
+        (flag("q", ["p"], [" "]), "x.jsonl:2: no text in column 'neg'"),
+        ({"query": "q", "pos": [["p"]]}, "x.jsonl:2: value of a wrong type"),
+        ('{"query": "q", "pos": [', "x.jsonl:2: malformed JSON line"),
+    ],
+)
+def test_bad_lines_are_named_or_skipped(tmp_path: Path, row: object, message: str) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [flag("q0", ["p0"], ["n0"]), row])
+    with pytest.raises(BadSample) as error:
+        MinedPairs(path, on_error="raise")
+    assert message in str(error.value)
+    pairs = MinedPairs(path)
+    assert (pairs[0].left, pairs.skipped) == ("q0", 1)
+
+
+def test_another_layout_is_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [{"query": "q", "positives": ["p"]}])
+    with pytest.raises(DualencError, match="no column 'pos'; did you mean 'positives'"):
+        MinedPairs(path)
+
+
+@pytest.mark.parametrize("passages", [5, "text", {"text": "x"}, [{"text": 5}], [{"text": "x", "title": []}], [[["x"]]]])
+def test_passages_of_another_shape_are_named_or_taken_as_one_text(tmp_path: Path, passages: object) -> None:
+    good = {"query": "q", "positive_passages": [{"text": "p"}], "negative_passages": []}
+    path = write_jsonl(tmp_path / "x.jsonl", [good, {**good, "query": "r", "positive_passages": passages}])
+    single = isinstance(passages, (int, str))
+    assert len(MinedPairs(path)) == 1 + single
+    if not single:
+        with pytest.raises(BadSample, match=r"x\.jsonl:2: value of a wrong type"):
+            MinedPairs(path, on_error="raise")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for shade in (1, 2, 3):
+        (tmp_path / "sub").mkdir(exist_ok=True)
+        picture(shade).save(tmp_path / "sub" / f"{shade}.png")
+    return tmp_path
+
+
+def contents(pairs: ImageFolderPairs) -> list[tuple[int, str]]:
+    return [(shade_of(p.left), p.right) for p in pairs]
+
+
+def test_a_table_of_captions(folder: Path) -> None:
+    rows = [["sub/2.png", "two"], ["sub/1.png", "one"], ["sub/2.png", "a two"]]
+    write_csv(folder / "captions.csv", ["image", "caption"], rows)
+    pairs = ImageFolderPairs(folder)
+    assert contents(pairs) == [(2, "two"), (1, "one"), (2, "a two")]
+    assert pairs.positives("left", np.array([0])).tolist() == [[0, 2]]
+    assert (pairs.left_modality, pairs.right_modality) == ("image", "text")
+
+
+def test_the_layout_of_datasets_imagefolder(folder: Path) -> None:
+    records = [{"file_name": f"sub/{i}.png", "text": f"number {i}"} for i in (1, 2, 3)]
+    write_jsonl(folder / "metadata.jsonl", records)
+    other = datasets.load_dataset("imagefolder", data_dir=str(folder), split="train")
+    assert contents(ImageFolderPairs(folder)) == [(shade_of(row["image"]), row["text"]) for row in other]
+
+
+def test_lists_of_captions_in_a_table_elsewhere(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    table = write_jsonl(tmp_path_factory.mktemp("t") / "x.jsonl", [{"photo": "1.png", "says": ["one", "uno"]}])
+    pairs = ImageFolderPairs(folder / "sub", table, image_column="photo", caption_column="says")
+    assert contents(pairs) == [(1, "one"), (1, "uno")]
+
+
+def test_text_files_beside_the_images(folder: Path) -> None:
+    for shade, text in ((1, "one\n\nuno\n"), (2, "two"), (3, "uno")):
+        (folder / "sub" / f"{shade}.txt").write_text(text)
+    pairs = ImageFolderPairs(folder)
+    assert contents(pairs) == [(1, "one"), (1, "uno"), (2, "two"), (3, "uno")]
+    assert pairs.right_id.tolist() == [0, 1, 2, 1]
+    assert ImageFolderPairs(folder, deduplicate=False).right_id.tolist() == [0, 1, 2, 3]
+
+
+def test_images_without_a_text_file_are_skipped(folder: Path) -> None:
+    (folder / "sub" / "2.txt").write_text("two")
+    pairs = ImageFolderPairs(folder)
+    assert (contents(pairs), pairs.skipped) == ([(2, "two")], 2)
+    with pytest.raises(BadSample, match=r"1\.png: image without a caption; write one to 1\.txt"):
+        ImageFolderPairs(folder, on_error="raise")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (["sub/9.png", "nine"], "captions.csv:3: image that is not in the folder; 'sub/9.png' is not in"),
+        (["sub/2.png", " "], "captions.csv:3: no text in column 'caption'"),
+        (["", "two"], "captions.csv:3: no image in column 'image'"),
+    ],
+)
+def test_bad_rows_are_named_or_skipped(folder: Path, row: list[str], message: str) -> None:
+    write_csv(folder / "captions.csv", ["image", "caption"], [["sub/1.png", "one"], row, ["sub/3.png", "three"]])
+    with pytest.raises(BadSample) as error:
+        ImageFolderPairs(folder, on_error="raise")
+    assert message in str(error.value)
+    pairs = ImageFolderPairs(folder)
+    assert (contents(pairs), pairs.skipped) == ([(1, "one"), (3, "three")], 1)
+
+
+def test_no_captions_at_all(folder: Path) -> None:
+    with pytest.raises(DualencError, match="no usable image with a caption: 3 image without a caption"):
+        ImageFolderPairs(folder)
+
+
+def test_unknown_columns_are_told(folder: Path) -> None:
+    write_csv(folder / "captions.csv", ["a", "b"], [["sub/1.png", "one"]])
+    with pytest.raises(DualencError, match="none of the columns a, b is known; name one by image_column="):
+        ImageFolderPairs(folder)
+
+
+def test_captions_that_are_not_utf8_are_named_or_left_out(folder: Path) -> None:
+    for shade in (1, 2, 3):
+        (folder / "sub" / f"{shade}.txt").write_bytes(b"one\ncaf\xe9\n")
+    assert [p.right for p in ImageFolderPairs(folder)] == ["one"] * 3
+    with pytest.raises(BadSample, match=r"1\.txt:2: line that is not UTF-8"):
+        ImageFolderPairs(folder, on_error="raise")
+
+
+def test_a_table_of_captions_must_name_files(folder: Path) -> None:
+    data = datasets.Dataset.from_dict({"image": [b"contents"], "caption": ["x"]})
+    data.to_parquet(folder / "captions.parquet")
+    with pytest.raises(DualencError, match="column 'image' holds binary, where texts are needed"):
+        ImageFolderPairs(folder)
+
+
+def images(*shades: int | None) -> list[dict | None]:
+    return [None if s is None else {"bytes": encoded(picture(s)), "path": None} for s in shades]
+
+
+def save(path: Path, features: dict | None = None, **columns: list) -> Path:
+    kinds = {"image": datasets.Image(), **(features or {})}
+    datasets.Dataset.from_dict(columns, features=datasets.Features(kinds)).to_parquet(path)
+    return path
+
+
+def test_images_with_named_classes(tmp_path: Path) -> None:
+    label = datasets.ClassLabel(names=["cat", "dog"])
+    path = save(tmp_path / "x.parquet", {"label": label}, image=images(1, 2, 3), label=[1, 0, 1])
+    views = TableViews(path)
+    assert [shade_of(pair.left) for pair in views] == [1, 2, 3]
+    assert views.left_id.tolist() == views.right_id.tolist() == [0, 1, 2]
+    assert views.labels is not None
+    assert (views.labels.tolist(), views.class_names) == ([1, 0, 1], ["cat", "dog"])
+    assert shade_of(pickle.loads(pickle.dumps(views))[2].right) == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "numbers", "names"),
+    [
+        (["b", "a", "b"], [1, 0, 1], ["a", "b"]),
+        ([2, 0, 2], [2, 0, 2], ["0", "1", "2"]),
+        (["10", "9", "10"], [10, 9, 10], [str(i) for i in range(11)]),
+        (["a", None, "a"], [0, -1, 0], ["a"]),
+    ],
+)
+def test_classes_without_names_are_numbered_in_order(tmp_path: Path, values: list, numbers: list, names: list) -> None:
+    kind = datasets.Value("int64" if isinstance(values[0], int) else "string")
+    views = TableViews(
+        save(tmp_path / "x.parquet", {"kind": kind}, image=images(1, 2, 3), kind=values), label_column="kind"
+    )
+    assert views.labels is not None
+    assert (views.labels.tolist(), views.class_names) == (numbers, names)
+
+
+def test_labels_are_optional_but_a_named_column_is_not(tmp_path: Path) -> None:
+    path = save(tmp_path / "x.parquet", image=images(1))
+    assert TableViews(path).labels is None
+    with pytest.raises(DualencError, match="no column 'klass'; did you mean 'image'"):
+        TableViews(path, label_column="klass")
+
+
+def test_rows_without_an_image_are_skipped_with_their_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save(tmp_path / "x.parquet", {"label": datasets.Value("int64")}, image=images(1, None, 3), label=[0, 1, 2])
+    with caplog.at_level(logging.WARNING, logger="dualenc.data"):
+        views = TableViews(path)
+    assert [shade_of(pair.left) for pair in views] == [1, 3]
+    assert views.labels is not None
+    assert (views.labels.tolist(), views.skipped) == ([0, 2], 1)
+    assert f"1 no image in column 'image' (first: {path} row 1)" in caplog.text
+    with pytest.raises(BadSample, match="row 1: no image in column 'image'"):
+        TableViews(path, on_error="raise")
+
+
+def test_an_undecodable_image_is_a_bad_sample_when_it_is_read(tmp_path: Path) -> None:
+    path = save(tmp_path / "x.parquet", image=[*images(1), {"bytes": b"junk", "path": None}])
+    views = TableViews(path)
+    assert len(views) == 2
+    with pytest.raises(BadSample, match="row 1, column 'image': image cannot be decoded"):
+        views[1]
+
+
+def test_csv_of_paths(tmp_path: Path) -> None:
+    picture(4).save(tmp_path / "4.png")
+    views = TableViews(write_csv(tmp_path / "x.csv", ["file", "label"], [["4.png", "four"]]), "file")
+    assert (shade_of(views[0].left), views.class_names) == (4, ["four"])
+
+
+def test_folders_are_classes_as_torchvision_has_them(tmp_path: Path) -> None:
+    for name in ("dog/1.png", "cat/2.png", "cat/deep/3.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(int(name[-5])).save(tmp_path / name)
+    views, other = ImageFolderViews(tmp_path), ImageFolder(str(tmp_path))
+    assert views.labels is not None
+    assert (views.labels.tolist(), views.class_names) == (other.targets, other.classes)
+    assert [shade_of(pair.left) for pair in views] == [shade_of(image) for image, _ in other]
+
+
+def test_a_flat_folder_has_no_classes(tmp_path: Path) -> None:
+    picture(1).save(tmp_path / "1.png")
+    assert ImageFolderViews(tmp_path).labels is None
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "size", "classes"), [("cifar10", "test", 10_000, 10), ("tiny_imagenet100", "val", 5000, 100)]
+)
+def test_real_images(shared_data: Path, name: str, split: str, size: int, classes: int) -> None:
+    views = TableViews(shared_data / name, split=split, on_error="raise")
+    assert views.labels is not None
+    assert (len(views), len(views.class_names or [])) == (size, classes)
+    assert np.bincount(views.labels).tolist() == [size // classes] * classes
+    assert views[1].left.mode == "RGB"
+
+
+def test_a_sample_is_a_seeded_part_with_its_labels() -> None:
+    images = ImageViews(list("abcdefgh"), Labels(np.arange(8) % 3, ["x", "y", "z"]))
+    part, again, other = images.sample(5, seed=1), images.sample(5, seed=1), images.sample(5, seed=2)
+    drawn = [part.item("left", i) for i in range(5)]
+    assert len(set(drawn)) == 5
+    assert drawn == [again.item("left", i) for i in range(5)] != [other.item("left", i) for i in range(5)]
+    assert [ord(letter) % 97 % 3 for letter in drawn] == part.labels.tolist()
+    assert part.class_names == ["x", "y", "z"]
+    assert len(images.sample(100)) == 8

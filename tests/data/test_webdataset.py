@@ -91,7 +91,7 @@ def test_json_fields_and_the_first_extension_that_a_sample_has(shards: Path) -> 
 def test_the_index_is_written_once_and_read_afterwards(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = contents(WebDatasetPairs(shards))
     assert (shards / "s-000.tar.index").is_file()
-    monkeypatch.setattr(tars_module, "_members", lambda *_: pytest.fail("scanned again"))
+    monkeypatch.setattr(tars_module, "_scan", lambda *_: pytest.fail("scanned again"))
     assert contents(WebDatasetPairs(shards)) == first
 
 
@@ -177,7 +177,7 @@ def _shades(pickled: bytes) -> list[int]:
     return [shade_of(pair.left) for pair in pickle.loads(pickled)]
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_worker_processes_read_for_themselves(shards: Path, start: str) -> None:
     pairs = WebDatasetPairs(shards)
     assert shade_of(pairs[4].left) == 4  # opens a file before the fork
@@ -271,6 +271,7 @@ def test_an_index_that_leads_out_of_its_tar_is_not_believed(tmp_path: Path, offs
     assert contents(WebDatasetPairs(tar)) == [(1, "one")]
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_damaged_tars_give_samples_or_an_error_in_one_line(tmp_path: Path, data: st.DataObject) -> None:
