@@ -15,8 +15,8 @@ from torch.func import functional_call
 
 from dualenc.encoders import open_clip_folder
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import model_folder
-from dualenc.encoders.image_prepare import ImagePrepare, Seeded
+from dualenc.encoders.image import ImagePrepare, Seeded
+from dualenc.encoders.load import model_folder
 from dualenc.encoders.open_clip_folder import (
     CONTEXT_LENGTH,
     Tokenize,

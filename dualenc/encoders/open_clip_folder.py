@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from dualenc.encoders.hub import first_line, no_foreign_code
+from dualenc.encoders.load import first_line, no_foreign_code
 from dualenc.encoders.tokenizer import save_tokenizer
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json

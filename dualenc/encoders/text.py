@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import first_line, model_folder
+from dualenc.encoders.load import first_line, model_folder
 from dualenc.encoders.sentence_folder import SentenceFolder, read_sentence_folder, write_sentence_files
 from dualenc.encoders.tokenizer import load_tokenizer, lower_casing, save_tokenizer
 from dualenc.encoders.transformer import (

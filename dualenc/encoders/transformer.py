@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from dualenc.encoders.hub import first_line
+from dualenc.encoders.load import first_line
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
