@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders.transformer import (
+from dualenc.encoders.text import (
     check_length,
     load_transformer,
     max_positions,
