@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     lines = ["query-id\tcorpus-id\tscore", *(f"q{i}\tc{i}\t1" for i in range(16))]
     (folder / "qrels" / "train.tsv").write_text("\n".join(lines))
-    train_tokenizer([f"{word} what that is" for word in WORDS] * 3, 60).save_pretrained(folder / "tokenizer")
+    train_tokenizer([f"{word} what that is" for word in WORDS] * 3, 300).save_pretrained(folder / "tokenizer")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Batch normalisation over all processes, and of items that are encoded beside a training batch."""
+"""Batch normalisation over all processes, and of out-of-batch items by the statistics of a training batch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dualenc.errors import DualencError
 class BatchStatistics:
     """The mean and variance by which BatchNorm layers normalised the latest training batch, with their gradient.
 
-    Items beside the batch (chain states, cached items) are compared with the batch's own. By running statistics, or
+    Out-of-batch items (chain states, cached items) are compared with the batch's own. By running statistics, or
     by statistics of their own, they would be embedded by another function than the batch, and a model would learn to
     tell the two functions apart instead of the items. By the batch's statistics all of them are embedded by one.
-    The gradient goes through the statistics into the batch: otherwise a shift of all items beside it would seem to
+    The gradient goes through the statistics into the batch: otherwise a shift of all out-of-batch items would seem to
     lower the loss, which the next batch's normalisation takes back.
 
     Recording costs no pass over the batch: a layer writes down the statistics that it computes anyhow. What their
     gradient needs of the batch is held until `release`.
 
     Under a synchronised BatchNorm the statistics are those of all processes; their gradient reaches this process's
-    part of the batch, as if the items beside the other parts were like its own.
+    part of the batch, as if the other processes' out-of-batch items were like its own.
 
     Args:
         keep: record at all; without, running statistics stand in.
@@ -43,9 +43,9 @@ class BatchStatistics:
         for noted in self._latest.values():
             noted.values = None
 
-    def of_batch(self, module: nn.Module, beside: bool) -> AbstractContextManager[None]:
-        """For a forward of the training batch, which is recorded, or of items beside it, to which that is applied."""
-        return self.applied(module) if beside else self.recorded(module)
+    def of_batch(self, module: nn.Module, out_of_batch: bool) -> AbstractContextManager[None]:
+        """For a forward of the training batch, which is recorded, or of out-of-batch items, which go by that record."""
+        return self.applied(module) if out_of_batch else self.recorded(module)
 
     @contextmanager
     def recorded(self, module: nn.Module) -> Iterator[None]:

@@ -67,6 +67,20 @@ transform = timm.data.create_transform(**timm.data.resolve_model_data_config(mod
 # features = model(transform(image).unsqueeze(0))
 """
 
+_SMALL_IMAGE = """\
+import timm
+import torch
+from safetensors.torch import load_file
+
+model = timm.create_model("local-dir:{name}").eval()
+# The small-image stem, which timm does not know
+model.conv1 = torch.nn.Conv2d(model.conv1.in_channels, model.conv1.out_channels, 3, padding=1, bias=False)
+model.maxpool = torch.nn.Identity()
+model.load_state_dict(load_file("{name}/model.safetensors"))
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+# features = model(transform(image).unsqueeze(0))
+"""
+
 _OWN = """\
 from dualenc.encoders import load_model
 
@@ -99,44 +113,40 @@ def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
             {metric: number} or {metric: {column: number}}; `base_model`, `datasets`, `language` and `license` for
             the front matter. Further keys become sections of their own.
     """
+    from huggingface_hub import ModelCardData
+
     ecosystem = ECOSYSTEMS[model.kind]
-    parts = [_front_matter(ecosystem, card), f"# {_inline(name)}", _introduction(model, ecosystem)]
+    told: dict[str, Any] = {key: card.get(key) for key in FRONT}
+    front_matter = ModelCardData(
+        library_name=ecosystem.library,
+        pipeline_tag=ecosystem.pipeline,
+        tags=[*ecosystem.tags, "dualenc"],
+        **told,  # what is None is left out
+    )
+    facts = {"Kind": f"{model.kind} dual encoder", "Format": ecosystem.library, **model.describe()}
+    parts = [
+        f"---\n{front_matter.to_yaml()}\n---",
+        f"# {_inline(name)}",
+        "Trained with dualenc.",
+        _table(["", ""], [[key, value] for key, value in facts.items()]),
+    ]
     named = {**dict.fromkeys(SECTIONS), **{key: card[key] for key in card if key not in FRONT}}
     for key, value in named.items():
         if value is not None:
             title = SECTIONS.get(key, _inline(str(key).replace("_", " ").capitalize()))
             parts.append(f"## {title}\n\n{_metrics(value) if key == 'metrics' else _text(value)}")
-    parts.append(_usage(model, ecosystem, name))
-    return "\n\n".join(parts) + "\n"
 
-
-def _front_matter(ecosystem: _Ecosystem, card: Mapping[str, Any]) -> str:
-    import yaml
-
-    fields = {
-        "library_name": ecosystem.library,
-        "pipeline_tag": ecosystem.pipeline,
-        "tags": [*ecosystem.tags, "dualenc"],
-        **{key: card[key] for key in FRONT if card.get(key) is not None},
-    }
-    return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
-
-
-def _introduction(model: DualEncoder, ecosystem: _Ecosystem) -> str:
-    rows = {"Kind": f"{model.kind} dual encoder", "Format": ecosystem.library, **model.describe()}
-    return "Trained with dualenc.\n\n" + _table(["", ""], [[key, value] for key, value in rows.items()])
-
-
-def _usage(model: DualEncoder, ecosystem: _Ecosystem, name: str) -> str:
-    separate = model.kind == "query-document" and not model.shares_weights
+    usage = ecosystem.usage
+    if model.kind == "query-document" and not model.shares_weights:
+        usage = _TWO_TEXTS
+    elif getattr(model, "small_image_stem", False):
+        usage = _SMALL_IMAGE
     items = '["a text"]' if model.right.modality == "text" else "images"
     quoted = json.dumps(name)[1:-1]  # what stands between the quotes of a literal
-    blocks = {
-        ecosystem.library: (_TWO_TEXTS if separate else ecosystem.usage).format(name=quoted),
-        "dualenc": _OWN.format(name=quoted, items=items),
-    }
-    shown = [f"With {tool}:\n\n```python\n{code}```" for tool, code in blocks.items()]
-    return "## Use\n\n" + "\n\n".join(shown)
+    examples = {ecosystem.library: usage.format(name=quoted), "dualenc": _OWN.format(name=quoted, items=items)}
+    parts.append("## Use")
+    parts += [f"With {tool}:\n\n```python\n{code}```" for tool, code in examples.items()]
+    return "\n\n".join(parts) + "\n"
 
 
 def _metrics(value: Any) -> str:

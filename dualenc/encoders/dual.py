@@ -17,6 +17,14 @@ from dualenc.types import Modality, Side
 
 SIDES: tuple[Side, Side] = ("left", "right")
 
+Kind = Literal["image-text", "query-document", "image"]
+
+DUALENC_FILE = "dualenc.json"
+"""What a model folder says beyond its ecosystem's own files; absent where there is nothing to add."""
+
+MODEL_FILES = (DUALENC_FILE, "modules.json", "open_clip_config.json", "config.json")
+"""Files by which a folder is known to hold a model."""
+
 
 class Prepare:
     """Raw items to the tensors of one tower: picklable and without weights, so DataLoader workers can run it."""
@@ -63,20 +71,6 @@ class Tower(nn.Module):
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         """What embedding and probes use, (B, feature_dim): the vectors themselves unless a projector follows."""
         return self(inputs)
-
-
-def unit_norm(vectors: Tensor) -> Tensor:
-    """Scale (B, D) vectors of any floating dtype to length one, in float32."""
-    return nn.functional.normalize(vectors.to(torch.float32), dim=-1)
-
-
-Kind = Literal["image-text", "query-document", "image"]
-
-DUALENC_FILE = "dualenc.json"
-"""What a model folder says beyond its ecosystem's own files; absent where there is nothing to add."""
-
-MODEL_FILES = (DUALENC_FILE, "modules.json", "open_clip_config.json", "config.json")
-"""Files by which a folder is known to hold a model."""
 
 
 class DualEncoder(nn.Module):
@@ -165,10 +159,10 @@ class DualEncoder(nn.Module):
         folder = Path(folder)
         if folder.exists() and not _replaceable(folder):
             raise DualencError(f"{folder}: exists and holds no model; choose an empty or new folder")
-        with atomic_path(folder) as beside:
-            beside.mkdir()
-            self.write(beside)
-            (beside / "README.md").write_text(model_card(self, folder.name, card or {}), encoding="utf-8")
+        with atomic_path(folder) as new:
+            new.mkdir()
+            self.write(new)
+            (new / "README.md").write_text(model_card(self, folder.name, card or {}), encoding="utf-8")
 
     def write(self, folder: Path) -> None:
         """Write configuration, preprocessing and weights into an empty folder."""
@@ -180,6 +174,11 @@ class DualEncoder(nn.Module):
     def describe(self) -> dict[str, str]:
         """What the model is, as rows of a table."""
         return {"Vector size": str(self.dim), "Weights": f"{self.num_parameters:,}"}
+
+
+def unit_norm(vectors: Tensor) -> Tensor:
+    """Scale (B, D) vectors of any floating dtype to length one, in float32."""
+    return nn.functional.normalize(vectors.to(torch.float32), dim=-1)
 
 
 def _same_weights(left: Tower, right: Tower) -> bool:

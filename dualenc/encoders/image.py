@@ -1,77 +1,31 @@
-"""Encoders of images alone: a timm backbone, and the projector that it is trained through."""
+"""Encoders of images alone: a timm backbone with its projector, and how images become tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
+from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 from dualenc.encoders import timm_folder
-from dualenc.encoders import timm_folder as small_stem
-from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Tower, unit_norm
-from dualenc.encoders.hub import model_folder
-from dualenc.encoders.image_prepare import Augment, ImagePrepare, Normalized, Seeded
+from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
+from dualenc.encoders.load import model_folder
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
 
-
-def projector(features: int, dim: int, hidden: int, layers: int) -> nn.Sequential:
-    """A perceptron with batch normalisation and ReLU between its layers (SimCLR, Chen et al. 2020, section 4.2).
-
-    Args:
-        features: size of the backbone's features.
-        dim: D, size of the output.
-        hidden: size between layers.
-        layers: number of linear layers, at least 1; SimCLR has 2, VICReg's expander 3.
-
-    Raises:
-        DualencError: a size is not positive.
-    """
-    if min(dim, hidden, layers) < 1:
-        raise DualencError(f"projector of {layers} layers, hidden {hidden}, dim {dim}: give positive numbers")
-    parts: list[Any] = []
-    for _ in range(layers - 1):
-        parts += [nn.Linear(features, hidden, bias=False), nn.BatchNorm1d(hidden), nn.ReLU()]
-        features = hidden
-    return nn.Sequential(*parts, nn.Linear(features, dim, bias=False))
-
-
 PROJECTOR_FILE = "projector.safetensors"
-SMALL = 64
-"""Images of at most this many pixels per side get the small-image stem, and are not cropped for evaluation."""
 
-
-class ProjectedTower(Tower):
-    """A backbone, and a projector behind it.
-
-    Args:
-        backbone: pixels (B, C, H, W) to features (B, feature_dim).
-        head: features to (B, D); the identity leaves them as they are.
-        prepare: the preprocessing.
-        feature_dim: size of the features.
-        dim: D, size of the vectors.
-    """
-
-    modality = "image"
-
-    def __init__(self, backbone: nn.Module, head: nn.Module, prepare: ImagePrepare, feature_dim: int, dim: int) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.projector = head
-        self.prepare: ImagePrepare = prepare
-        self.feature_dim = feature_dim
-        self.dim = dim
-
-    def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        """The backbone's pooled features (B, feature_dim) of pixels (B, C, H, W), in float32."""
-        return self.backbone(inputs["image"]).float()
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """The projector's output for pixels (B, C, H, W), as (B, D) unit-norm float32."""
-        return unit_norm(self.projector(self.backbone(inputs["image"])))
+# jsonargparse would take a class as the result's type to be one whose making gives the result; hence Any.
+Augment = Callable[[Image.Image, int], Any]
+"""An RGB image and a seed to pixels (3, H, W), float32; a pure function of both."""
 
 
 class ImageEncoder(DualEncoder):
@@ -121,18 +75,40 @@ class ImageEncoder(DualEncoder):
     ) -> None:
         if in_chans not in (None, 1, 3):
             raise DualencError(f"in_chans is {in_chans}: images have 3 channels, or 1 if they are to be grey")
-        options = {"image_size": image_size, "in_chans": in_chans, "args": backbone_args or {}}
-        model, args, small = _backbone(backbone, pretrained, small_image_stem, options)
+        args = backbone_args or {}
+        model: Any
+        if timm_folder.is_registered(backbone):
+            model = timm_folder.create_backbone(
+                backbone, pretrained=pretrained, image_size=image_size, in_chans=in_chans, args=args
+            )
+            if small_image_stem is None:
+                side = image_size or model.pretrained_cfg["input_size"][-1]
+                small_image_stem = side <= timm_folder.SMALL and timm_folder.is_plain_resnet(model)
+            if small_image_stem:
+                timm_folder.replace_stem(model)
+        else:
+            folder = model_folder(backbone)
+            model = timm_folder.load_backbone(folder, image_size=image_size, in_chans=in_chans, args=args)
+            args = {**timm_folder.saved_args(folder), **args}
+            has_stem = timm_folder.has_small_stem(folder)
+            if small_image_stem not in (None, has_stem):
+                raise DualencError(f"{folder}: small_image_stem is {has_stem} in this folder; leave it out")
+            small_image_stem = has_stem
         if gradient_checkpointing:
             model.set_grad_checkpointing(True)
-        config = _data_config(model, image_size, in_chans, mean, std, crop_pct)
+        config = timm_folder.data_config(
+            model, image_size=image_size, in_chans=in_chans, mean=mean, std=std, crop_pct=crop_pct
+        )
         features = timm_folder.feature_size(model, config)
-        hidden = features if projector_hidden is None else projector_hidden
-        sizes = None if projector_dim is None else {"dim": projector_dim, "hidden": hidden, "layers": projector_layers}
-        head = nn.Identity() if sizes is None else projector(features, **sizes)
+        sizes = None
+        head: nn.Module = nn.Identity()
+        if projector_dim is not None:
+            hidden = features if projector_hidden is None else projector_hidden
+            sizes = {"dim": projector_dim, "hidden": hidden, "layers": projector_layers}
+            head = projector(features, **sizes)
         tower = ProjectedTower(model, head, _prepare(config, augment), features, projector_dim or features)
         super().__init__(tower, tower, kind="image", views=True)
-        self.backbone_args, self.small_image_stem = args, small
+        self.backbone_args, self.small_image_stem = args, small_image_stem
         self.data_config, self.projector_sizes = config, sizes
 
     @classmethod
@@ -159,18 +135,13 @@ class ImageEncoder(DualEncoder):
         """Write a timm folder, for `local-dir:`, and the projector beside the backbone."""
         from safetensors.torch import save_file
 
-        tower = self.left
-        timm_folder.write_folder(folder, tower.backbone, self.backbone_args, self.data_config, self.small_image_stem)
-        extra = {
-            "kind": self.kind,
-            "projector": self.projector_sizes,
-            "small_image_stem": self.small_image_stem,
-            "backbone_args": self.backbone_args,
-            "preprocessing": self.data_config,
-        }
-        write_json(folder / DUALENC_FILE, extra)
+        timm_folder.write_folder(folder, self.left.backbone, self.backbone_args, self.data_config)
+        write_json(
+            folder / DUALENC_FILE,
+            {"kind": self.kind, "projector": self.projector_sizes, "small_image_stem": self.small_image_stem},
+        )
         if self.projector_sizes is not None:
-            save_file(tower.projector.state_dict(), folder / PROJECTOR_FILE)
+            save_file(self.left.projector.state_dict(), folder / PROJECTOR_FILE)
 
     def describe(self) -> dict[str, str]:
         """What the model is, as rows of a table."""
@@ -184,49 +155,38 @@ class ImageEncoder(DualEncoder):
         }
 
 
-def _backbone(
-    name: str, pretrained: bool, small: bool | None, options: dict[str, Any]
-) -> tuple[Any, dict[str, Any], bool]:
-    """The backbone, the arguments of its architecture, and whether it has the small-image stem."""
-    if timm_folder.is_registered(name):
-        model: Any = timm_folder.create_backbone(name, pretrained=pretrained, **options)
-        if small is None:
-            size = options["image_size"] or model.pretrained_cfg["input_size"][-1]
-            small = size <= SMALL and small_stem.is_plain_resnet(model)
-        if small:
-            small_stem.replace_stem(model)
-        return model, options["args"], small
-    folder = model_folder(name)
-    model = timm_folder.load_backbone(folder, **options)
-    has = timm_folder.has_small_stem(folder)
-    if small is not None and small != has:
-        raise DualencError(f"{folder}: small_image_stem is {has} in this folder; leave it out")
-    return model, {**timm_folder.saved_args(folder), **options["args"]}, has
+class ProjectedTower(Tower):
+    """A backbone, and a projector behind it.
 
+    Args:
+        backbone: pixels (B, C, H, W) to features (B, feature_dim).
+        head: features to (B, D); the identity leaves them as they are.
+        prepare: the preprocessing.
+        feature_dim: size of the features.
+        dim: D, size of the vectors.
+    """
 
-def _data_config(
-    model: Any,
-    image_size: int | None,
-    in_chans: int | None,
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
-    crop_pct: float | None,
-) -> dict[str, Any]:
-    """timm's description of the preprocessing."""
-    channels = in_chans or model.pretrained_cfg["input_size"][0]
-    for name, value in (("mean", mean), ("std", std)):
-        if value is not None and len(value) not in (1, channels):
-            raise DualencError(f"{name} has {len(value)} numbers for {channels} channels: give one per channel")
-    if crop_pct is None and image_size is not None and image_size <= SMALL:
-        crop_pct = 1.0
-    return timm_folder.data_config(
-        model, image_size=image_size, in_chans=in_chans, mean=mean, std=std, crop_pct=crop_pct
-    )
+    modality = "image"
+
+    def __init__(self, backbone: nn.Module, head: nn.Module, prepare: ImagePrepare, feature_dim: int, dim: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.projector = head
+        self.prepare: ImagePrepare = prepare
+        self.feature_dim = feature_dim
+        self.dim = dim
+
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        """The backbone's pooled features (B, feature_dim) of pixels (B, C, H, W), in float32."""
+        return self.backbone(inputs["image"]).float()
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """The projector's output for pixels (B, C, H, W), as (B, D) unit-norm float32."""
+        return unit_norm(self.projector(self.backbone(inputs["image"])))
 
 
 def _prepare(config: dict[str, Any], augment: Augment | None) -> ImagePrepare:
     from timm.data import create_transform
-    from torchvision.transforms import v2
 
     if augment is None:
         flips = v2.RandomHorizontalFlip()
@@ -234,3 +194,98 @@ def _prepare(config: dict[str, Any], augment: Augment | None) -> ImagePrepare:
         augment = Seeded(v2.Compose([crops, flips, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]))
     training = Normalized(augment, config["mean"], config["std"])
     return ImagePrepare(create_transform(**config, is_training=False), training, grey=config["input_size"][0] == 1)
+
+
+def projector(features: int, dim: int, hidden: int, layers: int) -> nn.Sequential:
+    """A perceptron with batch normalisation and ReLU between its layers (SimCLR, Chen et al. 2020, section 4.2).
+
+    Args:
+        features: size of the backbone's features.
+        dim: D, size of the output.
+        hidden: size between layers.
+        layers: number of linear layers, at least 1; SimCLR has 2, VICReg's expander 3.
+
+    Raises:
+        DualencError: a size is not positive.
+    """
+    if min(dim, hidden, layers) < 1:
+        raise DualencError(f"projector of {layers} layers, hidden {hidden}, dim {dim}: give positive numbers")
+    parts: list[Any] = []
+    for _ in range(layers - 1):
+        parts += [nn.Linear(features, hidden, bias=False), nn.BatchNorm1d(hidden), nn.ReLU()]
+        features = hidden
+    return nn.Sequential(*parts, nn.Linear(features, dim, bias=False))
+
+
+class ImagePrepare(Prepare):
+    """Stack transformed images.
+
+    Args:
+        evaluate: RGB image to pixels (3, H, W).
+        augment: the same for training, as a pure function of image and seed.
+        grey: give `evaluate` grey images, of one channel.
+    """
+
+    modality = "image"
+
+    def __init__(self, evaluate: Callable[[Image.Image], Tensor], augment: Augment, grey: bool = False) -> None:
+        self.evaluate = evaluate
+        self.augment = augment
+        self.grey = grey
+
+    def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
+        if seeds is None:
+            modes = [item.convert("L") if self.grey else item for item in items]
+            return {"image": torch.stack([self.evaluate(item) for item in modes])}
+        return {"image": torch.stack([self.augment(item, seed) for item, seed in zip(items, seeds, strict=True)])}
+
+
+class Seeded:
+    """Makes a transform that draws from the global generators a pure function of image and seed.
+
+    Args:
+        transform: RGB image to pixels (3, H, W), random through torch, `random` or numpy.
+    """
+
+    def __init__(self, transform: Callable[[Image.Image], Tensor]) -> None:
+        self.transform = transform
+
+    def __call__(self, image: Image.Image, seed: int) -> Tensor:
+        with seeded(seed):
+            return self.transform(image)
+
+
+class Normalized:
+    """An augmentation to pixels in [0, 1], followed by the model's own normalisation.
+
+    Args:
+        augment: image and seed to pixels (3, H, W) in [0, 1].
+        mean: subtracted, one number per channel of the model; pixels are made grey for a single one.
+        std: divided by, one number per channel of the model.
+    """
+
+    def __init__(self, augment: Augment, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.augment = augment
+        self.mean = torch.tensor(mean, dtype=torch.float32).reshape(-1, 1, 1)
+        self.std = torch.tensor(std, dtype=torch.float32).reshape(-1, 1, 1)
+
+    def __call__(self, image: Image.Image, seed: int) -> Tensor:
+        pixels = self.augment(image, seed)
+        if len(pixels) == 3 and len(self.mean) == 1:
+            pixels = rgb_to_grayscale(pixels)
+        return (pixels - self.mean) / self.std
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the CPU generators of torch, `random` and numpy within this context, and put them back after it."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs too
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])  # noqa: NPY002

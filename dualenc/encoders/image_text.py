@@ -15,8 +15,8 @@ from torch.func import functional_call
 
 from dualenc.encoders import open_clip_folder
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import model_folder
-from dualenc.encoders.image_prepare import ImagePrepare, Seeded
+from dualenc.encoders.image import ImagePrepare, Seeded
+from dualenc.encoders.load import model_folder
 from dualenc.encoders.open_clip_folder import (
     CONTEXT_LENGTH,
     Tokenize,
@@ -31,6 +31,99 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 End: TypeAlias = "int | Literal['max'] | None"
+
+
+class ImageTextEncoder(DualEncoder):
+    """Images and texts through an open_clip model.
+
+    Args:
+        name: an open_clip name such as "ViT-B-32", a folder (`local-dir:` before it is optional), or a hub name.
+        pretrained: with an open_clip name: the tag of its weights, or a safetensors file of them; None starts from
+            random ones.
+        config: instead of a name: an open_clip configuration with embed_dim, vision_cfg and text_cfg.
+        tokenizer: with config: folder, hub name or object of a transformers tokenizer; None: open_clip's own.
+        image_size: pixels per side; None: as the model says.
+        context_length: longest text in tokens; None: as the model says.
+        mean: of each colour channel in [0, 1], to normalise by; None: as the model says.
+        std: standard deviation of each channel; likewise.
+        crop_scale: smallest and largest share of an image's area that training crops to.
+        pretrained_towers: load the weights that timm or transformers towers inside the configuration have.
+        gradient_checkpointing: recompute activations in the backward pass instead of storing them.
+
+    Raises:
+        DualencError: the model does not load, or an argument is missing or does not fit the others.
+    """
+
+    left: ClipImageTower
+    right: ClipTextTower
+
+    def __init__(
+        self,
+        name: str | None = None,
+        pretrained: str | None = None,
+        *,
+        config: dict[str, Any] | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        image_size: int | None = None,
+        context_length: int | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        crop_scale: tuple[float, float] = (0.9, 1.0),
+        pretrained_towers: bool = False,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        options = {
+            "force_image_size": image_size,
+            "force_context_length": context_length,
+            "force_preprocess_cfg": {"mean": mean, "std": std},
+            "pretrained_image": pretrained_towers,
+            "pretrained_text": pretrained_towers,
+        }
+        clip, own_config, tokenize = _create(name, pretrained, config, tokenizer, options)
+        if gradient_checkpointing:
+            clip.set_grad_checkpointing(True)
+        visual = clip.visual
+        del clip.visual  # each half belongs to one tower
+        for scalar in (clip.logit_scale, clip.logit_bias):
+            if scalar is not None:
+                scalar.requires_grad_(False)  # the objective owns the temperature
+        dim = int(own_config["embed_dim"])
+        super().__init__(
+            ClipImageTower(visual, _image_prepare(visual.preprocess_cfg, crop_scale), dim),
+            ClipTextTower(clip, ClipTextPrepare(tokenize, end_token(clip)), dim),
+            kind="image-text",
+        )
+        self.config = own_config
+
+    @property
+    def temperature(self) -> float:
+        """The temperature by which open_clip divides cosines to get logits."""
+        return math.exp(-float(self.right.encoder.clip.logit_scale))
+
+    def set_temperature(self, temperature: float) -> None:
+        """Record the temperature that training ended with, for those who want open_clip's logits."""
+        with torch.no_grad():
+            self.right.encoder.clip.logit_scale.fill_(-math.log(temperature))
+
+    def write(self, folder: Path) -> None:
+        """Write an open_clip folder, for `local-dir:`."""
+        weights = {f"visual.{name}": value for name, value in self.left.visual.state_dict().items()}
+        weights |= self.right.encoder.clip.state_dict()
+        preprocess = self.left.visual.preprocess_cfg
+        open_clip_folder.write_folder(folder, self.config, preprocess, weights)  # type: ignore[arg-type]
+        tokenizer = self.right.prepare.tokenizer
+        if hasattr(tokenizer, "save_pretrained"):
+            save_tokenizer(tokenizer.tokenizer, folder, tokenizer.context_length)  # type: ignore[attr-defined]
+
+    def describe(self) -> dict[str, str]:
+        """What the model is, as rows of a table."""
+        size = self.left.visual.preprocess_cfg["size"]  # type: ignore[index]
+        return {
+            "Image size": "×".join(map(str, size)) if isinstance(size, (tuple, list)) else str(size),
+            "Longest text": f"{self.config['text_cfg'].get('context_length', CONTEXT_LENGTH)} tokens",
+            "Temperature": f"{self.temperature:.4g}",
+            **super().describe(),
+        }
 
 
 class ClipTextPrepare(Prepare):
@@ -145,97 +238,11 @@ class ClipImageTower(Tower):
         return unit_norm(self.visual(inputs["image"]))
 
 
-class ImageTextEncoder(DualEncoder):
-    """Images and texts through an open_clip model.
+def is_registered(name: str | None) -> bool:
+    """Whether open_clip knows an architecture of this name."""
+    import open_clip
 
-    Args:
-        name: an open_clip name such as "ViT-B-32", a folder (`local-dir:` before it is optional), or a hub name.
-        pretrained: with an open_clip name: the tag of its weights, or a safetensors file of them; None starts from
-            random ones.
-        config: instead of a name: an open_clip configuration with embed_dim, vision_cfg and text_cfg.
-        tokenizer: with config: folder, hub name or object of a transformers tokenizer; None: open_clip's own.
-        image_size: pixels per side; None: as the model says.
-        context_length: longest text in tokens; None: as the model says.
-        mean: of each colour channel in [0, 1], to normalise by; None: as the model says.
-        std: standard deviation of each channel; likewise.
-        crop_scale: smallest and largest share of an image's area that training crops to.
-        pretrained_towers: load the weights that timm or transformers towers inside the configuration have.
-        gradient_checkpointing: recompute activations in the backward pass instead of storing them.
-
-    Raises:
-        DualencError: the model does not load, or an argument is missing or does not fit the others.
-    """
-
-    left: ClipImageTower
-    right: ClipTextTower
-
-    def __init__(
-        self,
-        name: str | None = None,
-        pretrained: str | None = None,
-        *,
-        config: dict[str, Any] | None = None,
-        tokenizer: str | PreTrainedTokenizerBase | None = None,
-        image_size: int | None = None,
-        context_length: int | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        crop_scale: tuple[float, float] = (0.9, 1.0),
-        pretrained_towers: bool = False,
-        gradient_checkpointing: bool = False,
-    ) -> None:
-        options = {
-            "force_image_size": image_size,
-            "force_context_length": context_length,
-            "force_preprocess_cfg": {"mean": mean, "std": std},
-            "pretrained_image": pretrained_towers,
-            "pretrained_text": pretrained_towers,
-        }
-        clip, own_config, tokenize = _create(name, pretrained, config, tokenizer, options)
-        if gradient_checkpointing:
-            clip.set_grad_checkpointing(True)
-        visual = clip.visual
-        del clip.visual  # each half belongs to one tower
-        for scalar in (clip.logit_scale, clip.logit_bias):
-            if scalar is not None:
-                scalar.requires_grad_(False)  # the objective owns the temperature
-        dim = int(own_config["embed_dim"])
-        super().__init__(
-            ClipImageTower(visual, _image_prepare(visual.preprocess_cfg, crop_scale), dim),
-            ClipTextTower(clip, ClipTextPrepare(tokenize, end_token(clip)), dim),
-            kind="image-text",
-        )
-        self.config = own_config
-
-    @property
-    def temperature(self) -> float:
-        """The temperature by which open_clip divides cosines to get logits."""
-        return math.exp(-float(self.right.encoder.clip.logit_scale))
-
-    def set_temperature(self, temperature: float) -> None:
-        """Record the temperature that training ended with, for those who want open_clip's logits."""
-        with torch.no_grad():
-            self.right.encoder.clip.logit_scale.fill_(-math.log(temperature))
-
-    def write(self, folder: Path) -> None:
-        """Write an open_clip folder, for `local-dir:`."""
-        weights = {f"visual.{name}": value for name, value in self.left.visual.state_dict().items()}
-        weights |= self.right.encoder.clip.state_dict()
-        preprocess = self.left.visual.preprocess_cfg
-        open_clip_folder.write_folder(folder, self.config, preprocess, weights)  # type: ignore[arg-type]
-        tokenizer = self.right.prepare.tokenizer
-        if hasattr(tokenizer, "save_pretrained"):
-            save_tokenizer(tokenizer.tokenizer, folder, tokenizer.context_length)  # type: ignore[attr-defined]
-
-    def describe(self) -> dict[str, str]:
-        """What the model is, as rows of a table."""
-        size = self.left.visual.preprocess_cfg["size"]  # type: ignore[index]
-        return {
-            "Image size": "×".join(map(str, size)) if isinstance(size, (tuple, list)) else str(size),
-            "Longest text": f"{self.config['text_cfg'].get('context_length', CONTEXT_LENGTH)} tokens",
-            "Temperature": f"{self.temperature:.4g}",
-            **super().describe(),
-        }
+    return name in open_clip.list_models()
 
 
 def _create(
@@ -252,7 +259,11 @@ def _create(
         raise DualencError(f"{name} has its own tokenizer: leave tokenizer out, it goes with config")
     if pretrained is not None and not is_registered(name):
         raise DualencError(f"pretrained={pretrained} goes with an open_clip name: leave it out")
-    if pretrained is not None and os.path.exists(pretrained) and not _is_safetensors(pretrained):
+    if (
+        pretrained is not None
+        and os.path.exists(pretrained)
+        and not (os.path.isfile(pretrained) and pretrained.endswith(".safetensors"))
+    ):
         raise DualencError(f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first")
     if name is None:
         own = copy.deepcopy(config or {})
@@ -274,22 +285,11 @@ def _create(
     return open_clip_folder.load_folder(folder, **options), own, tokenize
 
 
-def _is_safetensors(path: str) -> bool:
-    return path.endswith(".safetensors") and os.path.isfile(path)
-
-
 def _override(config: dict[str, Any], options: dict[str, Any]) -> None:
     """Write into the configuration what the user sets otherwise."""
     for section, key in (("vision_cfg", "image_size"), ("text_cfg", "context_length")):
         if options[f"force_{key}"] is not None:
             config[section][key] = options[f"force_{key}"]
-
-
-def is_registered(name: str | None) -> bool:
-    """Whether open_clip knows an architecture of this name."""
-    import open_clip
-
-    return name in open_clip.list_models()
 
 
 def _image_prepare(settings: dict[str, Any], crop_scale: tuple[float, float]) -> ImagePrepare:

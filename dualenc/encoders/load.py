@@ -1,27 +1,22 @@
-"""Any model folder or name to a dual encoder."""
+"""Any model folder or name to a dual encoder; hub repositories are fetched without anything that could be code."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast, get_args
-
-import torch
+from typing import TYPE_CHECKING, cast, get_args
 
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Kind
-from dualenc.encoders.hub import first_line, looks_like_path, model_folder
-from dualenc.encoders.image import ImageEncoder
-from dualenc.encoders.image_text import ImageTextEncoder
-from dualenc.encoders.text import TextEncoder
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, recover
 
-LOADERS: dict[Kind, Callable[[Path], DualEncoder]] = {
-    "query-document": lambda folder: TextEncoder(str(folder)),
-    "image-text": lambda folder: ImageTextEncoder(str(folder)),
-    "image": ImageEncoder.from_folder,
-}
+if TYPE_CHECKING:
+    import torch
+
+WANTED = ["*.json", "*.safetensors", "*.txt", "*.model"]
+UNWANTED = ["onnx/*", "openvino/*"]
 
 
 def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device = "cpu") -> DualEncoder:
@@ -39,12 +34,40 @@ def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device 
     Raises:
         DualencError: no model is there, or its files are incomplete or corrupt.
     """
-    recover(Path(os.fspath(path_or_name).removeprefix("local-dir:")).expanduser())
-    model = _named(os.fspath(path_or_name)) or _from_folder(model_folder(path_or_name))
+    name = os.fspath(path_or_name)
+    recover(Path(name.removeprefix("local-dir:")).expanduser())
+    model = _named(name) or _from_folder(model_folder(name))
     try:
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
         raise DualencError(f"device {device}: {first_line(error)}; choose another device") from error
+
+
+def _named(name: str) -> DualEncoder | None:
+    """A model that open_clip or timm know by name, if no folder is called so."""
+    # These modules import this one.
+    from dualenc.encoders import image_text, timm_folder
+    from dualenc.encoders.image import ImageEncoder
+
+    if os.path.exists(name) or looks_like_path(name):
+        return None
+    architecture, _, tag = name.partition("/")
+    if image_text.is_registered(architecture):
+        if not tag:
+            raise DualencError(f"{name}: an architecture without weights; say which, as in {name}/openai")
+        return image_text.ImageTextEncoder(architecture, tag)
+    if "/" not in name and ":" not in name and timm_folder.is_registered(name):
+        return ImageEncoder(name, pretrained=True, projector_dim=None)
+    return None
+
+
+def _from_folder(folder: Path) -> DualEncoder:
+    from dualenc.encoders import image, image_text, text
+
+    kind = folder_kind(folder)
+    if kind == "image":
+        return image.ImageEncoder.from_folder(folder)
+    return (text.TextEncoder if kind == "query-document" else image_text.ImageTextEncoder)(str(folder))
 
 
 def folder_kind(folder: Path) -> Kind:
@@ -72,21 +95,63 @@ def folder_kind(folder: Path) -> Kind:
     )
 
 
-def _from_folder(folder: Path) -> DualEncoder:
-    return LOADERS[folder_kind(folder)](folder)
+def model_folder(name: str | os.PathLike[str]) -> Path:
+    """The local folder of a model: the one named, or the hub's, fetched without anything that could be code.
+
+    Args:
+        name: a folder, `local-dir:FOLDER`, a hub repository `owner/name`, or `hf-hub:owner/name`.
+
+    Raises:
+        DualencError: there is no such folder, and the hub gives nothing under this name.
+    """
+    text = os.fspath(name)
+    if not text.startswith(("local-dir:", "hf-hub:")) and not os.path.exists(text) and not looks_like_path(text):
+        text = f"hf-hub:{text}"
+    if text.startswith("hf-hub:"):
+        return _fetch(text.removeprefix("hf-hub:"))
+    folder = Path(text.removeprefix("local-dir:")).expanduser()
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "no such folder"
+        raise DualencError(f"{folder}: {what}; give the folder of a model")
+    return folder
 
 
-def _named(name: str) -> DualEncoder | None:
-    """A model that open_clip or timm know by name, if no folder is called so."""
-    if os.path.exists(name) or looks_like_path(name):
-        return None
-    from dualenc.encoders import image_text, timm_folder
+def _fetch(name: str) -> Path:
+    from huggingface_hub import snapshot_download
 
-    architecture, _, tag = name.partition("/")
-    if image_text.is_registered(architecture):
-        if not tag:
-            raise DualencError(f"{name}: an architecture without weights; say which, as in {name}/openai")
-        return ImageTextEncoder(architecture, tag)
-    if "/" not in name and ":" not in name and timm_folder.is_registered(name):
-        return ImageEncoder(name, pretrained=True, projector_dim=None)
-    return None
+    try:
+        return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+    except Exception as error:
+        raise DualencError(
+            f"{name}: neither a folder here nor a model that the hub gives ({first_line(error)}); check the name"
+        ) from error
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether a name can only be meant as a path, and not as `owner/name` on the hub."""
+    return text.startswith((".", "~", os.sep)) or text.count("/") > 1 or (os.sep == "\\" and "\\" in text)
+
+
+@contextmanager
+def no_foreign_code() -> Iterator[None]:
+    """Within it, transformers refuses a model's own code where nobody passes `trust_remote_code=False` on.
+
+    open_clip's text towers do not; without this, transformers would ask on the terminal whether to run the code.
+    """
+    from transformers import dynamic_module_utils
+
+    seconds = getattr(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0)
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # of the question; none is asked at 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of another library's message as one line, to be quoted in ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return text.rstrip(".:")

@@ -1,28 +1,23 @@
-"""Query-document encoders on transformers."""
+"""Query-document encoders on transformers: towers, pooling, adapters, and backbones made, loaded and written."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import first_line, model_folder
+from dualenc.encoders.load import first_line, model_folder
 from dualenc.encoders.sentence_folder import SentenceFolder, read_sentence_folder, write_sentence_files
 from dualenc.encoders.tokenizer import load_tokenizer, lower_casing, save_tokenizer
-from dualenc.encoders.transformer import (
-    accepted_inputs,
-    check_length,
-    checkpoint_activations,
-    load_transformer,
-    new_transformer,
-    save_transformer,
-)
 from dualenc.errors import DualencError
 from dualenc.files import write_json
 from dualenc.types import Pooling
@@ -32,115 +27,11 @@ if TYPE_CHECKING:
 
 POOLINGS: tuple[str, ...] = get_args(Pooling)
 
-
-def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """Pool the tokens of each text; padding may be on either side.
-
-    Args:
-        hidden: token vectors (B, T, D), any floating dtype.
-        mask: (B, T), 1 for tokens and 0 for padding.
-        pooling: "mean" of the tokens, the first ("cls") or the "last" token.
-
-    Returns:
-        (B, D) float32.
-    """
-    if pooling == "mean":
-        total = (hidden * mask.unsqueeze(-1).to(hidden.dtype)).sum(1, dtype=torch.float32)
-        return total / mask.sum(1, keepdim=True, dtype=torch.float32).clamp(min=1)
-    first = mask.int().argmax(1)  # argmax gives the first of equal values
-    last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
-    position = first if pooling == "cls" else last
-    return hidden[torch.arange(len(hidden), device=hidden.device), position].float()
-
-
-def add_lora(
-    backbone: PreTrainedModel, rank: int, alpha: float | None, dropout: float, targets: str | list[str]
-) -> Any:
-    """Freeze the backbone and put trainable adapters of W + (alpha / rank)·BA beside its linear layers.
-
-    Args:
-        backbone: the model to adapt, in place.
-        rank: rows of A and columns of B.
-        alpha: scale of the adapters, 2·rank if None.
-        dropout: probability of dropping an adapter's input.
-        targets: "all-linear", or endings of the layers' names.
-
-    Raises:
-        DualencError: peft is not installed, or the arguments fit no layer.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise DualencError("LoRA needs the package peft: pip install 'dualenc[lora]'") from None
-    try:
-        config = LoraConfig(
-            r=rank,
-            lora_alpha=2 * rank if alpha is None else alpha,  # type: ignore[arg-type]
-            lora_dropout=dropout,
-            target_modules=targets,
-            exclude_modules=r"(.*\.)?pooler\.dense",
-        )
-        return get_peft_model(backbone, config)
-    except Exception as error:
-        raise DualencError(f"LoRA (rank {rank}, targets {targets}): {first_line(error)}; mend them") from error
-
-
 ROLES = ("query", "document")
 """Names of the two sides in folders and prompts, left first."""
 
-
-class TextPrepare(Prepare):
-    """Add the side's prompt, tokenize, truncate, pad to the longest of the batch.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        prompt: put before every text as it is, without a space between.
-        max_length: longest input in tokens, special ones and prompt included.
-    """
-
-    modality = "text"
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str = "", max_length: int = 512) -> None:
-        self.tokenizer = tokenizer
-        self.prompt = prompt
-        self.max_length = max_length
-
-    def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
-        if torch.utils.data.get_worker_info() is not None:
-            # Workers are parallel already; this also spares tokenizers' warning about forked threads.
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        texts = [self.prompt + text for text in items]
-        return dict(
-            self.tokenizer(texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt")
-        )
-
-    def lengths(self, items: Sequence[str]) -> list[int]:
-        """Characters of each text."""
-        return [len(text) for text in items]
-
-
-class TextTower(Tower):
-    """A transformer's last hidden state, pooled and normalised.
-
-    Args:
-        backbone: a transformers model with `last_hidden_state` (B, T, D).
-        prepare: the side's tokenizer and prompt.
-        pooling: "mean", "cls" or "last".
-    """
-
-    modality = "text"
-
-    def __init__(self, backbone: PreTrainedModel, prepare: TextPrepare, pooling: Pooling) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.prepare: TextPrepare = prepare
-        self.pooling = pooling
-        self.dim = self.feature_dim = backbone.config.hidden_size
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Encode B tokenized texts, each (B, T), to (B, D) unit-norm float32."""
-        hidden = self.backbone(**inputs).last_hidden_state
-        return unit_norm(pool(hidden, inputs["attention_mask"], self.pooling))
+MAX_LENGTH = 512
+"""Longest input in tokens where neither the model nor the tokenizer nor the user sets a limit."""
 
 
 class TextEncoder(DualEncoder):
@@ -206,12 +97,12 @@ class TextEncoder(DualEncoder):
         towers = dict(zip(ROLES, (self.left, self.right)))
         prompts = {role: tower.prepare.prompt for role, tower in towers.items()}
         if self.shares_weights:
-            _write_tower(self.left, prompts, folder)
+            self.left.write(prompts, folder)
             return
         write_json(folder / DUALENC_FILE, {"kind": self.kind, "towers": list(ROLES)})
         for role, tower in towers.items():
             (folder / role).mkdir()
-            _write_tower(tower, {role: prompts[role]}, folder / role)
+            tower.write({role: prompts[role]}, folder / role)
 
     def describe(self) -> dict[str, str]:
         """What the model is, as rows of a table."""
@@ -226,6 +117,67 @@ class TextEncoder(DualEncoder):
             **{f"{role} prompt".capitalize(): prompt for role, prompt in prompts.items()},
             **super().describe(),
         }
+
+
+class TextPrepare(Prepare):
+    """Add the side's prompt, tokenize, truncate, pad to the longest of the batch.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        prompt: put before every text as it is, without a space between.
+        max_length: longest input in tokens, special ones and prompt included.
+    """
+
+    modality = "text"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str = "", max_length: int = 512) -> None:
+        self.tokenizer = tokenizer
+        self.prompt = prompt
+        self.max_length = max_length
+
+    def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
+        if torch.utils.data.get_worker_info() is not None:
+            # Workers are parallel already; this also spares tokenizers' warning about forked threads.
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        texts = [self.prompt + text for text in items]
+        return dict(
+            self.tokenizer(texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt")
+        )
+
+    def lengths(self, items: Sequence[str]) -> list[int]:
+        """Characters of each text."""
+        return [len(text) for text in items]
+
+
+class TextTower(Tower):
+    """A transformer's last hidden state, pooled and normalised.
+
+    Args:
+        backbone: a transformers model with `last_hidden_state` (B, T, D).
+        prepare: the side's tokenizer and prompt.
+        pooling: "mean", "cls" or "last".
+    """
+
+    modality = "text"
+
+    def __init__(self, backbone: PreTrainedModel, prepare: TextPrepare, pooling: Pooling) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.prepare: TextPrepare = prepare
+        self.pooling = pooling
+        self.dim = self.feature_dim = backbone.config.hidden_size
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Encode B tokenized texts, each (B, T), to (B, D) unit-norm float32."""
+        hidden = self.backbone(**inputs).last_hidden_state
+        return unit_norm(pool(hidden, inputs["attention_mask"], self.pooling))
+
+    def write(self, prompts: dict[str, str], folder: Path) -> None:
+        """Write a sentence-transformers folder, with prompts by name."""
+        length = self.prepare.max_length
+        save_transformer(self.backbone, folder)
+        save_tokenizer(self.prepare.tokenizer, folder, length)
+        write_sentence_files(folder, self.dim, self.pooling, length, prompts)
 
 
 @dataclass
@@ -256,8 +208,9 @@ def _bases(
     if name is None:
         if config is None or tokenizer is None:
             raise DualencError("no base model: give its name, or both config and tokenizer to start from scratch")
-        left = _new_base(config, tokenizer)
-        return left, left if shared is not False else _new_base(config, tokenizer)
+        own = [load_tokenizer(tokenizer) for _ in range(1 if shared is not False else 2)]
+        made = [_Base(new_transformer(config, one), one, SentenceFolder(Path())) for one in own]
+        return made[0], made[-1]
     if config is not None:
         raise DualencError("both name and config are given: leave one out, config is for starting from scratch")
     folder = model_folder(name)
@@ -268,11 +221,6 @@ def _bases(
     if shared or (not separate and shared is None):
         return left, left
     return left, _load_base(folder / ROLES[1] if separate else folder, tokenizer)
-
-
-def _new_base(config: dict[str, Any], tokenizer: str | PreTrainedTokenizerBase) -> _Base:
-    own = load_tokenizer(tokenizer)
-    return _Base(new_transformer(config, own), own, SentenceFolder(Path()))
 
 
 def _load_base(folder: Path, tokenizer: str | PreTrainedTokenizerBase | None) -> _Base:
@@ -288,7 +236,213 @@ def _load_base(folder: Path, tokenizer: str | PreTrainedTokenizerBase | None) ->
     return _Base(backbone, own, says)
 
 
-def _write_tower(tower: TextTower, prompts: dict[str, str], folder: Path) -> None:
-    save_transformer(tower.backbone, folder)
-    save_tokenizer(tower.prepare.tokenizer, folder, tower.prepare.max_length)
-    write_sentence_files(folder, tower.dim, tower.pooling, tower.prepare.max_length, prompts)
+def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
+    """Pool the tokens of each text; padding may be on either side.
+
+    Args:
+        hidden: token vectors (B, T, D), any floating dtype.
+        mask: (B, T), 1 for tokens and 0 for padding.
+        pooling: "mean" of the tokens, the first ("cls") or the "last" token.
+
+    Returns:
+        (B, D) float32.
+    """
+    if pooling == "mean":
+        total = (hidden * mask.unsqueeze(-1).to(hidden.dtype)).sum(1, dtype=torch.float32)
+        return total / mask.sum(1, keepdim=True, dtype=torch.float32).clamp(min=1)
+    first = mask.int().argmax(1)  # argmax gives the first of equal values
+    last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
+    position = first if pooling == "cls" else last
+    return hidden[torch.arange(len(hidden), device=hidden.device), position].float()
+
+
+def add_lora(
+    backbone: PreTrainedModel, rank: int, alpha: float | None, dropout: float, targets: str | list[str]
+) -> Any:
+    """Freeze the backbone and put trainable adapters of W + (alpha / rank)·BA beside its linear layers.
+
+    Args:
+        backbone: the model to adapt, in place.
+        rank: rows of A and columns of B.
+        alpha: scale of the adapters, 2·rank if None.
+        dropout: probability of dropping an adapter's input.
+        targets: "all-linear", or endings of the layers' names.
+
+    Raises:
+        DualencError: peft is not installed, or the arguments fit no layer.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise DualencError("LoRA needs the package peft: pip install 'dualenc[lora]'") from None
+    try:
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=2 * rank if alpha is None else alpha,  # type: ignore[arg-type]
+            lora_dropout=dropout,
+            target_modules=targets,
+            exclude_modules=r"(.*\.)?pooler\.dense",
+        )
+        return get_peft_model(backbone, config)
+    except Exception as error:
+        raise DualencError(f"LoRA (rank {rank}, targets {targets}): {first_line(error)}; mend them") from error
+
+
+def new_transformer(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A transformer with random weights, drawn from torch's generator, that fits the tokenizer.
+
+    Args:
+        config: fields of a transformers configuration, `model_type` among them; `vocab_size` and `pad_token_id`
+            follow the tokenizer unless given.
+        tokenizer: what its inputs will come from.
+
+    Raises:
+        DualencError: `model_type` is missing or unknown, or fields do not fit together or the tokenizer.
+    """
+    from transformers import AutoConfig
+
+    fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **copy.deepcopy(config)}
+    if fields["vocab_size"] < len(tokenizer):
+        raise DualencError(
+            f"config has vocab_size {fields['vocab_size']}, the tokenizer {len(tokenizer)} tokens: leave it out"
+        )
+    try:
+        with quiet_transformers():
+            own_config = AutoConfig.for_model(**fields)
+            _adopt_special_tokens(own_config, tokenizer)
+            _refuse_kernels(own_config)
+            model = _auto_class(own_config).from_config(own_config, trust_remote_code=False)
+    except Exception as error:
+        raise DualencError(f"config of the text tower: {first_line(error)}; mend its fields") from error
+    return _without_pooler(model)
+
+
+def load_transformer(folder: Path) -> PreTrainedModel:
+    """A transformer in float32 with the folder's weights; code in the folder is never run.
+
+    Raises:
+        DualencError: the folder has no configuration or no safetensors weights, or they are corrupt or incomplete.
+    """
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise DualencError(f"{folder}: no config.json, so no transformers model; give another folder")
+    if (folder / "adapter_config.json").is_file():
+        raise DualencError(f"{folder}: holds adapters of another model; merge them into it and save that")
+    if not any(folder.glob("*.safetensors")):
+        raise DualencError(f"{folder}: no *.safetensors; convert its weights to safetensors first")
+    try:
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            _refuse_kernels(config)
+            model, report = _auto_class(config).from_pretrained(
+                folder, config=config, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            )
+    except Exception as error:
+        raise DualencError(
+            f"{folder}: the text model does not load ({first_line(error)}); restore the folder"
+        ) from error
+    missing = sorted(key for key in report["missing_keys"] if "pooler." not in key)
+    if missing:
+        raise DualencError(f"{folder}: {len(missing)} weights are missing, {missing[0]} first; restore the folder")
+    return _without_pooler(model.float())
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Longest input in tokens that the model can take, None if it has no limit."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            # RoBERTa counts positions from the padding index on.
+            first = 0 if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - first
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return limit if limit and limit > 0 else None
+
+
+def check_length(max_length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The length to truncate to, in tokens: the one asked for, or the longest that all agree on.
+
+    Raises:
+        DualencError: the model has fewer positions than were asked for.
+    """
+    positions = max_positions(model)
+    if max_length is None:
+        known = [n for n in (positions, tokenizer.model_max_length) if n and n < 1_000_000]
+        return min(known, default=MAX_LENGTH)
+    if max_length < 3:
+        raise DualencError(f"max_length is {max_length}: give at least 3, special tokens take two")
+    if positions is not None and max_length > positions:
+        raise DualencError(f"max_length is {max_length}, but the model has {positions} positions: lower it")
+    return max_length
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Store no activations inside the layers; the backward pass computes them again.
+
+    Raises:
+        DualencError: the architecture cannot do it.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        raise DualencError(f"{type(model).__name__} has no gradient checkpointing: leave gradient_checkpointing out")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def accepted_inputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Those of the tokenizer's outputs that the model's forward takes."""
+    accepted = inspect.signature(model.forward).parameters
+    return [name for name in tokenizer.model_input_names if name in accepted]
+
+
+def save_transformer(model: nn.Module, folder: Path) -> None:
+    """Write config.json and model.safetensors; adapters are merged into a copy's weights first."""
+    if hasattr(model, "merge_and_unload"):
+        model = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
+    with quiet_transformers():
+        model.save_pretrained(folder)  # type: ignore[operator]
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars and reports: what matters of them is checked here."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _auto_class(config: Any) -> Any:
+    """The class that makes a text encoder: of an encoder-decoder such as T5, only the first half."""
+    from transformers import AutoModel, AutoModelForTextEncoding
+
+    half = any(name.endswith("EncoderModel") for name in config.architectures or [])
+    return AutoModelForTextEncoding if half or getattr(config, "is_encoder_decoder", False) else AutoModel
+
+
+def _refuse_kernels(config: Any) -> None:
+    """An attention named `owner/name` would be fetched from the hub and run."""
+    name = str(getattr(config, "_attn_implementation", None))
+    if "/" in name:
+        raise DualencError(f"attn_implementation {name} is code from the hub, which is not run; leave it out")
+
+
+def _adopt_special_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Replace an architecture's usual special tokens where the vocabulary is too small to have them."""
+    for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
+        usual = getattr(config, name, None)
+        if isinstance(usual, int) and usual >= len(tokenizer):
+            setattr(config, name, getattr(tokenizer, name))
+
+
+def _without_pooler(model: PreTrainedModel) -> PreTrainedModel:
+    """Freeze BERT's own pooler, which no output here depends on."""
+    for name, parameter in model.named_parameters():
+        if name.startswith("pooler."):
+            parameter.requires_grad_(False)
+    return model.eval()

@@ -3,96 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualenc.encoders.hub import first_line
+from dualenc.encoders.load import first_line
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-CONTINUED = "##"
-"""Marks pieces that do not begin a word."""
-
-FIRST_CODE = 0xF0000
-"""Where the private characters begin that stand for those inside words."""
-
-
-def learn_pieces(
-    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str], min_frequency: int
-) -> dict[str, int]:
-    """Merge the most frequent neighbours until the vocabulary is full (Sennrich et al. 2016).
-
-    The trainer of `tokenizers` numbers the pieces inside words in the order of a hash table, which differs from run
-    to run, and breaks ties by these numbers. So it is given words whose inner letters are other characters already:
-    then it has no such pieces to number.
-
-    Args:
-        texts: what to learn from, lower-cased and stripped of accents; read once.
-        vocab_size: largest number of pieces.
-        special_tokens: the first pieces.
-        min_frequency: how often a pair must occur to be merged.
-
-    Returns:
-        Number by piece.
-    """
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from tokenizers.trainers import BpeTrainer
-
-    disguise = _Disguise()
-    learner = Tokenizer(BPE())
-    learner.pre_tokenizer = WhitespaceSplit()
-    trainer = BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        special_tokens=list(special_tokens),
-        limit_alphabet=2000,
-        show_progress=False,
-    )
-    learner.train_from_iterator(_disguised(texts, disguise), trainer)
-    return {disguise.undo(piece): number for piece, number in learner.get_vocab().items()}
-
-
-class _Disguise:
-    """Replaces every character of a word but the first by a private one."""
-
-    def __init__(self) -> None:
-        self.private: dict[str, str] = {}
-        self.public: dict[str, str] = {}
-
-    def put_on(self, word: str) -> str:
-        return word[0] + "".join(map(self._private, word[1:]))
-
-    def undo(self, piece: str) -> str:
-        prefix = CONTINUED if piece[0] in self.public else ""
-        return prefix + "".join(self.public.get(character, character) for character in piece)
-
-    def _private(self, character: str) -> str:
-        if character not in self.private:
-            other = chr(FIRST_CODE + len(self.private))
-            self.private[character], self.public[other] = other, character
-        return self.private[character]
-
-
-def _disguised(texts: Iterable[str], disguise: _Disguise) -> Iterator[str]:
-    """Each text as its disguised words with spaces between."""
-    from tokenizers.normalizers import BertNormalizer
-    from tokenizers.pre_tokenizers import BertPreTokenizer
-
-    normalizer, splitter = BertNormalizer(lowercase=True), BertPreTokenizer()
-    seen: dict[str, str] = {}
-    for text in texts:
-        words = [word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))]
-        for word in words:
-            if word not in seen:
-                seen[word] = disguise.put_on(word)
-        yield " ".join(seen[word] for word in words)
-
 
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",
@@ -102,6 +23,9 @@ SPECIAL_TOKENS = {
     "mask_token": "[MASK]",
 }
 
+SMALLEST = len(SPECIAL_TOKENS) + 256
+"""Tokens of a vocabulary without a single merge: the special ones and all bytes."""
+
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 """One of these is in every folder that has a tokenizer."""
 
@@ -109,30 +33,55 @@ VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, max_length: int = 512, min_frequency: int = 2
 ) -> PreTrainedTokenizerBase:
-    """Train a lower-casing WordPiece tokenizer, in the manner of BERT.
+    """Train a lower-casing tokenizer by byte-level BPE (Sennrich et al. 2016, arXiv 1508.07909; Radford et al. 2019).
+
+    Texts lose case and accents and are split at spaces and punctuation, as by BERT's tokenizer, so that a word has
+    the same tokens behind a space and behind a dot. No text has unknown tokens.
 
     Args:
         texts: what to learn from; read once. Equal texts in equal order give an equal tokenizer.
-        vocab_size: largest number of tokens, special ones included.
+        vocab_size: largest number of tokens, the special ones and the 256 bytes included.
         max_length: longest input in tokens that the tokenizer recommends.
-        min_frequency: how often a piece must occur to become a token.
+        min_frequency: how often a pair of tokens must occur to be merged.
 
     Returns:
         A tokenizer whose `save_pretrained(folder)` loads in transformers and sentence-transformers.
 
     Raises:
-        DualencError: there is no text, or `vocab_size` leaves no room beside the special tokens.
+        DualencError: there is no text, or `vocab_size` leaves no room for the special tokens and the bytes.
     """
-    from tokenizers import BertWordPieceTokenizer
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    special = list(SPECIAL_TOKENS.values())
-    if vocab_size <= len(special):
-        raise DualencError(f"vocab_size is {vocab_size}: ask for more than the {len(special)} special tokens")
-    pieces = learn_pieces(texts, vocab_size, special, min_frequency)
-    if len(pieces) <= len(special):
+    if vocab_size < SMALLEST:
+        raise DualencError(
+            f"vocab_size is {vocab_size}: the {len(SPECIAL_TOKENS)} special tokens and the 256 bytes take {SMALLEST}; "
+            "ask for more"
+        )
+    inner = Tokenizer(models.BPE())
+    inner.normalizer = normalizers.BertNormalizer(lowercase=True)
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        # The space that ByteLevel puts before every word marks the tokens that begin one.
+        [pre_tokenizers.BertPreTokenizer(), pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)]
+    )
+    # The trainer breaks ties by the tokens' numbers. It sorts the alphabet before numbering it, and merges number
+    # themselves in turn, so training gives the same tokenizer in every process and with any number of threads. (Not
+    # so with `continuing_subword_prefix`, as WordPiece has it: such pieces are numbered in a hash table's order.)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=list(SPECIAL_TOKENS.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    remaining = iter(texts)
+    first = next((text for text in remaining if text.strip()), None)
+    if first is None:
         raise DualencError("the texts to train a tokenizer on are empty: give some text")
-    inner = BertWordPieceTokenizer(vocab=pieces, lowercase=True)._tokenizer
+    inner.train_from_iterator(itertools.chain([first], remaining), trainer)
+    cls, sep = (list(SPECIAL_TOKENS).index(name) for name in ("cls_token", "sep_token"))  # numbered first, in order
+    inner.post_processor = processors.BertProcessing(("[SEP]", sep), ("[CLS]", cls))
+    inner.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=max_length, **SPECIAL_TOKENS)
 
 

@@ -31,7 +31,7 @@ def save_text_model(folder: Path) -> DualEncoder:
         "intermediate_size": 64,
         "max_position_embeddings": 40,
     }
-    tokenizer = train_tokenizer(texts(50) + ["query: ", "passage: "] * 5, 60)
+    tokenizer = train_tokenizer(texts(50) + ["query: ", "passage: "] * 5, 300)
     model = TextEncoder(config=bert, tokenizer=tokenizer, query_prompt="query: ", document_prompt="passage: ")
     model.save(folder)
     return model

@@ -83,7 +83,7 @@ def image_text_model(folder: Path) -> Path:
 
 def _tokenizer():  # type: ignore[no-untyped-def]
     texts = [" ".join(WORDS), "title picture plain number a of the photo", " ".join(COLOURS), "0 1 2 3 4 5 6 7 8 9"]
-    return train_tokenizer(texts, 200, max_length=32, min_frequency=1)
+    return train_tokenizer(texts, 300, max_length=32, min_frequency=1)
 
 
 def _picture(rgb: tuple[int, int, int], seed: int):  # type: ignore[no-untyped-def]

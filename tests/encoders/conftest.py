@@ -31,8 +31,8 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer of a few dozen pieces."""
-    return train_tokenizer(TEXTS * 3, vocab_size=120)
+    """A tokenizer of all bytes and a few pieces more."""
+    return train_tokenizer(TEXTS * 3, vocab_size=300)
 
 
 @pytest.fixture

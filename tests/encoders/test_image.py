@@ -1,25 +1,39 @@
-"""Image encoders against timm itself."""
+"""Image encoders against timm itself; training crops are functions of image and seed, and seeding stays local."""
 
 from __future__ import annotations
 
 import pickle
+import random
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
+from torchvision.transforms import v2
 
 from dualenc.encoders import ImageEncoder, load_model
+from dualenc.encoders.image import ImagePrepare, Normalized, Seeded, seeded
+from dualenc.encoders.timm_folder import is_plain_resnet, replace_stem
 from dualenc.errors import DualencError
+
+SMALL: dict[str, Any] = {"backbone": "resnet10t", "image_size": 16, "backbone_args": {"stem_type": ""}}
 
 BACKBONES: dict[str, dict[str, Any]] = {
     "plain": {"backbone": "test_resnet", "image_size": 80},
-    "small-image stem": {"backbone": "resnet10t", "image_size": 16, "backbone_args": {"stem_type": ""}},
+    "small-image stem": SMALL,
     "grey": {"backbone": "test_resnet", "image_size": 80, "in_chans": 1},
     "transformer of fixed size": {"backbone": "test_vit", "image_size": 32, "backbone_args": {"patch_size": 8}},
+    "grey, small-image stem": {
+        "backbone": "resnet10t",
+        "image_size": 16,
+        "in_chans": 1,
+        "backbone_args": {"stem_type": ""},
+    },
     "own normalisation": {"backbone": "test_convnext", "image_size": 32, "mean": [0.5] * 3, "std": [0.2] * 3},
 }
 
@@ -31,23 +45,27 @@ def model(request: pytest.FixtureRequest) -> ImageEncoder:
 
 
 @torch.no_grad()
-def test_saved_backbone_loads_in_timm_with_equal_features(
-    model: ImageEncoder, images: list[Image.Image], tmp_path: Path
+def test_the_lines_of_the_model_card_load_the_backbone_in_timm_with_equal_features(
+    model: ImageEncoder, images: list[Image.Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model.save(tmp_path / "model")
-    reference = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(reference))
-    side = model.data_config["input_size"][-1]
-    if model.small_image_stem:  # timm enlarges, so the images have their size already
-        images = [image.resize((side, side)) for image in images]
+    monkeypatch.chdir(tmp_path)
+    lines = re.findall(r"With timm:\n\n```python\n(.*?)```", Path("model/README.md").read_text(), flags=re.DOTALL)[0]
+    assert "dualenc" not in lines
+    theirs: dict[str, Any] = {}
+    exec(lines, theirs)
     modes = [image.convert("L") if model.data_config["input_size"][0] == 1 else image for image in images]
-    theirs = torch.stack([transform(image) for image in modes])
-    ours = model.left.prepare(images)
-    if not model.small_image_stem:
-        assert torch.equal(ours["image"], theirs)
-    features = model.left.features(ours)
+    pixels = torch.stack([theirs["transform"](image) for image in modes])
+    assert torch.equal(model.left.prepare(images)["image"], pixels)
+    features = model.left.features({"image": pixels})
     assert features.shape == (3, model.left.feature_dim)
-    assert (reference(theirs) - features).abs().max() < 1e-5
+    assert (theirs["model"](pixels) - features).abs().max() < 1e-5
+
+
+def test_timm_does_not_take_the_small_image_stem_for_its_own(tmp_path: Path) -> None:
+    ImageEncoder(**SMALL).save(tmp_path / "model")
+    with pytest.raises(RuntimeError, match=r"size mismatch for conv1\.weight"):
+        timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True)
 
 
 def test_reloaded_model_is_the_same_with_its_projector(
@@ -104,7 +122,7 @@ def test_weights_follow_the_seed() -> None:
     states = []
     for _ in range(2):
         torch.manual_seed(5)
-        states.append(ImageEncoder("resnet10t", image_size=16, backbone_args={"stem_type": ""}).state_dict())
+        states.append(ImageEncoder(**SMALL).state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
@@ -173,3 +191,90 @@ def test_the_stem_of_a_folder_is_settled(tmp_path: Path) -> None:
     ImageEncoder("test_resnet", image_size=80).save(tmp_path / "model")
     with pytest.raises(DualencError, match="small_image_stem is False in this folder"):
         ImageEncoder(str(tmp_path / "model"), small_image_stem=True)
+
+
+def test_small_images_keep_their_resolution_up_to_the_first_block() -> None:
+    backbone: Any = ImageEncoder(**SMALL).left.backbone
+    seen: list[torch.Size] = []
+    backbone.layer1.register_forward_hook(lambda _module, given, _out: seen.append(given[0].shape))
+    backbone(torch.randn(2, 3, 16, 16))
+    assert seen == [torch.Size([2, 64, 16, 16])]
+    assert backbone.conv1.kernel_size == (3, 3)
+
+
+def test_other_backbones_have_no_such_stem() -> None:
+    assert is_plain_resnet(timm.create_model("resnet18"))
+    for name in ("resnet18d", "convnext_atto"):
+        model = timm.create_model(name)
+        assert not is_plain_resnet(model)
+        with pytest.raises(DualencError, match="small_image_stem"):
+            replace_stem(model)
+
+
+TO_PIXELS = v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)])
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), np.random.rand()  # noqa: NPY002
+
+
+def test_seeding_is_local() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    expected = [draw(), draw()]
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    found = [draw()]
+    with seeded(2**63 - 1):
+        first = draw()
+    with seeded(2**63 - 1):
+        assert draw() == first
+    with seeded(1):
+        assert all(a != b for a, b in zip(draw(), first))
+    found.append(draw())
+    assert found == expected
+
+
+@pytest.fixture
+def prepare() -> ImagePrepare:
+    crops = v2.Compose([v2.RandomResizedCrop(8), TO_PIXELS])
+    return ImagePrepare(v2.Compose([v2.Resize((8, 8)), TO_PIXELS]), Seeded(crops))
+
+
+def test_views_do_not_depend_on_company_or_worker(prepare: ImagePrepare, images: list[Image.Image]) -> None:
+    together = prepare(images, seeds=[5, 6, 7])["image"]
+    assert together.shape == (3, 3, 8, 8)
+    elsewhere = pickle.loads(pickle.dumps(prepare))
+    assert torch.equal(elsewhere(images[1:2], seeds=[6])["image"], together[1:2])
+    assert not torch.equal(prepare(images, seeds=[5, 8, 7])["image"][1], together[1])
+
+
+def test_evaluation_takes_no_seed(prepare: ImagePrepare, images: list[Image.Image]) -> None:
+    assert torch.equal(prepare(images)["image"], prepare(images)["image"])
+    with pytest.raises(ValueError, match="shorter"):
+        prepare(images, seeds=[1])
+
+
+class Plain:
+    """An augmentation that changes nothing."""
+
+    def __call__(self, image: Image.Image, seed: int) -> Tensor:
+        return TO_PIXELS(image)
+
+
+def test_normalisation_follows_the_augmentation() -> None:
+    image = Image.new("RGB", (2, 2), (255, 51, 0))
+    pixels = Normalized(Plain(), mean=(0.5, 0.0, 0.0), std=(0.5, 0.2, 1.0))(image, 0)
+    torch.testing.assert_close(pixels[:, 0, 0], torch.tensor([1.0, 1.0, 0.0]))
+
+
+def test_grey_models_get_grey_pixels() -> None:
+    image = Image.new("RGB", (2, 2), (255, 51, 0))
+    trained = Normalized(Plain(), mean=(0.0,), std=(1.0,))
+    batch = ImagePrepare(TO_PIXELS, trained, grey=True)
+    luma = (0.299 * 255 + 0.587 * 51) / 255
+    for pixels in (batch([image])["image"], batch([image], seeds=[0])["image"]):
+        assert pixels.shape == (1, 1, 2, 2)
+        assert pixels[0, 0, 0, 0].item() == pytest.approx(luma, abs=0.003)

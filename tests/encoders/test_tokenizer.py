@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,13 +34,50 @@ def test_texts_begin_with_cls_end_with_sep_and_lose_their_case(tokenizer: PreTra
     assert tokenizer("A DOG").input_ids == tokenizer("a dog").input_ids
 
 
-def test_training_is_reproducible_and_keeps_to_the_size(texts: list[str]) -> None:
-    first, second = (train_tokenizer(iter(texts * 3), vocab_size=60) for _ in range(2))
-    assert first.get_vocab() == second.get_vocab()
-    assert len(first) <= 60
+@pytest.fixture(scope="module")
+def corpus() -> list[str]:
+    """Sentences of made-up words, frequent and rare, some with accents and capitals."""
+    draw = random.Random(0)
+    syllables = ["ba", "ne", "Tor", "mi", "lü", "ska", "pen", "dro", "é"]
+    words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(60)]
+    return [" ".join(draw.choices(words, weights=range(1, 61), k=12)) + "." for _ in range(200)]
 
 
-@pytest.mark.parametrize(("given", "size", "message"), [(["a"], 5, "vocab_size is 5"), ([], 100, "empty")])
+def test_equal_texts_give_an_equal_tokenizer(corpus: list[str]) -> None:
+    first, second = (train_tokenizer(iter(corpus), vocab_size=300) for _ in range(2))
+    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
+    assert len(first) == 300
+
+
+@pytest.mark.slow
+def test_another_process_with_other_threads_trains_the_same_tokenizer(corpus: list[str]) -> None:
+    code = (
+        "import json, sys; from dualenc.encoders import train_tokenizer\n"
+        "sys.stdout.write(train_tokenizer(json.load(sys.stdin), vocab_size=300).backend_tokenizer.to_str())"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(corpus),
+        env={**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
+    assert other.stdout == train_tokenizer(corpus, vocab_size=300).backend_tokenizer.to_str()
+
+
+def test_a_word_has_the_same_tokens_wherever_it_stands_and_none_is_unknown(tokenizer: PreTrainedTokenizerBase) -> None:
+    def tokens(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    assert tokens("path") == tokens(" path") == tokens("os.path")[-len(tokens("path")) :]
+    assert tokens("été") == tokens("ete")
+    for text in ("你好 😀", "\u1e9e ß", "x" * 300):
+        assert tokenizer.unk_token_id not in tokens(text)
+        assert tokenizer.decode(tokens(text)).replace(" ", "") == text.lower().replace(" ", "")
+
+
+@pytest.mark.parametrize(("given", "size", "message"), [(["a"], 260, "vocab_size is 260"), (["", " "], 300, "empty")])
 def test_mistakes_are_one_line(given: list[str], size: int, message: str) -> None:
     with pytest.raises(DualencError, match=message) as caught:
         train_tokenizer(given, vocab_size=size)
