@@ -22,7 +22,7 @@ import pytest
 from dualenc.errors import DiskFull, DualencError
 from dualenc.search import Index, is_index
 from dualenc.search.embeddings import Embeddings, EmbeddingWriter
-from tests.index.clusters import clustered, exact_rows
+from tests.search.clusters import clustered, exact_rows
 
 IDS = [f"doc {i}" for i in range(2000)]
 
