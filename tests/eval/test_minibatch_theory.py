@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dualenc.batching import RandomBatches, batch_losses
-from tests.batching.scripts import load_script
+from tests.eval.scripts import load_script
 
 
 @pytest.fixture(scope="module")
