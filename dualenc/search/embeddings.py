@@ -40,7 +40,13 @@ from dualenc.files import (
 FORMAT_VERSION = 2
 """1 had no checksums."""
 DTYPES = ("float16", "float32")
+MAX_SHARD_ROWS = 16384
+MIN_SHARD_ROWS = 1024
+FEW_SHARDS = 8
+
 Array = Any  # np.ndarray or ShardedVectors
+Skipped = list[tuple[int, str]]
+"""Rows of the corpus without a vector, each with the reason."""
 
 
 class Embeddings:
@@ -303,14 +309,6 @@ def read_ids(path: Path, count: int) -> list[str]:
     if len(ids) != count:
         raise DualencError(f"{path}: holds {len(ids)} ids for {count} vectors; write the folder again")
     return ids
-
-
-MAX_SHARD_ROWS = 16384
-MIN_SHARD_ROWS = 1024
-FEW_SHARDS = 8
-
-Skipped = list[tuple[int, str]]
-"""Rows of the corpus without a vector, each with the reason."""
 
 
 def skipped_entries(ids: Sequence[str], skipped: Skipped) -> dict[str, Any]:
