@@ -2,7 +2,7 @@
 
 Trains a small image encoder on two augmented views and measures retrieval of the augmented pair, as Table 1 of Cho et
 al., "Mini-batch optimization of contrastive loss", and nearest-neighbour accuracy. One JSON file per run: an
-interrupted table goes on where it stopped.
+interrupted table resumes.
 
     python eval/batching_quality.py PATH_TO_CIFAR10 --out runs/batching
 """
@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from small_images import PairRetrieval, cached, new_encoder, open_parts, train_and_measure
+from quality import PairRetrieval, cached, mean_and_sd, new_encoder, new_parser, open_parts, train_and_measure
 
 from dualenc.batching import BatchSelector, OSGDBatches, RandomBatches, SpectralBatches
 from dualenc.data import ImageViews
@@ -27,13 +26,9 @@ from dualenc.objectives import InfoNCE, Objective, SogCLR
 
 BATCHINGS: dict[str, Callable[..., BatchSelector]] = {
     "random": RandomBatches,
-    "OSGD": lambda num_pairs, batch_size, seed: OSGDBatches(num_pairs, batch_size, seed=seed, k=40, q=20),
-    "spectral": lambda num_pairs, batch_size, seed: SpectralBatches(
-        num_pairs, batch_size, seed=seed, method="spectral"
-    ),
-    "bisection": lambda num_pairs, batch_size, seed: SpectralBatches(
-        num_pairs, batch_size, seed=seed, method="bisection"
-    ),
+    "OSGD": partial(OSGDBatches, k=40, q=20),
+    "spectral": partial(SpectralBatches, method="spectral"),
+    "bisection": partial(SpectralBatches, method="bisection"),
 }
 OBJECTIVES: dict[str, Callable[..., Objective]] = {"SimCLR": InfoNCE, "SogCLR": SogCLR}
 
@@ -47,33 +42,17 @@ def run(
     batching = BATCHINGS[names[0]](len(train), arguments.batch_size, seed=seed)
     objective = OBJECTIVES[names[1]](num_left=len(train), temperature=arguments.temperature, views=True, seed=seed)
     work = Path(arguments.out) / "work"
-    metrics = train_and_measure(
-        model,
-        train,
-        objective,
-        evaluator,
-        batching,
-        output=work,
-        batch_size=arguments.batch_size,
-        max_steps=arguments.steps,
-        learning_rate=arguments.learning_rate,
-        seed=seed,
-        mixed_precision="bf16",
-    )
-    lines = (work / "metrics.jsonl").read_text().splitlines()
-    selections: list[dict[str, Any]] = [entry for line in lines if "selection/loss" in (entry := json.loads(line))]
-    last = {k: float(v) for k, v in selections[-1].items() if k.startswith("selection/")} if selections else {}
-    return {**metrics, **last}
+    settings = {"batch_size": arguments.batch_size, "learning_rate": arguments.learning_rate, "seed": seed}
+    settings |= {"max_steps": arguments.steps, "mixed_precision": "bf16", "output": work}
+    metrics = train_and_measure(model, train, objective, evaluator, batching, **settings)
+    logged = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
+    last = next((entry for entry in reversed(logged) if "selection/loss" in entry), {})
+    return {**metrics, **{k: float(v) for k, v in last.items() if k.startswith("selection/")}}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, "runs/batching", pairs=3200, steps=600)
     parser.add_argument("path", help="folder with train.parquet and test.parquet or val.parquet")
-    parser.add_argument("--out", default="runs/batching")
-    parser.add_argument("--pairs", type=int, default=3200)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--temperature", type=float, default=0.2)
     arguments = parser.parse_args()
@@ -81,19 +60,14 @@ def main() -> None:
     evaluator = PairRetrieval(train, test)
     rows: list[dict[str, object]] = []
     for names in ((b, o) for o in OBJECTIVES for b in BATCHINGS):
-        runs = [
-            cached(
-                Path(arguments.out) / f"{names[0]}-{names[1]}-{seed}.json",
-                lambda names=names, seed=seed: run(names, train, evaluator, seed, arguments),
-                {**vars(arguments), "seed": seed},
-            )
-            for seed in range(arguments.seeds)
-        ]
+        runs = []
+        for seed in range(arguments.seeds):
+            path = Path(arguments.out) / f"{names[0]}-{names[1]}-{seed}.json"
+            train_once = partial(run, names, train, evaluator, seed, arguments)
+            runs.append(cached(path, train_once, {**vars(arguments), "seed": seed}))
         row: dict[str, object] = {"batches": names[0], "objective": names[1]}
         for metric in ("pair_top1", "knn_accuracy"):
-            values = [metrics[metric] for metrics in runs]
-            row[metric] = statistics.mean(values)
-            row[f"{metric} sd"] = statistics.stdev(values) if len(values) > 1 else 0.0
+            row |= mean_and_sd(metric, [metrics[metric] for metrics in runs])
         rows.append(row | {k: v for k, v in runs[-1].items() if k.startswith("selection/")})
         print(row, flush=True)
     print_table(Table(f"{Path(arguments.path).name}: {arguments.steps} steps, {arguments.seeds} seeds", rows))

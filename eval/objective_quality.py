@@ -2,7 +2,7 @@
 
 Every objective gets the same encoder, the same number of steps and the same tuning: a grid of learning rates and
 temperatures, chosen on held-out data with the first seed, then run with all seeds. InfoNCE runs at the small and at a
-large batch. Results are kept as one JSON file per run, so an interrupted table goes on where it stopped.
+large batch. Results are kept as one JSON file per run, so an interrupted table resumes.
 
     python eval/objective_quality.py papers PATH_TO_PAPERS --out runs/quality
     python eval/objective_quality.py cifar10 PATH_TO_CIFAR10 --out runs/quality
@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from small_images import cached, new_encoder, open_parts, train_and_measure
+from quality import cached, mean_and_sd, new_encoder, new_parser, open_parts, train_and_measure
 
 from dualenc.data import BeirPairs, PairDataset
 from dualenc.encoders import DualEncoder, TextEncoder, train_tokenizer
@@ -98,17 +97,13 @@ def cifar10(path: str, num_pairs: int) -> Task:
 def run(task: Task, name: str, settings: dict[str, Any], folder: Path) -> dict[str, float]:
     """Train once; the evaluator's metrics at the end."""
     torch.manual_seed(settings["seed"])
-    model = task.new_model()
-    objective = OBJECTIVES[name](
-        num_left=task.pairs.num_left,
-        num_right=task.pairs.num_right,
-        temperature=settings["temperature"],
-        views=task.pairs.views,
-        seed=settings["seed"],
+    model, pairs = task.new_model(), task.pairs
+    common = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
+    objective = OBJECTIVES[name](temperature=settings["temperature"], seed=settings["seed"], **common)
+    given = {name: settings[name] for name in ("batch_size", "learning_rate", "seed", "mixed_precision")}
+    return train_and_measure(
+        model, pairs, objective, task.evaluator, output=folder, max_steps=settings["steps"], **given
     )
-    names = ("batch_size", "learning_rate", "seed", "mixed_precision")
-    arguments = {"output": folder, "max_steps": settings["steps"], **{name: settings[name] for name in names}}
-    return train_and_measure(model, task.pairs, objective, task.evaluator, **arguments)
 
 
 def row(task: Task, name: str, batch_size: int, arguments: argparse.Namespace) -> dict[str, object]:
@@ -122,30 +117,18 @@ def row(task: Task, name: str, batch_size: int, arguments: argparse.Namespace) -
         path = folder / f"{label}-{learning_rate}-{temperature}-{seed}.json"
         return cached(path, lambda: run(task, name, settings, folder / "work" / label), settings)
 
-    grid = list(itertools.product(arguments.learning_rates, arguments.temperatures))
-    tuned = {(rate, tau): measure(rate, tau, 0)["validation"] for rate, tau in grid}
-    rate, tau = max(tuned, key=lambda key: tuned[key])
+    grid = itertools.product(arguments.learning_rates, arguments.temperatures)
+    rate, tau = max(grid, key=lambda pair: measure(*pair, seed=0)["validation"])
     seeds = [measure(rate, tau, seed)["test"] for seed in range(arguments.seeds)]
     print(f"{label}: {seeds}", flush=True)
-    return {
-        "objective": name,
-        "batch": batch_size,
-        "learning rate": str(rate),
-        "temperature": str(tau),
-        "test": statistics.mean(seeds),
-        "sd": statistics.stdev(seeds) if len(seeds) > 1 else 0.0,
-    }
+    chosen = {"learning rate": str(rate), "temperature": str(tau)}
+    return {"objective": name, "batch": batch_size, **chosen, **mean_and_sd("test", seeds)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, "runs/quality", pairs=4000, steps=1000)
     parser.add_argument("task", choices=("papers", "cifar10"))
     parser.add_argument("path")
-    parser.add_argument("--out", default="runs/quality")
-    parser.add_argument("--pairs", type=int, default=4000)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--large-batch-size", type=int, default=512)
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 3e-3])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.05, 0.1])

@@ -1,4 +1,4 @@
-"""`dualenc search`: an index asked with a text or an image, by the model that made it."""
+"""`dualenc embed`, `index` and `search`."""
 
 from __future__ import annotations
 
@@ -11,68 +11,9 @@ from dualenc.files import remove
 from dualenc.terminal import printable, printable_json
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from dualenc.data import Corpus
     from dualenc.encoders import DualEncoder
     from dualenc.search import Index
-    from dualenc.search.embeddings import Embeddings
     from dualenc.types import Side
-
-
-def open_side(
-    encoder: DualEncoder,
-    data: str,
-    side: Side | None,
-    *,
-    split: str = "train",
-    text_column: str | None = None,
-    image_column: str | None = None,
-    id_column: str | None = None,
-    limit: int | None = None,
-    on_error: Literal["skip", "raise"] = "skip",
-) -> tuple[Side, Corpus]:
-    """Open data and find the side of the model that encodes it.
-
-    Args:
-        encoder: the model.
-        data: whatever `dualenc.data.sources.open_corpus` opens; the left side of a query-document model takes the
-            queries of a BEIR folder.
-        side: "left" or "right"; None takes the documents' side of a query-document model, and of an image-text
-            model the side of the data's modality, images where there are both.
-        split: passed on, as is the rest.
-
-    Raises:
-        DualencError: the data cannot be opened, or holds nothing that the side encodes.
-    """
-    from dualenc.data.sources import open_corpus
-
-    modality = None
-    if side is not None:
-        modality = encoder.tower(side).modality
-    elif text_column is None and encoder.kind != "image-text":
-        modality = encoder.right.modality
-    queries = side == "left" and encoder.kind == "query-document"
-    corpus = open_corpus(
-        data,
-        part="queries" if queries else "corpus",
-        modality=modality,
-        text_column=text_column,
-        image_column=image_column,
-        id_column=id_column,
-        split=split,
-        limit=limit,
-        on_error=on_error,
-    )
-    if side is None:
-        side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
-    return side, corpus
-
-
-def recorded_name(model: str) -> str:
-    """What to write down about a model so that it is found again: a folder's absolute path, or the name."""
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.is_dir() else model
 
 
 def embed(
@@ -116,7 +57,9 @@ def embed(
         on_error: skip (and count) bad samples, or raise at the first one.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
+    from dualenc import distributed
     from dualenc.commands.evaluation import MOST_ITEMS, MOST_WORKERS, check_range, start_processes
+    from dualenc.data.sources import open_corpus
     from dualenc.encoders import load_model
     from dualenc.search.embed import embed as embed_corpus
 
@@ -124,27 +67,37 @@ def embed(
     check_range(1, sys.maxsize, limit=limit)
     check_range(0, MOST_WORKERS, num_workers=num_workers)
     encoder = load_model(model, device=str(start_processes(device)))
-    columns = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
-    side, corpus = open_side(encoder, data, side, split=split, limit=limit, on_error=on_error, **columns)
+    modality = None
+    if side is not None:
+        modality = encoder.tower(side).modality
+    elif text_column is None and encoder.kind != "image-text":
+        modality = encoder.right.modality
+    corpus = open_corpus(
+        data,
+        part="queries" if side == "left" and encoder.kind == "query-document" else "corpus",
+        modality=modality,
+        text_column=text_column,
+        image_column=image_column,
+        id_column=id_column,
+        split=split,
+        limit=limit,
+        on_error=on_error,
+    )
+    if side is None:
+        side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
+    # A folder is found again by its absolute path, from wherever the index is searched.
+    path = Path(model).expanduser()
+    notes = {"model": str(path.resolve()) if path.is_dir() else model, "kind": encoder.kind, "data": data}
     how: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "output": output, "autocast": autocast}
     how |= {"num_workers": num_workers, "on_error": on_error}
-    notes = {"model": recorded_name(model), "kind": encoder.kind, "data": data}
     embeddings = embed_corpus(encoder.tower(side), corpus, out, **how, identity={"side": side}, notes=notes)
-    report(embeddings, out)
-
-
-def report(embeddings: Embeddings, out: str) -> None:
-    """Say what was written, and on stderr how many samples were left out and why the first one was."""
-    from dualenc import distributed
-
-    if not distributed.is_main():
-        return
-    meta = embeddings.meta
-    if meta["skipped"]:
-        total, first = meta["skipped"] + len(embeddings), meta["first_skipped"][0]
-        told = f"left out {meta['skipped']:,} of {total:,} items; the first, {first['id']}: {first['reason']}"
-        print(printable(told), file=sys.stderr)
-    print(printable(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({meta['side']} side) → {out}"))
+    if distributed.is_main():
+        meta = embeddings.meta
+        if meta["skipped"]:
+            total, first = meta["skipped"] + len(embeddings), meta["first_skipped"][0]
+            told = f"left out {meta['skipped']:,} of {total:,} items; the first, {first['id']}: {first['reason']}"
+            print(printable(told), file=sys.stderr)
+        print(printable(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({side} side) → {out}"))
 
 
 def index(
@@ -194,55 +147,38 @@ def index(
     from dualenc.commands.evaluation import MOST_ITEMS, check_range
     from dualenc.search import Index
     from dualenc.search.build import LARGEST_PARAMETER, check_factory
-    from dualenc.search.embeddings import Embeddings
+    from dualenc.search.embeddings import Embeddings, is_embeddings
+    from dualenc.search.index import check_target
 
     check_factory(factory)
     check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
     check_range(0, 1, target_recall=target_recall)
     check_range(0, MOST_ITEMS, recall_queries=recall_queries)
-    folder = _embeddings_folder(source, data, out, embeddings)
+    check_target(out)
+    if data is None and not is_embeddings(source):
+        raise DualencError(f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA")
+    folder = Path(source)
     if data is not None:
+        # Hidden beside the index unless the user wants to keep them. The hidden folder outlives a failed build: a
+        # factory string that FAISS refuses does not cost the embedding.
+        folder = Path(embeddings or Path(out).with_name(f".{Path(out).name}.embeddings"))
         columns: dict[str, Any] = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
         embed(source, data, out=str(folder), side=side, split=split, batch_size=batch_size, device=device, **columns)
     if distributed.is_main():
         real = None if queries is None else Embeddings.open(queries).vectors[:recall_queries]
-        measure: dict[str, Any] = {"queries": real, "recall_queries": recall_queries, "target_recall": target_recall}
-        search: dict[str, Any] = {"nprobe": nprobe, "ef_search": ef_search}
-        built = Index.build(Embeddings.open(folder), None, factory, metric=metric, progress=True, **search, **measure)
+        how: dict[str, Any] = {"queries": real, "recall_queries": recall_queries, "target_recall": target_recall}
+        how |= {"metric": metric, "nprobe": nprobe, "ef_search": ef_search, "progress": True}
+        built = Index.build(Embeddings.open(folder), None, factory, **how)
         built.save(out)
-        print(describe(built, out))
+        meta = built.meta
+        settings = "".join(f", {name}={value}" for name, value in meta["search_parameters"].items())
+        kind = f"{meta['factory']}{settings}, {meta['metric']}"
+        print(printable(f"{len(built):,} vectors of dimension {built.dim} ({kind}) → {out}"))
+        if "recall_at_10" in meta:
+            measured = f"{meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)"
+            print(f"recall@10 against exact search: {measured}")
         if data is not None and embeddings is None:
             remove(folder)
-
-
-def _embeddings_folder(source: str, data: str | None, out: str, embeddings: str | None) -> Path:
-    """Where the embeddings are, or are to be written: hidden beside the index unless the user wants to keep them.
-
-    The hidden folder outlives a failed build: a factory string that FAISS refuses does not cost the embedding.
-
-    Raises:
-        DualencError: there is no data, but the source holds no embeddings; or the target may not be written.
-    """
-    from dualenc.search.embeddings import is_embeddings
-    from dualenc.search.index import check_target
-
-    check_target(out)
-    if data is None and not is_embeddings(source):
-        raise DualencError(f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA")
-    if data is None:
-        return Path(source)
-    return Path(embeddings or Path(out).with_name(f".{Path(out).name}.embeddings"))
-
-
-def describe(index: Index, folder: str) -> str:
-    """One line about an index: size, kind, recall."""
-    meta = index.meta
-    settings = "".join(f", {name}={value}" for name, value in meta["search_parameters"].items())
-    line = f"{len(index):,} vectors of dimension {index.dim} ({meta['factory']}{settings}, {meta['metric']}) → {folder}"
-    line = printable(line)
-    if "recall_at_10" in meta:
-        line += f"\nrecall@10 against exact search: {meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)"
-    return line
 
 
 def search(
@@ -272,10 +208,12 @@ def search(
         device: such as cpu or cuda:0.
     """
     from dualenc.commands.evaluation import check_range, start_processes
+    from dualenc.data import Corpus, open_image
     from dualenc.encoders import load_model
     from dualenc.evaluation.report import Table, print_table
     from dualenc.search import Index
     from dualenc.search.build import LARGEST_PARAMETER
+    from dualenc.search.embed import embed, tower_checksum
 
     check_range(1, sys.maxsize, k=k)
     check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
@@ -283,8 +221,14 @@ def search(
         raise DualencError("the query is empty; give a text, or the path of an image")
     opened = Index.open(index)
     encoder = load_model(model or _recorded_model(opened, Path(index)), device=str(start_processes(device)))
-    check_model(opened, encoder, index)
-    vector = encode_query(encoder, query, opened.meta)
+    recorded, side = opened.meta.get("model_checksum"), opened.meta.get("side", "right")
+    if recorded is not None and tower_checksum(encoder.tower(side)) != recorded:
+        raise DualencError(f"{index}: was built with other weights than the model has now; build the index again")
+    tower = encoder.tower(_query_side(encoder, query, side))
+    item = open_image(query) if tower.modality == "image" else query
+    corpus = Corpus(["query"], [item], tower.modality)
+    output = opened.meta.get("output", "embedding")
+    vector = embed(tower, corpus, output=output, on_error="raise", progress=False).vectors
     scores, rows = opened.search_rows(vector, min(k, len(opened)), nprobe=nprobe, ef_search=ef_search)
     results = [
         {"rank": rank, "id": opened.ids[row], "score": round(float(score), 6), "snippet": opened.snippet(int(row))}
@@ -298,47 +242,8 @@ def search(
         print_table(Table(query, [{name: result[name] for name in columns} for result in results]))
 
 
-def check_model(index: Index, encoder: DualEncoder, folder: str) -> None:
-    """Insist that a model is the one that made an index.
-
-    Raises:
-        DualencError: its weights or preprocessing have changed since.
-    """
-    from dualenc.search.embed import tower_checksum
-
-    recorded = index.meta.get("model_checksum")
-    side = index.meta.get("side", "right")
-    if recorded is not None and tower_checksum(encoder.tower(side)) != recorded:
-        raise DualencError(f"{folder}: was built with other weights than the model has now; build the index again")
-
-
-def encode_query(encoder: DualEncoder, query: str, meta: dict[str, Any]) -> np.ndarray:
-    """Encode one query for an index.
-
-    Args:
-        encoder: the model that made the index.
-        query: text, or path of an image.
-        meta: the index's meta.json.
-
-    Returns:
-        (1, D) float32.
-
-    Raises:
-        DualencError: the model does not encode this kind of query.
-        BadSample: the image is missing or does not decode.
-    """
-    from dualenc.data import Corpus, open_image
-    from dualenc.search.embed import embed
-
-    side = _query_side(encoder, query, meta.get("side", "right"))
-    tower = encoder.tower(side)
-    item = open_image(query) if tower.modality == "image" else query
-    output = meta.get("output", "embedding")
-    corpus = Corpus(["query"], [item], tower.modality)
-    return embed(tower, corpus, output=output, on_error="raise", progress=False).vectors
-
-
 def _query_side(encoder: DualEncoder, query: str, index_side: Side) -> Side:
+    """The side that encodes a query for an index of the other one, or, with images and texts, whatever it is."""
     if encoder.kind == "query-document":
         return "left" if index_side == "right" else "right"
     if encoder.kind == "image":

@@ -18,10 +18,29 @@ from dualenc.errors import DualencError
 from dualenc.search.embeddings import Embeddings
 from dualenc.types import Metric
 
+METRICS = ("cosine", "ip")
 UNIT_TOLERANCE = 1e-6
 """Vectors whose squared length differs from one by less are taken as normalised."""
 STORED_TOLERANCE = 0.02
 """How far the squared length of stored unit vectors may be from one: half precision rounds each number by 5e-4."""
+SCORE_TOLERANCE = 1e-6
+"""Two scores are a tie if they differ by less than this times both norms: sums in another order differ so much."""
+
+EXACT_VALUES = 2**25
+"""Up to this many numbers (128 MiB as float32) an exact search takes some ten milliseconds on one core."""
+FLOAT_VALUES = 2**30
+"""Beyond this many numbers (4 GiB as float32) vectors are stored with one byte per number."""
+MIN_POINTS_PER_LIST = 39
+POINTS_PER_LIST = 64
+OTHER_TRAINING_ROWS = 65536
+
+LARGEST_NUMBER = 2**24
+MOST_LINKS = 1024
+MOST_BITS = 16
+MOST_DIMENSIONS = 2**16
+"""Limits of a factory string: what is beyond them is a slip of the hand, or takes a machine down."""
+LARGEST_PARAMETER = 2**24
+"""A thread of HNSW keeps 8 bytes for each of `efSearch` candidates."""
 
 
 class Database:
@@ -49,11 +68,7 @@ class Database:
         return self._ready(self.embeddings.vectors[rows], rows)
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """All vectors in order, a block at a time.
-
-        Raises:
-            DualencError: a vector is not finite, or not of length one though it should be.
-        """
+        """All vectors in order, a block at a time; raises as `rows`."""
         start = 0
         for block in self.embeddings.blocks():
             yield self._ready(block, range(start, start + len(block)))
@@ -65,64 +80,57 @@ class Database:
 
     def _ready(self, block: np.ndarray, rows: range | np.ndarray) -> np.ndarray:
         block = np.ascontiguousarray(block, dtype=np.float32)
-
-        def name(i: int) -> str:
-            return repr(self.embeddings.ids[rows[i]])
-
-        if not self.is_trusted:
-            return ready(block, self.metric, name)
-        squares = _squares(block, name)
-        wrong = (np.abs(squares - 1) > STORED_TOLERANCE) & (squares > 0)
-        if wrong.any():
-            row = int(np.argmax(wrong))
-            length = f"{np.sqrt(squares[row]):.3g}"
-            raise DualencError(f"the vector of {name(row)} has length {length} instead of 1; embed the data again")
-        return block
+        return ready(block, self.metric, lambda i: repr(self.embeddings.ids[rows[i]]), self.is_trusted)
 
 
-def ready(vectors: np.ndarray, metric: Metric, name: Callable[[int], str] = "row {}".format) -> np.ndarray:
+def ready(
+    vectors: np.ndarray,
+    metric: Metric,
+    name: Callable[[int], str] = "row {}".format,
+    are_unit: bool = False,
+) -> np.ndarray:
     """Float32 vectors (n, D), checked to be finite, and scaled to length one for "cosine"; zero stays zero.
 
     Args:
         vectors: (n, D) float32; returned as they are where nothing is to do.
         metric: "cosine" or "ip".
         name: what to call a row in an error.
+        are_unit: they are said to be of length one, or zero: check that instead of scaling.
 
     Raises:
-        DualencError: a vector is not finite.
+        DualencError: a vector is not finite, or not of length one though it is said to be.
     """
-    squares = _squares(vectors, name)
-    if metric == "ip" or (np.abs(squares - 1) < UNIT_TOLERANCE).all():
-        return vectors
-    return vectors / np.sqrt(np.where(squares == 0, 1, squares))[:, None]
-
-
-def _squares(vectors: np.ndarray, name: Callable[[int], str]) -> np.ndarray:
-    """Squared lengths (n,) of vectors (n, D), all of them finite."""
     # One pass: a square is finite exactly if no number of the row is NaN or infinite (or beyond 1e19).
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.einsum("nd,nd->n", vectors, vectors)
     if not np.isfinite(squares).all():
         row = int(np.flatnonzero(~np.isfinite(squares))[0])
         raise DualencError(f"the vector of {name(row)} is not finite; embed it again or leave it out")
-    return squares
+    off = np.abs(squares - 1)
+    if are_unit:
+        wrong = (off > STORED_TOLERANCE) & (squares > 0)
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            length = f"{np.sqrt(squares[row]):.3g}"
+            raise DualencError(f"the vector of {name(row)} has length {length} instead of 1; embed the data again")
+        return vectors
+    if metric == "ip" or (off < UNIT_TOLERANCE).all():
+        return vectors
+    return vectors / np.sqrt(np.where(squares == 0, 1, squares))[:, None]
 
 
-METRICS = ("cosine", "ip")
+def as_queries(queries: np.ndarray, dim: int, metric: Metric) -> np.ndarray:
+    """Queries as (Q, D) contiguous float32, normalised for "cosine".
 
-EXACT_VALUES = 2**25
-"""Up to this many numbers (128 MiB as float32) an exact search takes some ten milliseconds on one core."""
-FLOAT_VALUES = 2**30
-"""Beyond this many numbers (4 GiB as float32) vectors are stored with one byte per number."""
-MIN_POINTS_PER_LIST = 39
-POINTS_PER_LIST = 64
-OTHER_TRAINING_ROWS = 65536
-
-LARGEST_NUMBER = 2**24
-MOST_LINKS = 1024
-MOST_BITS = 16
-MOST_DIMENSIONS = 2**16
-"""Limits of a factory string: what is beyond them is a slip of the hand, or takes a machine down."""
+    Raises:
+        DualencError: another dimension than the index's, or values that are not finite.
+    """
+    queries = np.ascontiguousarray(np.atleast_2d(np.asarray(queries)), dtype=np.float32)
+    if queries.ndim != 2 or queries.shape[1] != dim:
+        raise DualencError(
+            f"queries of shape {queries.shape} for an index of dimension {dim}; embed them with the model of the index"
+        )
+    return ready(queries, metric)
 
 
 def choose_factory(num_vectors: int, dim: int) -> str:
@@ -223,13 +231,6 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= 200 else f"{text[:199]}…"
 
 
-SCORE_TOLERANCE = 1e-6
-"""Two scores are a tie if they differ by less than this times both norms: sums in another order differ so much."""
-
-LARGEST_PARAMETER = 2**24
-"""A thread of HNSW keeps 8 bytes for each of `efSearch` candidates."""
-
-
 class Probe(NamedTuple):
     """Queries with the outcome of an exact search.
 
@@ -301,19 +302,22 @@ def set_parameter(index: Any, name: str, value: int) -> None:
         raise DualencError(f"{name}={value} does not apply to this index ({reason(error)}); leave it out") from None
 
 
-def parameter_range(index: Any) -> tuple[str, int] | None:
-    """The parameter that trades time for recall, and its largest useful value; None if there is none."""
+def parameter_range(index: Any) -> tuple[str, int, int] | None:
+    """The parameter that trades time for recall, its first and its largest useful value; None if there is none."""
     ivf = faiss.try_extract_index_ivf(index)
     if ivf is not None:
-        return "nprobe", int(ivf.nlist)
+        return "nprobe", 1, int(ivf.nlist)
     inner = index
     while isinstance(inner, (faiss.IndexPreTransform, faiss.IndexRefine)):
         inner = faiss.downcast_index(inner.index if isinstance(inner, faiss.IndexPreTransform) else inner.base_index)
-    return ("efSearch", 4096) if isinstance(inner, faiss.IndexHNSW) else None
+    return ("efSearch", 16, 4096) if isinstance(inner, faiss.IndexHNSW) else None
 
 
 def tune(index: Any, database: Database, probe: Probe, target: float, least_gain: float = 0.002) -> dict[str, int]:
     """Double the search parameter until the recall reaches a target, or stops growing (quantized vectors).
+
+    `faiss.ParameterSpace.explore` would time every value up to the largest, compares row numbers where scores may tie,
+    and knows of no query that is itself in the database.
 
     Returns:
         The parameter that is now set in the index, by name; empty if the index has none.
@@ -321,8 +325,7 @@ def tune(index: Any, database: Database, probe: Probe, target: float, least_gain
     parameter = parameter_range(index)
     if parameter is None:
         return {}
-    name, largest = parameter
-    value = 1 if name == "nprobe" else 16
+    name, value, largest = parameter
     set_parameter(index, name, value)
     best = recall(index, database, probe)
     while best < target and value < largest:
@@ -337,12 +340,7 @@ def tune(index: Any, database: Database, probe: Probe, target: float, least_gain
 
 
 def build_faiss(
-    database: Database,
-    factory: str,
-    *,
-    train_rows: int | None,
-    seed: int,
-    progress: bool,
+    database: Database, factory: str, *, train_rows: int | None, seed: int, progress: bool
 ) -> tuple[Any, dict[str, Any]]:
     """Train a new index on a sample and add the database block by block.
 
@@ -355,6 +353,9 @@ def build_faiss(
 
     Returns:
         The FAISS index, and what was done for its meta.json.
+
+    Raises:
+        DualencError: a factory string that FAISS refuses, cannot train on these vectors or cannot fill with them.
     """
     num_vectors, dim = len(database), database.embeddings.dim
     chosen = choose_factory(num_vectors, dim) if factory == "auto" else factory
@@ -364,86 +365,19 @@ def build_faiss(
     if rows:
         _train(index, database.rows(database.sample(rows, seed)), chosen)
     try:
-        reserve(index, num_vectors)
+        # Flat storage is allocated once: grown block by block it would be copied, old and new side by side.
+        storage = faiss.downcast_index(index.storage if isinstance(index, faiss.IndexHNSW) else index)
+        if isinstance(storage, faiss.IndexFlatCodes):
+            storage.codes.resize(num_vectors * storage.code_size)
+            storage.codes.resize(0)
         with tqdm(total=num_vectors, desc="index", unit=" vectors", disable=not progress) as bar:
             for block in database.blocks():
                 index.add(block)
                 bar.update(len(block))
     except (RuntimeError, MemoryError) as error:
-        raise _unfilled(chosen, num_vectors, error) from None
+        raise _unfit(chosen, f"cannot take {num_vectors} vectors: {reason(error)}") from None
     seconds = round(time.perf_counter() - started, 3)
     return index, {"factory": chosen, "requested_factory": factory, "trained_on": rows, "build_seconds": seconds}
-
-
-def reserve(index: Any, num_vectors: int) -> None:
-    """Allocate flat storage once: grown block by block it would be copied, old and new side by side."""
-    storage = index.storage if isinstance(index, faiss.IndexHNSW) else index
-    storage = faiss.downcast_index(storage)
-    if isinstance(storage, faiss.IndexFlatCodes):
-        storage.codes.resize(num_vectors * storage.code_size)
-        storage.codes.resize(0)
-
-
-def measure(
-    index: Any,
-    database: Database,
-    queries: np.ndarray | None,
-    *,
-    recall_queries: int,
-    target_recall: float,
-    parameters: dict[str, int],
-    seed: int,
-) -> dict[str, Any]:
-    """Set the search parameters (tuned to a recall where none are given) and measure recall@10.
-
-    Args:
-        index: a filled FAISS index.
-        database: the vectors in it.
-        queries: (Q, D) to measure with; None takes vectors of the database, which are not to find themselves.
-        recall_queries: at most so many queries; 0 measures nothing.
-        target_recall: what tuning tries to reach.
-        parameters: search parameters by FAISS's names; empty to tune.
-        seed: of the sample of queries.
-
-    Returns:
-        Entries for meta.json.
-    """
-    for name, value in parameters.items():
-        set_parameter(index, name, value)
-    probe = _probe(database, queries, recall_queries, seed)
-    if probe is None:
-        return {"search_parameters": parameters}
-    chosen = parameters or tune(index, database, probe, target_recall)
-    found = recall(index, database, probe)
-    source = "database" if queries is None else "given"
-    return {
-        "search_parameters": chosen,
-        "recall_at_10": round(found, 4),
-        "recall_queries": len(probe.queries),
-        "recall_queries_from": source,
-    }
-
-
-def _probe(database: Database, queries: np.ndarray | None, count: int, seed: int) -> Probe | None:
-    if queries is None:
-        rows = database.sample(count, seed + 1)
-        return exact_probe(database, database.rows(rows), rows)
-    queries = as_queries(queries, database.embeddings.dim, database.metric)[:count]
-    return exact_probe(database, queries, np.full(len(queries), -1))
-
-
-def as_queries(queries: np.ndarray, dim: int, metric: Metric) -> np.ndarray:
-    """Queries as (Q, D) contiguous float32, normalised for "cosine".
-
-    Raises:
-        DualencError: another dimension than the index's, or values that are not finite.
-    """
-    queries = np.ascontiguousarray(np.atleast_2d(np.asarray(queries)), dtype=np.float32)
-    if queries.ndim != 2 or queries.shape[1] != dim:
-        raise DualencError(
-            f"queries of shape {queries.shape} for an index of dimension {dim}; embed them with the model of the index"
-        )
-    return ready(queries, metric)
 
 
 def _train(index: Any, vectors: np.ndarray, factory: str) -> None:
@@ -477,7 +411,43 @@ def _train(index: Any, vectors: np.ndarray, factory: str) -> None:
         raise error
 
 
-def _unfilled(factory: str, num_vectors: int, error: BaseException) -> DualencError:
-    return DualencError(
-        f"factory {factory!r} cannot take {num_vectors} vectors: {reason(error)}; try auto, Flat, HNSW32 or IVF256,Flat"
-    )
+def measure(
+    index: Any,
+    database: Database,
+    queries: np.ndarray | None,
+    *,
+    recall_queries: int,
+    target_recall: float,
+    parameters: dict[str, int],
+    seed: int,
+) -> dict[str, Any]:
+    """Set the search parameters (tuned to a recall where none are given) and measure recall@10.
+
+    Args:
+        index: a filled FAISS index.
+        database: the vectors in it.
+        queries: (Q, D) to measure with; None takes vectors of the database, which are not to find themselves.
+        recall_queries: at most so many queries; 0 measures nothing.
+        target_recall: what tuning tries to reach.
+        parameters: search parameters by FAISS's names; empty to tune.
+        seed: of the sample of queries.
+
+    Returns:
+        Entries for meta.json.
+    """
+    for name, value in parameters.items():
+        set_parameter(index, name, value)
+    if queries is None:
+        rows = database.sample(recall_queries, seed + 1)
+        probe = exact_probe(database, database.rows(rows), rows)
+    else:
+        queries = as_queries(queries, database.embeddings.dim, database.metric)[:recall_queries]
+        probe = exact_probe(database, queries, np.full(len(queries), -1))
+    if probe is None:
+        return {"search_parameters": parameters}
+    return {
+        "search_parameters": parameters or tune(index, database, probe, target_recall),
+        "recall_at_10": round(recall(index, database, probe), 4),
+        "recall_queries": len(probe.queries),
+        "recall_queries_from": "database" if queries is None else "given",
+    }

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ from tqdm.auto import tqdm
 from dualenc import distributed
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import removed_if_refused
-from dualenc.search.embeddings import Embeddings, EmbeddingWriter, Skipped, shard_ranges
-from dualenc.types import Inputs, Output
+from dualenc.lengths import chunk_rows, take
+from dualenc.search.embeddings import Embeddings, EmbeddingWriter, Skipped, shard_ranges, skipped_entries
+from dualenc.types import Inputs, OnError, Output
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
@@ -34,14 +35,7 @@ TOKENS_PER_WINDOW = 2**21
 USUAL_LENGTH = 512
 
 
-class Window(NamedTuple):
-    """Consecutive rows, prepared: inputs of those that could be read, and why the others could not."""
-
-    inputs: Inputs | None
-    skipped: Skipped
-
-
-class Windows(torch.utils.data.Dataset):
+class _Windows(torch.utils.data.Dataset):
     """Reads and prepares window after window; picklable, so that DataLoader workers can do it."""
 
     def __init__(self, corpus: Corpus, prepare: Prepare, ranges: Sequence[range]) -> None:
@@ -50,7 +44,8 @@ class Windows(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.ranges)
 
-    def __getitem__(self, number: int) -> Window:
+    def __getitem__(self, number: int) -> tuple[Inputs | None, Skipped]:
+        """Inputs of the rows that could be read, and why the others could not."""
         items, skipped = [], []
         for row in self.ranges[number]:
             try:
@@ -58,42 +53,17 @@ class Windows(torch.utils.data.Dataset):
             except BadSample as error:
                 # A worker's exception would arrive as a traceback in one string; a message arrives as it is.
                 skipped.append((row, str(error)))
-        return Window(self.prepare(items) if items else None, skipped)
+        return (self.prepare(items) if items else None), skipped
 
-
-def text_window(prepare: Prepare, batch_size: int) -> int:
-    """Texts per window: a whole number of batches of about two million tokens."""
-    longest = getattr(prepare, "max_length", USUAL_LENGTH)
-    return batch_size * max(1, TOKENS_PER_WINDOW // (longest * batch_size))
-
-
-def by_length(inputs: Inputs, num_rows: int) -> Tensor:
-    """Row numbers, longest first; in order where inputs have no lengths. Longest first: memory runs out at once."""
-    mask = inputs.get("attention_mask")
-    if mask is None:
-        return torch.arange(num_rows)
-    return torch.argsort(mask.sum(dim=1), descending=True, stable=True)
-
-
-def take(inputs: Inputs, rows: Tensor) -> Inputs:
-    """Some rows of prepared inputs, without the columns that are padding in all of them."""
-    mask = inputs.get("attention_mask")
-    if mask is None:
-        return {name: value[rows] for name, value in inputs.items()}
-    columns = torch.nonzero(mask[rows].any(dim=0)).reshape(-1).tolist()
-    used = slice(columns[0], columns[-1] + 1) if columns else slice(None)
-    return {name: value[rows, used] if value.shape == mask.shape else value[rows] for name, value in inputs.items()}
-
-
-def one_ahead(windows: Windows) -> Iterator[Window]:
-    """The windows in order, each prepared in a thread while the one before is encoded."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        coming = thread.submit(windows.__getitem__, 0)
-        for number in range(len(windows)):
-            window = coming.result()
-            if number + 1 < len(windows):
-                coming = thread.submit(windows.__getitem__, number + 1)
-            yield window
+    def one_ahead(self) -> Iterator[tuple[Inputs | None, Skipped]]:
+        """The windows in order, each prepared in a thread while the one before is encoded."""
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            coming = thread.submit(self.__getitem__, 0)
+            for following in range(1, len(self) + 1):
+                window = coming.result()
+                if following < len(self):
+                    coming = thread.submit(self.__getitem__, following)
+                yield window
 
 
 def embed(
@@ -106,7 +76,7 @@ def embed(
     output: Output = "embedding",
     autocast: Literal["bfloat16", "float16"] | None = None,
     num_workers: int | None = None,
-    on_error: Literal["skip", "raise"] = "skip",
+    on_error: OnError = "skip",
     identity: dict[str, Any] | None = None,
     notes: dict[str, Any] | None = None,
     progress: bool = True,
@@ -177,7 +147,7 @@ class _Encoder:
         output: Output,
         autocast: str | None,
         num_workers: int | None,
-        on_error: str,
+        on_error: OnError,
     ) -> None:
         self.tower, self.corpus, self.batch_size, self.on_error = tower, corpus, batch_size, on_error
         self.output = output
@@ -185,76 +155,58 @@ class _Encoder:
         self.forward: Callable[[Inputs], Tensor] = tower.features if output == "features" else tower
         self.device = next(tower.parameters()).device
         self.autocast = getattr(torch, autocast) if autocast else None
-        self.window_rows = text_window(tower.prepare, batch_size) if corpus.modality == "text" else batch_size
-        self.num_workers = _default_workers(corpus, batch_size) if num_workers is None else num_workers
+        self.window_rows = batch_size
+        if corpus.modality == "text":  # a whole number of batches
+            longest = getattr(tower.prepare, "max_length", USUAL_LENGTH)
+            self.window_rows *= max(1, TOKENS_PER_WINDOW // (longest * batch_size))
+        if num_workers is None:
+            few = corpus.modality == "text" or len(corpus) <= 4 * batch_size
+            num_workers = 0 if few else min(4, os.cpu_count() or 1)
+        self.num_workers = num_workers
 
     def shard(self, rows: range, bar: tqdm) -> tuple[np.ndarray, Skipped]:
         """The vectors (rows, D) of a range of rows in order, float32, and the rows that were skipped."""
         starts = range(rows.start, rows.stop, self.window_rows)
         ranges = [range(start, min(start + self.window_rows, rows.stop)) for start in starts]
+        windows = _Windows(self.corpus, self.tower.prepare, ranges)
+        prepared: Iterable[tuple[Inputs | None, Skipped]] = windows.one_ahead()
+        if self.num_workers:
+            workers, pin = min(self.num_workers, len(ranges)), self.device.type == "cuda"
+            prepared = torch.utils.data.DataLoader(windows, batch_size=None, num_workers=workers, pin_memory=pin)
         parts: list[Tensor] = []
         skipped: Skipped = []
-        with _evaluating(self.tower):
-            for window in self._prepared(ranges):
-                self._note(window.skipped, skipped)
-                if window.inputs is not None:
-                    parts.append(self._encode(window.inputs, bar))
-                bar.update(len(window.skipped))
+        was_training = self.tower.training
+        self.tower.eval()
+        try:
+            for inputs, bad in prepared:
+                if bad and self.on_error == "raise":
+                    raise BadSample(bad[0][1])
+                skipped.extend(bad)
+                bar.update(len(bad))
+                if inputs is not None:
+                    parts.append(self._encode(inputs, bar))
+        finally:
+            self.tower.train(was_training)
         return torch.cat(parts).numpy() if parts else np.empty((0, self.dim), np.float32), skipped
-
-    def _prepared(self, ranges: list[range]) -> Iterator[Window]:
-        windows = Windows(self.corpus, self.tower.prepare, ranges)
-        if not self.num_workers:
-            return one_ahead(windows)
-        workers = min(self.num_workers, len(ranges))
-        pin = self.device.type == "cuda"
-        loader = torch.utils.data.DataLoader(windows, batch_size=None, num_workers=workers, pin_memory=pin)
-        return iter(loader)
-
-    def _note(self, found: Skipped, skipped: Skipped) -> None:
-        if found and self.on_error == "raise":
-            raise BadSample(found[0][1])
-        skipped.extend(found)
 
     @torch.inference_mode()
     def _encode(self, inputs: Inputs, bar: tqdm) -> Tensor:
         """Encode prepared rows in batches of similar length; (rows, D) float32 on the CPU, in the rows' order."""
-        num_rows = len(next(iter(inputs.values())))
-        order = by_length(inputs, num_rows)
-        parts = []
-        for batch_rows in order.split(self.batch_size):
-            batch = {name: value.to(self.device, non_blocking=True) for name, value in take(inputs, batch_rows).items()}
-            parts.append(self._forward(batch))
-            bar.update(len(batch_rows))
+        chunks, parts = chunk_rows(inputs, self.batch_size), []
+        for rows in chunks:
+            batch = {name: value.to(self.device, non_blocking=True) for name, value in take(inputs, rows).items()}
+            try:
+                with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+                    parts.append(self.forward(batch).float())
+            except torch.OutOfMemoryError:
+                raise DualencError(f"out of memory with batch_size={self.batch_size}; give a smaller one") from None
+            bar.update(len(rows))
         vectors = torch.cat(parts).cpu()
         if not torch.isfinite(vectors).all():
             raise DualencError(
                 "the model gives vectors that are not finite; check its weights, or embed without autocast"
             )
-        return vectors[torch.argsort(order)]
-
-    def _forward(self, batch: Inputs) -> Tensor:
-        try:
-            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-                return self.forward(batch).float()
-        except torch.OutOfMemoryError:
-            raise DualencError(f"out of memory with batch_size={self.batch_size}; give a smaller one") from None
-
-
-def _default_workers(corpus: Corpus, batch_size: int) -> int:
-    if corpus.modality == "text" or len(corpus) <= 4 * batch_size:
-        return 0
-    return min(4, os.cpu_count() or 1)
-
-
-@contextlib.contextmanager
-def _evaluating(tower: Tower) -> Iterator[None]:
-    was_training = tower.training
-    tower.eval()
-    try:
-        yield
-    finally:
-        tower.train(was_training)
+        return vectors[torch.argsort(torch.cat(chunks))]
 
 
 def _bar(ranges: Sequence[range], progress: bool) -> tqdm:
@@ -272,11 +224,7 @@ def _on_disk(
 ) -> Embeddings:
     """Encode what is missing in a folder; each process takes its share of the shards."""
     corpus = encoder.corpus
-    identity = {
-        **identity,
-        "output": encoder.output,
-        "model_checksum": tower_checksum(encoder.tower),
-    }
+    identity = {**identity, "output": encoder.output, "model_checksum": tower_checksum(encoder.tower)}
     with removed_if_refused(out, "shard-*.npy") if distributed.is_main() else contextlib.nullcontext():
         writer = EmbeddingWriter(
             out, corpus.ids, encoder.dim, dtype, identity, notes, lambda rows: _contents(corpus, rows)
@@ -290,28 +238,19 @@ def _on_disk(
 
 def _in_memory(encoder: _Encoder, meta: dict[str, Any], dtype: str, progress: bool) -> Embeddings:
     """Encode every shard's rows without a folder; each process takes its share and gets the whole."""
-    corpus = encoder.corpus
-    ranges = shard_ranges(len(corpus))
+    ids, ranges = encoder.corpus.ids, shard_ranges(len(encoder.corpus))
     own = range(distributed.rank(), len(ranges), distributed.world_size())
     with _bar([ranges[number] for number in own], progress) as bar:
         mine = {number: encoder.shard(ranges[number], bar) for number in own}
-    done = {number: result for part in distributed.gather_objects(mine) for number, result in part.items()}
-    skipped = [entry for number in sorted(done) for entry in done[number][1]]
-    vectors = np.concatenate([done[number][0] for number in sorted(done)])
+    shards = {number: shard for part in distributed.gather_objects(mine) for number, shard in part.items()}
+    skipped = [entry for number in sorted(shards) for entry in shards[number][1]]
+    vectors = np.concatenate([shards[number][0] for number in sorted(shards)])
     if not len(vectors):
-        raise DualencError(f"none of {len(corpus)} items could be used; first: {skipped[0][1]}")
+        raise DualencError(f"none of {len(ids)} items could be used; first: {skipped[0][1]}")
     bad = {row for row, _ in skipped}
-    ids = [name for row, name in enumerate(corpus.ids) if row not in bad]
-    first = [{"id": corpus.ids[row], "reason": reason} for row, reason in skipped[:100]]
-    meta = {
-        **meta,
-        "output": encoder.output,
-        "dim": encoder.dim,
-        "dtype": dtype,
-        "skipped": len(skipped),
-        "first_skipped": first,
-    }
-    return Embeddings(ids, vectors.astype(dtype, copy=False), meta)
+    meta = {**meta, "output": encoder.output, "dim": encoder.dim, "dtype": dtype, **skipped_entries(ids, skipped)}
+    kept = [name for row, name in enumerate(ids) if row not in bad]
+    return Embeddings(kept, vectors.astype(dtype, copy=False), meta)
 
 
 def _contents(corpus: Corpus, rows: range) -> str:
@@ -324,11 +263,8 @@ def _contents(corpus: Corpus, rows: range) -> str:
 
     every = np.arange(rows.start, rows.stop)
     if corpus.modality == "text" or len(corpus) <= MOST_IMAGES:
-        return digest_of([digest_of(*identities(corpus.items, block, True)) for block in _blocks(every)])
+        # Few enough at a time that their contents fit into memory together.
+        blocks = np.array_split(every, max(1, len(every) // 256))
+        return digest_of([digest_of(*identities(corpus.items, block, True)) for block in blocks])
     unread, read = identities(corpus.items, every, False), identities(corpus.items, every[::16], True)
     return digest_of([digest_of(*unread), digest_of(*read)])
-
-
-def _blocks(rows: np.ndarray) -> list[np.ndarray]:
-    """Few enough rows at a time that their contents fit into memory together."""
-    return np.array_split(rows, max(1, len(rows) // 256))

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -39,7 +40,13 @@ from dualenc.files import (
 FORMAT_VERSION = 2
 """1 had no checksums."""
 DTYPES = ("float16", "float32")
+MAX_SHARD_ROWS = 16384
+MIN_SHARD_ROWS = 1024
+FEW_SHARDS = 8
+
 Array = Any  # np.ndarray or ShardedVectors
+Skipped = list[tuple[int, str]]
+"""Rows of the corpus without a vector, each with the reason."""
 
 
 class Embeddings:
@@ -134,26 +141,15 @@ class ShardedVectors:
             return self[[int(rows)]][0]
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
-            if step == 1:
-                return self._contiguous(start, max(start, stop))
-            return self[np.arange(start, stop, step)]
-        return self._scattered(np.asarray(rows))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self[:], dtype=dtype)
-
-    def _contiguous(self, start: int, stop: int) -> np.ndarray:
-        first = int(np.searchsorted(self.offsets, start, side="right")) - 1
-        parts = []
-        for shard, offset in zip(self.shards[first:], self.offsets[first:]):
-            if offset >= stop:
-                break
-            parts.append(shard[max(0, start - offset) : stop - offset])
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty((0, self.shape[1]), self.dtype)
-
-    def _scattered(self, rows: np.ndarray) -> np.ndarray:
+            if step != 1:
+                return self[np.arange(start, stop, step)]
+            pairs = zip(self.shards, self.offsets.tolist())
+            parts = [shard[max(0, start - first) : max(0, stop - first)] for shard, first in pairs if first < stop]
+            parts = [part for part in parts if len(part)]
+            if len(parts) == 1:
+                return parts[0]  # a view of the file
+            return np.concatenate(parts) if parts else np.empty((0, self.shape[1]), self.dtype)
+        rows = np.asarray(rows)
         rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
         wrong = (rows < -len(self)) | (rows >= len(self))
         if wrong.any():
@@ -166,6 +162,9 @@ class ShardedVectors:
             result[here] = self.shards[number][rows[here] - self.offsets[number]]
         return result
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[:], dtype=dtype)
+
 
 class Snippets:
     """Lines of a `snippets.jsonl`, read one at a time; the file is scanned once, when the first is asked for."""
@@ -175,20 +174,15 @@ class Snippets:
         self._starts: np.ndarray | None = None
 
     def __getitem__(self, row: int) -> str:
-        if self._starts is None:
-            self._starts = _line_starts(self.path)
         with open(self.path, "rb") as stream:
+            if self._starts is None:
+                starts, position = [np.zeros(1, np.int64)], 0
+                while block := stream.read(1 << 24):
+                    starts.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1)
+                    position += len(block)
+                self._starts = np.concatenate(starts)
             stream.seek(int(self._starts[row]))
             return str(json.loads(stream.readline()))
-
-
-def _line_starts(path: Path) -> np.ndarray:
-    starts, position = [np.zeros(1, np.int64)], 0
-    with open(path, "rb") as stream:
-        while block := stream.read(1 << 24):
-            starts.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1)
-            position += len(block)
-    return np.concatenate(starts)
 
 
 def write_snippets(path: Path, snippets: Iterator[str]) -> None:
@@ -266,18 +260,14 @@ def open_shard(path: Path, shape: tuple[int, int], dtype: str) -> np.ndarray:
     try:
         shard = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy's own, and those of the tokenizer and the zip reader behind it
-        raise DualencError(f"{path}: truncated or corrupt ({first_words(error)}); {mend}") from None
+        why = " ".join(str(error).split())[:120] or type(error).__name__
+        raise DualencError(f"{path}: truncated or corrupt ({why}); {mend}") from None
     if not isinstance(shard, np.ndarray):
         raise DualencError(f"{path}: holds an archive instead of one array; {mend}")
     if shard.shape != shape or shard.dtype != np.dtype(dtype):
         found = f"{shard.dtype} of shape {shard.shape}"
         raise DualencError(f"{path}: holds {found} instead of {dtype} of shape {shape}; {mend}")
     return shard
-
-
-def first_words(error: BaseException) -> str:
-    """The beginning of another library's message, in one line."""
-    return " ".join(str(error).split())[:120] or type(error).__name__
 
 
 def check_ids(ids: Sequence[str]) -> None:
@@ -321,12 +311,10 @@ def read_ids(path: Path, count: int) -> list[str]:
     return ids
 
 
-MAX_SHARD_ROWS = 16384
-MIN_SHARD_ROWS = 1024
-FEW_SHARDS = 8
-
-Skipped = list[tuple[int, str]]
-"""Rows of the corpus without a vector, each with the reason."""
+def skipped_entries(ids: Sequence[str], skipped: Skipped) -> dict[str, Any]:
+    """What meta.json says about items without a vector: how many, and the first hundred."""
+    first = [{"id": ids[row], "reason": reason} for row, reason in skipped[:100]]
+    return {"skipped": len(skipped), "first_skipped": first}
 
 
 def shard_ranges(num_items: int) -> list[range]:
@@ -365,17 +353,38 @@ class EmbeddingWriter:
         contents: Callable[[range], str] | None = None,
     ) -> None:
         check_ids(ids)
+        digest = hashlib.sha256()
+        for name in ids:
+            digest.update(json.dumps(name).encode())
         self.folder, self.ids, self.dim, self.dtype = Path(folder), ids, dim, dtype
         self.ranges = shard_ranges(len(ids))
-        self.identity = {**identity, "dim": dim, "dtype": dtype, "ids_checksum": _text_checksum(ids)}
+        self.identity = {**identity, "dim": dim, "dtype": dtype, "ids_checksum": digest.hexdigest()}
         self.notes = notes or {}
-        self.contents = contents
-        self._contents_of: dict[int, str] = {}
-        self._check_folder()
+        self.contents = functools.cache(contents or (lambda _: ""))
+        if self.folder.exists() and not (self.folder.is_dir() and not any(self.folder.iterdir())):
+            self._check_can_resume()
         distributed.barrier()
         if distributed.is_main():
-            self._start()
+            with full_disk_told(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+            recover_inside(self.folder)
+            if not (self.folder / "meta.json").exists():
+                try:
+                    self._write_meta(complete=False)
+                except DiskFull:
+                    self.folder.rmdir()
+                    raise
         distributed.barrier()
+
+    def _check_can_resume(self) -> None:
+        if not (self.folder / "meta.json").is_file():
+            raise DualencError(f"{self.folder}: exists and holds no embeddings; choose a new or empty folder")
+        found = read_meta(self.folder)
+        for key, value in self.identity.items():
+            if found.get(key) != value:
+                is_now, was = (f"{text[:12]}…" if len(text := str(v)) > 40 else text for v in (value, found.get(key)))
+                remedy = "choose another folder or remove it"
+                raise DualencError(f"{self.folder}: holds embeddings with {key} {was}, not {is_now}; {remedy}")
 
     def missing(self) -> list[int]:
         """Shards of this process that are absent, damaged, or made of items that have changed since.
@@ -383,7 +392,17 @@ class EmbeddingWriter:
         If there are any, on any process, the folder counts as unfinished from now on.
         """
         own = range(distributed.rank(), len(self.ranges), distributed.world_size())
-        missing = [number for number in own if not self._is_done(number)]
+        missing = []
+        for number in own:
+            path, rows = shard_path(self.folder, number), self.ranges[number]
+            try:
+                note = self._note(number)
+                open_shard(path, (len(rows) - len(note["skipped"]), self.dim), self.dtype)
+            except DualencError:
+                missing.append(number)
+                continue
+            if note["contents"] != self.contents(rows) or note["sha256"] != checksum(path):
+                missing.append(number)
         if any(distributed.gather_objects(bool(missing))) and distributed.is_main():
             self._write_meta(complete=False)
         distributed.barrier()
@@ -399,7 +418,7 @@ class EmbeddingWriter:
 
         Raises:
             DualencError: a vector that is not finite, in the precision that is stored.
-            DiskFull: what was written so far stays, and a later run goes on from there.
+            DiskFull: what was written so far stays, and a later run resumes from there.
         """
         with np.errstate(over="ignore"):
             stored = vectors.astype(self.dtype, copy=False)
@@ -409,12 +428,12 @@ class EmbeddingWriter:
             name = [self.ids[row] for row in self.ranges[number] if row not in bad][int(np.argmin(finite))]
             raise DualencError(f"the vector of {name!r} is not finite as {self.dtype}; check the model, or use float32")
         # In this order: a kill in between leaves a shard that is not said to be done.
-        remove(self._note_path(number))
         path = shard_path(self.folder, number)
+        remove(path.with_suffix(".json"))
         with atomic_path(path) as beside:
             save_array(beside, stored)
-        note = {"contents": self._contents(number), "sha256": checksum(path), "skipped": list(skipped)}
-        write_json(self._note_path(number), note)
+        note = {"contents": self.contents(self.ranges[number]), "sha256": checksum(path), "skipped": list(skipped)}
+        write_json(path.with_suffix(".json"), note)
 
     def finish(self, snippet: Callable[[int], str] | None = None) -> Embeddings:
         """Write ids, snippets and the final meta.json once every process has written its shards.
@@ -430,73 +449,31 @@ class EmbeddingWriter:
         """
         distributed.barrier()
         if distributed.is_main():
-            self._finish(snippet)
+            notes = [self._note(number) for number in range(len(self.ranges))]
+            skipped = [entry for note in notes for entry in note["skipped"]]
+            bad = {row for row, _ in skipped}
+            kept = [row for row in range(len(self.ids)) if row not in bad]
+            if not kept:
+                first = skipped[0][1] if skipped else "there are none"
+                raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {first}")
+            with atomic_path(self.folder / "ids.txt") as beside:
+                write_ids(beside, [self.ids[row] for row in kept])
+            if snippet is not None and snippet(kept[0]):
+                with atomic_path(self.folder / "snippets.jsonl") as beside:
+                    write_snippets(beside, (snippet(row) for row in kept))
+            else:
+                remove(self.folder / "snippets.jsonl")
+            known = {shard_path(self.folder, number).name: note["sha256"] for number, note in enumerate(notes)}
+            others = [name for name in file_names(self.folder, len(notes)) if name not in known]
+            shard_rows = [len(rows) - len(note["skipped"]) for rows, note in zip(self.ranges, notes)]
+            files = known | checksums(self.folder, others)
+            self._write_meta(complete=True, shard_rows=shard_rows, **skipped_entries(self.ids, skipped), files=files)
         distributed.barrier()
         return Embeddings.open(self.folder, verify=False)
-
-    def _check_folder(self) -> None:
-        if not self.folder.exists() or (self.folder.is_dir() and not any(self.folder.iterdir())):
-            return
-        if not (self.folder / "meta.json").is_file():
-            raise DualencError(f"{self.folder}: exists and holds no embeddings; choose a new or empty folder")
-        found = read_meta(self.folder)
-        for key, value in self.identity.items():
-            if found.get(key) != value:
-                raise DualencError(
-                    f"{self.folder}: holds embeddings with {key} {_short(found.get(key))}, not {_short(value)}; "
-                    "choose another folder or remove it"
-                )
-
-    def _start(self) -> None:
-        with full_disk_told(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        recover_inside(self.folder)
-        if not (self.folder / "meta.json").exists():
-            try:
-                self._write_meta(complete=False)
-            except DiskFull:
-                self.folder.rmdir()
-                raise
-
-    def _finish(self, snippet: Callable[[int], str] | None) -> None:
-        notes = [self._note(number) for number in range(len(self.ranges))]
-        skipped = [entry for note in notes for entry in note["skipped"]]
-        bad = {row for row, _ in skipped}
-        kept = [row for row in range(len(self.ids)) if row not in bad]
-        if not kept:
-            raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {_first(skipped)}")
-        with atomic_path(self.folder / "ids.txt") as beside:
-            write_ids(beside, [self.ids[row] for row in kept])
-        if snippet is not None and snippet(kept[0]):
-            with atomic_path(self.folder / "snippets.jsonl") as beside:
-                write_snippets(beside, (snippet(row) for row in kept))
-        else:
-            remove(self.folder / "snippets.jsonl")
-        known = {shard_path(self.folder, number).name: note["sha256"] for number, note in enumerate(notes)}
-        names = file_names(self.folder, len(notes))
-        files = known | checksums(self.folder, [name for name in names if name not in known])
-        shard_rows = [len(rows) - len(note["skipped"]) for rows, note in zip(self.ranges, notes)]
-        named = [{"id": self.ids[row], "reason": reason} for row, reason in skipped[:100]]
-        state = {"shard_rows": shard_rows, "skipped": len(skipped), "first_skipped": named, "files": files}
-        self._write_meta(complete=True, **state)
 
     def _write_meta(self, **state: Any) -> None:
         head = {"format": "dualenc embeddings", "version": FORMAT_VERSION}
         write_json(self.folder / "meta.json", {**head, **self.notes, **self.identity, **state})
-
-    def _is_done(self, number: int) -> bool:
-        path = shard_path(self.folder, number)
-        try:
-            note = self._note(number)
-            open_shard(path, (len(self.ranges[number]) - len(note["skipped"]), self.dim), self.dtype)
-        except DualencError:
-            return False
-        return note["contents"] == self._contents(number) and note["sha256"] == checksum(path)
-
-    def _contents(self, number: int) -> str:
-        if number not in self._contents_of:
-            self._contents_of[number] = "" if self.contents is None else self.contents(self.ranges[number])
-        return self._contents_of[number]
 
     def _note(self, number: int) -> dict[str, Any]:
         """What is written down of a shard: contents, sha256, skipped.
@@ -504,28 +481,9 @@ class EmbeddingWriter:
         Raises:
             DualencError: it is not there, or damaged.
         """
-        path = self._note_path(number)
+        path = shard_path(self.folder, number).with_suffix(".json")
         note = read_json_object(path, {"contents": str, "sha256": str, "skipped": list})
         for entry in note["skipped"]:
             if not (isinstance(entry, list) and len(entry) == 2 and entry[0] in self.ranges[number]):
                 raise DualencError(f"{path}: {str(entry)[:80]} is no skipped item; run the same `dualenc embed` again")
         return note
-
-    def _note_path(self, number: int) -> Path:
-        return shard_path(self.folder, number).with_suffix(".json")
-
-
-def _text_checksum(texts: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(json.dumps(text).encode())
-    return digest.hexdigest()
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return f"{text[:12]}…" if len(text) > 40 else text
-
-
-def _first(skipped: Skipped) -> str:
-    return skipped[0][1] if skipped else "there are none"

@@ -27,6 +27,8 @@ from dualenc.types import Metric
 FORMAT = "dualenc index"
 FORMAT_VERSION = 2
 """1 had a checksum of index.faiss alone."""
+KEPT = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped")
+"""What an index remembers of its embeddings: which model and side made them, and from what."""
 WRITE_BYTES = 1 << 22
 REBUILD = "build the index again"
 
@@ -113,20 +115,15 @@ class Index:
         _check_at_least(0, recall_queries=recall_queries, seed=seed)
         if not 0 <= target_recall <= 1:
             raise DualencError(f"target_recall is {target_recall}; give a number from 0 to 1")
-        _set_threads(threads)
+        if threads is not None:
+            faiss.omp_set_num_threads(threads)
         database = Database(embeddings, metric)
         index, built = build_faiss(database, factory, train_rows=train_rows, seed=seed, progress=progress)
         parameters = {name: value for name, value in (("nprobe", nprobe), ("efSearch", ef_search)) if value}
-        measured = measure(
-            index,
-            database,
-            queries,
-            recall_queries=recall_queries,
-            target_recall=target_recall,
-            parameters=parameters,
-            seed=seed,
-        )
-        meta = {**_source(embeddings), "dim": embeddings.dim, "count": len(embeddings), "metric": metric}
+        goal: dict[str, Any] = {"recall_queries": recall_queries, "target_recall": target_recall}
+        measured = measure(index, database, queries, parameters=parameters, seed=seed, **goal)
+        meta = {key: embeddings.meta[key] for key in KEPT if key in embeddings.meta}
+        meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": metric}
         return cls(index, embeddings.ids, {**meta, **built, **measured}, embeddings.snippets)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -159,6 +156,10 @@ class Index:
             DualencError: no such folder, or a file in it that is missing, truncated or not the one that was written.
         """
         folder = Path(folder)
+        recover(folder)
+        if not folder.is_dir():
+            told = f"make an index with `dualenc index MODEL DATA --out {folder}`"
+            raise DualencError(f"{folder}: no such folder; {told}")
         meta = _read_meta(folder)
         path = folder / "index.faiss"
         snippets = folder / "snippets.jsonl"
@@ -258,9 +259,6 @@ def _write_faiss(index: Any, path: Path) -> None:
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
-    recover(folder)
-    if not folder.is_dir():
-        raise DualencError(f"{folder}: no such folder; make an index with `dualenc index MODEL DATA --out {folder}`")
     path = folder / "meta.json"
     meta = read_json_object(path)
     if meta.get("format") != FORMAT:
@@ -289,14 +287,3 @@ def _embeddings(vectors: np.ndarray, ids: Sequence[str] | None) -> Embeddings:
         raise DualencError(f"vectors are {vectors.dtype} of shape {vectors.shape}; give numbers as a matrix (N, D)")
     names = [str(row) for row in range(len(vectors))] if ids is None else ids
     return Embeddings(names, vectors)
-
-
-def _source(embeddings: Embeddings) -> dict[str, Any]:
-    """What the index remembers of the embeddings: which model and side made them, and from what."""
-    kept = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped")
-    return {key: embeddings.meta[key] for key in kept if key in embeddings.meta}
-
-
-def _set_threads(threads: int | None) -> None:
-    if threads is not None:
-        faiss.omp_set_num_threads(threads)

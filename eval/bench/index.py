@@ -16,6 +16,7 @@ from typing import Any
 
 import faiss
 import numpy as np
+from common import in_turn
 
 from dualenc.search import Index
 from dualenc.search.build import new_index, set_parameter, training_rows
@@ -55,22 +56,13 @@ def raw_build(embeddings: Embeddings, factory: str) -> Any:
     return index
 
 
-def shortest(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The shortest of `repeats` times of each, run in turn."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats):
-        for name in sorted(runs, reverse=turn % 2 == 1):
-            start = time.perf_counter()
-            runs[name]()
-            times[name].append(time.perf_counter() - start)
-    return {name: min(values) for name, values in times.items()}
-
-
-def report(what: str, times: dict[str, float]) -> None:
-    """One line: seconds of both and their ratio."""
-    ratio = times["dualenc"] / times["faiss"]
+def report(what: str, runs: dict[str, Callable[[], Any]], repeats: int) -> None:
+    """One line: the least seconds of both and their ratio."""
+    # On one thread CPU time, which other processes on the machine disturb little.
+    clock = time.process_time if faiss.omp_get_max_threads() == 1 else time.perf_counter
+    times = {name: min(taken) for name, taken in in_turn(runs, repeats, clock=clock)[0].items()}
     seconds = f"dualenc {times['dualenc']:8.3f} s, faiss {times['faiss']:8.3f} s"
-    print(f"  {what:<7} {seconds}, ratio {ratio:.3f} (want ≤ 1.02)")
+    print(f"  {what:<7} {seconds}, ratio {times['dualenc'] / times['faiss']:.3f} (want ≤ 1.02)")
 
 
 def measure(embeddings: Embeddings, queries: np.ndarray, factory: str, k: int, repeats: int) -> None:
@@ -80,7 +72,7 @@ def measure(embeddings: Embeddings, queries: np.ndarray, factory: str, k: int, r
         "dualenc": lambda: Index.build(embeddings, factory=factory, recall_queries=0),
         "faiss": lambda: raw_build(embeddings, factory),
     }
-    report("build", shortest(builds, repeats))
+    report("build", builds, repeats)
     start = time.perf_counter()
     ours = Index.build(embeddings, factory=factory)
     extra = time.perf_counter() - start - ours.meta["build_seconds"]
@@ -93,10 +85,8 @@ def measure(embeddings: Embeddings, queries: np.ndarray, factory: str, k: int, r
     recalls = {name: np.mean([np.isin(e, r).mean() for e, r in zip(exact, rows)]) for name, rows in found.items()}
     assert abs(recalls["dualenc"] - recalls["faiss"]) < 0.02, recalls
     searches = {"dualenc": lambda: ours.search(queries, k), "faiss": lambda: raw.search(queries, k)}
-    report("search", shortest(searches, 3 * repeats))
-    settings = (
-        ", ".join(f"{name}={value}" for name, value in ours.meta["search_parameters"].items()) or "nothing to tune"
-    )
+    report("search", searches, 3 * repeats)
+    settings = ", ".join(f"{k}={v}" for k, v in ours.meta["search_parameters"].items()) or "nothing to tune"
     shown = ", ".join(f"{name} {value:.4f}" for name, value in recalls.items())
     print(f"  recall  {shown} with the same parameters; the build's own estimate took {extra:.2f} s:")
     print(f"  recall@10 {ours.meta['recall_at_10']:.4f} ({settings})")

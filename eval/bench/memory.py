@@ -7,9 +7,9 @@
 Every measurement is a process of its own: its peak resident memory (of everything, Python and torch included), or the
 peak of allocated memory on a CUDA device. glibc is told to return what is freed at once: what it would keep for later
 depends on the order of sizes, and can be another 0.1 to 0.5 of the first batch's memory. On the CPU the inputs that a
-step keeps, of the batch and of items beside it, are in the peak, as they are in training; the last column leaves them
-out. MiniLM (BERT with 6 layers of 384) and ResNet-18 have random weights and random inputs. The linear encoder holds
-next to nothing: what is left is the objective, the strictest comparison and a fast one.
+step keeps, out-of-batch ones included, are in the peak, as they are in training; the last column leaves them out.
+MiniLM (BERT with 6 layers of 384) and ResNet-18 have random weights and random inputs. The linear encoder holds next to
+nothing: what is left is the objective, the strictest comparison and a fast one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
+from common import new_minilm, new_resnet18
+
 # The measuring process imports torch; this one stays small, for a new process may inherit its parent's peak.
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from dualenc.encoders.dual import DualEncoder
-    from dualenc.objectives import Objective
     from dualenc.types import Inputs
 
 EncoderName = Literal["minilm", "resnet18", "linear"]
@@ -62,7 +62,7 @@ def new_inputs(encoder: EncoderName, count: int, size: int) -> Inputs:
 
 
 def new_model(encoder: EncoderName, layers: int, size: int) -> DualEncoder:
-    """One tower for both sides."""
+    """One tower with random weights for both sides."""
     import torch
 
     from dualenc.encoders.dual import DualEncoder, Tower, unit_norm
@@ -70,7 +70,10 @@ def new_model(encoder: EncoderName, layers: int, size: int) -> DualEncoder:
     class Net(Tower):
         def __init__(self) -> None:
             super().__init__()
-            self.net = new_network(encoder, layers, size)
+            if encoder == "minilm":
+                self.net = new_minilm(layers)
+            else:
+                self.net = new_resnet18() if encoder == "resnet18" else torch.nn.Linear(size, 384)
             self.dim = 512 if encoder == "resnet18" else 384
 
         def forward(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -81,43 +84,20 @@ def new_model(encoder: EncoderName, layers: int, size: int) -> DualEncoder:
     return DualEncoder(tower, tower, kind="image" if encoder == "resnet18" else "query-document").train()
 
 
-def new_network(encoder: EncoderName, layers: int, size: int) -> torch.nn.Module:
-    """The network with random weights."""
-    import torch
-
-    if encoder == "linear":
-        return torch.nn.Linear(size, 384)
-    if encoder == "resnet18":
-        import timm
-
-        backbone: torch.nn.Module = timm.create_model("resnet18", num_classes=0)
-        return backbone
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(num_hidden_layers=layers, hidden_size=384, num_attention_heads=12, intermediate_size=1536)
-    return BertModel(config)
-
-
-def new_objective(name: str, num_items: int, views: bool) -> Objective:
-    """An objective of the table above."""
-    import dualenc.objectives
-
-    class_name, arguments = OBJECTIVES[name]
-    objective: Objective = getattr(dualenc.objectives, class_name)(num_left=num_items, views=views, **arguments)
-    return objective
-
-
 def measure(options: dict[str, Any]) -> dict[str, float]:
     """Train some steps; peak memory and the size of a batch's inputs, in MiB."""
     import torch
 
+    import dualenc.objectives
     from dualenc.training.encoding import CachedEncoding
 
     torch.manual_seed(0)
     encoder, batch_size, num_items, size = (options[k] for k in ("encoder", "batch_size", "num_items", "size"))
     device = torch.device(options["device"])
     model = new_model(encoder, options["layers"], size).to(device)
-    criterion = new_objective(options["objective"], num_items, views=encoder == "resnet18").to(device)
+    class_name, arguments = OBJECTIVES[options["objective"]]
+    new_objective = getattr(dualenc.objectives, class_name)
+    criterion = new_objective(num_left=num_items, views=encoder == "resnet18", **arguments).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     input_bytes = 0
     for _ in range(options["steps"]):
@@ -137,20 +117,16 @@ def measure(options: dict[str, Any]) -> dict[str, float]:
         encoding.backward(criterion(left, right, ids, encode=encode).loss)
         optimizer.step()
         optimizer.zero_grad()
-    cuda = device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(device) if cuda else peak_resident_bytes()
-    return {"peak": peak / MEBIBYTE, "inputs": 0.0 if cuda else input_bytes / MEBIBYTE}
+    if device.type == "cuda":
+        return {"peak": torch.cuda.max_memory_allocated(device) / MEBIBYTE, "inputs": 0.0}
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"peak": peak / MEBIBYTE, "inputs": input_bytes / MEBIBYTE}
 
 
 def num_bytes(inputs: Inputs) -> int:
     """Size of prepared items."""
     return sum(tensor.nbytes for tensor in inputs.values())
-
-
-def peak_resident_bytes() -> int:
-    """The most memory that this process has had at once."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def measured_alone(options: dict[str, Any]) -> dict[str, float]:

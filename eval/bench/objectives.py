@@ -4,9 +4,9 @@
     python eval/bench/objectives.py --encoder resnet18 --batch_sizes [32,256,1024] --device cuda
 
 The step of the model is that of 2B items, forward and backward chunk by chunk, and one update; for objectives that ask
-for items beside the batch it includes noting BatchNorm's statistics, as training does. The objective is timed alone,
-forward and backward, on embeddings of such a batch. ratio = (model + objective) / (model + InfoNCE). Items beside the
-batch come from a table here, so the ratio is without them; their number is shown, and "with encodes" adds the model's
+for out-of-batch items it includes noting BatchNorm's statistics, as training does. The objective is timed alone,
+forward and backward, on embeddings of such a batch. ratio = (model + objective) / (model + InfoNCE). Out-of-batch
+items come from a table here, so the ratio is without them; their number is shown, and "with encodes" adds the model's
 time for them, normalised by the batch's statistics (with gradient in full, without gradient a third).
 ResNet-18 trains on two views of images, MiniLM on pairs of texts. On a single CPU thread the clock is CPU time, which
 other processes on the machine disturb little.
@@ -14,14 +14,14 @@ other processes on the machine disturb little.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from common import in_turn, new_minilm, new_resnet18
 from torch import Tensor, nn
 
 from dualenc.encoders import BatchStatistics
@@ -50,54 +50,48 @@ class MiniLM(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from transformers import BertConfig, BertModel
-
-        self.bert = BertModel(
-            BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
-        )
+        self.bert = new_minilm()
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.bert(tokens).last_hidden_state.mean(dim=1)
 
 
-@dataclass
-class StepTimes:
-    """Seconds of the model's step, of one that notes BatchNorm's statistics, and of one more item beside the batch."""
-
-    plain: float
-    noting: float
-    item_beside: float
-
-
-@dataclass
 class Model:
-    """An encoder, and random items for it."""
+    """An encoder, and random items for it: images of `size` pixels, texts of `size` tokens."""
 
-    encoder: nn.Module
-    items: Callable[[int], Tensor]
-    dimension: int
-    views: bool
-    device: torch.device
-    chunk_seconds: dict[int, list[float]] = field(default_factory=dict)
+    def __init__(self, name: Literal["resnet18", "minilm"], size: int, device: torch.device) -> None:
+        self.views, self.device = name == "resnet18", device
+        self.encoder = (new_resnet18() if self.views else MiniLM()).to(device)
+        self.dimension = 512 if self.views else 384
+        self.size = size
+        self.chunk_seconds: dict[int, tuple[float, float, float]] = {}
 
-    def step_times(self, batch_size: int, chunk_size: int, repeats: int) -> StepTimes:
-        """Times of a step for 2B items: of one chunk, times the number of chunks, and an update."""
-        optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=1e-5)
+    def items(self, count: int) -> Tensor:
+        if self.views:
+            return torch.randn(count, 3, self.size, self.size, device=self.device)
+        return torch.randint(0, 30000, (count, self.size), device=self.device)
+
+    def step_times(self, batch_size: int, chunk_size: int, repeats: int) -> tuple[float, float, float]:
+        """Seconds of a step for 2B items, of one that notes BatchNorm's statistics, of one more out-of-batch item.
+
+        A step is as many chunks as it takes, and an update.
+        """
         size = min(chunk_size, 2 * batch_size)
         if size not in self.chunk_seconds:
             self.chunk_seconds[size] = self._time_chunk(self.items(size), repeats)
         plain, noting, both = self.chunk_seconds[size]
-        update, chunks = least_seconds(optimizer.step, repeats, self.device), 2 * batch_size / size
-        return StepTimes(plain * chunks + update, noting * chunks + update, (both - noting) / size)
+        optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=1e-5)
+        (update,), chunks = least_seconds([optimizer.step], repeats, self.device), 2 * batch_size / size
+        return plain * chunks + update, noting * chunks + update, (both - noting) / size
 
-    def _time_chunk(self, items: Tensor, repeats: int) -> list[float]:
-        """Seconds of forward and backward, with noting statistics, and with as many items beside them."""
+    def _time_chunk(self, items: Tensor, repeats: int) -> tuple[float, float, float]:
+        """Seconds of forward and backward, with noting statistics, and with as many out-of-batch items."""
 
-        def run(keep: bool, beside: bool = False) -> None:
+        def run(keep: bool, out_of_batch: bool = False) -> None:
             noted = BatchStatistics(keep)
             with noted.recorded(self.encoder):
                 loss = self.encoder(items).pow(2).mean()
-            if beside:
+            if out_of_batch:
                 with noted.applied(self.encoder):
                     loss = loss + self.encoder(items).pow(2).mean()
             noted.release()
@@ -105,43 +99,23 @@ class Model:
 
         alone = [partial(run, keep=False), partial(run, keep=True)]
         # Without BatchNorm both are the same.
-        measured = least_seconds_of(alone if uses_batch_statistics(self.encoder) else alone[:1], repeats, self.device)
+        measured = least_seconds(alone if uses_batch_statistics(self.encoder) else alone[:1], repeats, self.device)
         # By itself: it leaves more memory to its successor, which would run up to 0.05 faster for it.
-        both = least_seconds(partial(run, keep=True, beside=True), repeats, self.device)
-        return [measured[0], measured[-1], both]
+        (both,) = least_seconds([partial(run, keep=True, out_of_batch=True)], repeats, self.device)
+        return measured[0], measured[-1], both
 
 
-def resnet18(device: torch.device, image_size: int) -> Model:
-    """ResNet-18 on images of the given size."""
-    import timm
+def least_seconds(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
+    """Least time of each call, after one to warm up: whatever else the machine does only adds to it."""
 
-    encoder = timm.create_model("resnet18", num_classes=0).to(device)
-    return Model(encoder, lambda n: torch.randn(n, 3, image_size, image_size, device=device), 512, True, device)
+    def finished(run: Callable[[], Any]) -> None:
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
-
-def minilm(device: torch.device, length: int) -> Model:
-    """MiniLM-L6 on texts of the given number of tokens."""
-    return Model(MiniLM().to(device), lambda n: torch.randint(0, 30000, (n, length), device=device), 384, False, device)
-
-
-def least_seconds(run: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Least time of a call, after one to warm up: whatever else the machine does only adds to it."""
-    return least_seconds_of([run], repeats, device)[0]
-
-
-def least_seconds_of(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
-    """Least time of each call, after one to warm up; in a new order each time, for each leaves memory to the next."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    times: list[list[float]] = [[] for _ in runs]
-    orders = random.Random(0)
-    for _ in range(repeats + 1):
-        for which in orders.sample(range(len(runs)), len(runs)):
-            start = clock()
-            runs[which]()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times[which].append(clock() - start)
-    return [min(taken[1:]) for taken in times]
+    times, _ = in_turn({number: partial(finished, run) for number, run in enumerate(runs)}, repeats, 1, clock)
+    return [min(times[number]) for number in range(len(runs))]
 
 
 @dataclass
@@ -178,32 +152,24 @@ def time_objective(
     for _ in range(8):
         step()
     items.with_gradient = items.without_gradient = 0
-    seconds = least_seconds(step, repeats, model.device)
+    (seconds,) = least_seconds([step], repeats, model.device)
     return seconds, items.with_gradient / (repeats + 1), items.without_gradient / (repeats + 1)
 
 
 def compare(model: Model, batch_size: int, num_items: int, chunk_size: int, repeats: int) -> list[dict[str, object]]:
     """One row per objective."""
-    times = model.step_times(batch_size, chunk_size, repeats)
+    plain, noting, per_item = model.step_times(batch_size, chunk_size, repeats)
     rows: list[dict[str, object]] = []
     reference = 0.0
     for name, build in OBJECTIVES.items():
         criterion = build(num_left=num_items, views=model.views).to(model.device)
-        alone, graphs, plain = time_objective(criterion, model, batch_size, num_items, repeats)
-        base = times.noting if criterion.needs_encode else times.plain
+        alone, graphs, no_graphs = time_objective(criterion, model, batch_size, num_items, repeats)
+        base = noting if criterion.needs_encode else plain
         reference = reference or base + alone
-        encodes = times.item_beside * (graphs + plain / 3)
-        rows.append(
-            {
-                "B": batch_size,
-                "objective": name,
-                "model, ms": base * 1000,
-                "objective, ms": alone * 1000,
-                "ratio": (base + alone) / reference,
-                "encodes": graphs + plain,
-                "with encodes": (base + alone + encodes) / reference,
-            }
-        )
+        row: dict[str, object] = {"B": batch_size, "objective": name}
+        row |= {"model, ms": base * 1000, "objective, ms": alone * 1000, "ratio": (base + alone) / reference}
+        encodes = per_item * (graphs + no_graphs / 3)
+        rows.append(row | {"encodes": graphs + no_graphs, "with encodes": (base + alone + encodes) / reference})
     return rows
 
 
@@ -230,7 +196,7 @@ def main(
         device: cpu or cuda.
     """
     where = torch.device(device)
-    model = resnet18(where, image_size) if encoder == "resnet18" else minilm(where, text_length)
+    model = Model(encoder, image_size if encoder == "resnet18" else text_length, where)
     rows = [row for size in batch_sizes for row in compare(model, size, num_items, chunk_size, repeats)]
     threads = f"{torch.get_num_threads()} threads" if where.type == "cpu" else torch.cuda.get_device_name(where)
     print_table(Table(f"{encoder} on {device} ({threads}), N = {num_items:,}", rows))

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from embedding import default_model, seconds
+from common import default_model, in_turn
 
 from dualenc.data import PairDataset
 from dualenc.data.images import ImageFiles
@@ -145,14 +145,10 @@ def open_clip_loop(folder: Path, names: list[str], captions: list[str], batch_si
 
 def seconds_per_step(trains: dict[str, Train], few: int, steps: int, repeats: int) -> dict[str, float]:
     """Median time of one step; the tools take turns, the first run of each is left out."""
-    found: dict[str, list[float]] = {name: [] for name in trains}
-    for train in trains.values():
-        train(few)
-    for _ in range(repeats):
-        for name, train in trains.items():
-            short, long = (seconds(partial(train, count))[0] for count in (few, few + steps))
-            found[name].append((long - short) / steps)
-    return {name: statistics.median(times) for name, times in found.items()}
+    runs = {(name, count): partial(train, count) for name, train in trains.items() for count in (few, few + steps)}
+    times, _ = in_turn(runs, repeats, warm_up=1)
+    ends = {name: (times[name, few], times[name, few + steps]) for name in trains}
+    return {name: statistics.median((b - a) / steps for a, b in zip(*both)) for name, both in ends.items()}
 
 
 def main(

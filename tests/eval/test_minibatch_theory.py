@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from dualenc.batching import RandomBatches, batch_losses
-from tests.batching.scripts import load_script
+from tests.eval.scripts import load_script
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +61,13 @@ def test_selectors_give_a_distance_for_each_update(theory: ModuleType) -> None:
         curve = theory.distances(selector, dim=16, updates=6, seed=0)
         assert curve.shape == (6,)
         assert curve[-1] < curve[0]
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_table_and_saves_the_figure(
+    theory: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(theory.PARTS, "histogram", lambda: theory.histogram(num_pairs=800))
+    theory.main(tmp_path / "out", only="histogram")
+    assert (tmp_path / "out" / "histogram.png").stat().st_size > 0
+    assert "SC above random" in capsys.readouterr().out

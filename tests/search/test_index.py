@@ -22,7 +22,7 @@ import pytest
 from dualenc.errors import DiskFull, DualencError
 from dualenc.search import Index, is_index
 from dualenc.search.embeddings import Embeddings, EmbeddingWriter
-from tests.index.clusters import clustered, exact_rows
+from tests.search.clusters import clustered, exact_rows
 
 IDS = [f"doc {i}" for i in range(2000)]
 
@@ -114,6 +114,7 @@ def test_an_index_is_replaced_only_by_an_index(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "thesis.tex").exists()
 
 
+@pytest.mark.slow
 def test_the_database_is_streamed(tmp_path: Path) -> None:
     """More vectors do not take more of numpy's memory: they are never held beside FAISS's own copy."""
 
@@ -169,6 +170,7 @@ def test_nothing_is_measured_when_not_asked_to() -> None:
     assert "recall_at_10" not in meta
 
 
+@pytest.mark.slow
 def test_control_c_ends_the_training_of_a_product_quantizer(tmp_path: Path) -> None:
     """FAISS itself looks at signals between the iterations of a k-means only, and in OPQ not for minutes."""
     script = """

@@ -176,6 +176,7 @@ def test_bad_images_are_left_out_and_reported(
     assert "03.png" in told
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_writes(tmp_path: Path, text_model: Path) -> None:
     tiny.save_documents(tmp_path / "docs.jsonl", 2100)
     run("embed", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "one", "--device", "cpu")

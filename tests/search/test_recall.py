@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dualenc.errors import DualencError
 from dualenc.search.build import Database, exact_probe, parameter_range, recall, set_parameter, tune
 from dualenc.search.embeddings import Embeddings
-from tests.index.clusters import clustered, exact_rows
+from tests.search.clusters import clustered, exact_rows
 
 
 def database(vectors: np.ndarray) -> Database:

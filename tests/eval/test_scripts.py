@@ -1,0 +1,62 @@
+"""Experiments and benchmarks run, in small, and print numbers that are known beforehand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.eval.scripts import load_script
+
+
+@pytest.mark.slow
+def test_estimator_bias_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = load_script("estimator_bias.py")
+    script.main(num_pairs=16, batch_size=8, epochs=8, warm_up=1, out=tmp_path / "drawn" / "bias.png")
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in script.OBJECTIVES)
+    # The oracle has neither bias nor error.
+    assert printed.split("ExactGlobal")[1].split()[:3] == ["0.0000"] * 3
+    assert (tmp_path / "drawn" / "bias.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_objectives_are_timed_against_info_nce(capsys: pytest.CaptureFixture[str]) -> None:
+    script = load_script("bench/objectives.py")
+    script.main(encoder="resnet18", batch_sizes=[4], num_items=50, image_size=32, repeats=1, device="cpu")
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in script.OBJECTIVES)
+    assert printed.split("InfoNCE")[1].split()[2] == "1.0000"
+
+
+@pytest.mark.parametrize("name", ["InfoNCE", "NegativeCache"])
+def test_memory_counts_the_inputs_of_a_batch_and_of_out_of_batch_items(name: str) -> None:
+    options = {"encoder": "linear", "size": 8, "layers": 1, "chunk_size": 4, "steps": 2, "num_items": 20}
+    found = load_script("bench/memory.py").measure({**options, "device": "cpu", "objective": name, "batch_size": 6})
+    num_items = found["inputs"] * 2**20 / (8 * 4)
+    assert num_items == pytest.approx(round(num_items))
+    assert num_items == pytest.approx(2 * 6) if name == "InfoNCE" else num_items > 2 * 6
+    assert found["peak"] > found["inputs"]
+
+
+def test_an_objective_that_memory_does_not_know_is_named() -> None:
+    with pytest.raises(SystemExit, match="InfoNEC not known; choose from InfoNCE"):
+        load_script("bench/memory.py").main(objectives=["InfoNEC"])
+
+
+def test_a_training_step_is_timed_by_the_difference_of_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("bench/training.py")
+    clock = [0.0]
+
+    def train(steps: int) -> None:
+        clock[0] += 100 + 2 * steps
+
+    monkeypatch.setattr("common.in_turn.__defaults__", (0, lambda: clock[0]))
+    assert script.seconds_per_step({"a": train}, few=3, steps=5, repeats=2) == {"a": 2.0}
+
+
+def test_index_finds_as_much_as_raw_faiss(capsys: pytest.CaptureFixture[str]) -> None:
+    load_script("bench/index.py").main(vectors=1000, dim=16, queries=20, repeats=1, factories=["Flat"])
+    printed = capsys.readouterr().out
+    assert "dualenc 1.0000, faiss 1.0000" in printed
+    assert printed.count("ratio") == 2
