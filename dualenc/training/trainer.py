@@ -38,8 +38,6 @@ from dualenc.training.loader import SIDES, BatchLoader, ItemEncoder, killed_work
 from dualenc.training.log import RunLog, TrainingCard
 from dualenc.training.loop import Loop
 from dualenc.training.optim import (
-    OptimizerName,
-    ScheduleName,
     build_optimizer,
     build_schedule,
     check_optimizer,
@@ -218,12 +216,12 @@ class Trainer:
         epochs: passes over the data; 1 when max_steps is not given either.
         max_steps: optimizer steps at which to stop, whatever the epochs.
         learning_rate: peak learning rate.
-        optimizer: "adamw", "sgd" or "lars".
+        optimizer: "adamw", "sgd", "lars", or another of `timm.optim.list_optimizers()`, such as "lion" and "muon".
         weight_decay: of weights with two or more dimensions.
-        momentum: of "sgd" and "lars".
-        betas: of "adamw".
+        momentum: of optimizers that have one: "sgd", "lars", "muon".
+        betas: of optimizers that have two: "adamw", "lion".
         warmup: steps of linear warm-up, or their share of all steps when it is a fraction below 1.
-        schedule: "cosine", "linear" or "constant" after the warm-up.
+        schedule: "cosine", "linear", "constant", "inverse_sqrt" or "warmup_stable_decay", after the warm-up.
         final_fraction: learning rate at the end as a share of the peak.
         max_gradient_norm: gradients are scaled down to this norm; null leaves them.
         mixed_precision: "no", "bf16" or "fp16".
@@ -257,12 +255,12 @@ class Trainer:
     epochs: int | None = None
     max_steps: int | None = None
     learning_rate: float = 1e-4
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
     weight_decay: float = 0.01
     momentum: float = 0.9
     betas: tuple[float, float] = (0.9, 0.999)
     warmup: int | float = 0.1
-    schedule: ScheduleName = "cosine"
+    schedule: str = "cosine"
     final_fraction: float = 0.0
     max_gradient_norm: float | None = 1.0
     mixed_precision: process.MixedPrecision = "no"
