@@ -47,7 +47,8 @@ def build_optimizer(
 
     check_optimizer(name, learning_rate, weight_decay, momentum, betas)
     groups = parameter_groups(modules, weight_decay)
-    info, arguments = get_optimizer_info(name), {}
+    info = get_optimizer_info(name)
+    arguments: dict[str, Any] = {}
     if info.has_betas and info.num_betas == 2:
         arguments["betas"] = betas
     if info.opt_class in (torch.optim.SGD, torch.optim.AdamW):
@@ -75,7 +76,7 @@ def check_optimizer(
     if name not in _USUAL:
         from timm.optim import get_optimizer_info, list_optimizers
 
-        known = list_optimizers()
+        known = [str(known) for known in list_optimizers()]
         if name not in known:
             raise DualencError(
                 f"optimizer is {name!r}{nearest(name, known)}; choose one of {', '.join(_USUAL)}, lion, muon, or "
