@@ -1,4 +1,4 @@
-"""One global batch's forwards and the backward pass, whole: the plain way. `gradient_cache` has the other way."""
+"""The forwards and the backward pass of one batch: whole, or in chunks with gradient caching."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Autocast = Callable[[], AbstractContextManager[None]]
 class Encoding(Protocol):
     """The forwards of one step, and how a loss on their results reaches the weights."""
 
-    def encode(self, side: Side, inputs: Inputs, beside: bool = False) -> Tensor:
+    def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
         """Encode n prepared items to (n, D); under `torch.no_grad()` without a graph.
 
         Args:
             side: which tower.
             inputs: the tower's inputs, on any device, first dimension n; {} for no item.
-            beside: they are no part of the batch: BatchNorm takes the batch's statistics, and counts them nowhere.
+            out_of_batch: BatchNorm takes the statistics of the batch for them, and counts them nowhere.
         """
         ...
 
@@ -45,7 +45,7 @@ class PlainEncoding:
         model: the two towers.
         device: where they are.
         autocast: a new mixed precision context per call.
-        keep_statistics: the objective will ask for items beside the batch.
+        keep_statistics: the objective will ask for out-of-batch items.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class PlainEncoding:
         self.model, self.device, self.autocast = model, device, autocast
         self.statistics = BatchStatistics(keep=keep_statistics)
 
-    def encode(self, side: Side, inputs: Inputs, beside: bool = False) -> Tensor:
+    def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
         if not inputs:
-            if self.model.training and not beside and waits_for_others(self.model):
+            if self.model.training and not out_of_batch and waits_for_others(self.model):
                 raise DualencError(
                     "this process has no sample of a batch, and BatchNorm over all processes needs one on each; make "
                     "batch_size larger or mend the samples that cannot be read"
                 )
             return no_rows(self.model)
-        with self.statistics.of_batch(self.model.tower(side), beside), self.autocast():
+        with self.statistics.of_batch(self.model.tower(side), out_of_batch), self.autocast():
             return self.model.encode(side, to_device(inputs, self.device))
 
     def backward(self, loss: Tensor) -> None:
@@ -91,7 +91,7 @@ class _Recorded:
 
     side: Side
     inputs: Inputs
-    beside: bool
+    out_of_batch: bool
     chunks: list[Tensor]
     random_states: list[list[Tensor]]
     leaves: Tensor
@@ -105,7 +105,7 @@ class CachedEncoding:
         device: where they are.
         autocast: a new mixed precision context per call.
         chunk_size: items encoded at once.
-        keep_statistics: the objective will ask for items beside the batch.
+        keep_statistics: the objective will ask for out-of-batch items.
 
     Raises:
         DualencError: chunk_size below 1, or a synchronised BatchNorm, whose ranks would wait for one another.
@@ -128,7 +128,7 @@ class CachedEncoding:
         self.statistics = BatchStatistics(keep=keep_statistics)
         self._recorded: list[_Recorded] = []
 
-    def encode(self, side: Side, inputs: Inputs, beside: bool = False) -> Tensor:
+    def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
         if not inputs:
             return no_rows(self.model)
         chunks = chunk_rows(inputs, self.chunk_size)
@@ -136,13 +136,13 @@ class CachedEncoding:
         with torch.no_grad():
             for rows in chunks:
                 random_states.append(_random_state(self.device))
-                with self.statistics.of_batch(self.model.tower(side), beside):
+                with self.statistics.of_batch(self.model.tower(side), out_of_batch):
                     parts.append(self._forward(side, inputs, rows))
             order = torch.cat(chunks).to(self.device)
             embeddings = torch.empty_like(encoded := torch.cat(parts)).index_copy_(0, order, encoded)
         if torch.is_grad_enabled():
             embeddings.requires_grad_()
-            self._recorded.append(_Recorded(side, inputs, beside, chunks, random_states, embeddings))
+            self._recorded.append(_Recorded(side, inputs, out_of_batch, chunks, random_states, embeddings))
         return embeddings
 
     def backward(self, loss: Tensor) -> None:
@@ -157,7 +157,7 @@ class CachedEncoding:
     def _replay(self, record: _Recorded, gradient: Tensor) -> None:
         for rows, state in zip(record.chunks, record.random_states, strict=True):
             _set_random_state(state, self.device)
-            with self.statistics.applied(self.model.tower(record.side)) if record.beside else nullcontext():
+            with self.statistics.applied(self.model.tower(record.side)) if record.out_of_batch else nullcontext():
                 embeddings = self._forward(record.side, record.inputs, rows)
             if embeddings.requires_grad:  # not so for a tower whose weights are all fixed
                 torch.autograd.backward(embeddings, gradient[rows.to(self.device)])

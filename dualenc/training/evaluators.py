@@ -24,6 +24,7 @@ from dualenc.training.checkpoint import random_state_kept
 from dualenc.types import Modality, OnError, Side
 
 if TYPE_CHECKING:
+    from dualenc.objectives.base import Objective
     from dualenc.search.embeddings import Embeddings
     from dualenc.types import Output
 
@@ -232,25 +233,25 @@ class BestModel:
 
     Args:
         model: what is trained.
-        folder: the model folder.
+        objective: whose temperature goes into model formats that have a place for it.
         evaluator: None when there is nothing to measure by.
+        folder: the model folder.
         keep_best: keep the weights with the best primary metric; otherwise the last.
         card: makes what the model card says of the training: `card(before, metrics, step)`.
-        temperature: τ of the objective as it is now, for model formats that have a place for it.
     """
 
     def __init__(
         self,
         model: DualEncoder,
-        folder: Path,
+        objective: Objective,
         evaluator: Evaluator | None,
+        folder: Path,
         *,
         keep_best: bool,
         card: Callable[[Metrics, Metrics, int], dict[str, Any]],
-        temperature: Callable[[], float],
     ) -> None:
-        self.model, self.folder, self.evaluator, self.card = model, folder, evaluator, card
-        self.temperature = temperature
+        self.model, self.objective, self.evaluator = model, objective, evaluator
+        self.folder, self.card = folder, card
         self.keep_best = keep_best and evaluator is not None
         self.before: Metrics = {}
         self.best: Metrics = {}
@@ -267,7 +268,7 @@ class BestModel:
         self.last = self._measure()
         if step == 0:
             self.before = self.last
-        elif self.keep_best and self._improves():
+        elif self.keep_best and (not self.best or self.last[self.primary] > self.best[self.primary]):
             self.best, self.best_step = self.last, step
             self._save(step, self.best)
         return self.last
@@ -314,13 +315,10 @@ class BestModel:
             raise DualencError(f"evaluator.primary is {self.primary!r}; choose one of {', '.join(metrics)}")
         return distributed.broadcast_object({name: float(value) for name, value in metrics.items()})
 
-    def _improves(self) -> bool:
-        return not self.best or self.last[self.primary] > self.best[self.primary]
-
     def _save(self, step: int, metrics: Metrics) -> None:
         if distributed.is_main():
             self.model.eval()
-            self.model.set_temperature(self.temperature())
+            self.model.set_temperature(float(self.objective.temperature.detach()))
             self.model.save(self.folder, card=self.card(self.before, metrics, step))
             self.model.train()
         distributed.barrier()

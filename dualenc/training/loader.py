@@ -21,7 +21,8 @@ from dualenc.training.encoding import Encoding
 from dualenc.training.signals import forgive_one_sigterm
 from dualenc.types import Inputs, OnError, Side
 
-VIEWS = {"left": 0, "right": 1}
+PrepareItems = Callable[..., Inputs]
+SIDES: tuple[Side, Side] = ("left", "right")
 _STREAMS = {"batch": 0, "item": 1, "rank": 2, "table": 3, "compare": 4}
 
 Stream = Literal["batch", "item", "rank", "table", "compare"]
@@ -37,23 +38,22 @@ def derive_seed(stream: Stream, *parts: int) -> int:
     return int(np.random.SeedSequence([_STREAMS[stream], *parts]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def augmentation_seeds(seed: int, epoch: int, indices: Iterable[int], side: Literal["left", "right"]) -> list[int]:
-    """One seed per pair for the augmentation of one of its two views: of (seed, epoch, index, view)."""
-    return [derive_seed("batch", seed, epoch, int(index), VIEWS[side]) for index in indices]
+def augmentation_seeds(seed: int, epoch: int, ids: Iterable[int], side: Side, stream: Stream = "batch") -> list[int]:
+    """One seed per item for its augmentation: of (seed, epoch, pair index, view).
 
-
-def item_seeds(seed: int, step: int, ids: Iterable[int], side: Literal["left", "right"]) -> list[int]:
-    """One seed per item that an objective asks for by id: of (seed, step, id, view)."""
-    return [derive_seed("item", seed, step, int(item), VIEWS[side]) for item in ids]
+    Args:
+        seed: of the run.
+        epoch: of the batch; the number of the batch for stream "item".
+        ids: pair indices; ids of items for stream "item".
+        side: which view.
+        stream: "batch" for the items of a batch, "item" for those that an objective asks for by id.
+    """
+    return [derive_seed(stream, seed, epoch, int(index), SIDES.index(side)) for index in ids]
 
 
 def generator(stream: Stream, *parts: int) -> np.random.Generator:
     """A numpy generator seeded as `derive_seed`."""
     return np.random.default_rng(derive_seed(stream, *parts))
-
-
-PrepareItems = Callable[..., Inputs]
-SIDES: tuple[Side, Side] = ("left", "right")
 
 
 class Batch(NamedTuple):
@@ -117,9 +117,9 @@ class BatchLoader:
     ) -> None:
         for side in SIDES:
             pairs.positives(side, np.zeros(1, dtype=np.int64))  # builds its table once, here, not in every worker
-        self.builder = _BatchBuilder(pairs, left_prepare, right_prepare, seed, on_error, augment)
-        self.num_workers = num_workers
-        self.pin_memory = pin_memory
+        self.pairs, self.seed, self.on_error, self.augment = pairs, seed, on_error, augment
+        self.prepare = {"left": left_prepare, "right": right_prepare}
+        self.num_workers, self.pin_memory = num_workers, pin_memory
 
     def batches(self, plan: np.ndarray, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Iterate over this rank's part of the batches of one epoch.
@@ -132,8 +132,9 @@ class BatchLoader:
         Raises:
             DualencError: a bad sample, with on_error="raise".
         """
+        rows = distributed.rank_slice(plan.shape[1])
         loader: DataLoader[Batch] = DataLoader(
-            _PlannedBatches(self.builder, plan, epoch, distributed.rank(), distributed.world_size()),
+            _PlannedBatches(self, plan[:, rows], epoch),
             batch_size=None,
             sampler=range(start, len(plan)),  # type: ignore[arg-type]  # an iterable with a length is enough
             num_workers=self.num_workers,
@@ -151,49 +152,18 @@ class BatchLoader:
     def for_evaluation(self) -> BatchLoader:
         """The same with the preprocessing of evaluation; bad samples are left out."""
         other = copy.copy(self)
-        other.builder = copy.copy(self.builder)
-        other.builder.augment, other.builder.on_error = False, "skip"
+        other.augment, other.on_error = False, "skip"
         return other
 
-
-class _BatchBuilder:
-    """Everything a worker needs to build a batch; without weights, so it is cheap to send."""
-
-    def __init__(
-        self,
-        pairs: PairDataset,
-        left_prepare: PrepareItems,
-        right_prepare: PrepareItems,
-        seed: int,
-        on_error: OnError,
-        augment: bool,
-    ) -> None:
-        self.pairs = pairs
-        self.left_prepare, self.right_prepare = left_prepare, right_prepare
-        self.seed, self.on_error, self.augment = seed, on_error, augment
-
     def build(self, indices: np.ndarray, epoch: int) -> Batch:
-        pairs, bad = self._read(indices)
-        left_id = np.array([pair.left_id for pair in pairs], dtype=np.int64)
-        right_id = np.array([pair.right_id for pair in pairs], dtype=np.int64)
-        kept = [pair.index for pair in pairs]
-        negatives = [item for pair in pairs for item in pair.negatives]
-        negative_id = [item_id for pair in pairs for item_id in pair.negative_ids]
-        return Batch(
-            indices=torch.tensor(kept, dtype=torch.int64),
-            left_id=torch.from_numpy(left_id),
-            right_id=torch.from_numpy(right_id),
-            left=self._inputs("left", [pair.left for pair in pairs], self._seeds(epoch, kept, "left")),
-            right=self._inputs("right", [pair.right for pair in pairs], self._seeds(epoch, kept, "right")),
-            left_positives=self._positives("left", left_id),
-            right_positives=self._positives("right", right_id),
-            negatives=self._inputs("right", negatives, self._negative_seeds(epoch, pairs)) if negatives else None,
-            negative_id=torch.tensor(negative_id, dtype=torch.int64) if negatives else None,
-            bad=bad,
-        )
+        """Read and prepare some pairs; what a worker does.
 
-    def _read(self, indices: np.ndarray) -> tuple[list[Pair], tuple[tuple[int, str], ...]]:
-        pairs, bad = [], []
+        Args:
+            indices: (b,) pair indices.
+            epoch: enters the seeds of the augmentation.
+        """
+        pairs: list[Pair] = []
+        bad: list[tuple[int, str]] = []
         for index in indices.tolist():
             try:
                 pairs.append(self.pairs[index])
@@ -201,45 +171,59 @@ class _BatchBuilder:
                 if self.on_error == "raise":
                     raise BadSample(f"pair {index}: {error}") from None
                 bad.append((index, str(error)))
-        return pairs, tuple(bad)
+        kept = [pair.index for pair in pairs]
+        ids = {
+            "left": np.array([pair.left_id for pair in pairs], dtype=np.int64),
+            "right": np.array([pair.right_id for pair in pairs], dtype=np.int64),
+        }
+        seeds = {side: augmentation_seeds(self.seed, epoch, kept, side) for side in SIDES}
+        # A pair's mined negatives are right items too: each gets the next seed after that of the pair's own.
+        mined = [
+            (item, item_id, seed + 1 + n)
+            for pair, seed in zip(pairs, seeds["right"], strict=True)
+            for n, (item, item_id) in enumerate(zip(pair.negatives, pair.negative_ids, strict=True))
+        ]
 
-    def _inputs(self, side: Side, items: list[Any], seeds: list[int] | None) -> Inputs:
-        prepare = self.left_prepare if side == "left" else self.right_prepare
-        return dict(prepare(items, seeds)) if items else {}
+        def inputs(side: Side, items: list[Any], of_items: list[int]) -> Inputs:
+            return dict(self.prepare[side](items, of_items if self.augment else None)) if items else {}
 
-    def _seeds(self, epoch: int, indices: list[int], side: Side) -> list[int] | None:
-        return augmentation_seeds(self.seed, epoch, indices, side) if self.augment else None
+        def positives(side: Side) -> Tensor | None:
+            listed = self.pairs.positives(side, ids[side]) if kept else np.zeros((0, 1))
+            return torch.from_numpy(np.ascontiguousarray(listed)) if listed.shape[1] > 1 else None
 
-    def _negative_seeds(self, epoch: int, pairs: list[Pair]) -> list[int] | None:
-        """The negatives of a pair are right items beside its own: each gets the pair's next seed."""
-        if not self.augment:
-            return None
-        own = augmentation_seeds(self.seed, epoch, [pair.index for pair in pairs], "right")
-        return [seed + 1 + n for seed, pair in zip(own, pairs, strict=True) for n in range(len(pair.negatives))]
-
-    def _positives(self, side: Side, ids: np.ndarray) -> Tensor | None:
-        if not len(ids):
-            return None
-        listed = self.pairs.positives(side, ids)
-        return torch.from_numpy(np.ascontiguousarray(listed)) if listed.shape[1] > 1 else None
+        return Batch(
+            indices=torch.tensor(kept, dtype=torch.int64),
+            left_id=torch.from_numpy(ids["left"]),
+            right_id=torch.from_numpy(ids["right"]),
+            left=inputs("left", [pair.left for pair in pairs], seeds["left"]),
+            right=inputs("right", [pair.right for pair in pairs], seeds["right"]),
+            left_positives=positives("left"),
+            right_positives=positives("right"),
+            negatives=inputs("right", [item for item, _, _ in mined], [s for _, _, s in mined]) if mined else None,
+            negative_id=torch.tensor([item_id for _, item_id, _ in mined], dtype=torch.int64) if mined else None,
+            bad=tuple(bad),
+        )
 
 
 class _PlannedBatches(Dataset[Any]):
     """Map-style over batch numbers; one item is one finished batch of this rank."""
 
-    def __init__(self, builder: _BatchBuilder, plan: np.ndarray, epoch: int, rank: int, world_size: int) -> None:
-        self.builder, self.plan, self.epoch = builder, plan, epoch
-        self.rows = distributed.rank_slice(plan.shape[1], rank, world_size)
+    def __init__(self, loader: BatchLoader, plan: np.ndarray, epoch: int) -> None:
+        self.loader, self.plan, self.epoch = loader, plan, epoch
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __getitem__(self, number: int) -> Batch | DualencError:
         try:
-            return self.builder.build(self.plan[number, self.rows], self.epoch)
+            return self.loader.build(self.plan[number], self.epoch)
         except DualencError as error:
             # As a value: a DataLoader wraps what workers raise into many lines of traceback.
             return error
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 @contextmanager
@@ -259,10 +243,6 @@ def killed_worker_told(num_workers: int) -> Iterator[None]:
             f"a data worker was killed (process {killed[1]} {killed[2]}), mostly for want of memory; lower "
             f"trainer.num_workers (now {num_workers}) or give the job more memory, then go on with --resume"
         ) from error
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 class ItemEncoder:
@@ -289,45 +269,35 @@ class ItemEncoder:
         self.num_encoded = 0
         self.bad: dict[tuple[str, int], str] = {}
 
-    def bind(self, encoding: Encoding, step: int) -> Callable[[Side, Tensor], Tensor]:
-        """The callback of one step.
+    def bind(self, encoding: Encoding, number: int) -> Callable[[Side, Tensor], Tensor]:
+        """The `encode(side, ids)` of one batch.
 
         Args:
             encoding: how this step encodes: plainly or with gradient caching.
-            step: number of the batch, for the seeds.
+            number: of the batch, for the seeds.
         """
 
         def encode(side: Side, ids: Tensor) -> Tensor:
-            return self._encode(encoding, side, ids, step)
+            listed = ids.reshape(-1).tolist()
+            limit = self.pairs.num_left if side == "left" else self.pairs.num_right
+            if wrong := [item_id for item_id in listed if not 0 <= item_id < limit]:
+                raise DualencError(f"the objective asks for {side} item {wrong[0]}, but ids lie in [0, {limit})")
+            found, items = [], []
+            for position, item_id in enumerate(listed):
+                try:
+                    items.append(self.pairs.item(side, item_id))
+                    found.append(position)
+                except BadSample as error:
+                    if self.on_error == "raise":
+                        raise
+                    self.bad[side, item_id] = str(error)
+            self.num_encoded += len(items)
+            seeds = augmentation_seeds(self.seed, number, [listed[position] for position in found], side, "item")
+            inputs = dict(self.model.tower(side).prepare(items, seeds)) if items else {}
+            embeddings = encoding.encode(side, inputs, out_of_batch=True)
+            if len(found) == len(listed):
+                return embeddings
+            places = torch.tensor(found, dtype=torch.int64, device=embeddings.device)
+            return embeddings.new_zeros(len(listed), embeddings.shape[1]).index_copy(0, places, embeddings)
 
         return encode
-
-    def _encode(self, encoding: Encoding, side: Side, ids: Tensor, step: int) -> Tensor:
-        listed = [int(item_id) for item_id in ids.reshape(-1).tolist()]
-        self._check(side, listed)
-        items = [self._read(side, item_id) for item_id in listed]
-        found = [position for position, item in enumerate(items) if item is not None]
-        self.num_encoded += len(found)
-        seeds = item_seeds(self.seed, step, [listed[position] for position in found], side)
-        raw = [items[position] for position in found]
-        inputs = dict(self.model.tower(side).prepare(raw, seeds)) if raw else {}
-        embeddings = encoding.encode(side, inputs, beside=True)
-        if len(found) == len(listed):
-            return embeddings
-        position = torch.tensor(found, dtype=torch.int64, device=embeddings.device)
-        return embeddings.new_zeros(len(listed), embeddings.shape[1]).index_copy(0, position, embeddings)
-
-    def _read(self, side: Side, item_id: int) -> Any:
-        try:
-            return self.pairs.item(side, item_id)
-        except BadSample as error:
-            if self.on_error == "raise":
-                raise
-            self.bad[side, item_id] = str(error)
-            return None
-
-    def _check(self, side: Side, ids: list[int]) -> None:
-        limit = self.pairs.num_left if side == "left" else self.pairs.num_right
-        wrong = [item_id for item_id in ids if not 0 <= item_id < limit]
-        if wrong:
-            raise DualencError(f"the objective asks for {side} item {wrong[0]}, but ids lie in [0, {limit})")

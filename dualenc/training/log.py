@@ -1,4 +1,4 @@
-"""Means since the last log, kept on the device so that no step waits for it, and the first step with a bad loss."""
+"""What a run tells: means since the last log, metrics.jsonl with trackers and progress bar, the model card."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
@@ -21,11 +20,15 @@ from dualenc.data.pairs import PairDataset
 from dualenc.encoders.card import Code
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
-from dualenc.objectives.base import Objective
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from dualenc.objectives.base import Objective
 
 
 class Meter:
-    """Sums scalars step by step; `average` brings their means over steps and ranks to the CPU.
+    """Sums scalars on the device, so that no step waits; `average` brings their means over steps and ranks to the CPU.
 
     Args:
         device: where the scalars are.
@@ -111,7 +114,7 @@ class RunLog:
         if self.accelerator.log_with:
             self.accelerator.init_trackers(project, {name: str(value) for name, value in config.items()})
         if self.active:
-            lines = [line for line in _complete_lines(self.path) if line["step"] <= self._kept_to]
+            lines = [line for line in read_metrics(self.path) if line["step"] <= self._kept_to]
             with atomic_path(self.path) as beside:
                 beside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         waiting, self._waiting = self._waiting or [], None
@@ -119,7 +122,7 @@ class RunLog:
             self.write(step, values)
 
     def restart_at(self, step: int) -> None:
-        """Lines after a step are not of this run, which goes on from there."""
+        """Lines after a step are not of this run, which resumes there."""
         self._kept_to = step
         self.bar.update(step - self.bar.n)
 
@@ -128,7 +131,7 @@ class RunLog:
         self.bar.update()
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Log some values at a step; "loss", "learning_rate" and "samples_per_second" also beside the bar."""
+        """Log some values at a step; "loss", "learning_rate" and "samples_per_second" also next to the bar."""
         if not self.active:
             return
         if self._waiting is not None:
@@ -164,14 +167,8 @@ _SHOWN = {"loss": "loss", "learning_rate": "lr", "samples_per_second": "samples/
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; a last line cut short is left out."""
-    return _complete_lines(path)
-
-
-def _complete_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             lines.append(json.loads(text))
         except json.JSONDecodeError:
@@ -179,40 +176,39 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-class TrainingCard:
-    """Describes a run for `DualEncoder.save`.
+def training_card(
+    pairs: PairDataset,
+    objective: Objective,
+    settings: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    before: Mapping[str, float],
+    metrics: Mapping[str, float],
+    step: int,
+) -> dict[str, Any]:
+    """What the model card says of a training, for `DualEncoder.save`.
 
     Args:
         pairs: the training data.
         objective: the loss.
         settings: of the trainer.
         recipe: the resolved recipe; empty for a run from Python.
+        before: the metrics of the untrained model.
+        metrics: those of the model that is saved.
+        step: after how many steps it is.
     """
-
-    def __init__(
-        self, pairs: PairDataset, objective: Objective, settings: Mapping[str, Any], recipe: Mapping[str, Any]
-    ) -> None:
-        self.pairs, self.objective = pairs, objective
-        self.settings, self.recipe = _plain(settings), _plain(recipe)
-
-    def __call__(self, before: dict[str, float], metrics: dict[str, float], step: int) -> dict[str, Any]:
-        """The card of the model after so many steps, with its metrics and those of the untrained model."""
-        recipe = yaml.safe_dump(self.recipe or {"trainer": self.settings}, sort_keys=False, allow_unicode=True)
-        return {
-            "data": (
-                f"{type(self.pairs).__name__}: {len(self.pairs)} pairs of {self.pairs.num_left} left and "
-                f"{self.pairs.num_right} right items."
-            ),
-            "training": f"{type(self.objective).__name__}, {step} steps with batches of {self.settings['batch_size']}.",
-            "metrics": _columns(before, metrics) or None,
-            "recipe": Code("yaml", recipe),
-        }
-
-
-def _columns(before: dict[str, float], metrics: dict[str, float]) -> dict[str, dict[str, float]]:
-    """One row per metric: untrained and trained."""
-    untrained = {name: {"untrained": before[name]} if name in before else {} for name in metrics}
-    return {name: {**untrained[name], "trained": value} for name, value in metrics.items()}
+    rows = {
+        name: {**({"untrained": before[name]} if name in before else {}), "trained": value}
+        for name, value in metrics.items()
+    }
+    recipe = _plain(recipe) or {"trainer": _plain(settings)}
+    return {
+        "data": (
+            f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
+        ),
+        "training": f"{type(objective).__name__}, {step} steps with batches of {settings['batch_size']}.",
+        "metrics": rows or None,
+        "recipe": Code("yaml", yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)),
+    }
 
 
 def _plain(value: Any) -> Any:

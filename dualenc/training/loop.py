@@ -4,111 +4,170 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
 
 from dualenc import distributed
+from dualenc.batching.selector import BatchSelector
+from dualenc.data.pairs import PairDataset
+from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
-from dualenc.training.checkpoint import Checkpoints
-from dualenc.training.embedding_table import fresh_embeddings, tell_neighbors
-from dualenc.training.evaluators import BestModel
-from dualenc.training.loader import Batch, BatchLoader
-from dualenc.training.log import Meter, RunLog
-from dualenc.training.selection import BatchPlan
-from dualenc.training.signals import Stopped
-from dualenc.training.step import Step
+from dualenc.objectives.base import Objective, ObjectiveOutput
+from dualenc.training import checkpoint as run_folder
+from dualenc.training.checkpoint import Checkpoints, fingerprint, flatten, seed_everything
+from dualenc.training.encoding import CachedEncoding, Encoding, PlainEncoding
+from dualenc.training.evaluators import BestModel, Evaluator
+from dualenc.training.loader import Batch, BatchLoader, ItemEncoder
+from dualenc.training.log import Meter, RunLog, training_card
+from dualenc.training.optim import build_optimizer, build_schedule, trainable_parameters
+from dualenc.training.selection import BatchPlan, fresh_embeddings, tell_neighbors
+from dualenc.training.signals import Stopped, StopSignals
+
+if TYPE_CHECKING:
+    from dualenc.training.trainer import Trainer
+
+_POSITION = ("steps", "epoch", "batch", "batches_done", "evaluation_due")
+_STATEFUL = ("model", "objective", "optimizer", "schedule", "plan", "best", "meter")
+# Settings that the weights do not depend on: a run may be resumed with others.
+_FREE = (
+    *("output", "num_workers", "save_every", "keep_checkpoints", "log_every"),
+    *("tracker", "project", "timeout_minutes", "overwrite", "progress"),
+)
 
 
 class Loop:
-    """Steps through the batches; logs, evaluates and saves on the way; starts again anywhere.
+    """Steps through the batches; logs, evaluates and saves on the way; resumes anywhere.
+
+    Nothing is written before the first step is done.
 
     Args:
-        step: one optimizer step.
-        loader: makes this rank's batches.
-        plan: says which pairs form them.
-        best: evaluates and keeps the best model.
-        log: what the user sees.
-        checkpoints: where the state of the run goes.
-        total_steps: optimizer steps of the whole training.
-        accumulation: global batches per optimizer step.
-        evaluate_every: steps between evaluations; None evaluates only at the end.
-        save_every: steps between checkpoints; None writes none.
-        log_every: steps between logs.
-        begin: called once, after the first step: from there on the run writes into its folder.
+        settings: the trainer's, read only.
+        accelerator: device, mixed precision, gradient scaler and trackers.
+        model: the two towers, on the accelerator's device.
+        pairs: the training pairs.
+        objective: the loss, on the same device.
+        batching: who meets whom.
+        evaluator: None when there is nothing to measure by.
+        signals: what a scheduler has sent; every step agrees on it with the other ranks.
+        recipe: where all of this came from; empty for a run from Python.
     """
 
     def __init__(
         self,
-        step: Step,
-        loader: BatchLoader,
-        plan: BatchPlan,
-        best: BestModel,
-        log: RunLog,
-        checkpoints: Checkpoints,
-        *,
-        total_steps: int,
-        accumulation: int = 1,
-        evaluate_every: int | None = None,
-        save_every: int | None = None,
-        log_every: int = 10,
-        begin: Callable[[Loop], None] = lambda _: None,
+        settings: Trainer,
+        accelerator: Accelerator,
+        model: DualEncoder,
+        pairs: PairDataset,
+        objective: Objective,
+        batching: BatchSelector,
+        evaluator: Evaluator | None,
+        signals: StopSignals,
+        recipe: Mapping[str, Any],
     ) -> None:
-        self.update, self.loader, self.plan, self.best = step, loader, plan, best
-        self.log, self.checkpoints = log, checkpoints
-        self.total_steps, self.accumulation = total_steps, accumulation
-        self.evaluate_every, self.save_every, self.log_every = evaluate_every, save_every, log_every
-        self.meter = Meter(step.device)
+        self.settings, self.accelerator, self.signals, self.recipe = settings, accelerator, signals, recipe
+        self.model, self.pairs, self.objective = model, pairs, objective
+        self.device = torch.device(accelerator.device.type, accelerator.device.index)
+        self.output = Path(settings.output)
+        self.plan = BatchPlan(
+            batching,
+            len(pairs),
+            self.output / "selection",
+            embeddings=settings.selection_embeddings,
+            background=settings.selection_background,
+            seed=settings.seed,
+            device=self.device,
+        )
+        self.total_steps = self._count_steps()
+        self.parameters = trainable_parameters([model, objective])
+        self.optimizer = build_optimizer(
+            [model, objective],
+            settings.optimizer,
+            settings.learning_rate,
+            settings.weight_decay,
+            settings.momentum,
+            settings.betas,
+        )
+        self.schedule = build_schedule(
+            self.optimizer, settings.schedule, self.total_steps, settings.warmup, settings.final_fraction
+        )
+        self.items = ItemEncoder(model, pairs, seed=settings.seed, on_error=settings.on_error)
+        self.loader = BatchLoader(
+            pairs,
+            model.left.prepare,
+            model.right.prepare,
+            seed=settings.seed,
+            num_workers=settings.num_workers,
+            on_error=settings.on_error,
+            pin_memory=self.device.type == "cuda",
+        )
+        card = partial(training_card, pairs, objective, asdict(settings), recipe)
+        self.best = BestModel(
+            model, objective, evaluator, self.output / "model", keep_best=settings.keep_best, card=card
+        )
+        self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
+        self.meter = Meter(self.device)
+        described = {name: part for name, part in recipe.items() if name not in ("trainer", "evaluator")}
+        described["trainer"] = {name: value for name, value in asdict(settings).items() if name not in _FREE}
+        self.checkpoints = Checkpoints(
+            self.output / "checkpoints",
+            settings.keep_checkpoints,
+            fingerprint(described, model, objective, pairs, batching),
+        )
         self.bad: dict[int, str] = {}
         self.steps = self.epoch = self.batch = self.batches_done = 0
-        self.evaluation_due = self.resumed = False
-        self._begin: Callable[[Loop], None] | None = begin
-        self._seconds, self._samples, self._clock, self._rate = 0.0, 0, 0.0, 0.0
+        self.evaluation_due = self.resumed = self.begun = False
+        self._seconds, self._samples, self._rate = 0.0, 0, 0.0
 
-    def run(self) -> None:
-        """Train to the last step, from wherever the loop stands.
+    def run(self, resume: bool) -> dict[str, float]:
+        """Train to the last step, from the start or the latest checkpoint; the metrics of what the model folder holds.
 
         Raises:
-            Stopped: a signal has asked for it; after a checkpoint of the step that was going on.
+            Stopped: a signal has asked for it; after a checkpoint of the step that was under way.
         """
-        self.update.model.train()
-        self.update.objective.train()
+        seed_everything(self.settings.seed, distributed.rank())
+        state = self.checkpoints.load_latest(self.settings.seed) if resume else None
+        if state is not None:
+            self.load_state_dict(state)
+            self.log.say(f"resuming at step {self.steps} of {self.total_steps}")
+        else:
+            if resume:
+                self.log.say(f"{self.checkpoints.folder}: no checkpoint to resume from; starting at step 0")
+            self._evaluate()
+        self.model.train()
+        self.objective.train()
         if self.evaluation_due:
-            self._evaluate_when_due()
+            self._evaluate()
         while self.steps < self.total_steps:
             if self.batch == 0:
                 self._start_epoch()
             self._run_epoch(self.plan.batches(self.epoch))
             if self.steps < self.total_steps:
                 self.epoch, self.batch = self.epoch + 1, 0
-
-    def finish(self) -> dict[str, float]:
-        """Make sure that the model folder holds what it should; returns the metrics of what it holds."""
-        self._begin_once()
-        step = self.best.missing_step()
-        if step is not None:
-            self._save_again(step)
+        self._begin()
+        self._restore_best()
         return self.best.finish(self.steps)
 
     def close(self) -> None:
-        """Finish what runs beside the loop: progress bar, trackers, a selection of batches."""
+        """Finish what runs in the background: progress bar, trackers, a selection of batches."""
         self.plan.close()
         self.log.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the rest of the run depends on; all ranks call it together."""
-        scaler = self.update.accelerator.scaler
+        scaler = self.accelerator.scaler
         return {
             "position": {name: getattr(self, name) for name in _POSITION},
-            "model": self.update.model.state_dict(),
-            "objective": self.update.objective.state_dict(),
-            "optimizer": self.update.optimizer.state_dict(),
-            "schedule": self.update.schedule.state_dict(),
+            **{name: getattr(self, name).state_dict() for name in _STATEFUL},
             "scaler": None if scaler is None else scaler.state_dict(),
-            "plan": self.plan.state_dict(),
-            "best": self.best.state_dict(),
-            "meter": self.meter.state_dict(),
             "bad": self.all_bad(),
         }
 
@@ -116,20 +175,11 @@ class Loop:
         """Take over what `state_dict` returned, whatever the number of processes was then."""
         for name in _POSITION:
             setattr(self, name, state["position"][name])
-        parts: dict[str, Any] = {
-            "model": self.update.model,
-            "objective": self.update.objective,
-            "optimizer": self.update.optimizer,
-            "schedule": self.update.schedule,
-            "plan": self.plan,
-            "best": self.best,
-            "meter": self.meter,
-        }
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        self.update.objective.to(self.update.device)  # a table whose size only the checkpoint knows comes from the CPU
-        if self.update.accelerator.scaler is not None:
-            self.update.accelerator.scaler.load_state_dict(state["scaler"])
+        for name in _STATEFUL:
+            getattr(self, name).load_state_dict(state[name])
+        self.objective.to(self.device)  # a table whose size only the checkpoint knows comes from the CPU
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
         self.bad = dict(state["bad"])
         self.resumed = True
         self.log.restart_at(self.steps)
@@ -138,43 +188,33 @@ class Loop:
         """Reason by pair index of all samples left out so far, on any rank; all ranks call it together."""
         return {index: why for bad in distributed.gather_objects(self.bad) for index, why in bad.items()}
 
-    def evaluate(self) -> None:
-        """Measure the model as it is, and log that."""
-        metrics = self.best.evaluate(self.steps)
-        if metrics:
-            self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
-            primary = self.best.primary
-            self.log.say(f"step {self.steps}: {primary} {metrics[primary]:.4f}")
+    def _count_steps(self) -> int:
+        settings = self.settings
+        if settings.max_steps is not None and settings.epochs is None:
+            return settings.max_steps
+        batches = [self.plan.num_batches(epoch) for epoch in range(settings.epochs or 1)]
+        steps = sum(-(-count // settings.gradient_accumulation) for count in batches)
+        return steps if settings.max_steps is None else min(steps, settings.max_steps)
 
-    def _evaluate_when_due(self) -> None:
-        self.evaluate()
-        self.evaluation_due = False
-
-    def _save_again(self, step: int) -> None:
-        """The model folder is gone: write the weights of a step again, if a checkpoint has them."""
-        state = self.checkpoints.load_step(step)
-        if state is None:
-            self.log.say(f"{self.best.folder} is gone, and no checkpoint has the best weights, those of step {step}")
-            return self.best.forget()
-        model, objective = self.update.model, self.update.objective
-        latest = [{k: v.clone() for k, v in part.state_dict().items()} for part in (model, objective)]
-        model.load_state_dict(state["model"])
-        objective.load_state_dict(state["objective"])
-        self.best.save_best()
-        model.load_state_dict(latest[0])
-        objective.load_state_dict(latest[1])
-        return None
-
-    def _begin_once(self) -> None:
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            begin(self)
+    def _begin(self) -> None:
+        """The first step is done: now the folder is this run's, and what it has to tell is written."""
+        if self.begun:
+            return
+        self.begun = True
+        if self.settings.overwrite and not self.resumed:
+            run_folder.clear(self.output)
+        self.plan.remove_leftovers()
+        self.log.open(self.settings.project, flatten(asdict(self.settings)))
+        run_folder.save_recipe(self.output, self.recipe)
 
     def _start_epoch(self) -> None:
-        to_come = self.accumulation * (self.total_steps - self.steps)
+        def fresh() -> tuple[np.ndarray, np.ndarray]:
+            return fresh_embeddings(self.model, self.loader, self.device, self.accelerator.autocast)
+
+        to_come = self.settings.gradient_accumulation * (self.total_steps - self.steps)
         last = to_come <= self.plan.num_batches(self.epoch)
-        tell_neighbors(self.update.objective, self.loader.builder.pairs, self._fresh_pass)
-        report = self.plan.start_epoch(self.epoch, self.steps, self._fresh_pass, last)
+        tell_neighbors(self.objective, self.pairs, fresh)
+        report = self.plan.start_epoch(self.epoch, self.steps, fresh, last)
         if report:
             self.log.write(self.steps, {f"selection/{name}": value for name, value in report.items()})
             self.log.say(
@@ -182,89 +222,156 @@ class Loop:
                 f"{report['staleness']:.0f} steps old; loss {report['loss']:.3f}, random {report['random_loss']:.3f}"
             )
 
-    def _fresh_pass(self) -> tuple[np.ndarray, np.ndarray]:
-        return fresh_embeddings(self.update, self.loader)
-
     def _run_epoch(self, batches: np.ndarray) -> None:
-        self._clock = time.perf_counter()
+        clock = time.perf_counter()
         stream = self.loader.batches(batches, self.epoch, start=self.batch)
-        for group in _grouped(stream, self.accumulation):
-            self._note_bad(group)
-            self._one_step(group)
-            self._seconds += time.perf_counter() - self._clock
+        for group in _grouped(stream, self.settings.gradient_accumulation):
+            for index, reason in (bad for batch in group for bad in batch.bad):
+                if not self.bad:
+                    self.log.say(f"pair {index} is left out: {reason} (further ones are counted)")
+                self.bad[index] = reason
+            try:
+                values = self._step(group)
+            except DualencError as error:
+                # What the objective stumbles over may be the work of an earlier step; and not every rank comes here.
+                self._fail_if_bad(self.meter.bad_step(all_ranks=False))
+                raise DualencError(f"step {self.steps + 1}: {error}") from error
+            self.steps, self.batch = self.steps + 1, self.batch + len(group)
+            self.batches_done += len(group)
+            self._begin()
+            self.meter.add(self.steps, values)
+            self.log.step()
+            self._seconds += time.perf_counter() - clock
             self._samples += len(group) * batches.shape[1]
             self._between_steps()
-            self._clock = time.perf_counter()
+            clock = time.perf_counter()
             if self.steps == self.total_steps:
                 return
 
-    def _one_step(self, group: list[Batch]) -> None:
-        self.update.objective.set_progress(self.steps / self.total_steps)
-        self._rate = self.update.optimizer.param_groups[0]["lr"]
-        step = self.steps + 1
-        try:
-            values = self.update(
-                group,
-                self.batches_done,
-                lambda i, left, right: self.plan.observe(i, left, right, step),
-                with_metrics=self._logs_at(step),
+    def _step(self, batches: list[Batch]) -> dict[str, Tensor | float]:
+        """One optimizer step with the mean gradient of some global batches, of which these are this rank's parts.
+
+        Returns:
+            Scalars to log: this rank's loss, the objective's metrics at steps that are logged (they cost a look at
+            all similarities), gradient_norm when clipped, items_encoded, so that its mean over ranks is their sum,
+            for objectives that ask for items.
+        """
+        scaler, limit = self.accelerator.scaler, self.settings.max_gradient_norm
+        encoded_before = self.items.num_encoded
+        self._rate = self.optimizer.param_groups[0]["lr"]
+        self.objective.set_progress(self.steps / self.total_steps)
+        outputs: list[ObjectiveOutput] = []
+        for number, batch in enumerate(batches, start=self.batches_done):
+            encoding = self._encoding()
+            left, right = encoding.encode("left", batch.left), encoding.encode("right", batch.right)
+            negatives = None if batch.negatives is None else encoding.encode("right", batch.negatives)
+            output = self.objective(
+                left,
+                right,
+                batch.left_id.to(self.device),
+                batch.right_id.to(self.device),
+                self.items.bind(encoding, number),
+                left_positives=_moved(batch.left_positives, self.device),
+                right_positives=_moved(batch.right_positives, self.device),
+                negatives=negatives,
+                negative_id=_moved(batch.negative_id, self.device),
             )
-        except DualencError as error:
-            # What the objective stumbles over may be the work of an earlier step; and not every rank comes here.
-            self._fail_if_bad(self.meter.bad_step(all_ranks=False))
-            raise DualencError(f"step {step}: {error}") from error
-        self.steps, self.batch = step, self.batch + len(group)
-        self.batches_done += len(group)
-        self._begin_once()
-        self.meter.add(step, values)
-        self.log.step()
+            loss = output.loss / len(batches)
+            encoding.backward(loss if scaler is None else scaler.scale(loss))
+            self.plan.observe(batch.indices, left, right, self.steps + 1)
+            outputs.append(output)
+
+        values: dict[str, Tensor | float] = {}
+        if self._logs_at(self.steps + 1):
+            for name in outputs[0].metrics:
+                values[name] = torch.stack([output.metrics[name] for output in outputs]).mean()
+        values["loss"] = torch.stack([output.loss.detach() for output in outputs]).mean()
+        if self.objective.needs_encode:
+            values["items_encoded"] = float(self.items.num_encoded - encoded_before) * distributed.world_size()
+
+        # Averaged before unscaling: an overflow on one rank is then an overflow on all, and all skip the step.
+        self.signals.agreed = distributed.average_gradients(self.parameters, number=self.signals.noted)
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
+        if limit is not None:
+            values["gradient_norm"] = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
+            scaler.update()
+        with warnings.catch_warnings():  # a step skipped by the scaler still advances the schedule
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
+            self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return values
+
+    def _encoding(self) -> Encoding:
+        common = self.model, self.device, self.accelerator.autocast
+        keep, chunk_size = self.objective.needs_encode, self.settings.chunk_size
+        if chunk_size is None:
+            return PlainEncoding(*common, keep_statistics=keep)
+        return CachedEncoding(*common, chunk_size, keep_statistics=keep)
 
     def _between_steps(self) -> None:
-        last, stop = self.steps == self.total_steps, self.update.signals.agreed
+        """Log, evaluate, save, stop: whatever is due after a step."""
+        settings, last, stop = self.settings, self.steps == self.total_steps, self.signals.agreed
         if self._logs_at(self.steps):
-            self._check_finite()
-            self._write_log()
-        if last or _due(self.steps, self.evaluate_every):
-            self._check_finite()
+            self._fail_if_bad(self.meter.bad_step())
+            values = {**self.meter.average(), "epoch": self.epoch + 1, "learning_rate": self._rate}
+            values["samples_per_second"] = self._samples / max(self._seconds, 1e-9)
+            self._seconds, self._samples = 0.0, 0
+            self.log.write(self.steps, values)
+        if last or _due(self.steps, settings.evaluate_every):
+            self._fail_if_bad(self.meter.bad_step())
             self.evaluation_due = True
             if not stop:  # who is asked to stop has little time: the resumed run evaluates
-                self._evaluate_when_due()
-                stop = self.update.signals.agree(self.update.device)
-        if self.save_every is not None and (last or stop or _due(self.steps, self.save_every)):
-            self._check_finite()
+                self._evaluate()
+                stop = self.signals.agree(self.device)
+        if settings.save_every is not None and (last or stop or _due(self.steps, settings.save_every)):
+            self._fail_if_bad(self.meter.bad_step())
             self.checkpoints.save(self.steps, self.state_dict())
         if stop:
             saved = f"its checkpoint is in {self.checkpoints.folder}; go on with --resume"
-            if self.save_every is None:
+            if settings.save_every is None:
                 saved = "nothing is saved, as save_every is null"
             self.log.say(f"stopped by {signal.Signals(stop).name} after step {self.steps}: {saved}")
             raise Stopped(stop)
 
     def _logs_at(self, step: int) -> bool:
-        return step == self.total_steps or step % self.log_every == 0
+        return step == self.total_steps or step % self.settings.log_every == 0
 
-    def _write_log(self) -> None:
-        values = self.meter.average()
-        values["epoch"] = self.epoch + 1
-        values["learning_rate"] = self._rate
-        values["samples_per_second"] = self._samples / max(self._seconds, 1e-9)
-        self._seconds, self._samples = 0.0, 0
-        self.log.write(self.steps, values)
+    def _evaluate(self) -> None:
+        """Measure the model as it is, and log that."""
+        metrics = self.best.evaluate(self.steps)
+        if metrics:
+            self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
+            self.log.say(f"step {self.steps}: {self.best.primary} {metrics[self.best.primary]:.4f}")
+        self.evaluation_due = False
 
-    def _note_bad(self, group: list[Batch]) -> None:
-        for index, reason in (bad for batch in group for bad in batch.bad):
-            if not self.bad:
-                self.log.say(f"pair {index} is left out: {reason} (further ones are counted)")
-            self.bad[index] = reason
-
-    def _check_finite(self) -> None:
-        self._fail_if_bad(self.meter.bad_step())
+    def _restore_best(self) -> None:
+        """If the model folder with the best weights is gone, write it again from a checkpoint that has them."""
+        step = self.best.missing_step()
+        if step is None:
+            return
+        state = self.checkpoints.load_step(step)
+        if state is None:
+            self.log.say(f"{self.best.folder} is gone, and no checkpoint has the best weights, those of step {step}")
+            self.best.forget()
+            return
+        parts = (("model", self.model), ("objective", self.objective))
+        latest = {name: {key: value.clone() for key, value in part.state_dict().items()} for name, part in parts}
+        for name, part in parts:
+            part.load_state_dict(state[name])
+        self.best.save_best()
+        for name, part in parts:
+            part.load_state_dict(latest[name])
 
     def _fail_if_bad(self, step: int | None) -> None:
         if step is None:
             return
-        rate = self.update.optimizer.param_groups[0]["initial_lr"]
-        kept = [] if self._begin else self.checkpoints.complete()  # not those of the run that this one replaces
+        rate = self.optimizer.param_groups[0]["initial_lr"]
+        kept = self.checkpoints.complete() if self.begun else []  # not those of the run that this one replaces
         raise DualencError(
             f"step {step}: the loss is not finite; lower learning_rate (now {rate:g}), lengthen warmup, set "
             f"max_gradient_norm, or use mixed_precision=no; "
@@ -272,11 +379,12 @@ class Loop:
         )
 
 
-_POSITION = ("steps", "epoch", "batch", "batches_done", "evaluation_due")
-
-
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
+
+
+def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device, non_blocking=True)
 
 
 def _grouped(stream: Iterable[Batch], size: int) -> Iterator[list[Batch]]:

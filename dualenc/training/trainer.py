@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,25 +30,20 @@ from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.objectives.base import Objective
 from dualenc.training import checkpoint as run_folder
-from dualenc.training import trainer as process
-from dualenc.training.checkpoint import Checkpoints, fingerprint, flatten, seed_everything
 from dualenc.training.encoding import uses_batch_statistics
-from dualenc.training.evaluators import BestModel, Evaluator
-from dualenc.training.loader import SIDES, BatchLoader, ItemEncoder, killed_worker_told
-from dualenc.training.log import RunLog, TrainingCard
+from dualenc.training.evaluators import Evaluator
+from dualenc.training.loader import SIDES, killed_worker_told
 from dualenc.training.loop import Loop
-from dualenc.training.optim import (
-    OptimizerName,
-    ScheduleName,
-    build_optimizer,
-    build_schedule,
-    check_optimizer,
-    check_schedule,
-)
-from dualenc.training.selection import BatchPlan, EmbeddingSource
+from dualenc.training.optim import check_optimizer, check_schedule
+from dualenc.training.selection import EmbeddingSource
 from dualenc.training.signals import StopSignals
-from dualenc.training.step import Step
 from dualenc.types import OnError
+
+MixedPrecision = Literal["no", "bf16", "fp16"]
+
+MOST_EPOCHS = 1_000_000
+"""More would never end; their batches are counted before the training starts."""
+MOST_WORKERS = 1024
 
 
 class TrainingResult(NamedTuple):
@@ -73,130 +68,6 @@ class TrainingResult(NamedTuple):
     skipped: int
 
 
-MixedPrecision = Literal["no", "bf16", "fp16"]
-
-
-def start(
-    mixed_precision: MixedPrecision, trackers: Sequence[str], folder: Path, timeout_minutes: float = 10.0
-) -> Accelerator:
-    """The accelerator of one training run; several runs may follow one another in a process.
-
-    Args:
-        mixed_precision: "no", "bf16" or "fp16".
-        trackers: names of accelerate's trackers, such as "tensorboard" or "wandb".
-        folder: of the run; trackers that write files write them to `trackers` in it.
-        timeout_minutes: how long one process waits for another; counts where the processes meet for the first time.
-
-    Raises:
-        DualencError: the device has no such precision, a tracker's package is not installed, or not all processes
-            have come.
-    """
-    if mixed_precision not in ("no", "bf16", "fp16"):
-        raise DualencError(f"mixed_precision is {mixed_precision!r}; choose no, bf16 or fp16")
-    available = [str(tracker) for tracker in get_available_trackers()]
-    for tracker in trackers:
-        if tracker not in available:
-            raise DualencError(f"tracker {tracker!r} is not installed or unknown; install it (pip install {tracker})")
-    # cuBLAS reads this once, before its first product; only deterministic algorithms make use of it.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed_precision:
-        AcceleratorState._reset_state()  # the processes stay as they are; only the precision changes
-    try:
-        with distributed.lost_process_told():
-            accelerator = Accelerator(
-                mixed_precision=mixed_precision,
-                cpu=not torch.accelerator.is_available(),
-                log_with=list(trackers) or None,
-                project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "trackers")),
-                kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=timeout_minutes))],
-            )
-    except DualencError:
-        raise
-    except (ValueError, RuntimeError) as error:
-        raise DualencError(f"mixed_precision={mixed_precision}: {error}") from error
-    if mixed_precision == "fp16" and accelerator.scaler is None:
-        raise DualencError(f"mixed_precision=fp16 does not work on {accelerator.device.type}; use bf16 or no")
-    _warn_if_alone()
-    return accelerator
-
-
-def place(model: DualEncoder, device: torch.device, chunk_size: int | None) -> DualEncoder:
-    """Move a model to its device, give every rank the main process's weights, and settle BatchNorm.
-
-    With several processes BatchNorm takes its statistics over the global batch: by `SyncBatchNorm` on GPUs, by
-    `synchronise_statistics` elsewhere; except with gradient caching, where they are those of a chunk.
-    """
-    if uses_batch_statistics(model):
-        if chunk_size is not None:
-            message = f"BatchNorm with chunk_size takes its statistics over {chunk_size} items, not over the batch"
-            warnings.warn(message, stacklevel=2)
-        elif distributed.world_size() > 1 and device.type == "cuda":
-            model = synchronised(model)
-        elif distributed.world_size() > 1:
-            synchronise_statistics(model)
-    model.to(device)
-    if distributed.world_size() > 1 and distributed.is_main() and has_dropout(model):
-        warnings.warn(
-            "each process draws dropout for its own part of a batch: the run is not the one of another number of "
-            "processes; set dropout to 0 for that",
-            stacklevel=2,
-        )
-    if distributed.world_size() > 1:
-        for tensor in model.state_dict().values():
-            tensor.copy_(distributed.broadcast_object(tensor.cpu()))
-    return model
-
-
-def has_dropout(model: DualEncoder) -> bool:
-    """Whether a layer drops values, or whole samples (stochastic depth), in training."""
-    return any(
-        (isinstance(module, _DropoutNd) and module.p > 0) or float(getattr(module, "drop_prob", None) or 0) > 0
-        for module in model.modules()
-    )
-
-
-def synchronised(model: DualEncoder) -> DualEncoder:
-    """The model with `SyncBatchNorm` for every BatchNorm."""
-    from timm.layers import convert_sync_batchnorm  # torch's own would lose the activation inside timm's layers
-
-    converted: DualEncoder = convert_sync_batchnorm(model)
-    return converted
-
-
-@contextmanager
-def deterministic_algorithms(enabled: bool, device: torch.device) -> Iterator[None]:
-    """Same seed, same run on a GPU too, where some default kernels add numbers up in no fixed order."""
-    if not (enabled and device.type == "cuda"):
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
-
-
-def _warn_if_alone() -> None:
-    """`accelerate launch --cpu --num_processes N` starts one process unless it is given MPI; say so."""
-    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
-    if asked and distributed.world_size() == 1 and "RANK" not in os.environ:
-        warnings.warn(
-            "accelerate launch --cpu has started a single process; for several on CPU set ACCELERATE_USE_CPU=true "
-            "and launch with --multi_gpu --num_processes N",
-            stacklevel=2,
-        )
-
-
-MOST_EPOCHS = 1_000_000
-"""More would never end; their batches are counted before the training starts."""
-
-
-MOST_WORKERS = 1024
-
-
 @dataclass(kw_only=True)
 class Trainer:
     """Trains any dual encoder with any objective, on one process or many.
@@ -206,8 +77,8 @@ class Trainer:
     N processes train the model that one process trains with the same global batches, up to rounding: gradients,
     the objective's state, batches, augmentation and BatchNorm's statistics are functions of the global batch, on
     GPUs and CPUs. Three things are not: dropout (stochastic depth too), which each process draws for its own part
-    of a batch; BatchNorm with chunk_size, over chunks; and, in models with BatchNorm, the gradient of items beside
-    the batch through the batch's statistics, which reaches the own part of it only.
+    of a batch; BatchNorm with chunk_size, over chunks; and, in models with BatchNorm, the gradient of out-of-batch
+    items through the batch's statistics, which reaches the own part of it only.
 
     SIGTERM and SIGUSR1 (what schedulers send) end the run after the step that is going on, or the evaluation, with
     a checkpoint; resuming gives the model of an unbroken run, bit for bit.
@@ -218,12 +89,12 @@ class Trainer:
         epochs: passes over the data; 1 when max_steps is not given either.
         max_steps: optimizer steps at which to stop, whatever the epochs.
         learning_rate: peak learning rate.
-        optimizer: "adamw", "sgd" or "lars".
+        optimizer: "adamw", "sgd", "lars", or another of `timm.optim.list_optimizers()`, such as "lion" and "muon".
         weight_decay: of weights with two or more dimensions.
-        momentum: of "sgd" and "lars".
-        betas: of "adamw".
+        momentum: of optimizers that have one: "sgd", "lars", "muon".
+        betas: of optimizers that have two: "adamw", "lion".
         warmup: steps of linear warm-up, or their share of all steps when it is a fraction below 1.
-        schedule: "cosine", "linear" or "constant" after the warm-up.
+        schedule: "cosine", "linear", "constant", "inverse_sqrt" or "warmup_stable_decay", after the warm-up.
         final_fraction: learning rate at the end as a share of the peak.
         max_gradient_norm: gradients are scaled down to this norm; null leaves them.
         mixed_precision: "no", "bf16" or "fp16".
@@ -257,15 +128,15 @@ class Trainer:
     epochs: int | None = None
     max_steps: int | None = None
     learning_rate: float = 1e-4
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
     weight_decay: float = 0.01
     momentum: float = 0.9
     betas: tuple[float, float] = (0.9, 0.999)
     warmup: int | float = 0.1
-    schedule: ScheduleName = "cosine"
+    schedule: str = "cosine"
     final_fraction: float = 0.0
     max_gradient_norm: float | None = 1.0
-    mixed_precision: process.MixedPrecision = "no"
+    mixed_precision: MixedPrecision = "no"
     gradient_accumulation: int = 1
     chunk_size: int | None = None
     evaluate_every: int | None = None
@@ -325,7 +196,7 @@ class Trainer:
             objective: the loss; its learnable parameters are trained too.
             batching: who meets whom; by default random batches.
             evaluator: measures the model before, during and after training.
-            resume: go on, exactly, from the latest checkpoint in `output`; from the start if there is none.
+            resume: continue, exactly, from the latest checkpoint in `output`; from the start if there is none.
             recipe: where all of this came from, for the model card and to recognise checkpoints of other recipes.
 
         Until the first step is done nothing is written, and a run that is to be overwritten stays.
@@ -340,195 +211,173 @@ class Trainer:
         if self.batch_size > len(pairs):
             raise DualencError(f"batch_size is {self.batch_size} but there are {len(pairs)} pairs; make it smaller")
         batching = batching or RandomBatches(len(pairs), self.batch_size, seed=self.seed)
-        _check_equal("batch_size", self.batch_size, batching.batch_size, "the trainer", "batching")
-        _check_equal("num_pairs", len(pairs), batching.num_pairs, "the data", "batching")
-        if (remedy := objective.needs_uniform_batches) and not batching.uniform:
-            raise DualencError(
-                f"{type(batching).__name__} chooses who meets whom, but {type(objective).__name__} as set assumes "
-                f"random batches; give it {remedy}, or leave batching out"
-            )
-        _check_modalities(model, pairs, evaluator)
-        _check_primary(evaluator)
-        accelerator = process.start(self.mixed_precision, self._trackers(), Path(self.output), self.timeout_minutes)
+        self._check_parts(model, pairs, objective, batching, evaluator)
+        trackers = [name.strip() for name in (self.tracker or "").split(",") if name.strip()]
+        accelerator = start_accelerator(self.mixed_precision, trackers, Path(self.output), self.timeout_minutes)
+        device = accelerator.device
         with (
             StopSignals() as signals,
             run_folder.claimed(self.output, resume=resume, overwrite=self.overwrite),
-            process.deterministic_algorithms(self.deterministic, accelerator.device),
+            deterministic_algorithms(self.deterministic, device),
             killed_worker_told(self.num_workers),
         ):
-            loop = self._assemble(accelerator, model, pairs, objective, batching, evaluator, recipe or {}, signals)
+            model = place(model, device, self.chunk_size)
+            if pairs.negatives is not None and self.chunk_size is None and waits_for_others(model):
+                raise DualencError(
+                    "mined negatives do not go with BatchNorm on several processes, some of which may have none of "
+                    "them; use one process, or set chunk_size"
+                )
+            sides = ((pairs.left_id, pairs.num_left), (pairs.right_id, pairs.num_right))
+            counts = [torch.from_numpy(np.bincount(ids, minlength=total)).to(device) for ids, total in sides]
+            objective.to(device).set_counts(*counts)
+            loop = Loop(self, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {})
             try:
-                if not self._start_or_resume(loop, resume):
-                    loop.evaluate()
-                loop.run()
-                metrics = loop.finish()
+                metrics = loop.run(resume)
             finally:
                 loop.close()
-        last = run_folder.last_logged(self.output, "loss")
+        loss = run_folder.last_logged(self.output, "loss")
         seconds = time.perf_counter() - start
         skipped = len(loop.all_bad())
-        return TrainingResult(loop.best.folder, loop.steps, last, loop.best.before, metrics, seconds, skipped)
+        return TrainingResult(loop.best.folder, loop.steps, loss, loop.best.before, metrics, seconds, skipped)
 
-    def _assemble(
+    def _check_parts(
         self,
-        accelerator: Accelerator,
         model: DualEncoder,
         pairs: PairDataset,
         objective: Objective,
         batching: BatchSelector,
         evaluator: Evaluator | None,
-        recipe: Mapping[str, Any],
-        signals: StopSignals,
-    ) -> Loop:
-        device, output = accelerator.device, Path(self.output)
-        model = process.place(model, device, self.chunk_size)
-        if pairs.negatives is not None and self.chunk_size is None and waits_for_others(model):
+    ) -> None:
+        """Refuse parts that do not fit one another, before any work."""
+        for name, ours, theirs, we in (
+            ("batch_size", self.batch_size, batching.batch_size, "the trainer"),
+            ("num_pairs", len(pairs), batching.num_pairs, "the data"),
+        ):
+            if ours != theirs:
+                raise DualencError(f"{name} is {ours} for {we} but {theirs} for batching; give both the same")
+        if (remedy := objective.needs_uniform_batches) and not batching.uniform:
             raise DualencError(
-                "mined negatives do not go with BatchNorm on several processes, some of which may have none of them; "
-                "use one process, or set chunk_size"
+                f"{type(batching).__name__} chooses who meets whom, but {type(objective).__name__} as set assumes "
+                f"random batches; give it {remedy}, or leave batching out"
             )
-        objective.to(device).set_counts(*(_counts(pairs, side).to(device) for side in ("left", "right")))
-        plan = self._plan(batching, len(pairs), device)
-        total_steps = self._total_steps(plan)
-        parts = {name: section for name, section in recipe.items() if name not in ("trainer", "evaluator")}
-        described = {**parts, "trainer": self._decisive_settings()}
-        return Loop(
-            self._step(accelerator, model, pairs, objective, total_steps, signals),
-            self._loader(model, pairs, device),
-            plan,
-            BestModel(
-                model,
-                output / "model",
-                evaluator,
-                keep_best=self.keep_best,
-                card=TrainingCard(pairs, objective, asdict(self), recipe),
-                temperature=lambda: float(objective.temperature.detach()),
-            ),
-            RunLog(output / "metrics.jsonl", accelerator, total_steps, self.progress),
-            Checkpoints(
-                output / "checkpoints",
-                self.keep_checkpoints,
-                fingerprint(described, model, objective, pairs, batching),
-            ),
-            total_steps=total_steps,
-            accumulation=self.gradient_accumulation,
-            evaluate_every=self.evaluate_every,
-            save_every=self.save_every,
-            log_every=self.log_every,
-            begin=lambda loop: self._begin(loop, recipe),
+        trained = {"left": pairs.left_modality, "right": pairs.right_modality}
+        for what, given in (("the pairs", trained), ("the evaluator", getattr(evaluator, "modalities", {}))):
+            for side in SIDES:
+                theirs_is, ours_is = given.get(side), model.tower(side).modality
+                if theirs_is is not None and theirs_is != ours_is:
+                    raise DualencError(
+                        f"the {side} side of {what} is {theirs_is}, but that of the model encodes {ours_is}; choose a "
+                        f"model for {theirs_is} or other data"
+                    )
+        names = getattr(evaluator, "metric_names", ())
+        if evaluator is not None and names and evaluator.primary not in names:
+            raise DualencError(
+                f"evaluator.primary is {evaluator.primary!r}{nearest(evaluator.primary, names)}; choose one of "
+                f"{', '.join(names)}"
+            )
+
+
+def start_accelerator(
+    mixed_precision: MixedPrecision, trackers: Sequence[str], folder: Path, timeout_minutes: float = 10.0
+) -> Accelerator:
+    """The accelerator of one training run; several runs may follow one another in a process.
+
+    Args:
+        mixed_precision: "no", "bf16" or "fp16".
+        trackers: names of accelerate's trackers, such as "tensorboard" or "wandb".
+        folder: of the run; trackers that write files write them to `trackers` in it.
+        timeout_minutes: how long one process waits for another; counts where the processes meet for the first time.
+
+    Raises:
+        DualencError: the device has no such precision, a tracker's package is not installed, or not all processes
+            have come.
+    """
+    if mixed_precision not in ("no", "bf16", "fp16"):
+        raise DualencError(f"mixed_precision is {mixed_precision!r}; choose no, bf16 or fp16")
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for tracker in trackers:
+        if tracker not in available:
+            raise DualencError(f"tracker {tracker!r} is not installed or unknown; install it (pip install {tracker})")
+    # cuBLAS reads this once, before its first product; only deterministic algorithms make use of it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed_precision:
+        AcceleratorState._reset_state()  # the processes stay as they are; only the precision changes
+    try:
+        with distributed.lost_process_told():
+            accelerator = Accelerator(
+                mixed_precision=mixed_precision,
+                cpu=not torch.accelerator.is_available(),
+                log_with=list(trackers) or None,
+                project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "trackers")),
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=timeout_minutes))],
+            )
+    except DualencError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise DualencError(f"mixed_precision={mixed_precision}: {error}") from error
+    if mixed_precision == "fp16" and accelerator.scaler is None:
+        raise DualencError(f"mixed_precision=fp16 does not work on {accelerator.device.type}; use bf16 or no")
+    # `accelerate launch --cpu --num_processes N` starts one process unless it is given MPI.
+    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
+    if asked and distributed.world_size() == 1 and "RANK" not in os.environ:
+        warnings.warn(
+            "accelerate launch --cpu has started a single process; for several on CPU set ACCELERATE_USE_CPU=true "
+            "and launch with --multi_gpu --num_processes N",
+            stacklevel=2,
         )
+    return accelerator
 
-    def _step(
-        self,
-        accelerator: Accelerator,
-        model: DualEncoder,
-        pairs: PairDataset,
-        objective: Objective,
-        total_steps: int,
-        signals: StopSignals,
-    ) -> Step:
-        optimizer = build_optimizer(
-            [model, objective], self.optimizer, self.learning_rate, self.weight_decay, self.momentum, self.betas
+
+def place(model: DualEncoder, device: torch.device, chunk_size: int | None) -> DualEncoder:
+    """Move a model to its device, give every rank the main process's weights, and settle BatchNorm.
+
+    With several processes BatchNorm takes its statistics over the global batch: by `SyncBatchNorm` on GPUs, by
+    `synchronise_statistics` elsewhere; except with gradient caching, where they are those of a chunk.
+    """
+    if uses_batch_statistics(model):
+        if chunk_size is not None:
+            message = f"BatchNorm with chunk_size takes its statistics over {chunk_size} items, not over the batch"
+            warnings.warn(message, stacklevel=2)
+        elif distributed.world_size() > 1 and device.type == "cuda":
+            model = synchronised(model)
+        elif distributed.world_size() > 1:
+            synchronise_statistics(model)
+    model.to(device)
+    dropout = any(  # values, or whole samples (stochastic depth)
+        (isinstance(module, _DropoutNd) and module.p > 0) or float(getattr(module, "drop_prob", None) or 0) > 0
+        for module in model.modules()
+    )
+    if dropout and distributed.world_size() > 1 and distributed.is_main():
+        warnings.warn(
+            "each process draws dropout for its own part of a batch: the run is not the one of another number of "
+            "processes; set dropout to 0 for that",
+            stacklevel=2,
         )
-        schedule = build_schedule(optimizer, self.schedule, total_steps, self.warmup, self.final_fraction)
-        items = ItemEncoder(model, pairs, seed=self.seed, on_error=self.on_error)
-        return Step(
-            model,
-            objective,
-            optimizer,
-            schedule,
-            items,
-            accelerator,
-            chunk_size=self.chunk_size,
-            max_gradient_norm=self.max_gradient_norm,
-            signals=signals,
-        )
-
-    def _loader(self, model: DualEncoder, pairs: PairDataset, device: torch.device) -> BatchLoader:
-        return BatchLoader(
-            pairs,
-            model.left.prepare,
-            model.right.prepare,
-            seed=self.seed,
-            num_workers=self.num_workers,
-            on_error=self.on_error,
-            pin_memory=device.type == "cuda",
-        )
-
-    def _plan(self, batching: BatchSelector, num_pairs: int, device: torch.device) -> BatchPlan:
-        return BatchPlan(
-            batching,
-            num_pairs,
-            Path(self.output) / "selection",
-            embeddings=self.selection_embeddings,
-            background=self.selection_background,
-            seed=self.seed,
-            device=device,
-        )
-
-    def _total_steps(self, plan: BatchPlan) -> int:
-        if self.max_steps is not None and self.epochs is None:
-            return self.max_steps
-        batches = [plan.num_batches(epoch) for epoch in range(self.epochs or 1)]
-        steps = sum(-(-count // self.gradient_accumulation) for count in batches)
-        return steps if self.max_steps is None else min(steps, self.max_steps)
-
-    def _decisive_settings(self) -> dict[str, Any]:
-        """The settings that the weights depend on."""
-        free = ("output", "num_workers", "save_every", "keep_checkpoints", "log_every", "tracker", "project")
-        return {k: v for k, v in asdict(self).items() if k not in (*free, "timeout_minutes", "overwrite", "progress")}
-
-    def _trackers(self) -> list[str]:
-        return [name.strip() for name in (self.tracker or "").split(",") if name.strip()]
-
-    def _start_or_resume(self, loop: Loop, resume: bool) -> bool:
-        """Seed the generators, or put everything back to the latest checkpoint; whether there was one."""
-        seed_everything(self.seed, distributed.rank())
-        state = loop.checkpoints.load_latest(self.seed) if resume else None
-        if state is not None:
-            loop.load_state_dict(state)
-            loop.log.say(f"resuming at step {loop.steps} of {loop.total_steps}")
-            return True
-        if resume:
-            loop.log.say(f"{loop.checkpoints.folder}: no checkpoint to resume from; starting at step 0")
-        return False
-
-    def _begin(self, loop: Loop, recipe: Mapping[str, Any]) -> None:
-        """The first step is done: now the folder is this run's, and what it has to tell is written."""
-        if self.overwrite and not loop.resumed:
-            run_folder.clear(self.output)
-        loop.plan.remove_leftovers()
-        loop.log.open(self.project, flatten(asdict(self)))
-        run_folder.save_recipe(self.output, recipe)
+    if distributed.world_size() > 1:
+        for tensor in model.state_dict().values():
+            tensor.copy_(distributed.broadcast_object(tensor.cpu()))
+    return model
 
 
-def _check_equal(name: str, ours: int, theirs: int, we: str, they: str) -> None:
-    if ours != theirs:
-        raise DualencError(f"{name} is {ours} for {we} but {theirs} for {they}; give both the same")
+def synchronised(model: DualEncoder) -> DualEncoder:
+    """The model with `SyncBatchNorm` for every BatchNorm."""
+    from timm.layers import convert_sync_batchnorm  # torch's own would lose the activation inside timm's layers
+
+    converted: DualEncoder = convert_sync_batchnorm(model)
+    return converted
 
 
-def _check_modalities(model: DualEncoder, pairs: PairDataset, evaluator: Evaluator | None) -> None:
-    trained = {"left": pairs.left_modality, "right": pairs.right_modality}
-    for what, given in (("the pairs", trained), ("the evaluator", getattr(evaluator, "modalities", {}))):
-        for side in SIDES:
-            theirs, ours = given.get(side), model.tower(side).modality
-            if theirs is not None and theirs != ours:
-                raise DualencError(
-                    f"the {side} side of {what} is {theirs}, but that of the model encodes {ours}; choose a model for "
-                    f"{theirs} or other data"
-                )
-
-
-def _check_primary(evaluator: Evaluator | None) -> None:
-    names = getattr(evaluator, "metric_names", ())
-    if evaluator is not None and names and evaluator.primary not in names:
-        raise DualencError(
-            f"evaluator.primary is {evaluator.primary!r}{nearest(evaluator.primary, names)}; choose one of "
-            f"{', '.join(names)}"
-        )
-
-
-def _counts(pairs: PairDataset, side: str) -> torch.Tensor:
-    """How many pairs each item of a side is in."""
-    ids, total = (pairs.left_id, pairs.num_left) if side == "left" else (pairs.right_id, pairs.num_right)
-    return torch.from_numpy(np.bincount(ids, minlength=total))
+@contextmanager
+def deterministic_algorithms(enabled: bool, device: torch.device) -> Iterator[None]:
+    """Same seed, same run on a GPU too, where some default kernels add numbers up in no fixed order."""
+    if not (enabled and device.type == "cuda"):
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]

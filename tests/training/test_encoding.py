@@ -22,7 +22,7 @@ def test_an_item_beside_the_batch_is_normalised_as_the_batch_was(way, side):
     encoding = WAYS[way](model, CPU)
     batch = rows(12, seed=0)
     embeddings = encoding.encode(side, batch)
-    again = encoding.encode(side, {"rows": batch["rows"][3:5]}, beside=True)
+    again = encoding.encode(side, {"rows": batch["rows"][3:5]}, out_of_batch=True)
     torch.testing.assert_close(again, embeddings[3:5])
 
 
@@ -32,7 +32,7 @@ def test_items_beside_the_batch_do_not_move_the_running_statistics(way):
     encoding = WAYS[way](model, CPU)
     encoding.encode("left", rows(12, seed=0))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    encoding.encode("left", rows(5, seed=1), beside=True)
+    encoding.encode("left", rows(5, seed=1), out_of_batch=True)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -41,7 +41,7 @@ def gradients_beside(way, batch, others):
     model = TinyEncoder(batchnorm=True).train()
     encoding = WAYS[way](model, CPU)
     encoding.encode("left", batch)
-    encoding.backward(encoding.encode("left", others, beside=True)[:, 0].sum())
+    encoding.backward(encoding.encode("left", others, out_of_batch=True)[:, 0].sum())
     return {name: parameter.grad for name, parameter in model.left.named_parameters()}
 
 
@@ -52,7 +52,7 @@ def gradients_of_both(batch, others, again):
     loss = encoding.encode("left", batch)[:, 1].sum()
 
     def encode_beside():
-        return encoding.encode("left", others, beside=True)
+        return encoding.encode("left", others, out_of_batch=True)
 
     beside = checkpoint(encode_beside, use_reentrant=False) if again else encode_beside()
     encoding.backward(loss + beside[:, 0].sum())
@@ -91,4 +91,4 @@ def test_the_gradient_goes_through_the_statistics_into_the_batch_where_that_has_
 @pytest.mark.parametrize("way", WAYS)
 def test_no_item_is_no_row(way):
     encoding = WAYS[way](TinyEncoder(batchnorm=True).train(), CPU)
-    assert encoding.encode("left", {}, beside=True).shape == (0, 5)
+    assert encoding.encode("left", {}, out_of_batch=True).shape == (0, 5)

@@ -49,9 +49,9 @@ def test_the_gradient_is_that_of_the_plain_step(inputs, chunk_size, shared):
 class ChunkedGraph(PlainEncoding):
     """The slow way to the same thing: every chunk with its graph, all of them kept."""
 
-    def encode(self, side, inputs, beside=False):
+    def encode(self, side, inputs, out_of_batch=False):
         parts = inputs["rows"].split(4)
-        return torch.cat([super(ChunkedGraph, self).encode(side, {"rows": part}, beside) for part in parts])
+        return torch.cat([super(ChunkedGraph, self).encode(side, {"rows": part}, out_of_batch) for part in parts])
 
 
 def test_dropout_is_replayed(inputs):
@@ -74,7 +74,7 @@ def test_items_asked_for_by_id_get_their_gradient_too(inputs):
     items = ItemEncoder(model, pairs)
 
     def extra(encoding):
-        return items.bind(encoding, step=7)("right", torch.arange(BATCH, BATCH + 5))
+        return items.bind(encoding, 7)("right", torch.arange(BATCH, BATCH + 5))
 
     plain = run(PlainEncoding(model, CPU), model, inputs, extra=extra)[1]
     cached = run(CachedEncoding(model, CPU, chunk_size=2), model, inputs, extra=extra)[1]

@@ -1,14 +1,16 @@
-"""Batches: this rank's slice, the same whatever the number of workers, startable anywhere."""
+"""Batches: this rank's slice, the same whatever the number of workers; items by id; the seeds of both."""
 
 import numpy as np
 import pytest
 import torch
 
 from dualenc import distributed
-from dualenc.errors import BadSample
-from dualenc.training.loader import BatchLoader, augmentation_seeds, derive_seed
-from tests.training.fakes import NumbersPrepare, tiny_pairs
+from dualenc.errors import BadSample, DualencError
+from dualenc.training.encoding import PlainEncoding
+from dualenc.training.loader import BatchLoader, ItemEncoder, augmentation_seeds, derive_seed
+from tests.training.fakes import NumbersPrepare, TinyEncoder, tiny_pairs
 
+CPU = torch.device("cpu")
 PLAN = np.random.default_rng(0).permutation(24).reshape(4, 6)
 
 
@@ -56,10 +58,6 @@ def test_augmentation_depends_on_seed_epoch_pair_and_side_alone():
         assert not torch.equal(first.left["rows"], next(other).left["rows"])
     left, right = (augmentation_seeds(3, 1, range(100), side) for side in ("left", "right"))
     assert len({*left, *right}) == 200
-
-
-def test_streams_of_seeds_differ():
-    assert derive_seed("batch", 1, 2, 3) != derive_seed("item", 1, 2, 3)
 
 
 def test_evaluation_is_without_augmentation():
@@ -123,3 +121,86 @@ def test_making_batches_leaves_the_global_generators_alone():
     before = torch.get_rng_state()
     list(make_loader(num_workers=1).batches(PLAN))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_seeds_are_pure_fit_a_generator_and_do_not_collide():
+    grid = [(s, e, i, v) for s in range(4) for e in range(10) for i in range(500) for v in (0, 1)]
+    seeds = [derive_seed("batch", *cell) for cell in grid]
+    assert seeds == [derive_seed("batch", *cell) for cell in grid]
+    assert len(set(seeds)) == len(grid)
+    torch.Generator().manual_seed(max(seeds))
+    # Every bit is a fair coin, and neighbours in any coordinate differ in half of the bits.
+    bits = (np.array(seeds)[:, None] >> np.arange(63)) & 1
+    assert np.abs(bits.mean(0) - 0.5).max() < 5 * 0.5 / np.sqrt(len(grid))
+    cube = bits.reshape(4, 10, 500, 2, 63)
+    for axis in range(4):
+        assert abs(np.abs(np.diff(cube, axis=axis)).mean() - 0.5) < 0.005
+
+
+def test_streams_and_sides_are_told_apart():
+    streams, sides = ("batch", "item"), ("left", "right")
+    seeds = [augmentation_seeds(1, 2, [3], side, stream)[0] for stream in streams for side in sides]
+    assert len({*seeds, derive_seed("rank", 1, 2, 3, 0)}) == 5
+
+
+def make_items(model=None, pairs=None, **arguments):
+    model = model or TinyEncoder().train()
+    items = ItemEncoder(model, pairs or tiny_pairs(), **arguments)
+    return items, lambda step=0: items.bind(PlainEncoding(model, CPU), step)
+
+
+def test_order_and_repetition_of_ids_are_kept():
+    items, bind = make_items()
+    encode = bind()
+    rows = encode("right", torch.tensor([5, 2, 5]))
+    assert torch.allclose(rows[0], rows[2])
+    assert torch.allclose(rows[1:2], encode("right", torch.tensor([2])))
+    assert items.num_encoded == 4
+
+
+def test_augmentation_depends_on_seed_step_id_and_side():
+    _, bind = make_items(model=TinyEncoder(shared=True), seed=1)
+    ids = torch.tensor([3])
+    assert torch.equal(bind(4)("left", ids), bind(4)("left", ids))
+    assert not torch.allclose(bind(4)("left", ids), bind(5)("left", ids))
+    _, other = make_items(model=TinyEncoder(shared=True), seed=2)
+    assert not torch.allclose(bind(4)("left", ids), other(4)("left", ids))
+
+
+def test_gradient_follows_the_callers_wish():
+    _, bind = make_items()
+    assert bind()("left", torch.tensor([1])).requires_grad
+    with torch.no_grad():
+        assert not bind()("left", torch.tensor([1])).requires_grad
+
+
+def test_batchnorm_neither_moves_nor_looks_at_the_others():
+    model = TinyEncoder(batchnorm=True).train()
+    _, bind = make_items(model=model)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    alone, together = bind()("left", torch.tensor([4])), bind()("left", torch.tensor([4, 9, 11]))
+    assert torch.allclose(alone[0], together[0])
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    assert model.left.layers[1].training
+
+
+def test_no_id_gives_no_row():
+    _, bind = make_items()
+    assert bind()("left", torch.zeros(0, dtype=torch.int64)).shape == (0, 5)
+
+
+def test_broken_items_become_zero_and_are_counted_or_raise():
+    items, bind = make_items(pairs=tiny_pairs(bad=(3, 8)))
+    rows = bind()("left", torch.tensor([2, 3, 4]))
+    assert rows.norm(dim=1).tolist() == pytest.approx([1, 0, 1])
+    assert list(items.bad) == [("left", 3)]
+    assert bind()("left", torch.tensor([3, 8])).tolist() == [[0.0] * 5] * 2
+    _, strict = make_items(pairs=tiny_pairs(bad=(3,)), on_error="raise")
+    with pytest.raises(BadSample, match="not readable"):
+        strict()("left", torch.tensor([3]))
+
+
+def test_ids_out_of_range_are_told():
+    _, bind = make_items()
+    with pytest.raises(DualencError, match=r"right item 24, but ids lie in \[0, 24\)"):
+        bind()("right", torch.tensor([24]))

@@ -11,7 +11,7 @@ from tests.training.fakes import TinyEncoder
 
 def test_runs_of_different_precision_may_follow_one_another(tmp_path):
     for precision in ("no", "bf16", "no"):
-        accelerator = process.start(precision, [], tmp_path)
+        accelerator = process.start_accelerator(precision, [], tmp_path)
         assert AcceleratorState().mixed_precision == precision
         with accelerator.autocast():
             product = torch.ones(2, 2, device=accelerator.device) @ torch.ones(2, 2, device=accelerator.device)
@@ -23,12 +23,12 @@ def test_launching_on_cpu_without_mpi_warns_that_there_is_one_process(monkeypatc
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("RANK", raising=False)
     with pytest.warns(UserWarning, match="has started a single process; .* --multi_gpu --num_processes N"):
-        process.start("no", [], tmp_path)
+        process.start_accelerator("no", [], tmp_path)
 
 
 def test_an_unknown_tracker_is_told(tmp_path):
     with pytest.raises(DualencError, match="tracker 'wanndb' is not installed or unknown"):
-        process.start("no", ["wanndb"], tmp_path)
+        process.start_accelerator("no", ["wanndb"], tmp_path)
 
 
 def test_placing_keeps_the_weights_and_plain_batchnorm_on_one_process():

@@ -22,7 +22,7 @@ def unbroken(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("killed_at", [1, 4, 6])
 def test_killed_and_resumed_equals_unbroken(tmp_path, unbroken, num_workers, killed_at):
     assert run_and_die(train_and_die, tmp_path, killed_at, {"num_workers": num_workers}) == -signal.SIGKILL

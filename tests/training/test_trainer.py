@@ -199,7 +199,7 @@ def test_a_run_is_not_overwritten_by_accident(tmp_path):
         ({"epochs": 10**9}, "epochs is 1000000000; it must be at most 1,000,000"),
         ({"max_gradient_norm": 0.0}, "max_gradient_norm is 0.0; it must be above 0; null leaves it out"),
         ({"max_gradient_norm": float("nan")}, "max_gradient_norm is nan; it must be above 0"),
-        ({"seed": -1}, "seed -1"),
+        ({"seed": -1}, "seed is -1"),
         ({"momentum": -1.0}, "momentum is -1.0"),
         ({"betas": (2.0, 3.0)}, "betas are"),
         ({"warmup": -0.1}, "warmup is -0.1"),

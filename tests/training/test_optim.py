@@ -47,9 +47,54 @@ def test_updates_are_those_of_torch(name, reference):
     assert torch.allclose(layers[0].weight, layers[1].weight, rtol=1e-12)
 
 
-def test_lars_adapts_the_rate_of_matrices_only():
-    optimizer = build_optimizer([nn.Linear(3, 3)], "lars", 0.1, weight_decay=0.0)
-    assert [group["adapt"] for group in optimizer.param_groups] == [True, False]
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_lars_is_algorithm_1_for_matrices_and_sgd_for_the_rest(weight_decay, momentum):
+    """You et al. 2017, arXiv:1708.03888: one parameter at a time, with the learning rate outside the momentum."""
+    draw = torch.Generator().manual_seed(0)
+    layer = nn.Linear(4, 3, dtype=torch.float64)
+    optimizer = build_optimizer([layer], "lars", 0.3, weight_decay=weight_decay, momentum=momentum)
+    expected = [parameter.detach().clone() for parameter in (layer.weight, layer.bias)]
+    velocity = [torch.zeros_like(w) for w in expected]
+    for _ in range(4):
+        for i, (parameter, w) in enumerate(zip((layer.weight, layer.bias), expected, strict=True)):
+            g = parameter.grad = torch.randn(w.shape, generator=draw, dtype=torch.float64)
+            decay, rate = 0.0, 1.0
+            if w.dim() == 2:
+                weight_norm, gradient_norm = (sum(x * x for x in t.flatten()) ** 0.5 for t in (w, g))
+                decay = weight_decay
+                rate = 0.001 * weight_norm / (gradient_norm + decay * weight_norm + 1e-8)
+            velocity[i] = momentum * velocity[i] + rate * (g + decay * w)
+            w -= 0.3 * velocity[i]
+        optimizer.step()
+    for parameter, w in zip((layer.weight, layer.bias), expected, strict=True):
+        assert torch.allclose(parameter, w, rtol=1e-12)
+
+
+def test_lars_leaves_weights_of_zero_their_own_rate():
+    layer = nn.Linear(2, 2, bias=False)
+    nn.init.zeros_(layer.weight)
+    layer.weight.grad = torch.ones(2, 2)
+    build_optimizer([layer], "lars", 0.1, momentum=0.0).step()
+    assert torch.allclose(layer.weight, torch.full((2, 2), -0.1))
+
+
+@pytest.mark.parametrize("name", ["lars", "lion", "muon", "adan"])
+def test_the_state_of_timms_optimizers_survives_a_round_trip(name, tmp_path):
+    def step(layer, optimizer, size):
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, size)
+        optimizer.step()
+
+    layers = [nn.Linear(3, 2) for _ in range(2)]
+    optimizers = [build_optimizer([layer], name, 0.1) for layer in layers]
+    step(layers[0], optimizers[0], 1.0)
+    torch.save(optimizers[0].state_dict(), tmp_path / "state.pt")
+    layers[1].load_state_dict(layers[0].state_dict())
+    optimizers[1].load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for layer, optimizer in zip(layers, optimizers, strict=True):
+        step(layer, optimizer, 0.5)
+    assert all(torch.equal(a, b) for a, b in zip(layers[0].parameters(), layers[1].parameters(), strict=True))
 
 
 def rates(name, total, **arguments):
@@ -63,22 +108,29 @@ def rates(name, total, **arguments):
     return found
 
 
-def test_warm_up_then_cosine():
-    found = rates("cosine", 10, warmup=4)
-    assert found[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
-    assert found[4:] == pytest.approx([1 + math.cos(math.pi * k / 6) for k in range(6)])
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 0), (4, 4), (0.3, 6), (20, 20)])
+@pytest.mark.parametrize("final", [0.0, 0.25, 1.0])
+def test_rates_are_those_of_the_formula(name, warmup, steps, final):
+    decay = {"cosine": lambda p: (1 + math.cos(math.pi * p)) / 2, "linear": lambda p: 1 - p, "constant": lambda _: 1.0}
+    expected = [2.0 * (k + 1) / steps for k in range(steps)]
+    expected += [2.0 * (final + (1 - final) * decay[name](k / (20 - steps))) for k in range(20 - steps)]
+    assert rates(name, 20, warmup=warmup, final_fraction=final) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_share_of_the_steps_as_warm_up_and_a_final_rate():
-    assert rates("linear", 10, warmup=0.2, final_fraction=0.5)[:3] == pytest.approx([1.0, 2.0, 2.0])
-    assert rates("linear", 11, final_fraction=0.5)[-1] == pytest.approx(1 + 1 / 11)
-    assert rates("constant", 3) == [2.0] * 3
+def test_other_schedules_of_transformers():
+    found = rates("warmup_stable_decay", 40, warmup=4, final_fraction=0.5)
+    assert found[3:37] == [2.0] * 34
+    assert found[37:] == sorted(found[37:], reverse=True)
+    assert 1.0 < found[-1] < 1.5
+    assert rates("inverse_sqrt", 20, warmup=4)[15] == pytest.approx(2 * (4 / 15) ** 0.5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "adam"}, "optimizer is 'adam'; choose one of adamw, sgd, lars"),
+        ({"name": "adamv"}, r"optimizer is 'adamv' \(did you mean adam.*\?\); choose one of adamw, sgd, lars"),
+        ({"name": "adahessian"}, "optimizer 'adahessian' needs second derivatives"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be above 0"),
         ({"learning_rate": -1e-3}, "learning_rate is -0.001; it must be above 0"),
         ({"learning_rate": math.nan}, "learning_rate is nan; it must be above 0"),
@@ -101,8 +153,8 @@ def test_mistakes_are_told(arguments, message):
 def test_nothing_to_train_and_bad_schedules_are_told():
     with pytest.raises(DualencError, match="nothing to train"):
         build_optimizer([nn.Linear(2, 2).requires_grad_(False)])
-    with pytest.raises(DualencError, match="schedule is 'cos'; choose one of cosine"):
-        rates("cos", 3)
+    with pytest.raises(DualencError, match=r"schedule is 'cosin' \(did you mean cosine\?\); choose one of cosine"):
+        rates("cosin", 3)
     with pytest.raises(DualencError, match=r"warmup is 1.5"):
         rates("cosine", 3, warmup=1.5)
     for warmup in (-1, -0.5, math.nan, math.inf):
