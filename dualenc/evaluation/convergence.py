@@ -1,7 +1,8 @@
 """The exact global loss of a model on a finite set of pairs, and the squared norm of its gradient.
 
-Source: emc2.txt Eq. 1, Eq. 4 and §4.5 (Figure 7). Every anchor is compared with all negatives of the set, in chunks:
-neither the similarities nor the encoder's activations of the whole set are in memory at once.
+Source: Yau et al. 2024 (arXiv:2404.10575), Eq. 1, Eq. 4 and §4.5 (Figure 7). Every anchor is compared with all
+negatives of the set, in chunks: neither the similarities nor the encoder's activations of the whole set are in
+memory at once.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def pair_similarities(
 def label_similarities(embeddings: Features, labels: Labels) -> SimilarityHistogram:
     """Cosines of all pairs of different images, of equal label (positives) and of different label (negatives).
 
-    These are the histograms of hard-negatives.txt, Figures 3 and 4.
+    These are the histograms of Robinson et al. 2021 (arXiv:2010.04592), Figures 3 and 4.
 
     Args:
         embeddings: (N, D); scaled to unit norm here.
