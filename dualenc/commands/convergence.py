@@ -62,7 +62,7 @@ class Place(NamedTuple):
         folders = [folder for folder in (self.path, self.base) if folder is not None and folder.is_dir()]
         files = [(folder, file) for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
         names = [file.relative_to(folder).as_posix() for folder, file in files]
-        # With a checkpoint the weights of the model folder do not count: they change when the training goes on.
+        # With a checkpoint the weights of the model folder do not count: they change when the training resumes.
         counted = [(name, file) for name, (folder, file) in zip(names, files) if folder == self.path or ".json" in name]
         return digest_of(*(part for name, file in counted for part in (name, file_identity(file)))) if files else ""
 

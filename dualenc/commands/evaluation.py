@@ -242,7 +242,7 @@ class Labelled(NamedTuple):
 def labelled_features(
     tower: Tower, corpus: Corpus, labels: np.ndarray, folder: Path, batch_size: int, num_workers: int
 ) -> Labelled:
-    """What probes are fit on and tested with; features are kept in `folder`, where an interrupted run goes on."""
+    """What probes are fit on and tested with; features are kept in `folder`, from which an interrupted run resumes."""
     from dualenc.data.columns import Picked
 
     embeddings = keep_embeddings(

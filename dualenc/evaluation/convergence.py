@@ -260,7 +260,15 @@ def exact_loss(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float
     Raises:
         DualencError: shapes do not fit, embeddings are not finite, τ is not positive, or an anchor has no negative.
     """
-    _check(left, right, pairs, temperature)
+    if left.shape != right.shape or left.dim() != 2 or len(left) != len(pairs):
+        raise DualencError(
+            f"embeddings have shapes {tuple(left.shape)} and {tuple(right.shape)}; "
+            f"both must be ({len(pairs)}, dimension), one row for each pair"
+        )
+    if not (torch.isfinite(left).all() and torch.isfinite(right).all()):
+        raise DualencError("the embeddings are not finite; did the training end in NaN?")
+    if not temperature > 0:
+        raise DualencError(f"temperature={temperature}: it must be above 0")
     left = left.detach().double().requires_grad_()
     right = right.detach().double().requires_grad_()
     total = 0.0
@@ -363,15 +371,3 @@ def _negatives(pairs: FiniteSet, rows: Tensor) -> Tensor:
             raise DualencError(f"pair {row} has no negative in this set: all others are its positives; give more pairs")
         masks.append(~positive)
     return torch.stack(masks)
-
-
-def _check(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float) -> None:
-    if left.shape != right.shape or left.dim() != 2 or len(left) != len(pairs):
-        raise DualencError(
-            f"embeddings have shapes {tuple(left.shape)} and {tuple(right.shape)}; "
-            f"both must be ({len(pairs)}, dimension), one row for each pair"
-        )
-    if not (torch.isfinite(left).all() and torch.isfinite(right).all()):
-        raise DualencError("the embeddings are not finite; did the training end in NaN?")
-    if not temperature > 0:
-        raise DualencError(f"temperature={temperature}: it must be above 0")
