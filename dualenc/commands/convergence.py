@@ -1,4 +1,4 @@
-"""The models of a run, one after another: every checkpoint of a training, or every model folder in a folder."""
+"""`dualenc evaluate convergence`: the exact loss and the embeddings of every model of a run, on a finite set."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from dualenc import distributed
 from dualenc.commands.evaluation import (
     HIGHEST_SEED,
+    begin,
     check_range,
+    conclude,
     display_name,
-    output_folder,
-    similarity_figure,
-    start_processes,
+    random_rows,
+    simclr_prepare,
 )
-from dualenc.commands.probe import random_rows, simclr_prepare
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.convergence import (
@@ -32,10 +32,9 @@ from dualenc.evaluation.convergence import (
     pair_similarities,
     uniformity,
 )
-from dualenc.evaluation.corrupted import Ledger, Prepare
-from dualenc.evaluation.report import Figure, Table, print_table, write_report
-from dualenc.files import write_json
-from dualenc.terminal import printable
+from dualenc.evaluation.corrupted import Prepare
+from dualenc.evaluation.ledger import Ledger
+from dualenc.evaluation.report import Figure, Table
 from dualenc.types import Inputs
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Place(NamedTuple):
         folders = [folder for folder in (self.path, self.base) if folder is not None and folder.is_dir()]
         files = [(folder, file) for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
         names = [file.relative_to(folder).as_posix() for folder, file in files]
-        # With a checkpoint the weights of the model folder do not count: they change when the training goes on.
+        # With a checkpoint the weights of the model folder do not count: they change when the training resumes.
         counted = [(name, file) for name, (folder, file) in zip(names, files) if folder == self.path or ".json" in name]
         return digest_of(*(part for name, file in counted for part in (name, file_identity(file)))) if files else ""
 
@@ -112,19 +111,13 @@ def load_models(places: list[Place], device: torch.device) -> Iterator[tuple[Pla
             yield place, load_model(str(place.path), device=str(device)).eval()
             continue
         base = load_model(str(place.base), device=str(device)) if base is None else base
-        _load_weights(base, place.path)
+        try:
+            state = torch.load(place.path / "state.pt", map_location="cpu", weights_only=True)
+            base.load_state_dict(state["model"])
+        except Exception as error:
+            reason = " ".join(str(error).split())[:120]
+            raise DualencError(f"{place.path}: does not fit the model folder of its run ({reason})") from None
         yield place, base.eval()
-
-
-def _load_weights(model: DualEncoder, checkpoint: Path) -> None:
-    import torch
-
-    try:
-        state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
-        model.load_state_dict(state["model"])
-    except Exception as error:
-        reason = " ".join(str(error).split())[:120]
-        raise DualencError(f"{checkpoint}: does not fit the model folder of its run ({reason})") from None
 
 
 def _is_model(folder: Path) -> bool:
@@ -163,11 +156,7 @@ class Finite(NamedTuple):
 
 
 def open_set(model: DualEncoder, source: Source) -> Corpus | PairDataset:
-    """Open what a run is measured on: images for models of kind image, pairs for all others.
-
-    Raises:
-        DualencError: the data cannot be read, is of another modality than the model, or holds one item only.
-    """
+    """Open what a run is measured on: images for models of kind image, pairs for all others."""
     from dualenc.data import open_corpus, open_pairs
 
     found: Corpus | PairDataset
@@ -192,10 +181,20 @@ def open_set(model: DualEncoder, source: Source) -> Corpus | PairDataset:
 def prepare_set(model: DualEncoder, found: Corpus | PairDataset, source: Source) -> Finite:
     """Choose the finite set and prepare it once for all models of a run."""
     from dualenc.data import Corpus
+    from dualenc.training.loader import augmentation_seeds
 
-    if isinstance(found, Corpus):
-        return _views(model, found, source)
     numbers = random_rows(len(found), source.pairs)
+    if isinstance(found, Corpus):  # each image in two augmentations that are the same for every model
+        items = [found[number] for number in numbers.tolist()]
+        prepare: Prepare = model.left.prepare
+        if source.augmentation == "simclr":
+            prepare = simclr_prepare(prepare)
+        left, right = (
+            _chunks(prepare, items, augmentation_seeds(source.seed, 0, numbers.tolist(), side))
+            for side in ("left", "right")
+        )
+        ids = torch.arange(len(items))
+        return Finite(left, right, FiniteSet(ids, ids, views=True))
     rows = [found[number] for number in numbers.tolist()]
     left_id, right_id = found.left_id[numbers], found.right_id[numbers]
     return Finite(
@@ -208,21 +207,6 @@ def prepare_set(model: DualEncoder, found: Corpus | PairDataset, source: Source)
             right_positives=torch.from_numpy(found.positives("right", right_id)),
         ),
     )
-
-
-def _views(model: DualEncoder, images: Corpus, source: Source) -> Finite:
-    """The images, each in two augmentations that are the same for every model."""
-    from dualenc.training.loader import augmentation_seeds
-
-    numbers = random_rows(len(images), source.pairs).tolist()
-    items = [images[number] for number in numbers]
-    tower = model.left
-    prepare = simclr_prepare(tower.prepare) if source.augmentation == "simclr" else tower.prepare
-    left, right = (
-        _chunks(prepare, items, augmentation_seeds(source.seed, 0, numbers, side)) for side in ("left", "right")
-    )  # fmt: skip
-    ids = torch.arange(len(items))
-    return Finite(left, right, FiniteSet(ids, ids, views=True))
 
 
 def _chunks(prepare: Prepare, items: Sequence[Any], seeds: Sequence[int] | None = None) -> list[Inputs]:
@@ -252,15 +236,9 @@ SHORT = {
 class _Point(NamedTuple):
     """One model of a run, measured."""
 
-    run: str
     step: int
     metrics: dict[str, float]
     histogram: SimilarityHistogram
-
-    @classmethod
-    def restored(cls, run: str, step: int, found: dict[str, Any]) -> _Point:
-        """The point that `_measure` found."""
-        return cls(run, step, found["metrics"], SimilarityHistogram.from_plain(found["histogram"]))
 
 
 def convergence(
@@ -299,10 +277,11 @@ def convergence(
     check_range(2, math.inf, pairs=pairs)
     check_range(1e-4, 1e4, temperature=temperature)
     check_range(0, HIGHEST_SEED, seed=seed)
-    target = output_folder(out, "convergence", run, data)
-    device_to_use = start_processes(device)
+    target, device_to_use = begin("convergence", run, data, out, device)
     source = Source(data, split, left_column, right_column, pairs, augmentation, seed)
-    names = _short_names([run, *more])
+    # The last part of each run's path, or the whole where that is not distinct.
+    short = [display_name(name) for name in (run, *more)]
+    names = {name: last if short.count(last) == 1 else name for name, last in zip((run, *more), short)}
     found = {name: find_models(name) for name in (run, *more)}
     # The first model of each run tells what to read; whether it fits is known before anything is measured.
     sets = {name: open_set(next(load_models(models[:1], device_to_use))[1], source) for name, models in found.items()}
@@ -325,8 +304,25 @@ def convergence(
             ledger.add({keys[place]: _measure(model, finite, temperature)})
     done = ledger.all_values()
     if distributed.is_main():
-        points = [_Point.restored(names[name], place.step, done[key]) for key, (name, place) in places.items()]
-        _conclude(points, target, facts)
+        runs: dict[str, list[_Point]] = {}
+        rows = []
+        for key, (name, place) in places.items():
+            histogram = SimilarityHistogram.from_plain(done[key]["histogram"])
+            point = _Point(place.step, done[key]["metrics"], histogram)
+            runs.setdefault(names[name], []).append(point)
+            shown: dict[str, object] = {SHORT.get(metric, metric): value for metric, value in point.metrics.items()}
+            # Gradient norms fall by orders of magnitude, and four decimals would show zeros.
+            shown["‖∇‖²"] = f"{point.metrics['squared_gradient_norm']:.3e}"
+            rows.append({"run": names[name], "step": point.step, **shown})
+        document = {name: [{"step": p.step, **p.metrics} for p in points] for name, points in runs.items()}
+        conclude(
+            target,
+            f"Convergence: {', '.join(runs)} on {data}",
+            {"task": "convergence", **facts, "runs": document},
+            facts,
+            [Table("On the finite set", rows)],
+            figures=_figures(runs),
+        )
     distributed.barrier()
 
 
@@ -355,19 +351,6 @@ def _measure(model: DualEncoder, finite: Finite, temperature: float) -> dict[str
     return {"metrics": metrics, "histogram": histogram.to_plain()}
 
 
-def _conclude(points: list[_Point], out: Path, facts: dict[str, object]) -> None:
-    """Write and print what came out."""
-    runs = {name: [p for p in points if p.run == name] for name in dict.fromkeys(p.run for p in points)}
-    document = {name: [{"step": p.step, **p.metrics} for p in own] for name, own in runs.items()}
-    write_json(out / "metrics.json", {"task": "convergence", **facts, "runs": document})
-    rows = [{"run": p.run, "step": p.step, **_shown(p.metrics)} for p in points]
-    table = Table("On the finite set", rows)
-    title = f"Convergence: {', '.join(runs)} on {facts['data']}"
-    write_report(out / "report.html", title, facts=facts, tables=[table], figures=_figures(runs))
-    print_table(table)
-    print(printable(f"metrics and report.html are in {out}"))
-
-
 def _figures(runs: dict[str, list[_Point]]) -> list[Figure]:
     figures = []
     for metric, caption in CURVES.items():
@@ -377,17 +360,6 @@ def _figures(runs: dict[str, list[_Point]]) -> list[Figure]:
     for name, own in runs.items():
         for point in (own[0], own[-1])[: len(own)]:
             caption = f"{name}, step {point.step}: cosine of positive and negative pairs"
-            figures.append(similarity_figure(point.histogram, "positive pairs", "negative pairs", caption))
+            plot = plots.similarities(point.histogram, "positive pairs", "negative pairs")
+            figures.append(Figure(f"{caption}; overlap {point.histogram.overlap:.3f}", plot))
     return figures
-
-
-def _shown(metrics: dict[str, float]) -> dict[str, object]:
-    """Short headings; gradient norms fall by orders of magnitude, and four decimals would show zeros."""
-    shown: dict[str, object] = {SHORT.get(name, name): value for name, value in metrics.items()}
-    return {**shown, "‖∇‖²": f"{metrics['squared_gradient_norm']:.3e}"}
-
-
-def _short_names(runs: Sequence[str]) -> dict[str, str]:
-    """The last part of each run's path, or the whole where that is not distinct."""
-    short = [display_name(run) for run in runs]
-    return {run: name if short.count(name) == 1 else run for run, name in zip(runs, short)}

@@ -1,27 +1,30 @@
-"""What the evaluation commands share: arguments in range, processes, the model of the right kind, kept embeddings."""
+"""What the evaluation commands share: options in range, processes, models, kept embeddings, images, the report."""
 
 from __future__ import annotations
 
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from PIL import Image
+from tqdm.auto import tqdm
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.evaluation.convergence import SimilarityHistogram
-from dualenc.evaluation.plots import COLOURS, literal
-from dualenc.evaluation.report import Figure
-from dualenc.files import read_json, remove
+from dualenc.evaluation.corrupted import EncodeInputs, ImageVersions, Prepare, encode_versions
+from dualenc.evaluation.corruptions import Images
+from dualenc.evaluation.ledger import Ledger
+from dualenc.evaluation.report import Figure, Gallery, Table, print_table, write_report
+from dualenc.files import read_json, remove, removed_if_refused, write_json
+from dualenc.terminal import printable
+from dualenc.types import Inputs, Output
 
 if TYPE_CHECKING:
-    import torch
-
     from dualenc.data import Corpus
     from dualenc.encoders import DualEncoder, Tower
     from dualenc.search.embeddings import Embeddings
@@ -34,6 +37,42 @@ _COMMAND_OF = {
     "image": "`dualenc evaluate probe` or `corrupted`",
 }
 
+MOST_WORKERS = 1024
+MOST_ITEMS = 1 << 20
+"""In a batch."""
+HIGHEST_SEED = (1 << 32) - 1
+
+
+def begin(task: str, model: str, data: str, out: str | None, device: str | None) -> tuple[Path, torch.device]:
+    """Where an evaluation writes (OUT, or a folder named after task, model and data), and the device to work on.
+
+    Raises:
+        DualencError: the folder cannot be written, or there is no such device; found out before any work.
+    """
+    folder = Path(out or f"evaluations/{task}/{display_name(model)}-{Path(data).stem}")
+    check_writable(folder)
+    return folder, start_processes(device)
+
+
+def conclude(
+    out: Path,
+    title: str,
+    document: Mapping[str, object],
+    facts: Mapping[str, object],
+    tables: Sequence[Table],
+    *,
+    printed: Sequence[Table] | None = None,
+    figures: Sequence[Figure] = (),
+    galleries: Sequence[Gallery] = (),
+    wrote: str = "metrics and report.html",
+) -> None:
+    """Write metrics.json and report.html; print the tables (or those of `printed`) and where the files are."""
+    write_json(out / "metrics.json", document)
+    write_report(out / "report.html", title, facts=facts, tables=tables, figures=figures, galleries=galleries)
+    for table in tables if printed is None else printed:
+        print_table(table)
+    print(printable(f"{wrote} are in {out}"))
+
 
 def start_processes(device: str | None = None) -> torch.device:
     """Join the other processes of `accelerate launch`, if there are any, and tell the device to work on.
@@ -44,8 +83,6 @@ def start_processes(device: str | None = None) -> torch.device:
     Raises:
         DualencError: there is no such device here, or one that cannot compute.
     """
-    import torch
-
     try:
         chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
         # Only use tells whether a device is there; "meta" has no values.
@@ -78,23 +115,8 @@ def check_range(least: float, most: float, **values: float | None) -> None:
             raise DualencError(f"--{name.replace('_', '-')} is {value}; it must {allowed}")
 
 
-MOST_WORKERS = 1024
-MOST_ITEMS = 1 << 20
-"""In a batch."""
-HIGHEST_SEED = (1 << 32) - 1
-
-
 def open_model(model: str, kind: str, device: torch.device) -> DualEncoder:
-    """Load a model and make sure that it is of the kind the task needs.
-
-    Args:
-        model: Folder or name, as `load_model` takes it.
-        kind: "query-document", "image-text" or "image".
-        device: Where to put it.
-
-    Raises:
-        DualencError: it cannot be loaded, or is of another kind.
-    """
+    """Load a model and make sure that it is of the kind that the task needs."""
     from dualenc.encoders import load_model
 
     encoder = load_model(model, device=str(device))
@@ -108,16 +130,7 @@ def open_model(model: str, kind: str, device: torch.device) -> DualEncoder:
 def embed_into(
     folder: Path, encoder: DualEncoder, side: Side, corpus: Corpus, model: str, batch_size: int
 ) -> Embeddings:
-    """Embed one side into a folder of the evaluation, as `keep_embeddings` does.
-
-    Args:
-        folder: Where to keep the embeddings.
-        encoder: The model.
-        side: Which tower encodes.
-        corpus: What to encode.
-        model: What the user called the model.
-        batch_size: Items encoded at once.
-    """
+    """Embed one side of what the user calls `model` into a folder of the evaluation, as `keep_embeddings` does."""
     tower = encoder.tower(side)
     return keep_embeddings(folder, tower, corpus, {"side": side}, batch_size=batch_size, notes={"model": model})
 
@@ -140,32 +153,16 @@ def keep_embeddings(folder: Path, tower: Tower, corpus: Corpus, identity: dict[s
 
     # Changed items under the same ids are noticed by `embed` itself; of other ids it would keep nothing either.
     identity = {**identity, "ids": digest_of(corpus.ids)}
-    if distributed.is_main() and not _holds(folder, {**identity, "model_checksum": tower_checksum(tower)}):
-        remove(folder)
+    if distributed.is_main() and (folder / "meta.json").is_file():
+        try:
+            meta = read_json(folder / "meta.json")
+        except DualencError:
+            meta = None
+        wanted = {**identity, "model_checksum": tower_checksum(tower)}
+        if not isinstance(meta, dict) or any(meta.get(name) != value for name, value in wanted.items()):
+            remove(folder)
     distributed.barrier()
     return embed(tower, corpus, folder, identity=identity, progress=distributed.is_main(), **how)
-
-
-def _holds(folder: Path, identity: dict[str, str]) -> bool:
-    """Whether a folder holds embeddings of an identity, or something that is not ours to replace."""
-    if not (folder / "meta.json").is_file():
-        return True
-    try:
-        meta = read_json(folder / "meta.json")
-    except DualencError:
-        return False
-    return isinstance(meta, dict) and all(meta.get(name) == value for name, value in identity.items())
-
-
-def output_folder(out: str | None, task: str, model: str, data: str) -> Path:
-    """Where an evaluation writes: as the user says, or a folder named after task, model and data.
-
-    Raises:
-        DualencError: it cannot be written there; found out before any work.
-    """
-    folder = Path(out or f"evaluations/{task}/{display_name(model)}-{Path(data).stem}")
-    check_writable(folder)
-    return folder
 
 
 def check_writable(folder: Path) -> None:
@@ -192,59 +189,197 @@ def display_name(model: str) -> str:
     return Path(model).name or model
 
 
-_MOST_NUMBERS = 120
+def random_rows(total: int, limit: int | None) -> np.ndarray:
+    """All numbers below `total`, or `limit` of them, always the same: files are often sorted by class."""
+    return np.sort(np.random.default_rng(0).permutation(total)[:limit])
 
 
-def similarity_figure(found: SimilarityHistogram, positives: str, negatives: str, caption: str) -> Figure:
-    """Histograms of similarities of positive and negative pairs over one another, each of total height 1.
-
-    Args:
-        found: The counts.
-        positives: What the positive pairs are.
-        negatives: What the negative pairs are.
-        caption: What is shown; the overlap is added.
-    """
-    from matplotlib.figure import Figure as Plot
-
-    plot = Plot(figsize=(6.4, 3.6), layout="constrained")
-    axes = plot.add_subplot()
-    for name, counts, colour in ((positives, found.positives, COLOURS[0]), (negatives, found.negatives, COLOURS[1])):
-        axes.stairs(counts / counts.sum(), found.edges, fill=True, alpha=0.55, label=name, color=colour)
-    filled = np.flatnonzero(found.positives + found.negatives)
-    axes.set_xlim(found.edges[filled[0]], found.edges[filled[-1] + 1])
-    axes.set_xlabel("cosine")
-    axes.set_ylabel("share of pairs")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    return Figure(f"{caption}; overlap {found.overlap:.3f}", plot)
-
-
-def heat_figure(
-    values: npt.NDArray[np.floating], rows: Sequence[str], columns: Sequence[str], caption: str, xlabel: str = ""
-) -> Figure:
-    """A matrix of numbers from 0 as colours, darker for higher, with the numbers in it where there is room.
+def open_images(data: str, split: str, *, label_column: str | None = None, limit: int | None = None) -> Corpus:
+    """The images of whatever `data.open_corpus` reads, with their labels if there are any.
 
     Args:
-        values: (R, C).
-        rows: R names.
-        columns: C names.
-        caption: What is shown.
-        xlabel: What the columns are.
+        data: Also a folder of images with a subfolder for each split.
+        split: Which split; a folder of images without such a subfolder is taken whole.
+        label_column: Of a table; by default `label`, if there is one.
+        limit: Take so many images, chosen at random, always the same ones.
     """
-    from matplotlib.figure import Figure as Plot
+    from dualenc.data import Corpus, open_corpus
+    from dualenc.data.columns import Picked
+    from dualenc.data.sources import is_image_folder
 
-    plot = Plot(figsize=(6.4, max(1.5, 0.26 * len(rows) + 1.2)), layout="constrained")
-    axes = plot.add_subplot()
-    image = axes.imshow(values, cmap="Blues", vmin=0, aspect="auto")
-    axes.set_yticks(range(len(rows)), [literal(row) for row in rows], fontsize=8)
-    axes.set_xticks(
-        range(len(columns)), [literal(column) for column in columns], fontsize=8, rotation=90 if len(columns) > 6 else 0
+    folder = Path(data) / split
+    # A split is a name, not a way out of the folder.
+    is_subfolder = Path(split).name == split != ".." and is_image_folder(data) and folder.is_dir()
+    source = folder if is_subfolder else data
+    images = open_corpus(source, modality="image", split=split, label_column=label_column)
+    if images.modality != "image":
+        raise DualencError(f"{data}: holds {images.modality}; give images")
+    if limit is None or limit >= len(images):
+        return images
+    rows = random_rows(len(images), limit)
+    labels = None if images.labels is None else images.labels[rows]
+    ids = [images.ids[row] for row in rows]
+    return Corpus(ids, Picked(images.items, rows), "image", labels=labels, class_names=images.class_names)
+
+
+def require_labels(corpus: Corpus, what: str) -> np.ndarray:
+    """The (N,) labels of a corpus, which every image must have."""
+    if corpus.labels is None:
+        raise DualencError(f"{what}: there are no labels; name their column with --label-column, or use class folders")
+    if (corpus.labels < 0).any():
+        raise DualencError(f"{what}: image {int(np.argmax(corpus.labels < 0))} has no label; give every image one")
+    return corpus.labels
+
+
+class Labelled(NamedTuple):
+    """Images, their features (N, D) and labels (N,); images that cannot be read are left out of all three."""
+
+    items: Images
+    features: np.ndarray
+    labels: np.ndarray
+
+
+def labelled_features(
+    tower: Tower, corpus: Corpus, labels: np.ndarray, folder: Path, batch_size: int, num_workers: int
+) -> Labelled:
+    """What probes are fit on and tested with; features are kept in `folder`, from which an interrupted run resumes."""
+    from dualenc.data.columns import Picked
+
+    embeddings = keep_embeddings(
+        folder, tower, corpus, {}, batch_size=batch_size, output="features", num_workers=num_workers
     )
-    axes.set_xlabel(xlabel)
-    if values.size <= _MOST_NUMBERS:
-        middle = np.nanmax(values, initial=0) / 2
-        for (row, column), value in np.ndenumerate(values):
-            shade = "white" if value > middle else "black"
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=shade)
-    plot.colorbar(image, ax=axes)
-    return Figure(caption, plot)
+    row_of = {name: row for row, name in enumerate(corpus.ids)}
+    rows = np.array([row_of[name] for name in embeddings.ids])
+    return Labelled(Picked(corpus.items, rows), np.asarray(embeddings.vectors, np.float32), labels[rows])
+
+
+def align_labels(labels: np.ndarray, names: Sequence[str] | None, onto: Sequence[str] | None, what: str) -> np.ndarray:
+    """Class numbers of one source in the numbering of another, by the names of the classes.
+
+    A name matches its equal, or one that begins with it as a word ("n01443537" and "n01443537 goldfish").
+
+    Args:
+        labels: (N,) class numbers.
+        names: The name of each class number; None leaves the numbers as they are.
+        onto: The names in the other numbering.
+        what: Names the source in the error.
+
+    Raises:
+        DualencError: a class that occurs is not among the others.
+    """
+    if names is None or onto is None or list(names) == list(onto):
+        return labels
+    numbers = {key: number for number, name in reversed(list(enumerate(onto))) for key in (name.split()[0], name)}
+    numbers |= {name: number for number, name in enumerate(onto)}
+    mapped = labels.copy()
+    for number in np.unique(labels).tolist():
+        if names[number] not in numbers:
+            raise DualencError(
+                f"{what}: class {names[number]} is not among the {len(onto)} classes of the training images"
+            )
+        mapped[labels == number] = numbers[names[number]]
+    return mapped
+
+
+def open_image_tower(model: str, device: torch.device) -> Tower:
+    """The image tower of a model of kind image or image-text, in evaluation mode."""
+    from dualenc.encoders import load_model
+
+    encoder = load_model(model, device=str(device))
+    if encoder.left.modality != "image":
+        raise DualencError(f"{model}: is of kind {encoder.kind} and encodes no images; give a model of kind image")
+    encoder.eval()
+    return encoder.left
+
+
+class AugmentedPrepare:
+    """A tower's evaluation preprocessing, of images augmented before it; picklable.
+
+    Whatever preprocessing a model has, it sees the same augmentation; a loaded model does not know how it was trained.
+
+    Args:
+        prepare: The tower's.
+        augment: Image and seed to pixels (3, H, W) in [0, 1] or to an image.
+    """
+
+    def __init__(self, prepare: Prepare, augment: Callable[[Image.Image, int], Any]) -> None:
+        self.prepare, self.augment = prepare, augment
+
+    def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> Inputs:
+        if seeds is None:
+            return self.prepare(items)
+        views = [self.augment(item, seed) for item, seed in zip(items, seeds, strict=True)]
+        return self.prepare([view if isinstance(view, Image.Image) else _as_image(view) for view in views])
+
+
+def simclr_prepare(prepare: Prepare) -> AugmentedPrepare:
+    """SimCLR's augmentation at the size of the tower's input, before the tower's preprocessing."""
+    from dualenc.data.views import SimCLR
+
+    side = prepare([Image.new("RGB", (64, 64))])["image"].shape[-1]
+    return AugmentedPrepare(prepare, SimCLR(size=side))
+
+
+def encoder_of(tower: Tower, output: Output) -> EncodeInputs:
+    """Inputs of the tower to (B, D) float32 embeddings, or to the features that probes use."""
+    device = next(tower.parameters()).device
+
+    @torch.inference_mode()
+    def encode(inputs: Inputs) -> np.ndarray:
+        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+        vectors: torch.Tensor = tower(on_device) if output == "embedding" else tower.features(on_device)
+        return vectors.float().cpu().numpy()
+
+    return encode
+
+
+def recorded(
+    folder: Path,
+    signature: dict[str, Any],
+    versions: ImageVersions,
+    encode: EncodeInputs,
+    value_of: Callable[[list[int], np.ndarray], Sequence[Any]],
+    *,
+    indices: Sequence[int],
+    num_workers: int,
+    what: str,
+) -> dict[int, Any]:
+    """A value of each image from the features of its versions; resumes, and shares the images over processes.
+
+    Args:
+        folder: Where finished values are kept.
+        signature: Everything the values depend on.
+        versions: Of the images.
+        encode: Inputs to features.
+        value_of: Numbers (n) and features (n, V, C, D) of some images to one plain value for each.
+        indices: Numbers of the images to do.
+        num_workers: Processes that prepare.
+        what: Names the progress bar.
+
+    Returns:
+        The value by number of every image that could be read, on every process. Others are counted on stderr.
+
+    Raises:
+        DualencError: none could be read; nothing is kept then.
+    """
+    with removed_if_refused(folder, "part-*.ndjson"):
+        ledger: Ledger[int] = Ledger(folder, signature)
+        todo = ledger.missing(indices)
+        bar = tqdm(total=len(todo), desc=what, unit=" images", disable=not (todo and distributed.is_main()))
+        with bar:
+            for block in encode_versions(versions, encode, indices=todo, num_workers=num_workers):
+                values = value_of(block.indices, block.features) if block.indices else []
+                ledger.add(dict(zip(block.indices, values, strict=True)) | {index: None for index, _ in block.bad})
+                bar.update(len(block.indices) + len(block.bad))
+                if block.bad:
+                    tqdm.write(printable(f"{what}: left out {block.bad[0][1]}"))
+        done = {index: value for index, value in ledger.all_values().items() if value is not None}
+        if not done:
+            if distributed.is_main():
+                remove(folder)
+            raise DualencError(f"{what}: none of {len(indices)} images can be read; check the data")
+    return done
+
+
+def _as_image(view: torch.Tensor) -> Image.Image:
+    return Image.fromarray((view.permute(1, 2, 0) * 255).round().clamp(0, 255).to(torch.uint8).numpy())

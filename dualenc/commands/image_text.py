@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
 import numpy as np
-import numpy.typing as npt
 
 from dualenc import distributed
-from dualenc.commands.evaluation import (
-    MOST_ITEMS,
-    check_range,
-    display_name,
-    embed_into,
-    open_model,
-    output_folder,
-    start_processes,
-)
+from dualenc.commands.evaluation import MOST_ITEMS, begin, check_range, conclude, display_name, embed_into, open_model
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions, owners_of
 from dualenc.evaluation.metrics import recall_at
-from dualenc.evaluation.report import Figure, Gallery, Item, Table, print_table, rank_galleries, write_report
-from dualenc.evaluation.retrieval import write_per_query
-from dualenc.files import write_json
-from dualenc.terminal import printable
-
-if TYPE_CHECKING:
-    from dualenc.data import PairDataset
-    from dualenc.encoders import DualEncoder
-    from dualenc.types import Side
+from dualenc.evaluation.report import Figure, Item, Table, rank_galleries
+from dualenc.evaluation.runs import write_per_query
 
 CUTOFFS = (1, 5, 10)
 CURVE = (1, 2, 5, 10, 20, 50, 100)
@@ -51,7 +31,7 @@ def image_text(
     """Evaluate image-text retrieval both ways: recall@1, @5 and @10, with any number of captions per image.
 
     Writes metrics.json, report.html and a per-query log for each direction. Embeddings are kept below OUT, so that an
-    interrupted evaluation goes on where it stopped.
+    interrupted evaluation resumes where it stopped.
 
     Args:
         model: model folder or name.
@@ -68,103 +48,67 @@ def image_text(
     Raises:
         DualencError: the model is of another kind, or the data has no such split or columns.
     """
+    from dualenc.data import Corpus, open_pairs
+
     check_range(1, MOST_ITEMS, batch_size=batch_size)
-    target = output_folder(out, "image-text", model, data)
-    device_to_use = start_processes(device)
-    pairs = _read_pairs(data, split, left_column, right_column)
-    encoder = open_model(model, "image-text", device_to_use)
-    folder = target / "embeddings"
-    images = _embed(encoder, "left", pairs, folder / f"images-{split}", model, batch_size)
-    texts = _embed(encoder, "right", pairs, folder / f"texts-{split}", model, batch_size)
-    matched = match_captions(pairs.left_id, pairs.right_id, images.ids, texts.ids)
-    images, texts = images.take(matched.image_rows), texts.take(matched.text_rows)
-    ranks = both_ways_ranks(images.vectors, texts.vectors, matched.captions)
-    if distributed.is_main():
-        galleries = _galleries(pairs, images, texts, matched.captions, ranks)
-        # Every caption is a query, as in the literature, also where several images have the same one.
-        ranks["text_to_image"] = ranks["text_to_image"][matched.text_of_pair]
-        _conclude(ranks, galleries, target, {"model": model, "data": data, "split": split})
-    distributed.barrier()
-
-
-class _Side(NamedTuple):
-    """Item numbers (n,) of one side and their vectors (n, D)."""
-
-    ids: list[int]
-    vectors: npt.NDArray[np.float32]
-
-    def take(self, rows: npt.NDArray[np.int64]) -> _Side:
-        return _Side([self.ids[row] for row in rows], self.vectors[rows])
-
-
-def _read_pairs(data: str, split: str, left_column: str | None, right_column: str | None) -> PairDataset:
-    from dualenc.data import open_pairs
-
+    target, device_to_use = begin("image-text", model, data, out, device)
     pairs = open_pairs(data, left_column, right_column, split=split)
     if (pairs.left_modality, pairs.right_modality) != ("image", "text"):
         raise DualencError(
             f"{data}: pairs of {pairs.left_modality} and {pairs.right_modality}, not of image and text; "
             "name the columns with --left_column and --right_column"
         )
-    return pairs
-
-
-def _embed(encoder: DualEncoder, side: Side, pairs: PairDataset, folder: Path, model: str, batch_size: int) -> _Side:
-    from dualenc.data import Corpus
-
-    items = pairs.left_items if side == "left" else pairs.right_items
-    corpus = Corpus([str(number) for number in range(len(items))], items, "image" if side == "left" else "text")
-    found = embed_into(folder, encoder, side, corpus, model, batch_size)
-    return _Side([int(name) for name in found.ids], np.asarray(found.vectors, np.float32))
-
-
-def _galleries(
-    pairs: PairDataset, images: _Side, texts: _Side, captions: list[list[int]], ranks: dict[str, npt.NDArray[np.int64]]
-) -> list[Gallery]:
-    def image(row: int) -> Item:
-        return Item(image=pairs.item("left", images.ids[row]))
-
-    def text(row: int) -> Item:
-        return Item(text=pairs.item("right", texts.ids[row]))
-
-    owners = owners_of(captions, len(texts.ids))
-    return [
-        *rank_galleries("Image to text", ranks["image_to_text"], images.vectors, texts.vectors, captions, image, text),
-        *rank_galleries("Text to image", ranks["text_to_image"], texts.vectors, images.vectors, owners, text, image),
+    encoder = open_model(model, "image-text", device_to_use)
+    folder = target / "embeddings"
+    left = Corpus([str(number) for number in range(len(pairs.left_items))], pairs.left_items, "image")
+    right = Corpus([str(number) for number in range(len(pairs.right_items))], pairs.right_items, "text")
+    found = [
+        embed_into(folder / f"images-{split}", encoder, "left", left, model, batch_size),
+        embed_into(folder / f"texts-{split}", encoder, "right", right, model, batch_size),
     ]
-
-
-def _conclude(
-    ranks: dict[str, npt.NDArray[np.int64]], galleries: Sequence[Gallery], out: Path, facts: dict[str, Any]
-) -> None:
-    """Write and print what came out."""
-    scores = both_ways_recall(ranks, CUTOFFS)
-    sizes = {"images": len(ranks["image_to_text"]), "texts": len(ranks["text_to_image"])}
-    write_json(out / "metrics.json", {"task": "image-text", **facts, **sizes, "metrics": scores})
-    for direction, of_queries in ranks.items():
-        (out / direction).mkdir(parents=True, exist_ok=True)
-        per_query = {
-            str(number): recall_at(of_queries[number : number + 1], CUTOFFS) | {"mrr": float(1 / rank)}
-            for number, rank in enumerate(of_queries)
-        }
-        write_per_query(out / direction / "per_query.ndjson", per_query, direction)
-    rows: list[dict[str, object]] = [
-        {"direction": direction.replace("_", " "), "queries": len(of_queries), **recall_at(of_queries, CUTOFFS)}
-        for direction, of_queries in ranks.items()
-    ]
-    table = Table("Image-text retrieval", rows)
-    title = f"Image-text retrieval: {display_name(facts['model'])} on {display_name(facts['data'])}"
-    figures = [Figure("Recall among the first k", _curve(ranks))]
-    write_report(
-        out / "report.html", title, facts={**facts, **sizes}, tables=[table], figures=figures, galleries=galleries
+    image_ids, text_ids = ([int(name) for name in side.ids] for side in found)
+    matched = match_captions(pairs.left_id, pairs.right_id, image_ids, text_ids)
+    images, texts = (
+        np.asarray(side.vectors, np.float32)[rows] for side, rows in zip(found, (matched.image_rows, matched.text_rows))
     )
-    print_table(table)
-    print(printable(f"metrics and report.html are in {out}"))
+    ranks = both_ways_ranks(images, texts, matched.captions)
+    if distributed.is_main():
 
+        def image(row: int) -> Item:
+            return Item(image=pairs.item("left", image_ids[matched.image_rows[row]]))
 
-def _curve(ranks: dict[str, npt.NDArray[np.int64]]) -> Any:
-    series = {
-        direction.replace("_", " "): (CURVE, list(recall_at(of_queries, CURVE).values()))
-        for direction, of_queries in ranks.items()
-    }
-    return plots.lines(series, xlabel="k", ylabel="recall@k")
+        def text(row: int) -> Item:
+            return Item(text=pairs.item("right", text_ids[matched.text_rows[row]]))
+
+        to_text, to_image = ranks["image_to_text"], ranks["text_to_image"]
+        owners = owners_of(matched.captions, len(texts))
+        galleries = [
+            *rank_galleries("Image to text", to_text, images, texts, matched.captions, image, text),
+            *rank_galleries("Text to image", to_image, texts, images, owners, text, image),
+        ]
+        # Every caption is a query, as in the literature, also where several images have the same one.
+        ranks["text_to_image"] = to_image[matched.text_of_pair]
+        rows: list[dict[str, object]] = []
+        curves = {}
+        for direction, of_queries in ranks.items():
+            name = direction.replace("_", " ")
+            rows.append({"direction": name, "queries": len(of_queries), **recall_at(of_queries, CUTOFFS)})
+            curves[name] = (CURVE, list(recall_at(of_queries, CURVE).values()))
+            per_query = {
+                str(number): recall_at(of_queries[number : number + 1], CUTOFFS) | {"mrr": float(1 / rank)}
+                for number, rank in enumerate(of_queries)
+            }
+            (target / direction).mkdir(parents=True, exist_ok=True)
+            write_per_query(target / direction / "per_query.ndjson", per_query, direction)
+        facts: dict[str, object] = {"model": model, "data": data, "split": split}
+        facts |= {"images": len(ranks["image_to_text"]), "texts": len(ranks["text_to_image"])}
+        conclude(
+            target,
+            f"Image-text retrieval: {display_name(model)} on {display_name(data)}",
+            {"task": "image-text", **facts, "metrics": both_ways_recall(ranks, CUTOFFS)},
+            facts,
+            [Table("Image-text retrieval", rows)],
+            figures=[Figure("Recall among the first k", plots.lines(curves, xlabel="k", ylabel="recall@k"))],
+            galleries=galleries,
+        )
+    distributed.barrier()

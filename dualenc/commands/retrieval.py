@@ -1,4 +1,4 @@
-"""`dualenc evaluate retrieval`: a query-document model on BEIR folders."""
+"""`dualenc evaluate retrieval`: a query-document model on BEIR folders; `dualenc evaluate compare`: two such runs."""
 
 from __future__ import annotations
 
@@ -10,45 +10,37 @@ from dualenc import distributed
 from dualenc.commands.evaluation import (
     HIGHEST_SEED,
     MOST_ITEMS,
+    begin,
     check_range,
     check_writable,
+    conclude,
     display_name,
     embed_into,
     open_model,
-    output_folder,
-    start_processes,
 )
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
-from dualenc.evaluation.compare import Comparison, compare_runs
-from dualenc.evaluation.metrics import CUTOFFS, Run, Scores, remove_self_matches, score_queries
+from dualenc.evaluation.metrics import CUTOFFS, Run, Scores, compare_runs, remove_self_matches, score_queries
 from dualenc.evaluation.report import Figure, Gallery, Table, print_table, retrieval_galleries, write_report
 from dualenc.evaluation.retrieval import (
     HEADLINES,
     Result,
     bm25_run,
-    check_trec_names,
+    by_system,
     cutoff_rows,
     first_documents,
     metrics_document,
-    read_per_query,
-    read_qrels,
-    read_trec,
     retrieve,
     summary_rows,
 )
+from dualenc.evaluation.runs import check_trec_names, read_per_query, read_qrels, read_trec
 from dualenc.files import write_json
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.data import RetrievalSet
-    from dualenc.encoders import DualEncoder
-    from dualenc.search.embeddings import Embeddings
 
 BM25 = "BM25"
-
-Runs = dict[str, dict[str, Run]]
-"""Runs by collection and system."""
 
 
 def retrieval(
@@ -67,7 +59,7 @@ def retrieval(
     """Evaluate a query-document model on BEIR folders.
 
     Writes metrics.json, report.html and, for each BEIR folder, run.trec and per_query.ndjson. Embeddings are kept
-    below OUT, so that an interrupted evaluation goes on where it stopped.
+    below OUT, so that an interrupted evaluation resumes where it stopped.
 
     Args:
         model: model folder or name.
@@ -86,16 +78,17 @@ def retrieval(
         DualencError: the model is of another kind, a folder or split is missing, or nothing is judged.
     """
     check_range(1, MOST_ITEMS, depth=depth, batch_size=batch_size)
-    target = output_folder(out, "retrieval", model, data)
     if depth < max(CUTOFFS):
         raise DualencError(f"depth={depth}: the metrics look at {max(CUTOFFS)} documents; retrieve that many or more")
-    device_to_use = start_processes(device)
+    target, device_to_use = begin("retrieval", model, data, out, device)
     collections = _read_collections((data, *more), split, titles)
-    places = {name: target / name if more else target for name in collections}
     encoder = open_model(model, "query-document", device_to_use)
-    runs: Runs = {}
+    places = {name: target / name if more else target for name in collections}
+    runs: dict[str, dict[str, Run]] = {}  # by collection and system
     for name, collection in collections.items():
-        queries, documents = _embed(encoder, collection, places[name] / "embeddings", split, model, batch_size)
+        folder = places[name] / "embeddings"
+        queries = embed_into(folder / f"queries-{split}", encoder, "left", collection.queries, model, batch_size)
+        documents = embed_into(folder / "documents", encoder, "right", collection.corpus, model, batch_size)
         found = retrieve(
             queries.ids,
             queries.vectors,
@@ -108,8 +101,30 @@ def retrieval(
         if bm25 and distributed.is_main():
             runs[name][BM25] = _bm25(collection, depth, keep_self_matches)
     if distributed.is_main():
+        results: list[Result] = []
+        galleries: list[Gallery] = []
+        for name, collection in collections.items():
+            scored = [
+                Result(system, name, run, collection.qrels, len(collection.corpus), keep_self_matches=keep_self_matches)
+                for system, run in runs[name].items()
+            ]
+            for result in scored:
+                result.write(places[name] / "bm25" if result.system == BM25 else places[name])
+            results += scored
+            galleries += _galleries(scored[0], collection)
         facts = {"model": model, "split": split, "depth": depth, "keep_self_matches": keep_self_matches}
-        _conclude(runs, collections, places, target, facts)
+        summary = Table("Retrieval", summary_rows(results))
+        conclude(
+            target,
+            f"Retrieval: {display_name(model)} on {', '.join(collections)}",
+            {"task": "retrieval", **facts, "systems": metrics_document(results)},
+            facts,
+            [summary, Table("All metrics", cutoff_rows(results))],
+            printed=[summary],
+            figures=_figures(by_system(results)),
+            galleries=galleries,
+            wrote="metrics, run files and report.html",
+        )
     distributed.barrier()
 
 
@@ -128,14 +143,6 @@ def _read_collections(folders: Sequence[str], split: str, titles: bool) -> dict[
     return collections
 
 
-def _embed(
-    encoder: DualEncoder, collection: RetrievalSet, folder: Path, split: str, model: str, batch_size: int
-) -> tuple[Embeddings, Embeddings]:
-    """The queries and the documents."""
-    queries = embed_into(folder / f"queries-{split}", encoder, "left", collection.queries, model, batch_size)
-    return queries, embed_into(folder / "documents", encoder, "right", collection.corpus, model, batch_size)
-
-
 def _bm25(collection: RetrievalSet, depth: int, keep_self_matches: bool) -> Run:
     queries, corpus = collection.queries, collection.corpus
     texts = [queries[row] for row in range(len(queries))]
@@ -145,43 +152,14 @@ def _bm25(collection: RetrievalSet, depth: int, keep_self_matches: bool) -> Run:
     return first_documents(remove_self_matches(bm25_run(queries.ids, texts, corpus.ids, documents, depth + 1)), depth)
 
 
-def _conclude(
-    runs: Runs, collections: Mapping[str, RetrievalSet], places: Mapping[str, Path], out: Path, facts: dict[str, object]
-) -> None:
-    """Score the runs; write and print what came out."""
-    keep = bool(facts["keep_self_matches"])
-    results, galleries = [], []
-    for name, systems in runs.items():
-        collection = collections[name]
-        scored = [
-            Result(system, name, run, collection.qrels, len(collection.corpus), keep_self_matches=keep)
-            for system, run in systems.items()
-        ]
-        for result in scored:
-            result.write(places[name] / "bm25" if result.system == BM25 else places[name])
-        results += scored
-        galleries += _galleries(scored[0], collection)
-    write_json(out / "metrics.json", {"task": "retrieval", **facts, "systems": metrics_document(results)})
-    summary = Table("Retrieval", summary_rows(results))
-    everything = Table("All metrics", cutoff_rows(results))
-    title = f"Retrieval: {display_name(str(facts['model']))} on {', '.join(runs)}"
-    tables = [summary, everything]
-    write_report(out / "report.html", title, facts=facts, tables=tables, figures=_figures(results), galleries=galleries)
-    print_table(summary)
-    print(printable(f"metrics, run files and report.html are in {out}"))
-
-
-def _figures(results: Sequence[Result]) -> list[Figure]:
-    by_system = {
-        system: [r for r in results if r.system == system] for system in dict.fromkeys(r.system for r in results)
-    }
+def _figures(systems: dict[str, list[Result]]) -> list[Figure]:
     heights = {
         system: {r.dataset: r.means["ndcg@10"] for r in own}
         if len(own) > 1
         else {m: own[0].means[m] for m in HEADLINES}
-        for system, own in by_system.items()
+        for system, own in systems.items()
     }
-    spread = {system: [s["ndcg@10"] for r in own for s in r.per_query.values()] for system, own in by_system.items()}
+    spread = {system: [s["ndcg@10"] for r in own for s in r.per_query.values()] for system, own in systems.items()}
     return [
         Figure("Mean scores by metric, or nDCG@10 by collection", plots.bars(heights)),
         Figure("nDCG@10 over queries", plots.histograms(spread, xlabel="nDCG@10", ylabel="share of queries", bins=20)),
@@ -242,15 +220,23 @@ def compare(
     if a.keys() != b.keys():
         raise DualencError(f"{run_a} has the collections {sorted(a)}, {run_b} has {sorted(b)}; compare the same ones")
     chosen_metrics = {name: _metrics(a[name], b[name], metrics) for name in a}
-    rows, differences = [], {}
+    rows: list[dict[str, object]] = []
+    differences = {}
     for name, chosen in chosen_metrics.items():
         found = compare_runs(a[name], b[name], chosen, samples=samples, confidence=confidence, seed=seed)
-        rows += [_row(name, metric, comparison) for metric, comparison in found.items()]
+        for metric, c in found.items():
+            row = {"metric": metric, "queries": c.queries, "A": c.mean_a, "B": c.mean_b, "B − A": c.difference}
+            row |= {"low": c.low, "high": c.high, "p": c.p_value, "better": c.better, "worse": c.worse}
+            rows.append({"data": name, **row} if name else row)
         differences[name or chosen[0]] = [b[name][query][chosen[0]] - a[name][query][chosen[0]] for query in a[name]]
     facts = {"A": run_a, "B": run_b, "samples": samples, "confidence": confidence, "seed": seed}
     table = Table(f"B against A, {confidence:.0%} intervals of the paired bootstrap", rows)
     if out is not None:
-        _write(Path(out), facts, table, differences)
+        write_json(Path(out) / "comparison.json", {"task": "compare", **facts, "comparisons": rows})
+        plot = plots.histograms(differences, xlabel="B − A", ylabel="share of queries")
+        figures = [Figure("Difference B − A over queries, first metric", plot)]
+        write_report(Path(out) / "report.html", "Comparison of two runs", facts=facts, tables=[table], figures=figures)
+        print(printable(f"comparison.json and report.html are in {out}"))
     print_table(table)
 
 
@@ -286,27 +272,3 @@ def _metrics(a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: str | No
                 raise DualencError(f"--metrics: {name!r} is not in both runs; they share {', '.join(shared)}")
         return wanted
     return [name for name in HEADLINES if name in shared] or shared
-
-
-def _row(collection: str, metric: str, comparison: Comparison) -> dict[str, object]:
-    return {
-        **({"data": collection} if collection else {}),
-        "metric": metric,
-        "queries": comparison.queries,
-        "A": comparison.mean_a,
-        "B": comparison.mean_b,
-        "B − A": comparison.difference,
-        "low": comparison.low,
-        "high": comparison.high,
-        "p": comparison.p_value,
-        "better": comparison.better,
-        "worse": comparison.worse,
-    }
-
-
-def _write(out: Path, facts: dict[str, object], table: Table, differences: dict[str, list[float]]) -> None:
-    write_json(out / "comparison.json", {"task": "compare", **facts, "comparisons": list(table.rows)})
-    caption = "Difference B − A over queries, first metric"
-    figure = Figure(caption, plots.histograms(differences, xlabel="B − A", ylabel="share of queries"))
-    write_report(out / "report.html", "Comparison of two runs", facts=facts, tables=[table], figures=[figure])
-    print(printable(f"comparison.json and report.html are in {out}"))

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dualenc import distributed
 from dualenc.commands.evaluation import (
     MOST_ITEMS,
+    begin,
     check_range,
+    conclude,
     display_name,
     embed_into,
+    open_images,
     open_model,
-    output_folder,
-    start_processes,
+    require_labels,
 )
-from dualenc.commands.probe import open_images, require_labels
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
-from dualenc.evaluation.report import Figure, Gallery, Item, Table, print_table, rank_galleries, write_report
-from dualenc.evaluation.retrieval import read_lines, write_per_query
+from dualenc.evaluation.report import Figure, Item, Table, rank_galleries
+from dualenc.evaluation.runs import read_lines, write_per_query
 from dualenc.evaluation.zero_shot import (
     TEMPLATES,
     class_embeddings,
@@ -33,15 +31,11 @@ from dualenc.evaluation.zero_shot import (
     zero_shot_accuracy,
     zero_shot_ranks,
 )
-from dualenc.files import write_json
-from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
-    from dualenc.encoders import DualEncoder
 
 CUTOFFS = (1, 5)
-Ranks = npt.NDArray[np.int64]
 
 
 def zero_shot(
@@ -59,7 +53,7 @@ def zero_shot(
     """Evaluate zero-shot classification: each image gets the class whose prompts are nearest.
 
     Writes metrics.json, report.html and a per-query log. Embeddings are kept below OUT, so that an interrupted
-    evaluation goes on where it stopped.
+    evaluation resumes where it stopped.
 
     Args:
         model: model folder or name.
@@ -75,36 +69,64 @@ def zero_shot(
     Raises:
         DualencError: the model is of another kind, or labels, class names or templates are missing.
     """
+    from dualenc.data import Corpus
+
     check_range(1, MOST_ITEMS, batch_size=batch_size)
-    target = output_folder(out, "zero-shot", model, data)
-    device_to_use = start_processes(device)
+    target, device_to_use = begin("zero-shot", model, data, out, device)
     filled = TEMPLATES if templates is None else read_templates(templates)
     images = open_images(data, split, label_column=label_column)
     labels = require_labels(images, f"{data}, {split}")
     names = _class_names(images, data, class_names)
+    prompts = class_prompts(names, filled)
     encoder = open_model(model, "image-text", device_to_use)
     folder = target / "embeddings"
     found = embed_into(folder / f"images-{split}", encoder, "left", images, model, batch_size)
-    classes = _embed_classes(encoder, names, filled, folder / "prompts", model, batch_size)
+    corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")
+    of_prompts = embed_into(folder / "prompts", encoder, "right", corpus, model, batch_size)
+    classes = class_embeddings(np.asarray(of_prompts.vectors, np.float32), len(names))
+    # The images that could be read, by their rows in the data.
     row_of = {name: row for row, name in enumerate(images.ids)}
-    shown = _Shown(images, [row_of[name] for name in found.ids], names, labels)
+    rows = [row_of[name] for name in found.ids]
+    labels = labels[rows]
     vectors = np.asarray(found.vectors, np.float32)
-    ranks = zero_shot_ranks(vectors, classes, shown.labels)
+    ranks = zero_shot_ranks(vectors, classes, labels)
     if distributed.is_main():
-        galleries = _galleries(shown, vectors, classes, ranks)
-        _conclude(ranks, shown, galleries, target, {"model": model, "data": data, "split": split})
+        galleries = rank_galleries(
+            "Images and their nearest classes",
+            ranks,
+            vectors,
+            classes,
+            [[label] for label in labels.tolist()],
+            lambda number: Item(names[labels[number]], images[rows[number]]),
+            lambda column: Item(names[column]),
+        )
+        by_class: list[dict[str, Any]] = []
+        for number in np.unique(labels).tolist():
+            own = ranks[labels == number]
+            by_class.append({"class": names[number], "images": len(own), "top@1": float(np.mean(own == 1))})
+        per_image = {
+            images.ids[row]: {f"top@{k}": float(rank <= k) for k in CUTOFFS} | {"mrr": float(1 / rank)}
+            for row, rank in zip(rows, ranks)
+        }
+        write_per_query(target / "per_query.ndjson", per_image, display_name(data))
+        scores = zero_shot_accuracy(ranks, labels, len(names), CUTOFFS)
+        facts = {"model": model, "data": data, "split": split}
+        sizes = {"images": len(ranks), "classes": len(names)}
+        summary = Table("Zero-shot classification", [{"data": display_name(data), **sizes, **scores}])
+        hardest_first = sorted(by_class, key=lambda row: float(row["top@1"]))
+        hardest = Table("By class, hardest first", hardest_first)
+        spread = plots.histograms({"top@1": [row["top@1"] for row in by_class]}, xlabel="top@1 of a class", bins=20)
+        conclude(
+            target,
+            f"Zero-shot classification: {display_name(model)} on {display_name(data)}",
+            {"task": "zero-shot", **facts, **sizes, "metrics": scores, "per_class": by_class},
+            facts,
+            [summary, hardest],
+            printed=[summary],
+            figures=[Figure("Accuracy over classes", spread)],
+            galleries=galleries,
+        )
     distributed.barrier()
-
-
-class _Shown:
-    """The images that could be read, with their labels (A,) and the names of the classes (C,)."""
-
-    def __init__(self, images: Corpus, rows: list[int], names: list[str], labels: npt.NDArray[np.int64]) -> None:
-        self.images, self.rows, self.names, self.labels = images, rows, names, labels[rows]
-
-    def image(self, number: int) -> Item:
-        """An image with its class."""
-        return Item(self.names[self.labels[number]], self.images[self.rows[number]])
 
 
 def _class_names(images: Corpus, data: str, file: str | None) -> list[str]:
@@ -122,59 +144,3 @@ def _class_names(images: Corpus, data: str, file: str | None) -> list[str]:
             f"{file or data}: {len(names)} class names, but there is a label {highest}; name every class"
         )
     return [readable_class(name) for name in names]
-
-
-def _embed_classes(
-    encoder: DualEncoder, names: list[str], templates: Sequence[str], folder: Path, model: str, batch_size: int
-) -> npt.NDArray[np.float32]:
-    """(C, D) class embeddings."""
-    from dualenc.data import Corpus
-
-    prompts = class_prompts(names, templates)
-    corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")
-    found = embed_into(folder, encoder, "right", corpus, model, batch_size)
-    return class_embeddings(np.asarray(found.vectors, np.float32), len(names))
-
-
-def _galleries(
-    shown: _Shown, vectors: npt.NDArray[np.float32], classes: npt.NDArray[np.float32], ranks: Ranks
-) -> list[Gallery]:
-    own = [[label] for label in shown.labels.tolist()]
-    what = "Images and their nearest classes"
-    return rank_galleries(what, ranks, vectors, classes, own, shown.image, lambda column: Item(shown.names[column]))
-
-
-def _conclude(ranks: Ranks, shown: _Shown, galleries: Sequence[Gallery], out: Path, facts: dict[str, Any]) -> None:
-    """Write and print what came out."""
-    scores = zero_shot_accuracy(ranks, shown.labels, len(shown.names), CUTOFFS)
-    sizes = {"images": len(ranks), "classes": len(shown.names)}
-    by_class = _by_class(ranks, shown)
-    hardest = sorted(by_class, key=lambda row: float(row["top@1"]))
-    measured = {"task": "zero-shot", **facts, **sizes, "metrics": scores, "per_class": by_class}
-    write_json(out / "metrics.json", measured)
-    per_image = {
-        shown.images.ids[row]: {f"top@{k}": float(rank <= k) for k in CUTOFFS} | {"mrr": float(1 / rank)}
-        for row, rank in zip(shown.rows, ranks)
-    }
-    data = display_name(facts["data"])
-    write_per_query(out / "per_query.ndjson", per_image, data)
-    summary = Table("Zero-shot classification", [{"data": data, **sizes, **scores}])
-    spread = plots.histograms({"top@1": [row["top@1"] for row in by_class]}, xlabel="top@1 of a class", bins=20)
-    write_report(
-        out / "report.html",
-        f"Zero-shot classification: {display_name(facts['model'])} on {data}",
-        facts=facts,
-        tables=[summary, Table("By class, hardest first", hardest)],
-        figures=[Figure("Accuracy over classes", spread)],
-        galleries=galleries,
-    )
-    print_table(summary)
-    print(printable(f"metrics and report.html are in {out}"))
-
-
-def _by_class(ranks: Ranks, shown: _Shown) -> list[dict[str, Any]]:
-    rows = []
-    for number in np.unique(shown.labels).tolist():
-        own = ranks[shown.labels == number]
-        rows.append({"class": shown.names[number], "images": len(own), "top@1": float(np.mean(own == 1))})
-    return rows

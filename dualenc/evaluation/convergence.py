@@ -1,7 +1,8 @@
 """The exact global loss of a model on a finite set of pairs, and the squared norm of its gradient.
 
-Source: emc2.txt Eq. 1, Eq. 4 and §4.5 (Figure 7). Every anchor is compared with all negatives of the set, in chunks:
-neither the similarities nor the encoder's activations of the whole set are in memory at once.
+Source: Yau et al. 2024 (arXiv:2404.10575), Eq. 1, Eq. 4 and §4.5 (Figure 7). Every anchor is compared with all
+negatives of the set, in chunks: neither the similarities nor the encoder's activations of the whole set are in
+memory at once.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def pair_similarities(
 def label_similarities(embeddings: Features, labels: Labels) -> SimilarityHistogram:
     """Cosines of all pairs of different images, of equal label (positives) and of different label (negatives).
 
-    These are the histograms of hard-negatives.txt, Figures 3 and 4.
+    These are the histograms of Robinson et al. 2021 (arXiv:2010.04592), Figures 3 and 4.
 
     Args:
         embeddings: (N, D); scaled to unit norm here.
@@ -259,7 +260,15 @@ def exact_loss(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float
     Raises:
         DualencError: shapes do not fit, embeddings are not finite, τ is not positive, or an anchor has no negative.
     """
-    _check(left, right, pairs, temperature)
+    if left.shape != right.shape or left.dim() != 2 or len(left) != len(pairs):
+        raise DualencError(
+            f"embeddings have shapes {tuple(left.shape)} and {tuple(right.shape)}; "
+            f"both must be ({len(pairs)}, dimension), one row for each pair"
+        )
+    if not (torch.isfinite(left).all() and torch.isfinite(right).all()):
+        raise DualencError("the embeddings are not finite; did the training end in NaN?")
+    if not temperature > 0:
+        raise DualencError(f"temperature={temperature}: it must be above 0")
     left = left.detach().double().requires_grad_()
     right = right.detach().double().requires_grad_()
     total = 0.0
@@ -362,15 +371,3 @@ def _negatives(pairs: FiniteSet, rows: Tensor) -> Tensor:
             raise DualencError(f"pair {row} has no negative in this set: all others are its positives; give more pairs")
         masks.append(~positive)
     return torch.stack(masks)
-
-
-def _check(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float) -> None:
-    if left.shape != right.shape or left.dim() != 2 or len(left) != len(pairs):
-        raise DualencError(
-            f"embeddings have shapes {tuple(left.shape)} and {tuple(right.shape)}; "
-            f"both must be ({len(pairs)}, dimension), one row for each pair"
-        )
-    if not (torch.isfinite(left).all() and torch.isfinite(right).all()):
-        raise DualencError("the embeddings are not finite; did the training end in NaN?")
-    if not temperature > 0:
-        raise DualencError(f"temperature={temperature}: it must be above 0")

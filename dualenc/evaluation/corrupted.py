@@ -1,13 +1,9 @@
-"""Results of single items, written as they come, so that an interrupted evaluation goes on where it stopped."""
+"""Images under corruptions: encoding of their versions, retrieval of the other view, and the robustness table."""
 
 from __future__ import annotations
 
-import json
-import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import faiss
 import numpy as np
@@ -16,102 +12,10 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from dualenc import distributed
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.corruptions import CorruptedImages, Images, stable_seed
 from dualenc.evaluation.probe import Features, unit_rows
-from dualenc.files import full_disk_told, open_regular, remove, removed_if_refused
 from dualenc.types import Inputs
-
-Signature = dict[str, Any]
-Key = TypeVar("Key", int, str)
-
-
-class Ledger(Generic[Key]):
-    """Values by number or name of an item in a folder, one JSON line each; every process appends to a file of its own.
-
-    Lines of all processes are read back, whatever their number was. A line cut short by a kill, or otherwise damaged,
-    is left out, and files that another model, other data or other settings wrote are removed.
-
-    Args:
-        folder: Where the files are; made with the first value.
-        signature: Everything that the values depend on, as plain values: settings, and checksums of the weights and
-            of the data (`Corpus.identity`), whose names may stay while their contents change.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], signature: Signature):
-        self.folder = Path(folder)
-        self.signature = json.loads(json.dumps(signature))
-        self.path = self.folder / f"part-{distributed.rank():05d}.ndjson"
-        if distributed.is_main():
-            for part in self._parts():
-                if _read(part)[0] != self.signature:
-                    remove(part)
-        distributed.barrier()
-        self.values: dict[Key, Any] = {}
-        for part in self._parts():
-            self.values.update(_read(part)[1])
-        distributed.barrier()
-
-    def missing(self, keys: Iterable[Key]) -> list[Key]:
-        """Those of the items without a value that this process should do."""
-        left = [key for key in keys if key not in self.values]
-        return left[distributed.rank_slice(len(left))]
-
-    def add(self, values: dict[Key, Any]) -> None:
-        """Append values by item."""
-        lines = [] if self.path.exists() else [json.dumps({"signature": self.signature})]
-        lines += [
-            json.dumps({"item": key, "value": value, "check": _check(key, value)}) for key, value in values.items()
-        ]
-        size = self.path.stat().st_size if self.path.exists() else 0
-        with removed_if_refused(self.folder), full_disk_told(self.path):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                with open(self.path, "a", encoding="utf-8") as stream:
-                    # A first newline ends a line that a kill cut short.
-                    stream.write("\n" + "\n".join(lines) + "\n")
-            except OSError:
-                if size:
-                    os.truncate(self.path, size)
-                else:
-                    remove(self.path)
-                raise
-        self.values.update(values)
-
-    def all_values(self) -> dict[Key, Any]:
-        """The values of all processes by item, in order; all processes call it together."""
-        merged = {key: value for values in distributed.gather_objects(self.values) for key, value in values.items()}
-        return dict(sorted(merged.items()))
-
-    def _parts(self) -> list[Path]:
-        return sorted(self.folder.glob("part-*.ndjson"))
-
-
-def _read(part: Path) -> tuple[Signature | None, dict[Any, Any]]:
-    """The signature and the values of one file; whatever is not a line that `Ledger.add` wrote is left out."""
-    signature: Signature | None = None
-    values: dict[Any, Any] = {}
-    try:
-        with open_regular(part) as stream:
-            lines = stream.read().splitlines()
-    except (DualencError, OSError):
-        return None, {}
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            if "signature" in entry:
-                signature = entry["signature"]
-            elif entry["check"] == _check(entry["item"], entry["value"]):
-                values[entry["item"]] = entry["value"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue
-    return signature, values
-
-
-def _check(key: int | str, value: Any) -> int:
-    return zlib.crc32(json.dumps([key, value]).encode())
-
 
 Prepare = Callable[..., Inputs]
 EncodeInputs = Callable[["Inputs"], npt.NDArray[np.floating]]
@@ -203,15 +107,6 @@ class Encoded(NamedTuple):
     bad: list[tuple[int, str]]
 
 
-class _Collated(NamedTuple):
-    """What a worker sends: numbers and inputs of the good images, reasons of the bad, and a user's mistake."""
-
-    numbers: list[int]
-    inputs: Inputs
-    bad: list[tuple[int, str]]
-    mistake: DualencError | None
-
-
 def encode_versions(
     versions: ImageVersions,
     encode: EncodeInputs,
@@ -220,7 +115,7 @@ def encode_versions(
     num_workers: int = 0,
     images_at_once: int | None = None,
 ) -> Iterator[Encoded]:
-    """EncodeInputs all versions of each image, a few images at a time, in order; the same for any number of workers.
+    """Encode all versions of each image, a few images at a time, in order; the same for any number of workers.
 
     Args:
         versions: What to encode.
@@ -256,12 +151,15 @@ def encode_versions(
             yield Encoded([], np.zeros((0, *shape, 0)), bad)
 
 
-def _collate(rows: list[tuple[int, Inputs | DualencError]]) -> _Collated:
+def _collate(
+    rows: list[tuple[int, Inputs | DualencError]],
+) -> tuple[list[int], Inputs, list[tuple[int, str]], DualencError | None]:
+    """What a worker sends: numbers and inputs of the good images, reasons of the bad, and a user's mistake."""
     good = [(index, row) for index, row in rows if not isinstance(row, DualencError)]
     wrong = [(index, row) for index, row in rows if isinstance(row, DualencError)]
     mistake = next((error for _, error in wrong if not isinstance(error, BadSample)), None)
     inputs = {name: torch.cat([row[name] for _, row in good]) for name in (good[0][1] if good else {})}
-    return _Collated([index for index, _ in good], inputs, [(index, str(error)) for index, error in wrong], mistake)
+    return [index for index, _ in good], inputs, [(index, str(error)) for index, error in wrong], mistake
 
 
 def _one_thread(worker: int) -> None:
@@ -295,7 +193,11 @@ def nearest_versions(features: Features) -> Found:
     rows = unit_rows(features.reshape(-1, features.shape[-1]), "embeddings").reshape(features.shape)
     # K candidates per query: a product of small matrices; an index for each image would only add to it.
     similarities = rows[:, 0] @ rows[:, 1].swapaxes(1, 2)
-    return np.stack([_best_columns(similarities), _best_columns(similarities.swapaxes(1, 2))], axis=1)
+    found = []
+    for scores in (similarities, similarities.swapaxes(1, 2)):
+        tied = (scores == scores.max(axis=2, keepdims=True)).sum(axis=2) > 1
+        found.append(np.where(tied, TIE, scores.argmax(axis=2)))
+    return np.stack(found, axis=1)
 
 
 def nearest_images(features: Features) -> Found:
@@ -315,7 +217,11 @@ def nearest_images(features: Features) -> Found:
             f"features have shape {features.shape}; (images, 2 views, dimension) of two images is needed"
         )
     first, second = (unit_rows(features[:, view], "embeddings") for view in (0, 1))
-    return np.stack([_search(first, second), _search(second, first)], axis=1)
+    found = []
+    for queries, items in ((first, second), (second, first)):
+        scores, nearest = faiss.knn(queries, items, 2, faiss.METRIC_INNER_PRODUCT)
+        found.append(np.where(scores[:, 0] > scores[:, 1], nearest[:, 0], TIE))
+    return np.stack(found, axis=1)
 
 
 def summarise(found: Found, versions: Sequence[str] = ()) -> dict[str, float]:
@@ -356,18 +262,6 @@ def confusions(found: Found) -> npt.NDArray[np.float64]:
     num_versions = found.shape[2]
     counts = (found[..., None] == np.arange(num_versions)).sum(axis=(0, 1))
     return counts / (2 * len(found))
-
-
-def _best_columns(similarities: npt.NDArray[np.float32]) -> Found:
-    """(n, K) number of the highest entry of each row of (n, K, K), −1 if another is as high."""
-    best = similarities.max(axis=2, keepdims=True)
-    tied = (similarities == best).sum(axis=2) > 1
-    return np.where(tied, TIE, similarities.argmax(axis=2))
-
-
-def _search(queries: npt.NDArray[np.float32], items: npt.NDArray[np.float32]) -> Found:
-    scores, nearest = faiss.knn(queries, items, 2, faiss.METRIC_INNER_PRODUCT)
-    return np.where(scores[:, 0] > scores[:, 1], nearest[:, 0], TIE)
 
 
 Errors = npt.NDArray[np.floating]
@@ -420,9 +314,11 @@ def robustness_rows(
     """
     if errors.shape != (len(corruptions), len(severities)):
         raise DualencError(f"errors of shape {errors.shape} for {len(corruptions)} corruptions x {len(severities)}")
-    accuracies = 1 - errors
-    rows = [_row(name, row, severities) for name, row in zip(corruptions, accuracies)]
-    return [*rows, _row("mean", accuracies.mean(axis=0), severities)]
+    rows: list[dict[str, str | float]] = []
+    for name, row in zip([*corruptions, "mean"], [*(1 - errors), (1 - errors).mean(axis=0)]):
+        cells = {f"severity {severity}": float(value) for severity, value in zip(severities, row)}
+        rows.append({"corruption": name, **cells, "mean": float(row.mean())})
+    return rows
 
 
 def as_mapping(errors: Errors, corruptions: Sequence[str], severities: Sequence[int]) -> dict[str, dict[str, float]]:
@@ -451,10 +347,3 @@ def from_mapping(
             if not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise DualencError(f"the baseline's error of {name} at severity {severity} is no rate from 0 to 1")
     return np.array([[found[name][str(severity)] for severity in severities] for name in corruptions], float)
-
-
-def _row(name: str, accuracies: Errors, severities: Sequence[int]) -> dict[str, str | float]:
-    cells: dict[str, str | float] = {"corruption": name}
-    cells.update({f"severity {severity}": float(value) for severity, value in zip(severities, accuracies)})
-    cells["mean"] = float(accuracies.mean())
-    return cells

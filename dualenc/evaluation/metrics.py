@@ -1,4 +1,4 @@
-"""Retrieval metrics: pure functions of runs and judgements, and of score matrices.
+"""Retrieval metrics: pure functions of runs and judgements, and of score matrices; comparison of two runs.
 
 Runs and judgements follow trec_eval (`pytrec_eval-terrier` computes every number): a document is relevant
 when its grade is 1 or more, nDCG gains are linear in the grade, MAP@k divides by all relevant documents,
@@ -9,15 +9,13 @@ equals the query's is removed, as BEIR does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-import faiss
 import numpy as np
 import numpy.typing as npt
 import pytrec_eval
 
-from dualenc import distributed
 from dualenc.errors import DualencError
 
 Run = Mapping[str, Mapping[str, float]]
@@ -55,8 +53,23 @@ def score_queries(
         raise DualencError(f"cutoffs {list(cutoffs)}: each k must be 1 or more")
     judged = {query: run[query] for query in qrels if query in run}
     run = judged if keep_self_matches else remove_self_matches(judged)
-    evaluated = _trec_eval(qrels, run, cutoffs)
-    return {query: _our_names(evaluated.get(query, {}), cutoffs) for query in qrels}
+    scores = {query: {doc: float(score) for doc, score in docs.items()} for query, docs in run.items()}
+    for query, docs in scores.items():
+        if not np.isfinite(np.fromiter(docs.values(), float, len(docs))).all():
+            raise DualencError(f"query {query}: a score of the run is not finite; does the model give NaN embeddings?")
+    ks = ",".join(str(k) for k in cutoffs)
+    measures = {"recip_rank", *(f"{name}.{ks}" for name in _MEASURES.values())}
+    grades = {query: {doc: int(grade) for doc, grade in docs.items()} for query, docs in qrels.items()}
+    evaluated = pytrec_eval.RelevanceEvaluator(grades, measures).evaluate(scores)
+    per_query = {}
+    for query in qrels:
+        measured = evaluated.get(query, {})
+        reciprocal_rank = measured.get("recip_rank", 0.0)
+        # 1/rank ≥ 1/k, rounded to a whole rank first so that 1/(1/k) cannot fall on the wrong side.
+        rank = round(1 / reciprocal_rank) if reciprocal_rank else np.inf
+        named = {f"{ours}@{k}": measured.get(f"{trec}_{k}", 0.0) for ours, trec in _MEASURES.items() for k in cutoffs}
+        per_query[query] = named | {f"mrr@{k}": reciprocal_rank if rank <= k else 0.0 for k in cutoffs}
+    return per_query
 
 
 def mean_scores(per_query: Mapping[str, Mapping[str, float]]) -> Scores:
@@ -112,11 +125,20 @@ def best_positive_ranks(
     if len(positives) != len(queries):
         raise DualencError(f"{len(queries)} queries but positives of {len(positives)}; give one list per query")
     block = block or rows_at_once(len(candidates))
-    ranks = [
-        _block_ranks(queries[start : start + block], candidates, positives[start : start + block])
-        for start in range(0, len(queries), block)
-    ]
-    return np.concatenate(ranks) if ranks else np.zeros(0, np.int64)
+    ranks = [np.zeros(0, np.int64)]
+    for start in range(0, len(queries), block):
+        scores = queries[start : start + block] @ candidates.T
+        if not np.isfinite(scores).all():
+            raise DualencError("some embeddings are not finite; was the training stopped by a NaN loss?")
+        is_positive = np.zeros(scores.shape, bool)
+        for row, columns in enumerate(positives[start : start + block]):
+            wanted = np.fromiter((column for column in columns if column >= 0), np.int64)
+            if wanted.size and wanted.max() >= len(candidates):
+                raise DualencError(f"positive {wanted.max()} is out of range: there are {len(candidates)} candidates")
+            is_positive[row, wanted] = True
+        best = np.max(scores, axis=1, where=is_positive, initial=-np.inf)
+        ranks.append(1 + np.sum((scores >= best[:, None]) & ~is_positive, axis=1, dtype=np.int64))
+    return np.concatenate(ranks)
 
 
 def rows_at_once(candidates: int) -> int:
@@ -139,179 +161,132 @@ def recall_at(ranks: npt.NDArray[np.int64], cutoffs: Sequence[int] = (1, 5, 10))
     return {f"recall@{k}": float(np.mean(ranks <= k)) for k in cutoffs}
 
 
-def _trec_eval(qrels: Qrels, run: Run, cutoffs: Sequence[int]) -> dict[str, dict[str, float]]:
-    ks = ",".join(str(k) for k in cutoffs)
-    measures = {"recip_rank", *(f"{name}.{ks}" for name in _MEASURES.values())}
-    grades = {query: {doc: int(grade) for doc, grade in docs.items()} for query, docs in qrels.items()}
-    scores = {query: {doc: float(score) for doc, score in docs.items()} for query, docs in run.items()}
-    for query, docs in scores.items():
-        if not np.isfinite(np.fromiter(docs.values(), float, len(docs))).all():
-            raise DualencError(f"query {query}: a score of the run is not finite; does the model give NaN embeddings?")
-    return pytrec_eval.RelevanceEvaluator(grades, measures).evaluate(scores)
+class Comparison(NamedTuple):
+    """What the paired bootstrap says of run B against run A, for one metric.
+
+    Attributes:
+        queries: Number of queries, Q.
+        mean_a: Mean of run A.
+        mean_b: Mean of run B.
+        difference: `mean_b` − `mean_a`.
+        low: Lower end of the confidence interval of the difference.
+        high: Upper end of it.
+        p_value: Two-sided: how often the difference would be as large by the choice of queries alone.
+        better: Queries on which B scores higher.
+        worse: Queries on which B scores lower.
+    """
+
+    queries: int
+    mean_a: float
+    mean_b: float
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    better: int
+    worse: int
 
 
-def _our_names(measured: Mapping[str, float], cutoffs: Sequence[int]) -> Scores:
-    """Names of this package, cut-off by cut-off; an empty `measured` gives zeros."""
-    reciprocal_rank = measured.get("recip_rank", 0.0)
-    # 1/rank ≥ 1/k, rounded to a whole rank first so that 1/(1/k) cannot fall on the wrong side.
-    rank = round(1 / reciprocal_rank) if reciprocal_rank else np.inf
-    scores = {f"{ours}@{k}": measured.get(f"{trec}_{k}", 0.0) for ours, trec in _MEASURES.items() for k in cutoffs}
-    scores.update({f"mrr@{k}": reciprocal_rank if rank <= k else 0.0 for k in cutoffs})
-    return scores
-
-
-def _block_ranks(
-    queries: npt.NDArray[np.floating],
-    candidates: npt.NDArray[np.floating],
-    positives: Sequence[Iterable[int]],
-) -> npt.NDArray[np.int64]:
-    scores = queries @ candidates.T
-    if not np.isfinite(scores).all():
-        raise DualencError("some embeddings are not finite; was the training stopped by a NaN loss?")
-    is_positive = np.zeros(scores.shape, bool)
-    for row, columns in enumerate(positives):
-        wanted = np.fromiter((column for column in columns if column >= 0), np.int64)
-        if wanted.size and wanted.max() >= len(candidates):
-            raise DualencError(f"positive {wanted.max()} is out of range: there are {len(candidates)} candidates")
-        is_positive[row, wanted] = True
-    best = np.max(scores, axis=1, where=is_positive, initial=-np.inf)
-    return 1 + np.sum((scores >= best[:, None]) & ~is_positive, axis=1, dtype=np.int64)
-
-
-Vectors = npt.NDArray[np.floating]
-
-# Rows of queries and of documents that meet at once. The blocks never depend on the number of processes: a matrix
-# product rounds differently for other shapes, and results must not.
-QUERY_BLOCK = 512
-DOCUMENT_BLOCK = 32768
-
-# Documents found beyond the k-th: a tie across the k-th place is settled among them, a longer one by a second search.
-SPARE = 16
-
-
-def exact_search(
-    queries: Vectors,
-    documents: Vectors,
-    k: int,
+def paired_bootstrap(
+    a: Sequence[float] | npt.NDArray[np.floating],
+    b: Sequence[float] | npt.NDArray[np.floating],
     *,
-    document_ids: Sequence[str] | None = None,
-    query_block: int = QUERY_BLOCK,
-    document_block: int = DOCUMENT_BLOCK,
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """The k documents of highest inner product with each query, exactly.
+    samples: int = 10_000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Comparison:
+    """Compare two systems by resampling the queries on which both were scored.
 
-    FAISS finds them block by block, so `documents` may be memory-mapped and larger than memory. Equal scores are
-    ordered by descending document id (by descending column without ids), also where they decide who is among the k.
-    Under several processes each searches its share of the queries and all get the whole result.
+    The interval holds the percentiles of the resampled mean difference. The p-value counts the resamples whose
+    difference, shifted so that their mean is zero, is at least as far from zero as the observed one (Efron and
+    Tibshirani 1993, §16.4); it is never 0, the observed sample being one of those possible.
 
     Args:
-        queries: (Q, D) embeddings.
-        documents: (N, D) embeddings.
-        k: How many documents to find; all N if k is larger.
-        document_ids: (N,) ids, for the order of ties.
-        query_block: Queries searched at once.
-        document_block: Documents searched at once.
-
-    Returns:
-        Scores (Q, k) in descending order, and columns (Q, k) of the documents.
+        a: (Q,) scores of run A.
+        b: (Q,) scores of run B on the same queries.
+        samples: Number of resamples.
+        confidence: Share of the resamples inside the interval.
+        seed: Of the resampling; the same seed gives the same numbers.
 
     Raises:
-        DualencError: the shapes do not fit, there is no document, or an embedding is not finite.
+        DualencError: the lengths differ, there is no query, or an argument is out of range.
     """
-    _check(queries, documents, k)
-    k = min(k, len(documents))
-    precedence = _precedence(document_ids, len(documents))
-    starts = range(0, len(queries), query_block)
-    own = [
-        _search_queries(queries[start : start + query_block], documents, k, precedence, document_block)
-        for start in starts[distributed.rank_slice(len(starts))]
-    ]
-    found = [block for blocks in distributed.gather_objects(own) for block in blocks]
-    scores = [np.zeros((0, k), np.float32), *(block_scores for block_scores, _ in found)]
-    columns = [np.zeros((0, k), np.int64), *(block_columns for _, block_columns in found)]
-    return np.concatenate(scores), np.concatenate(columns)
-
-
-def as_run(
-    query_ids: Sequence[str],
-    document_ids: Sequence[str],
-    scores: npt.NDArray[np.float32],
-    columns: npt.NDArray[np.int64],
-) -> dict[str, dict[str, float]]:
-    """The result of `exact_search` as a run: score of each found document by query id."""
-    return {
-        query: {document_ids[column]: score for column, score in zip(found.tolist(), values.tolist())}
-        for query, found, values in zip(query_ids, columns, scores, strict=True)
-    }
-
-
-def _search_queries(
-    queries: Vectors, documents: Vectors, k: int, precedence: npt.NDArray[np.int64], document_block: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Search all documents for one block of queries, merging the best of each block of documents."""
-    rows = _float32(queries, "a query")
-    scores, columns = np.zeros((len(rows), 0), np.float32), np.zeros((len(rows), 0), np.int64)
-    for start in range(0, len(documents), document_block):
-        block = _float32(documents[start : start + document_block], "a document")
-        block_scores, block_columns = _search_block(rows, block, k)
-        scores = np.concatenate([scores, block_scores], axis=1)
-        columns = np.concatenate([columns, start + block_columns], axis=1)
-        order = np.lexsort((precedence[columns], -scores), axis=1)[:, :k]
-        scores, columns = np.take_along_axis(scores, order, 1), np.take_along_axis(columns, order, 1)
-    return scores, columns
-
-
-def _search_block(
-    queries: npt.NDArray[np.float32], documents: npt.NDArray[np.float32], k: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """At least the k best of a block, with everything that ties with the k-th: FAISS returns ties in no fixed order."""
-    k = min(k, len(documents))
-    asked = min(k + SPARE, len(documents))
-    while True:
-        with _matrix_product():
-            scores, columns = faiss.knn(queries, documents, asked, faiss.METRIC_INNER_PRODUCT)
-        if asked == len(documents) or (scores[:, -1] < scores[:, k - 1]).all():
-            return scores, columns
-        asked = min(2 * asked, len(documents))
-
-
-@contextmanager
-def _matrix_product() -> Iterator[None]:
-    """Let FAISS multiply matrices for small blocks of queries too; its own rule is several times slower for them."""
-    before = faiss.cvar.distance_compute_blas_threshold
-    faiss.cvar.distance_compute_blas_threshold = 20
-    try:
-        yield
-    finally:
-        faiss.cvar.distance_compute_blas_threshold = before
-
-
-def _precedence(document_ids: Sequence[str] | None, count: int) -> npt.NDArray[np.int64]:
-    """(N,) place of each document among equals: the highest id goes first."""
-    if document_ids is None:
-        return np.arange(count)[::-1]
-    if len(document_ids) != count:
-        raise DualencError(f"{len(document_ids)} document ids for {count} embeddings; give one each")
-    order = sorted(range(count), key=document_ids.__getitem__, reverse=True)
-    precedence = np.empty(count, np.int64)
-    precedence[order] = np.arange(count)
-    return precedence
-
-
-def _float32(vectors: Vectors, what: str) -> npt.NDArray[np.float32]:
-    rows = np.ascontiguousarray(vectors, np.float32)
-    if not np.isfinite(rows).all():
-        raise DualencError(f"the embedding of {what} is not finite; did the training end in NaN?")
-    return rows
-
-
-def _check(queries: Vectors, documents: Vectors, k: int) -> None:
-    if len(queries.shape) != 2 or len(documents.shape) != 2 or queries.shape[1] != documents.shape[1]:
+    a, b = np.asarray(a, float), np.asarray(b, float)
+    if a.shape != b.shape or a.ndim != 1 or len(a) == 0:
+        raise DualencError(f"scores of shapes {a.shape} and {b.shape}; give one of each run for each query")
+    if samples < 1 or not 0 < confidence < 1:
         raise DualencError(
-            f"embeddings of shapes {queries.shape} and {documents.shape} cannot be compared; "
-            "both must be matrices of the same dimension"
+            f"samples={samples}, confidence={confidence}: samples must be 1 or more, confidence in (0, 1)"
         )
-    if len(documents) == 0:
-        raise DualencError("there is no document to search")
-    if k < 1:
-        raise DualencError(f"k={k}: ask for one document or more")
+    differences = b - a
+    observed = float(differences.mean())
+    import scipy.stats
+
+    if len(differences) == 1:  # scipy wants two observations
+        means, low, high = np.full(samples, observed), observed, observed
+    else:
+        resampled = scipy.stats.bootstrap(
+            (differences,),
+            np.mean,
+            n_resamples=samples,
+            batch=max(1, 2**20 // len(differences)),  # memory does not grow with queries x samples
+            confidence_level=confidence,
+            method="percentile",
+            random_state=np.random.default_rng(seed),
+        )
+        means, (low, high) = resampled.bootstrap_distribution, resampled.confidence_interval
+    # A hair below the observed difference, so that equal ones are not lost to rounding.
+    as_far = np.abs(means - observed) >= abs(observed) - 1e-12
+    return Comparison(
+        queries=len(a),
+        mean_a=float(a.mean()),
+        mean_b=float(b.mean()),
+        difference=observed,
+        low=float(low),
+        high=float(high),
+        p_value=float((1 + as_far.sum()) / (1 + samples)),
+        better=int((differences > 0).sum()),
+        worse=int((differences < 0).sum()),
+    )
+
+
+def compare_runs(
+    a: Mapping[str, Scores],
+    b: Mapping[str, Scores],
+    metrics: Sequence[str],
+    *,
+    samples: int = 10_000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> dict[str, Comparison]:
+    """Compare the per-query scores of two runs, metric by metric, in paired resamples.
+
+    Args:
+        a: Metrics of run A by query id.
+        b: Metrics of run B by query id.
+        metrics: Names of the metrics to compare.
+        samples: Number of resamples.
+        confidence: Share of the resamples inside the interval.
+        seed: Of the resampling.
+
+    Raises:
+        DualencError: the runs do not have the same queries, or one lacks a metric.
+    """
+    if a.keys() != b.keys():
+        only = len(a.keys() ^ b.keys())
+        raise DualencError(f"{only} queries are in one run only; compare runs on the same data and split")
+    for name, run in (("A", a), ("B", b)):
+        missing = next((metric for metric in metrics if any(metric not in scores for scores in run.values())), None)
+        if missing is not None:
+            known = ", ".join(next(iter(run.values())))
+            raise DualencError(f"run {name} has no metric {missing!r}; it has {known}")
+    return {
+        metric: paired_bootstrap(
+            [a[query][metric] for query in a],
+            [b[query][metric] for query in a],
+            samples=samples,
+            confidence=confidence,
+            seed=seed,
+        )
+        for metric in metrics
+    }

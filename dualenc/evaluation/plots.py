@@ -6,12 +6,18 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from dualenc.evaluation.convergence import SimilarityHistogram
+
+_MOST_NUMBERS = 120  # in the fields of a heat map
 # Okabe & Ito's palette, told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 
@@ -72,8 +78,6 @@ def histograms(
         ylabel: What the heights are.
         bins: Number of bins over the range of all sets.
     """
-    import numpy as np
-
     figure, axes = _axes(xlabel=xlabel, ylabel=ylabel)
     kept = {name: np.asarray(numbers, float) for name, numbers in values.items() if len(numbers)}
     if kept:
@@ -82,6 +86,49 @@ def histograms(
             weights = np.full(len(numbers), 1 / len(numbers))
             axes.hist(numbers, edges.tolist(), weights=weights, label=literal(name), color=_colour(number), alpha=0.6)
     _legend(axes, len(kept))
+    return figure
+
+
+def similarities(found: SimilarityHistogram, positives: str, negatives: str) -> Figure:
+    """Histograms of similarities of positive and negative pairs over one another, each of total height 1.
+
+    Args:
+        found: The counts.
+        positives: What the positive pairs are.
+        negatives: What the negative pairs are.
+    """
+    figure, axes = _axes(xlabel="cosine", ylabel="share of pairs")
+    for name, counts, colour in ((positives, found.positives, COLOURS[0]), (negatives, found.negatives, COLOURS[1])):
+        axes.stairs(counts / counts.sum(), found.edges, fill=True, alpha=0.55, label=name, color=colour)
+    filled = np.flatnonzero(found.positives + found.negatives)
+    axes.set_xlim(found.edges[filled[0]], found.edges[filled[-1] + 1])
+    _legend(axes, 2)
+    return figure
+
+
+def heat(values: npt.NDArray[np.floating], rows: Sequence[str], columns: Sequence[str], *, xlabel: str = "") -> Figure:
+    """A matrix of numbers from 0 as colours, darker for higher, with the numbers in it where there is room.
+
+    Args:
+        values: (R, C).
+        rows: R names.
+        columns: C names.
+        xlabel: What the columns are.
+    """
+    figure, axes = _axes(xlabel=xlabel)
+    figure.set_figheight(max(1.5, 0.26 * len(rows) + 1.2))
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(True)
+    image = axes.imshow(values, cmap="Blues", vmin=0, aspect="auto")
+    axes.set_yticks(range(len(rows)), [literal(row) for row in rows], fontsize=8)
+    rotation = 90 if len(columns) > 6 else 0
+    axes.set_xticks(range(len(columns)), [literal(column) for column in columns], fontsize=8, rotation=rotation)
+    if values.size <= _MOST_NUMBERS:
+        middle = np.nanmax(values, initial=0) / 2
+        for (row, column), value in np.ndenumerate(values):
+            shade = "white" if value > middle else "black"
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=shade)
+    figure.colorbar(image, ax=axes)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Linear probes on frozen features: full-batch L-BFGS with the regularisation chosen by validation, and few-shot."""
+"""Probes of frozen features: nearest neighbours, logistic regression (few-shot too), and a linear layer by SGD."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import train_test_split
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
 from dualenc.errors import DualencError
@@ -97,7 +99,9 @@ def knn_predict(
     scores, neighbours = faiss.knn(queries, rows, k, faiss.METRIC_INNER_PRODUCT)
     # exp((s − best)/τ): the same vote up to a factor per query, and no overflow at a small τ.
     votes = np.ones_like(scores) if temperature is None else np.exp((scores - scores[:, :1]) / temperature)
-    return _most_votes(train_labels[neighbours], votes, int(train_labels.max()) + 1)
+    totals = np.zeros((len(queries), int(train_labels.max()) + 1))
+    np.add.at(totals, (np.arange(len(queries))[:, None], train_labels[neighbours]), votes)
+    return totals.argmax(axis=1)
 
 
 def accuracy(predicted: Labels, labels: Labels) -> float:
@@ -107,44 +111,10 @@ def accuracy(predicted: Labels, labels: Labels) -> float:
     return float(np.mean(predicted == labels))
 
 
-def _most_votes(classes_AK: Labels, votes_AK: Features, num_classes: int) -> npt.NDArray[np.int64]:
-    totals = np.zeros((len(classes_AK), num_classes))
-    np.add.at(totals, (np.arange(len(classes_AK))[:, None], classes_AK), votes_AK)
-    return totals.argmax(axis=1)
-
-
 L2_SWEEP: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """λ of λ/2·‖W‖² added to the mean cross-entropy."""
 
 _VALIDATION_SHARE = 0.1
-
-
-@dataclass(frozen=True)
-class LinearClassifier:
-    """A linear classifier of standardised features.
-
-    Attributes:
-        mean: (D,) mean of the training features.
-        scale: (D,) their standard deviation.
-        weight: (C, D).
-        bias: (C,).
-        classes: (C,) the class of each row of `weight`.
-    """
-
-    mean: npt.NDArray[np.float32]
-    scale: npt.NDArray[np.float32]
-    weight: npt.NDArray[np.float32]
-    bias: npt.NDArray[np.float32]
-    classes: npt.NDArray[np.int64]
-
-    def predict(self, features: Features) -> npt.NDArray[np.int64]:
-        """Class of each row of (A, D) features."""
-        if features.ndim != 2 or features.shape[1] != len(self.mean):
-            raise DualencError(
-                f"features of shape {features.shape}; the classifier was fit on dimension {len(self.mean)}"
-            )
-        logits = ((features - self.mean) / self.scale) @ self.weight.T + self.bias
-        return self.classes[logits.argmax(axis=1)]
 
 
 @dataclass(frozen=True)
@@ -161,7 +131,7 @@ class LinearProbe:
     accuracy: float
     l2: float
     validation: dict[float, float]
-    classifier: LinearClassifier
+    classifier: Pipeline
 
 
 def linear_probe(
@@ -193,49 +163,70 @@ def linear_probe(
     """
     test_labels = check_labels(test, test_labels, "test")
     classifier, best, validation = fit_best(train, train_labels, l2, max_iterations=max_iterations, seed=seed)
+    if test.ndim != 2 or test.shape[1] != train.shape[1]:
+        raise DualencError(f"features of shape {test.shape}; the classifier was fit on dimension {train.shape[1]}")
     return LinearProbe(accuracy(classifier.predict(test), test_labels), best, validation, classifier)
 
 
 def fit_best(
     features: Features, labels: Labels, l2: Sequence[float] = L2_SWEEP, *, max_iterations: int = 500, seed: int = 0
-) -> tuple[LinearClassifier, float, dict[float, float]]:
-    """The classifier of `linear_probe`, with the λ chosen and the validation accuracy of each.
-
-    Args:
-        features: (N, D).
-        labels: (N,) class numbers from 0.
-        l2: The λ to try.
-        max_iterations: Of L-BFGS, for each λ.
-        seed: Of the split for validation.
-    """
+) -> tuple[Pipeline, float, dict[float, float]]:
+    """The classifier of `linear_probe`, with the λ chosen and the validation accuracy of each."""
     labels = check_labels(features, labels, "train")
     if not l2 or min(l2) <= 0:
         raise DualencError(f"l2={list(l2)}: give one or more numbers above 0")
-    validation = {} if len(l2) == 1 else _validate(features, labels, l2, max_iterations, seed)
+    validation: dict[float, float] = {}
+    if len(l2) > 1:
+        classes, sizes = np.unique(labels, return_counts=True)
+        held_out = max(math.ceil(_VALIDATION_SHARE * len(labels)), len(classes))
+        if held_out >= len(labels):
+            raise DualencError(
+                f"{len(labels)} training images are too few to choose λ of {len(l2)}; give one value as l2"
+            )
+        # Every class must be in the part that is fit; a class of one image cannot be in both.
+        fit, check = train_test_split(
+            np.arange(len(labels)),
+            test_size=held_out,
+            random_state=seed,
+            stratify=labels if sizes.min() > 1 else None,
+        )
+        for value in l2:
+            classifier = fit_linear(features[fit], labels[fit], value, max_iterations)
+            validation[value] = accuracy(classifier.predict(features[check]), labels[check])
     best = max(sorted(l2), key=lambda value: (validation.get(value, 0.0), value))
     return fit_linear(features, labels, best, max_iterations), best, validation
 
 
-def fit_linear(features: Features, labels: Labels, l2: float, max_iterations: int = 500) -> LinearClassifier:
-    """Fit one classifier to minimise mean cross-entropy + λ/2·‖W‖² on standardised features.
+def fit_linear(
+    features: Features, labels: Labels, l2: float, max_iterations: int = 500, *, standardised_by: Features | None = None
+) -> Pipeline:
+    """Fit standardisation and classifier to minimise mean cross-entropy + λ/2·‖W‖².
 
     Args:
         features: (N, D).
         labels: (N,) class numbers; two classes at least.
         l2: λ > 0.
         max_iterations: Of L-BFGS.
+        standardised_by: (N', D) features whose mean and deviation are used; those that are fit by default.
     """
     labels = check_labels(features, labels, "train")
-    mean, scale = standardisation(features)
-    return _fit(features, labels, mean, scale, l2, max_iterations)
-
-
-def standardisation(features: Features) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Mean and standard deviation (D,) of each feature; 1 for a feature that never varies."""
-    if not np.isfinite(features).all():
+    reference = features if standardised_by is None else standardised_by
+    if not np.isfinite(reference).all():
         raise DualencError("the training features are not finite; did the training end in NaN?")
-    mean, scale = features.mean(axis=0, dtype=np.float64), features.std(axis=0, dtype=np.float64)
-    return mean.astype(np.float32), np.where(scale > 1e-6 * (np.abs(mean) + 1e-12), scale, 1.0).astype(np.float32)
+    num_classes = len(np.unique(labels))
+    if num_classes < 2:
+        raise DualencError(f"all training images have the label {labels[0]}; a probe needs two classes or more")
+    scaler = StandardScaler().fit(reference)
+    # scikit-learn sums the loss over images: C = 1/(λN). Of two classes it keeps the difference of their rows,
+    # whose squared norm is twice that of both.
+    regression = LogisticRegression(
+        C=(2 if num_classes == 2 else 1) / (l2 * len(labels)), max_iter=max_iterations, tol=1e-5
+    )
+    with warnings.catch_warnings():
+        # A small λ stops at max_iterations by design; validation chooses among what is reached.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        regression.fit(scaler.transform(features), labels)
+    return make_pipeline(scaler, regression)
 
 
 def few_shot(
@@ -271,13 +262,12 @@ def few_shot(
     """
     train_labels = check_labels(train, train_labels, "train")
     test_labels = check_labels(test, test_labels, "test")
-    mean, scale = standardisation(train)
     results = {}
     for count in shots:
         scores = []
         for draw in range(draws):
             rows = draw_per_class(train_labels, count, np.random.default_rng((seed, count, draw)))
-            classifier = _fit(train[rows], train_labels[rows], mean, scale, l2, 500)
+            classifier = fit_linear(train[rows], train_labels[rows], l2, standardised_by=train)
             scores.append(accuracy(classifier.predict(test), test_labels))
         results[count] = (float(np.mean(scores)), float(np.std(scores, ddof=1)) if draws > 1 else math.nan)
     return results
@@ -290,52 +280,6 @@ def draw_per_class(labels: Labels, count: int, rng: np.random.Generator) -> npt.
         smallest = classes[sizes.argmin()]
         raise DualencError(f"shots={count}: class {smallest} has {sizes.min()} training images; choose 1 to that many")
     return np.concatenate([rng.choice(np.flatnonzero(labels == c), count, replace=False) for c in classes])
-
-
-def _validate(
-    features: Features, labels: npt.NDArray[np.int64], l2: Sequence[float], max_iterations: int, seed: int
-) -> dict[float, float]:
-    """Accuracy on a held-out tenth of the training images for each λ."""
-    rows = np.arange(len(labels))
-    # Every class must be in the part that is fit; a class of one image cannot be in both.
-    stratify = labels if np.unique(labels, return_counts=True)[1].min() > 1 else None
-    held_out = max(math.ceil(_VALIDATION_SHARE * len(labels)), len(np.unique(labels)))
-    if held_out >= len(labels):
-        raise DualencError(f"{len(labels)} training images are too few to choose λ of {len(l2)}; give one value as l2")
-    fit, check = train_test_split(rows, test_size=held_out, random_state=seed, stratify=stratify)
-    mean, scale = standardisation(features[fit])
-    return {
-        value: accuracy(
-            _fit(features[fit], labels[fit], mean, scale, value, max_iterations).predict(features[check]), labels[check]
-        )
-        for value in l2
-    }
-
-
-def _fit(
-    features: Features,
-    labels: npt.NDArray[np.int64],
-    mean: npt.NDArray[np.float32],
-    scale: npt.NDArray[np.float32],
-    l2: float,
-    max_iterations: int,
-) -> LinearClassifier:
-    num_classes = len(np.unique(labels))
-    if num_classes < 2:
-        raise DualencError(f"all training images have the label {labels[0]}; a probe needs two classes or more")
-    # scikit-learn sums the loss over images: C = 1/(λN). Of two classes it keeps the difference of their rows,
-    # whose squared norm is twice that of both.
-    regression = LogisticRegression(
-        C=(2 if num_classes == 2 else 1) / (l2 * len(labels)), max_iter=max_iterations, tol=1e-5
-    )
-    with warnings.catch_warnings():
-        # A small λ stops at max_iterations by design; validation chooses among what is reached.
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        regression.fit((features - mean) / scale, labels)
-    weight, bias = regression.coef_, regression.intercept_
-    if num_classes == 2:
-        weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
-    return LinearClassifier(mean, scale, np.float32(weight), np.float32(bias), regression.classes_)
 
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -355,7 +299,7 @@ def sgd_probe(
 ) -> nn.Linear:
     """Train a linear classifier by SGD with momentum; the learning rate falls along a cosine to zero.
 
-    The defaults are those of saclr.txt A.1.4 (after Caron et al. 2020 and Zbontar et al. 2021).
+    The defaults are those of Caron et al. 2020 (arXiv:2006.09882) and Zbontar et al. 2021 (arXiv:2103.03230).
 
     Args:
         batches: `batches(epoch)` gives that epoch's (features (B, D), labels (B,)): of freshly augmented images
@@ -377,7 +321,11 @@ def sgd_probe(
     """
     if epochs < 1 or steps_per_epoch < 1:
         raise DualencError(f"epochs={epochs}, {steps_per_epoch} batches in each: nothing to train on")
-    classifier = _initial(num_features, num_classes).to(device)
+    # Small weights from a generator of its own: the same on every device, and nobody else's draws change.
+    classifier = nn.utils.skip_init(nn.Linear, num_features, num_classes)
+    nn.init.normal_(classifier.weight, std=0.01, generator=torch.Generator().manual_seed(0))
+    nn.init.zeros_(classifier.bias)
+    classifier = classifier.to(device)
     optimizer = torch.optim.SGD(classifier.parameters(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
     total, step = epochs * steps_per_epoch, 0
     for epoch in range(epochs):
@@ -422,11 +370,3 @@ def predict(classifier: nn.Linear, features: Features) -> np.ndarray:
     """Class of each row of (A, D) features."""
     rows = torch.from_numpy(np.array(features, dtype=np.float32))  # a copy: stored features are read-only
     return classifier(rows.to(classifier.weight.device)).argmax(dim=1).cpu().numpy()
-
-
-def _initial(num_features: int, num_classes: int) -> nn.Linear:
-    """Small weights from a generator of its own: the same on every device, and nobody else's draws change."""
-    classifier = nn.utils.skip_init(nn.Linear, num_features, num_classes)
-    nn.init.normal_(classifier.weight, std=0.01, generator=torch.Generator().manual_seed(0))
-    nn.init.zeros_(classifier.bias)
-    return classifier

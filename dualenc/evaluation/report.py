@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from dualenc.evaluation.metrics import Scores
 from dualenc.evaluation.plots import as_svg
-from dualenc.evaluation.retrieval import Result, ranked
+from dualenc.evaluation.retrieval import Result
+from dualenc.evaluation.runs import ranked
 from dualenc.files import atomic_path
 from dualenc.terminal import printable
 

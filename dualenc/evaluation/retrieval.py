@@ -1,184 +1,174 @@
-"""Text retrieval from embeddings and judgements: the run, its scores, and the files that keep them."""
+"""Text retrieval from embeddings and judgements: exact search, BM25, and what a system achieved on a collection."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import faiss
 import numpy as np
 import numpy.typing as npt
 
+from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.evaluation.metrics import (
-    CUTOFFS,
-    Qrels,
-    Run,
-    Scores,
-    as_run,
-    exact_search,
-    mean_scores,
-    remove_self_matches,
-    score_queries,
-)
-from dualenc.files import atomic_path, open_regular
+from dualenc.evaluation.metrics import CUTOFFS, Qrels, Run, Scores, mean_scores, remove_self_matches, score_queries
+from dualenc.evaluation.runs import ranked, write_per_query, write_trec
 
-PathLike = str | os.PathLike[str]
+Vectors = npt.NDArray[np.floating]
 
-LONGEST_LINE = 1 << 20
-"""Bytes; a longer line is no line of the files that are read here."""
-HIGHEST_GRADE = 1 << 20
-"""No scale of relevance goes further; the gain of nDCG is linear in the grade."""
+# Rows of queries and of documents that meet at once. The blocks never depend on the number of processes: a matrix
+# product rounds differently for other shapes, and results must not.
+QUERY_BLOCK = 512
+DOCUMENT_BLOCK = 32768
+
+# Documents found beyond the k-th: a tie across the k-th place is settled among them, a longer one by a second search.
+SPARE = 16
 
 
-def write_trec(path: PathLike, run: Run, tag: str = "dualenc") -> None:
-    """Write a run as `query Q0 document rank score tag` lines, ranked as trec_eval ranks them.
+def exact_search(
+    queries: Vectors,
+    documents: Vectors,
+    k: int,
+    *,
+    document_ids: Sequence[str] | None = None,
+    query_block: int = QUERY_BLOCK,
+    document_block: int = DOCUMENT_BLOCK,
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """The k documents of highest inner product with each query, exactly.
 
-    Scores are written so that reading them gives the same float32.
+    FAISS finds them block by block, so `documents` may be memory-mapped and larger than memory. Equal scores are
+    ordered by descending document id (by descending column without ids), also where they decide who is among the k.
+    Under several processes each searches its share of the queries and all get the whole result.
 
     Args:
-        path: The file to write, replaced as a whole.
-        run: Score of each retrieved document by query id.
-        tag: Name of the system, without white space.
+        queries: (Q, D) embeddings.
+        documents: (N, D) embeddings.
+        k: How many documents to find; all N if k is larger.
+        document_ids: (N,) ids, for the order of ties.
+        query_block: Queries searched at once.
+        document_block: Documents searched at once.
+
+    Returns:
+        Scores (Q, k) in descending order, and columns (Q, k) of the documents.
 
     Raises:
-        DualencError: an id or the tag holds white space, which the format cannot express.
+        DualencError: the shapes do not fit, there is no document, or an embedding is not finite.
     """
-    check_trec_names((tag,), "the tag")
-    check_trec_names(run, "query id")
-    with atomic_path(path) as beside, open(beside, "w", encoding="utf-8") as stream:
-        for query, documents in run.items():
-            check_trec_names(documents, "document id")
-            for rank, document in enumerate(ranked(documents), start=1):
-                stream.write(f"{query} Q0 {document} {rank} {documents[document]:.9g} {tag}\n")
+    if len(queries.shape) != 2 or len(documents.shape) != 2 or queries.shape[1] != documents.shape[1]:
+        raise DualencError(
+            f"embeddings of shapes {queries.shape} and {documents.shape} cannot be compared; "
+            "both must be matrices of the same dimension"
+        )
+    if len(documents) == 0:
+        raise DualencError("there is no document to search")
+    if k < 1:
+        raise DualencError(f"k={k}: ask for one document or more")
+    k = min(k, len(documents))
+    precedence = np.arange(len(documents))[::-1]  # place of each document among equals: the highest id goes first
+    if document_ids is not None:
+        if len(document_ids) != len(documents):
+            raise DualencError(f"{len(document_ids)} document ids for {len(documents)} embeddings; give one each")
+        order = sorted(range(len(documents)), key=document_ids.__getitem__, reverse=True)
+        precedence = np.empty(len(documents), np.int64)
+        precedence[order] = np.arange(len(documents))
+    starts = range(0, len(queries), query_block)
+    own = [
+        _search_queries(queries[start : start + query_block], documents, k, precedence, document_block)
+        for start in starts[distributed.rank_slice(len(starts))]
+    ]
+    found = [block for blocks in distributed.gather_objects(own) for block in blocks]
+    scores = [np.zeros((0, k), np.float32), *(block_scores for block_scores, _ in found)]
+    columns = [np.zeros((0, k), np.int64), *(block_columns for _, block_columns in found)]
+    return np.concatenate(scores), np.concatenate(columns)
 
 
-def read_trec(path: PathLike) -> dict[str, dict[str, float]]:
-    """Read a TREC run file; the ranks in it are ignored, as trec_eval does.
-
-    Raises:
-        DualencError: no such file, a line that is not a run's, or a document twice for a query.
-    """
-    run: dict[str, dict[str, float]] = {}
-    for place, line in read_lines(path):
-        fields = line.split()
-        score = _number(fields[4]) if len(fields) == 6 else None
-        if score is None:
-            raise DualencError(f"{place}: not a line of a TREC run (query Q0 document rank score tag); mend the line")
-        documents = run.setdefault(fields[0], {})
-        if fields[2] in documents:
-            raise DualencError(f"{place}: document {fields[2]} stands twice for query {fields[0]}; remove one")
-        documents[fields[2]] = score
-    return run
-
-
-def read_qrels(path: PathLike) -> dict[str, dict[str, int]]:
-    """Read judgements from a BEIR file (`query-id corpus-id score`) or a TREC one (`query 0 document grade`).
-
-    Raises:
-        DualencError: no such file, a line that is neither, or no judgement at all.
-    """
-    qrels: dict[str, dict[str, int]] = {}
-    for number, (place, line) in enumerate(read_lines(path)):
-        fields = line.split()
-        grade = _number(fields[-1]) if len(fields) in (3, 4) else None
-        if grade is None and number == 0:
-            continue  # the header of a BEIR file
-        if grade is None or grade != int(grade) or abs(grade) > HIGHEST_GRADE:
-            raise DualencError(
-                f"{place}: not a judgement (query, document, whole grade up to {HIGHEST_GRADE:,}); mend the line"
-            )
-        qrels.setdefault(fields[0], {})[fields[-2]] = int(grade)
-    if not qrels:
-        raise DualencError(f"{path}: the judgements (qrels) are empty; give the file of the right split")
-    return qrels
-
-
-def write_per_query(path: PathLike, per_query: Mapping[str, Scores], dataset: str = "") -> None:
-    """Write one JSON object per query and line: `{"dataset": …, "query": …, "ndcg@10": …, …}`."""
-    # An id may be a file name that is no UTF-8: its odd bytes are escaped as JSON escapes them.
-    with atomic_path(path) as beside, open(beside, "w", encoding="utf-8", errors="backslashreplace") as stream:
-        for query, scores in per_query.items():
-            row = {"dataset": dataset, "query": query, **scores}
-            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def read_per_query(path: PathLike) -> dict[str, Scores]:
-    """Read a log of `write_per_query`: the metrics by query id.
-
-    Raises:
-        DualencError: no such file, a line that is not such an object, a query twice, or no line at all.
-    """
-    per_query: dict[str, Scores] = {}
-    for place, line in read_lines(path):
-        try:
-            row = json.loads(line)
-            query = row.pop("query")
-            row.pop("dataset", None)
-            scores = {name: float(value) for name, value in row.items()}
-            if not isinstance(query, str) or not all(map(math.isfinite, scores.values())):
-                raise ValueError
-        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
-            raise DualencError(f"{place}: not a line of a per-query log; evaluate again to write it anew") from None
-        if query in per_query:
-            raise DualencError(f"{place}: query {query} stands twice; evaluate again to write the log anew")
-        per_query[query] = scores
-    if not per_query:
-        raise DualencError(f"{path}: the per-query log is empty; evaluate again to write it anew")
-    return per_query
-
-
-def ranked(documents: Mapping[str, float]) -> list[str]:
-    """Document ids by descending score, equal scores by descending id, as trec_eval orders them."""
-    return sorted(documents, key=lambda document: (documents[document], document), reverse=True)
-
-
-def check_trec_names(names: Iterable[str], what: str) -> None:
-    """Make sure that names can stand in a TREC file: not empty, no white space.
-
-    Raises:
-        DualencError: one cannot; tells which.
-    """
-    for name in names:
-        if len(name.split()) != 1 or name.strip() != name:
-            raise DualencError(f"{what} {name!r} is empty or holds white space, which TREC files cannot; rename it")
-
-
-def read_lines(path: PathLike) -> Iterator[tuple[str, str]]:
-    """Lines of a text file that are not blank, each with where it stands; a line at a time is in memory.
-
-    Raises:
-        DualencError: no regular file, not UTF-8, or a line that is too long to be one.
-    """
+def _search_queries(
+    queries: Vectors, documents: Vectors, k: int, precedence: npt.NDArray[np.int64], document_block: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Search all documents for one block of queries, merging the best of each block of documents."""
+    rows = _float32(queries, "a query")
+    scores, columns = np.zeros((len(rows), 0), np.float32), np.zeros((len(rows), 0), np.int64)
+    before = faiss.cvar.distance_compute_blas_threshold
+    # FAISS multiplies matrices for small blocks of queries too; its own rule is several times slower for them.
+    faiss.cvar.distance_compute_blas_threshold = 20
     try:
-        stream = open_regular(path)
-    except FileNotFoundError:
-        raise DualencError(f"{path}: no such file") from None
-    with stream:
-        number = 0
-        while line := stream.readline(LONGEST_LINE + 1):
-            number += 1
-            if len(line) > LONGEST_LINE:
-                raise DualencError(f"{path}:{number}: a line of more than {LONGEST_LINE >> 20} MiB; is it a text file?")
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                reason = f"byte 0x{line[error.start]:02x}"
-                raise DualencError(f"{path}:{number}: not UTF-8 text ({reason}); save the file as UTF-8") from None
-            if text.strip():
-                yield f"{path}:{number}", text
+        for start in range(0, len(documents), document_block):
+            block = _float32(documents[start : start + document_block], "a document")
+            # FAISS returns ties in no fixed order: whatever ties with the k-th is found too.
+            asked = min(k + SPARE, len(block))
+            while True:
+                block_scores, block_columns = faiss.knn(rows, block, asked, faiss.METRIC_INNER_PRODUCT)
+                if asked == len(block) or (block_scores[:, -1] < block_scores[:, k - 1]).all():
+                    break
+                asked = min(2 * asked, len(block))
+            scores = np.concatenate([scores, block_scores], axis=1)
+            columns = np.concatenate([columns, start + block_columns], axis=1)
+            order = np.lexsort((precedence[columns], -scores), axis=1)[:, :k]
+            scores, columns = np.take_along_axis(scores, order, 1), np.take_along_axis(columns, order, 1)
+    finally:
+        faiss.cvar.distance_compute_blas_threshold = before
+    return scores, columns
 
 
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+def _float32(vectors: Vectors, what: str) -> npt.NDArray[np.float32]:
+    rows = np.ascontiguousarray(vectors, np.float32)
+    if not np.isfinite(rows).all():
+        raise DualencError(f"the embedding of {what} is not finite; did the training end in NaN?")
+    return rows
+
+
+def as_run(
+    query_ids: Sequence[str],
+    document_ids: Sequence[str],
+    scores: npt.NDArray[np.float32],
+    columns: npt.NDArray[np.int64],
+) -> dict[str, dict[str, float]]:
+    """The result of `exact_search` as a run: score of each found document by query id."""
+    return {
+        query: {document_ids[column]: score for column, score in zip(found.tolist(), values.tolist())}
+        for query, found, values in zip(query_ids, columns, scores, strict=True)
+    }
+
+
+def retrieve(
+    query_ids: Sequence[str],
+    queries: npt.NDArray[Any],
+    document_ids: Sequence[str],
+    documents: npt.NDArray[Any],
+    *,
+    depth: int = 100,
+    keep_self_matches: bool = False,
+) -> dict[str, dict[str, float]]:
+    """The best documents of each query by exact search.
+
+    Args:
+        query_ids: (Q,) ids.
+        queries: (Q, D) embeddings.
+        document_ids: (N,) ids.
+        documents: (N, D) embeddings; may be memory-mapped.
+        depth: How many documents to keep for each query.
+        keep_self_matches: Keep a document whose id is the query's; otherwise one more takes its place.
+
+    Returns:
+        Score of each retrieved document by query id.
+
+    Raises:
+        DualencError: the shapes do not fit, there is no document, or an embedding is not finite.
+    """
+    if keep_self_matches:
+        return as_run(query_ids, document_ids, *exact_search(queries, documents, depth, document_ids=document_ids))
+    found = exact_search(queries, documents, depth + 1, document_ids=document_ids)
+    return first_documents(remove_self_matches(as_run(query_ids, document_ids, *found)), depth)
+
+
+def first_documents(run: Run, depth: int) -> dict[str, dict[str, float]]:
+    """The run cut to the `depth` best documents of each query."""
+    return {
+        query: {document: documents[document] for document in ranked(documents)[:depth]}
+        for query, documents in run.items()
+    }
 
 
 def bm25_run(
@@ -223,18 +213,14 @@ def bm25_run(
     for query, tokens in zip(query_ids, words, strict=True):
         known = [token for token in tokens if token in corpus.vocab]
         scores = scorer.get_scores(known) if known else np.zeros(len(documents), np.float32)
-        run[query] = _best(scores, document_ids, k)
+        columns = np.flatnonzero(scores > 0)
+        if len(columns) > k:
+            # Keep whatever ties with the k-th: the ids decide among equals.
+            kth = np.partition(scores[columns], -k)[-k]
+            columns = columns[scores[columns] >= kth]
+        found = sorted(((float(scores[column]), document_ids[column]) for column in columns.tolist()), reverse=True)
+        run[query] = {document: score for score, document in found[:k]}
     return run
-
-
-def _best(scores: npt.NDArray[np.floating], document_ids: Sequence[str], k: int) -> dict[str, float]:
-    columns = np.flatnonzero(scores > 0)
-    if len(columns) > k:
-        # Keep whatever ties with the k-th: the ids decide among equals.
-        kth = np.partition(scores[columns], -k)[-k]
-        columns = columns[scores[columns] >= kth]
-    found = sorted(((float(scores[column]), document_ids[column]) for column in columns.tolist()), reverse=True)[:k]
-    return {document: score for score, document in found}
 
 
 HEADLINES = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
@@ -281,58 +267,17 @@ class Result:
 
     def write(self, folder: Path) -> None:
         """Write the TREC run file and the log of per-query scores."""
-        write_trec(folder / "run.trec", self.run, tag=_tag(self.system))
+        write_trec(folder / "run.trec", self.run, tag="-".join(self.system.split()) or "dualenc")
         write_per_query(folder / "per_query.ndjson", self.per_query, self.dataset)
-
-
-def retrieve(
-    query_ids: Sequence[str],
-    queries: npt.NDArray[Any],
-    document_ids: Sequence[str],
-    documents: npt.NDArray[Any],
-    *,
-    depth: int = 100,
-    keep_self_matches: bool = False,
-) -> dict[str, dict[str, float]]:
-    """The best documents of each query by exact search.
-
-    Args:
-        query_ids: (Q,) ids.
-        queries: (Q, D) embeddings.
-        document_ids: (N,) ids.
-        documents: (N, D) embeddings; may be memory-mapped.
-        depth: How many documents to keep for each query.
-        keep_self_matches: Keep a document whose id is the query's; otherwise one more takes its place.
-
-    Returns:
-        Score of each retrieved document by query id.
-
-    Raises:
-        DualencError: the shapes do not fit, there is no document, or an embedding is not finite.
-    """
-    if keep_self_matches:
-        return as_run(query_ids, document_ids, *exact_search(queries, documents, depth, document_ids=document_ids))
-    found = exact_search(queries, documents, depth + 1, document_ids=document_ids)
-    return first_documents(remove_self_matches(as_run(query_ids, document_ids, *found)), depth)
-
-
-def first_documents(run: Run, depth: int) -> dict[str, dict[str, float]]:
-    """The run cut to the `depth` best documents of each query."""
-    return {
-        query: {document: documents[document] for document in ranked(documents)[:depth]}
-        for query, documents in run.items()
-    }
 
 
 def summary_rows(results: Sequence[Result], metrics: Sequence[str] = HEADLINES) -> list[dict[str, object]]:
     """A table row for each result and, with several collections, the mean of each system over them."""
     rows = [result.row(metrics) for result in results]
-    systems = dict.fromkeys(result.system for result in results)
     if len({result.dataset for result in results}) > 1:
         rows += [
             {"data": "mean", "system": system, "queries": None, "documents": None, **means_over_datasets(own, metrics)}
-            for system in systems
-            if (own := [result for result in results if result.system == system])
+            for system, own in by_system(results).items()
         ]
     return rows
 
@@ -358,23 +303,16 @@ def means_over_datasets(results: Sequence[Result], metrics: Sequence[str] | None
 
 def metrics_document(results: Sequence[Result]) -> dict[str, Any]:
     """What `metrics.json` says of the results: all metrics by system and collection, and their means."""
-    systems = dict.fromkeys(result.system for result in results)
     document: dict[str, Any] = {}
-    for system in systems:
-        own = [result for result in results if result.system == system]
-        document[system] = {
-            "datasets": {
-                result.dataset: {
-                    "queries": len(result.per_query),
-                    "documents": result.num_documents,
-                    "metrics": result.means,
-                }
-                for result in own
-            },
-            "mean": means_over_datasets(own),
+    for system, own in by_system(results).items():
+        datasets = {
+            r.dataset: {"queries": len(r.per_query), "documents": r.num_documents, "metrics": r.means} for r in own
         }
+        document[system] = {"datasets": datasets, "mean": means_over_datasets(own)}
     return document
 
 
-def _tag(system: str) -> str:
-    return "-".join(system.split()) or "dualenc"
+def by_system(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """The results of each system, in order."""
+    systems = dict.fromkeys(result.system for result in results)
+    return {system: [result for result in results if result.system == system] for system in systems}

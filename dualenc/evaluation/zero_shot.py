@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Scores, best_positive_ranks
-from dualenc.evaluation.retrieval import read_lines
+from dualenc.evaluation.runs import read_lines
 
 Vectors = npt.NDArray[np.floating]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import tiny
+from tests.commands import tiny, toy
 from tests.commands.image_models import save_image_model
 
 
@@ -32,3 +32,15 @@ def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "image"
     save_image_model(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def toy_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a query-document model that knows the words of `toy.write_beir`."""
+    return toy.text_model(tmp_path_factory.mktemp("models") / "toy-text")
+
+
+@pytest.fixture(scope="session")
+def toy_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an image-text model that knows the words of `toy`'s captions."""
+    return toy.image_text_model(tmp_path_factory.mktemp("models") / "toy-clip")

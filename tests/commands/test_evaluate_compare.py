@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dualenc.cli import main
-from dualenc.evaluation.retrieval import write_per_query, write_trec
+from dualenc.evaluation.runs import write_per_query, write_trec
 
 QUERIES = [f"q{number}" for number in range(12)]
 

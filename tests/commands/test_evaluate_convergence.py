@@ -13,7 +13,7 @@ import torch
 from dualenc.cli import main
 from dualenc.commands import convergence as evaluate_convergence
 from dualenc.commands.convergence import find_models
-from dualenc.commands.probe import random_rows
+from dualenc.commands.evaluation import random_rows
 from dualenc.data import ImageFolderViews
 from dualenc.data.views import SimCLR
 from dualenc.encoders import load_model
@@ -173,6 +173,7 @@ def test_the_numbers_do_not_depend_on_how_many_models_are_measured(run: Path, da
     assert np.isclose(theirs["model"][0]["loss"], ours["short"][-1]["loss"])
 
 
+@pytest.mark.slow
 def test_what_was_measured_before_an_interruption_is_not_measured_again(
     run: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,15 +195,7 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
     assert points_of(tmp_path / "twice") == points_of(tmp_path / "whole")
 
 
-def test_a_model_that_was_written_anew_is_measured_anew(data: Path, tmp_path: Path) -> None:
-    losses = []
-    for seed in (1, 2):
-        save_image_model(tmp_path / "model", seed=seed)
-        assert evaluate(tmp_path / "model", data, "--out", tmp_path / "out", "--pairs", "8") == 0
-        losses.append(points_of(tmp_path / "out")["model"][0]["loss"])
-    assert losses[0] != losses[1]
-
-
+@pytest.mark.slow
 def test_weights_replaced_under_the_same_names_and_times_are_measured_anew(data: Path, tmp_path: Path) -> None:
     losses = []
     for seed in (1, 2):
@@ -214,6 +207,7 @@ def test_weights_replaced_under_the_same_names_and_times_are_measured_anew(data:
     assert losses[0] != losses[1]
 
 
+@pytest.mark.slow
 def test_images_replaced_under_the_same_names_are_measured_anew(image_model: Path, tmp_path: Path) -> None:
     data = save_classes(tmp_path / "data", per_class=3)
     given = (image_model, data, "--pairs", "8", "--out")
@@ -224,6 +218,7 @@ def test_images_replaced_under_the_same_names_are_measured_anew(image_model: Pat
     assert points_of(tmp_path / "out") == points_of(tmp_path / "fresh")
 
 
+@pytest.mark.slow
 def test_texts_replaced_in_the_same_table_are_measured_anew(text_model: Path, tmp_path: Path) -> None:
     table = tmp_path / "pairs.jsonl"
     for document in ("cat", "dog"):
@@ -234,6 +229,7 @@ def test_texts_replaced_in_the_same_table_are_measured_anew(text_model: Path, tm
     assert points_of(tmp_path / "out") == points_of(tmp_path / "fresh")
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_models(run: Path, data: Path, tmp_path: Path) -> None:
     given = (run, data, "--pairs", "8", "--out")
     assert evaluate(*given, tmp_path / "one") == 0

@@ -58,6 +58,7 @@ def test_all_three_parts(image_model: Path, data: Path, tmp_path: Path) -> None:
     assert page.count("<figure>") == 2
 
 
+@pytest.mark.slow
 def test_a_baseline_divides_the_errors(image_model: Path, data: Path, tmp_path: Path) -> None:
     robust = (*FEW, "--train", data, "--severities", "5")
     assert evaluate(image_model, data, "--out", tmp_path / "a", *robust) == 0
@@ -72,6 +73,7 @@ def test_a_baseline_divides_the_errors(image_model: Path, data: Path, tmp_path: 
     assert ours["relative_to_baseline"] == pytest.approx(np.mean(quotients))
 
 
+@pytest.mark.slow
 def test_workers_and_interruptions_change_nothing(image_model: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(image_model, data, "--out", tmp_path / "one", *FEW) == 0
     assert evaluate(image_model, data, "--out", tmp_path / "two", *FEW, workers=2) == 0
@@ -84,6 +86,7 @@ def test_workers_and_interruptions_change_nothing(image_model: Path, data: Path,
     assert metrics_of(tmp_path / "two") == metrics_of(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_other_settings_do_not_take_over_finished_images(image_model: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(image_model, data, "--out", tmp_path / "both", *FEW) == 0
     assert evaluate(image_model, data, "--out", tmp_path / "both", *FEW, "--severity", "5", "--seed", "3") == 0
@@ -116,6 +119,7 @@ def test_a_limit_takes_some_images_with_their_usual_noise(image_model: Path, dat
     assert values[1].items() <= values[0].items()
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(image_model: Path, data: Path, tmp_path: Path) -> None:
     given = (image_model, data, *FEW, "--train", data, "--severities", "3")
     assert evaluate(*given, "--out", tmp_path / "one") == 0
@@ -124,6 +128,7 @@ def test_two_processes_find_what_one_finds(image_model: Path, data: Path, tmp_pa
     assert metrics_of(tmp_path / "two") == metrics_of(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_real_images_of_64_pixels(shared_data: Path, tmp_path: Path) -> None:
     save_image_model(tmp_path / "model", image_size=64)
     given = (tmp_path / "model", shared_data / "tiny_imagenet100", "--split", "val", "--limit", "3")
@@ -167,6 +172,7 @@ def _json(line: str) -> dict:
     return json.loads(line) if line.strip() else {}
 
 
+@pytest.mark.slow
 def test_images_replaced_under_the_same_names_are_measured_anew(image_model: Path, data: Path, tmp_path: Path) -> None:
     pad_images(data)
     given = (image_model, data, *FEW, "--train", data, "--severities", "5", "--out")
@@ -178,6 +184,7 @@ def test_images_replaced_under_the_same_names_are_measured_anew(image_model: Pat
     assert metrics_of(tmp_path / "out") == metrics_of(tmp_path / "fresh") != before
 
 
+@pytest.mark.slow
 def test_arrays_and_labels_replaced_under_the_same_names_are_measured_anew(image_model: Path, tmp_path: Path) -> None:
     data, train = save_cifar_c(tmp_path / "cifar-c"), save_splits(tmp_path / "data")
     for place, name in enumerate(("blue", "green", "red")):  # as in CIFAR-C, the classes are numbers

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from dualenc.cli import main
-from dualenc.evaluation.retrieval import read_per_query
+from dualenc.evaluation.runs import read_per_query
 from dualenc.search.embeddings import Embeddings
 from tests.commands.image_models import replace_images
-from tests.commands.toy import image_text_model, text_model, write_beir, write_captioned
+from tests.commands.toy import write_beir, write_captioned
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return image_text_model(tmp_path_factory.mktemp("models") / "toy-clip")
+@pytest.fixture
+def model(toy_clip: Path) -> Path:
+    return toy_clip
 
 
 def evaluate(model: Path, *rest: object) -> int:
@@ -54,14 +54,15 @@ def test_an_image_that_cannot_be_read_is_left_out(model: Path, tmp_path: Path) -
     assert (measured["images"], measured["texts"]) == (5, 10)
 
 
-def test_mistakes_are_told_in_one_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_in_one_line(
+    model: Path, toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = write_captioned(tmp_path / "data")
-    texts = text_model(tmp_path / "text")
     for words, message in [
         ((model, data, "--split", "dev"), "no split 'dev'"),
         ((model, data, "--right_column", "caption"), "caption"),
         ((model, write_beir(tmp_path / "beir")), "pairs of text and text, not of image and text"),
-        ((texts, data), "needs kind image-text; use `dualenc evaluate retrieval`"),
+        ((toy_text, data), "needs kind image-text; use `dualenc evaluate retrieval`"),
         ((tmp_path / "absent", data), "absent"),
     ]:
         assert evaluate(*words, "--out", tmp_path / "out") == 2  # type: ignore[arg-type]

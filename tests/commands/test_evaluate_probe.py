@@ -129,6 +129,7 @@ def test_mistakes_are_one_line(
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
+@pytest.mark.slow
 def test_images_replaced_under_the_same_names_and_sizes_are_encoded_anew(
     part: str, image_model: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_images_replaced_under_the_same_names_and_sizes_are_encoded_anew(
     assert again["accuracy"] != before["accuracy"]
 
 
+@pytest.mark.slow
 def test_other_weights_under_the_same_name_are_used(data: Path, tmp_path: Path) -> None:
     found = []
     for seed, out in ((1, "out"), (2, "out"), (2, "fresh")):
@@ -201,6 +203,7 @@ def test_images_that_cannot_be_read_leave_no_folder(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_real_images_of_ten_classes(image_model: Path, shared_data: Path, tmp_path: Path) -> None:
     words = (image_model, shared_data / "cifar10", "--limit", "60", "--train-limit", "200", "--shots", "5")
     assert evaluate(*words, "--out", tmp_path / "out") == 0
@@ -208,6 +211,7 @@ def test_real_images_of_ten_classes(image_model: Path, shared_data: Path, tmp_pa
     assert (metrics["train_images"], metrics["test_images"]) == (200, 60)
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(image_model: Path, data: Path, tmp_path: Path) -> None:
     given = (image_model, data, "--shots", "1", "--num-workers", "0", "--device", "cpu", "--out")
     assert main(["evaluate", "probe", *map(str, given), str(tmp_path / "one")]) == 0

@@ -14,13 +14,13 @@ import pytest
 import pytrec_eval
 
 from dualenc.cli import main
-from dualenc.evaluation.retrieval import read_per_query, read_qrels, read_trec
-from tests.commands.toy import image_text_model, text_model, write_beir
+from dualenc.evaluation.runs import read_per_query, read_qrels, read_trec
+from tests.commands.toy import text_model, write_beir
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_model(tmp_path_factory.mktemp("models") / "toy-text")
+@pytest.fixture
+def model(toy_text: Path) -> Path:
+    return toy_text
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,7 @@ def test_finished_embeddings_are_not_computed_again(
     assert (tmp_path / "run.trec").read_bytes() == first
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_writes(model: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(model, data, "--out", tmp_path / "one") == 0
     with socket.socket() as free:
@@ -102,7 +103,7 @@ def test_two_processes_write_what_one_writes(model: Path, data: Path, tmp_path: 
 
 
 def test_mistakes_are_told_in_one_line_and_leave_nothing(
-    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, toy_clip: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spaced = write_beir(tmp_path / "spaced")
     (spaced / "queries.jsonl").write_text('{"_id": "a b", "text": "wing"}\n')
@@ -110,7 +111,6 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(
     unjudged = write_beir(tmp_path / "unjudged")
     (unjudged / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n")
     twin = write_beir(tmp_path / "twin" / "toy")
-    clip = image_text_model(tmp_path / "clip")
     out = tmp_path / "out"
     for words, message in [
         ((model, data, "--split", "dev"), "no split 'dev'; there are: test"),
@@ -119,7 +119,7 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(
         ((model, spaced), "'a b' is empty or holds white space"),
         ((model, data, twin), "two folders are named toy"),
         ((model, data, "--depth", "10"), "depth=10"),
-        ((clip, data), "needs kind query-document; use `dualenc evaluate image-text`"),
+        ((toy_clip, data), "needs kind query-document; use `dualenc evaluate image-text`"),
     ]:
         assert evaluate(*words, "--out", out) == 2  # type: ignore[arg-type]
         error = capsys.readouterr().err.strip().splitlines()
@@ -127,6 +127,7 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(
         assert not out.exists()
 
 
+@pytest.mark.slow
 def test_texts_and_weights_replaced_under_the_same_names_count_anew(tmp_path: Path) -> None:
     runs = []
     for seed_of_texts, seed_of_weights, out in ((0, 0, "out"), (1, 0, "out"), (1, 1, "out"), (1, 1, "fresh")):

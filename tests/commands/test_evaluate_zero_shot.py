@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from dualenc.cli import main
-from dualenc.evaluation.retrieval import read_per_query
+from dualenc.evaluation.runs import read_per_query
 from dualenc.search.embeddings import Embeddings
 from tests.commands.image_models import pad_images, replace_images
-from tests.commands.toy import COLOURS, image_text_model, text_model, write_captioned, write_classes
+from tests.commands.toy import COLOURS, write_captioned, write_classes
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return image_text_model(tmp_path_factory.mktemp("models") / "toy-clip")
+@pytest.fixture
+def model(toy_clip: Path) -> Path:
+    return toy_clip
 
 
 def evaluate(model: Path, *rest: object) -> int:
@@ -51,7 +51,9 @@ def test_class_names_from_a_file(model: Path, tmp_path: Path) -> None:
     assert [row["class"] for row in measured["per_class"]] == ["blue sky", "green grass", "red rose"]
 
 
-def test_mistakes_are_told_in_one_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_in_one_line(
+    model: Path, toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data, unlabelled = write_classes(tmp_path / "data"), write_captioned(tmp_path / "unlabelled")
     (tmp_path / "few.txt").write_text("red\n")
     (tmp_path / "bad.txt").write_text("a photo\n")
@@ -59,14 +61,13 @@ def test_mistakes_are_told_in_one_line(model: Path, tmp_path: Path, capsys: pyte
     write_classes(numbered)
     for number, colour in enumerate(sorted(COLOURS)):
         (numbered / colour).rename(numbered / str(number))
-    texts = text_model(tmp_path / "text")
     for words, message in [
         ((model, unlabelled), "no labels"),
         ((model, data, "--class_names", tmp_path / "few.txt"), "1 class names, but there is a label 2"),
         ((model, data, "--class_names", tmp_path / "absent.txt"), "no such file"),
         ((model, data, "--templates", tmp_path / "bad.txt"), "bad.txt:1: a template needs {} once"),
         ((model, numbered), "the classes have no names; give them with --class_names FILE"),
-        ((texts, data), "needs kind image-text"),
+        ((toy_text, data), "needs kind image-text"),
     ]:
         assert evaluate(*words, "--out", tmp_path / "out") == 2  # type: ignore[arg-type]
         error = capsys.readouterr().err.strip().splitlines()
@@ -74,6 +75,7 @@ def test_mistakes_are_told_in_one_line(model: Path, tmp_path: Path, capsys: pyte
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_images_templates_and_names_replaced_under_the_same_names_count_anew(model: Path, tmp_path: Path) -> None:
     data, templates, names = write_classes(tmp_path / "data"), tmp_path / "templates.txt", tmp_path / "names.txt"
     pad_images(data)

@@ -10,7 +10,7 @@ import pytest
 
 from dualenc import distributed
 from dualenc.errors import DiskFull
-from dualenc.evaluation.corrupted import Ledger
+from dualenc.evaluation.ledger import Ledger
 
 SIGNATURE = {"model": "abc", "severity": 1, "corruptions": ("fog", "snow")}
 

@@ -1,16 +1,31 @@
-"""The linear probe minimises its stated objective, agrees with scikit-learn, and never looks at the test labels."""
+"""Probes against scikit-learn, torch's own scheduler and votes counted by hand; none looks at the test labels."""
+
+from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from torch import nn
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.probe import draw_per_class, few_shot, fit_linear, linear_probe
+from dualenc.evaluation.probe import (
+    accuracy,
+    draw_per_class,
+    feature_batches,
+    few_shot,
+    fit_linear,
+    knn_predict,
+    linear_probe,
+    predict,
+    sgd_probe,
+    unit_rows,
+)
 
 
 def clusters(count: int, classes: int, seed: int, spread: float = 1.0, dim: int = 6) -> tuple[np.ndarray, np.ndarray]:
@@ -26,8 +41,11 @@ def clusters(count: int, classes: int, seed: int, spread: float = 1.0, dim: int 
 def test_the_gradient_of_the_stated_objective_vanishes(classes: int) -> None:
     features, labels = clusters(200, classes, 0)
     found = fit_linear(features, labels, l2=1e-2)
-    weight = torch.tensor(found.weight, dtype=torch.float64, requires_grad=True)
-    bias = torch.tensor(found.bias, dtype=torch.float64, requires_grad=True)
+    weight, bias = found[-1].coef_, found[-1].intercept_
+    if classes == 2:  # scikit-learn keeps the difference of the two rows
+        weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
+    weight = torch.tensor(weight, dtype=torch.float64, requires_grad=True)
+    bias = torch.tensor(bias, dtype=torch.float64, requires_grad=True)
     standardised = torch.tensor((features - features.mean(0)) / features.std(0), dtype=torch.float64)
     logits = standardised @ weight.T + bias
     loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels)) + 1e-2 / 2 * weight.square().sum()
@@ -119,3 +137,124 @@ def test_too_few_images_are_one_line() -> None:
     features, labels = clusters(2, 2, 0)
     with pytest.raises(DualencError, match="2 training images are too few to choose"):
         linear_probe(features, labels, features, labels)
+
+
+def features(count: int, dim: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(count, dim)).astype(np.float32)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), k=st.integers(1, 20), classes=st.integers(1, 7))
+def test_the_weighted_vote_is_that_of_scikit_learn(seed: int, k: int, classes: int) -> None:
+    train, test = features(60, 5, seed), features(30, 5, seed + 1)
+    labels = np.random.default_rng(seed).integers(0, classes, 60)
+    reference = KNeighborsClassifier(k, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07))
+    expected = reference.fit(train, labels).predict(test)
+    assert (knn_predict(train, labels, test, k=k) == expected).all()
+
+
+def test_one_neighbour_is_that_of_scikit_learn() -> None:
+    train, test, labels = features(200, 8, 0), features(80, 8, 1), np.arange(200) % 10
+    reference = KNeighborsClassifier(1, metric="cosine").fit(train, labels)
+    assert (knn_predict(train, labels, test, k=1) == reference.predict(test)).all()
+
+
+def test_an_equal_vote_counts_heads_and_a_weighted_one_closeness() -> None:
+    train = np.array([[1.0, 0.0], [0.6, 0.8], [0.6, -0.8]])
+    labels, test = np.array([0, 1, 1]), np.array([[1.0, 0.0]])
+    assert knn_predict(train, labels, test, k=3, temperature=None).tolist() == [1]
+    assert knn_predict(train, labels, test, k=3, temperature=0.07).tolist() == [0]
+
+
+def test_a_tie_goes_to_the_lower_class() -> None:
+    train, test = np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([[1.0, 0.0]])
+    assert knn_predict(train, np.array([4, 2]), test, k=2).tolist() == [2]
+
+
+def test_a_tiny_temperature_does_not_overflow() -> None:
+    train, labels = features(50, 4, 0), np.arange(50) % 5
+    assert (knn_predict(train, labels, train, k=5, temperature=1e-4) == labels).all()
+
+
+def test_unit_rows_leave_a_zero_row_alone() -> None:
+    assert unit_rows(np.array([[3.0, 4.0], [0.0, 0.0]])).tolist() == [[pytest.approx(0.6), pytest.approx(0.8)], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"train_labels": np.zeros(3, int)}, "train: 4 images but labels of shape"),
+        ({"train_labels": np.array([0, 1, -1, 0])}, "image 2 has the label -1"),
+        ({"train_labels": np.zeros(4)}, "labels are float64"),
+        ({"k": 5}, "k=5: there are 4 training images"),
+        ({"k": 0}, "k=0"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"test": np.zeros((2, 3))}, "dimension 2, test features 3"),
+        ({"test": np.array([[0.0, np.nan]])}, "row 0 of the test features is not finite"),
+        ({"test": np.zeros((0, 2))}, "shape \\(0, 2\\)"),
+    ],
+)
+def test_a_mistake_is_one_line_in_knn(change: dict, line: str) -> None:
+    arguments = {"train": np.eye(4, 2), "train_labels": np.zeros(4, int), "test": np.eye(2), "k": 1} | change
+    with pytest.raises(DualencError, match=line) as error:
+        knn_predict(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_accuracy_wants_one_prediction_per_label() -> None:
+    assert accuracy(np.array([1, 2, 3]), np.array([1, 2, 0])) == pytest.approx(2 / 3)
+    with pytest.raises(DualencError, match="2 predictions for 3 labels"):
+        accuracy(np.zeros(2, int), np.zeros(3, int))
+
+
+def data(count: int = 64, classes: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, classes, count)
+    return (np.eye(classes)[labels] @ rng.normal(size=(classes, 5)) + 0.1 * rng.normal(size=(count, 5))), labels
+
+
+def test_the_weights_are_those_of_a_plain_loop_with_torchs_cosine() -> None:
+    features, labels = data()
+    batches = feature_batches(features, labels, batch_size=20, seed=1)
+    found = sgd_probe(batches, 5, 3, steps_per_epoch=4, epochs=6)
+    plain = nn.Linear(5, 3)
+    nn.init.normal_(plain.weight, std=0.01, generator=torch.Generator().manual_seed(0))
+    nn.init.zeros_(plain.bias)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9, weight_decay=1e-6)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=24)
+    for epoch in range(6):
+        for rows, classes in batches(epoch):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(plain(rows), classes).backward()
+            optimizer.step()
+            scheduler.step()
+    assert scheduler.get_last_lr() == [pytest.approx(0.0, abs=1e-9)]
+    torch.testing.assert_close(found.weight, plain.weight)
+
+
+def test_it_learns_and_leaves_the_global_generator_alone() -> None:
+    features, labels = data()
+    state = torch.get_rng_state()
+    found = sgd_probe(feature_batches(features, labels, batch_size=16), 5, 3, steps_per_epoch=4, epochs=30)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert np.mean(predict(found, features) == labels) > 0.95
+
+
+def test_an_epoch_holds_every_image_once_in_an_order_of_its_own() -> None:
+    features, labels = np.arange(10.0)[:, None], np.arange(10)
+    batches = feature_batches(features, labels, batch_size=4, seed=3)
+    orders = [torch.cat([rows[:, 0] for rows, _ in batches(epoch)]).tolist() for epoch in (0, 0, 1)]
+    assert sorted(orders[0]) == list(range(10))
+    assert orders[0] == orders[1] != orders[2]
+    assert all((rows[:, 0] == classes).all() for rows, classes in batches(5))
+
+
+def test_mistakes_are_one_line() -> None:
+    features, labels = data()
+    batches = feature_batches(features * 1e30, labels)
+    with pytest.raises(DualencError, match="choose a smaller learning_rate"):
+        sgd_probe(batches, 5, 3, steps_per_epoch=1, epochs=50, learning_rate=1e30)
+    with pytest.raises(DualencError, match="epochs=0"):
+        sgd_probe(batches, 5, 3, steps_per_epoch=1, epochs=0)
+    with pytest.raises(DualencError, match="train: 64 images but labels of shape"):
+        next(iter(feature_batches(features, labels[:3])(0)))

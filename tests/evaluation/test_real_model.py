@@ -11,7 +11,7 @@ import pytest
 
 from dualenc.cli import main
 from dualenc.evaluation.metrics import score_queries
-from dualenc.evaluation.retrieval import read_qrels, read_trec
+from dualenc.evaluation.runs import read_qrels, read_trec
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,7 @@ def ours(saved: Path, cranfield: Path, tmp_path_factory: pytest.TempPathFactory)
     return out
 
 
+@pytest.mark.slow
 def test_equals_the_evaluator_of_sentence_transformers(minilm: Path, cranfield: Path, ours: Path) -> None:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
@@ -74,6 +75,7 @@ def test_equals_the_evaluator_of_sentence_transformers(minilm: Path, cranfield: 
     assert measured["ndcg@10"] > 0.5  # a working model, not one that agrees on noise
 
 
+@pytest.mark.slow
 def test_a_model_folder_runs_in_mteb(saved: Path, cranfield: Path, ours: Path) -> None:
     mteb = pytest.importorskip("mteb", reason="mteb is not installed; pip install mteb")
     from sentence_transformers import SentenceTransformer
@@ -86,6 +88,7 @@ def test_a_model_folder_runs_in_mteb(saved: Path, cranfield: Path, ours: Path) -
     assert scores["recall_at_10"] == pytest.approx(measured["recall@10"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_written_run_holds_the_reported_scores(cranfield: Path, ours: Path) -> None:
     qrels = read_qrels(cranfield / "qrels" / "test.tsv")
     per_query = score_queries(qrels, read_trec(ours / "run.trec"), (10,), keep_self_matches=True)

@@ -1,4 +1,4 @@
-"""The report: whole in one file, safe against what texts contain, shown without fault by a real browser."""
+"""Reports, galleries of the best and the worst, and tables on paper and in the terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,23 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dualenc.commands.evaluation import heat_figure
 from dualenc.evaluation import plots
-from dualenc.evaluation.report import Entry, Figure, Gallery, Item, Table, snippet, thumbnail, write_report
+from dualenc.evaluation.report import (
+    Entry,
+    Figure,
+    Gallery,
+    Item,
+    Table,
+    as_text,
+    best_and_worst,
+    print_table,
+    rank_galleries,
+    retrieval_galleries,
+    snippet,
+    thumbnail,
+    write_report,
+)
+from dualenc.evaluation.retrieval import Result
 
 NASTY = "<script>document.title='owned'</script> & \"quotes\""
 
@@ -107,7 +121,7 @@ def test_names_in_plots_stay_names(name: str) -> None:
         plots.bars({name: {name: 0.5, "x": 0.25}, "other": {name: 0.5, "x": 0.25}}),
         plots.lines({name: ([1, 2], [3, 4]), "other": ([1, 2], [3, 5])}),
         plots.histograms({name: [0.5], "other": [0.25, 0.5]}),
-        heat_figure(np.eye(2), [name, "x"], ["a", name], "caption").plot,
+        plots.heat(np.eye(2), [name, "x"], ["a", name]),
     ]
     for figure in drawn:
         svg = plots.as_svg(figure)
@@ -125,3 +139,91 @@ def test_control_characters_are_shown_as_text(tmp_path: Path) -> None:
     html = page.read_text(encoding="utf-8")
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", html)
     assert r"a\x1b[2J" in html
+
+
+def test_best_and_worst_never_share_a_query() -> None:
+    scores = {name: {"m": value} for name, value in zip("abcde", [0.1, 0.9, 0.5, 0.9, 0.0])}
+    assert best_and_worst(scores, "m", 2) == (["b", "d"], ["e", "a"])
+    assert best_and_worst(scores, "m", 10) == (["b", "d", "c"], ["e", "a"])
+    assert best_and_worst({"a": {"m": 1.0}}, "m", 5) == (["a"], [])
+
+
+def test_a_worst_query_shows_what_it_missed() -> None:
+    run = {"good": {"d1": 0.9, "d2": 0.8}, "bad": {"d2": 0.9, "d3": 0.8, "d1": 0.7}, "lost": {"d2": 0.5}}
+    qrels = {"good": {"d1": 1}, "bad": {"d1": 2}, "lost": {"d9": 1}}
+    result = Result("model", "toy", run, qrels, 4)
+    best, worst = retrieval_galleries(result, str.upper, lambda doc: f"text of {doc}", entries=2, documents=2)
+    assert [entry.query.text for entry in best.entries] == ["GOOD", "BAD"]
+    assert [item.relevant for item in best.entries[0].results] == [True, False]
+    assert best.entries[0].results[0].note == "1. d1 · 0.900"
+    missed = best.entries[1].results[-1]
+    assert (missed.text, missed.relevant, missed.note) == ("text of d1", True, "relevant, missed: d1 · rank 3")
+    assert worst.entries[0].results[-1].note == "relevant, missed: d9 · not in the first 1"
+
+
+def test_a_query_that_the_run_lacks_is_shown_without_documents() -> None:
+    result = Result("model", "toy", {}, {"q": {"d": 1}}, 1)
+    best, _ = retrieval_galleries(result, str, str)
+    assert [item.note for item in best.entries[0].results] == ["relevant, missed: d · not in the first 0"]
+
+
+def test_ranks_show_the_nearest_candidates() -> None:
+    queries, candidates = np.eye(2), np.array([[1.0, 0.0], [0.5, 0.5], [0.25, 0.0]])
+    best, worst = rank_galleries(
+        "image to text",
+        np.array([1, 3]),
+        queries,
+        candidates,
+        [[0], [2]],
+        lambda row: Item(f"query {row}"),
+        lambda column: Item(f"candidate {column}"),
+        results=2,
+    )
+    assert best.entries[0].query == Item("query 0", note="right answer at rank 1")
+    assert best.entries[0].results == [
+        Item("candidate 0", note="1.000", relevant=True),
+        Item("candidate 1", note="0.500", relevant=False),
+    ]
+    assert [item.text for item in worst.entries[0].results] == ["candidate 1", "candidate 0"]
+
+
+def test_columns_are_those_of_all_rows_in_order() -> None:
+    table = Table("", [{"name": "a", "ndcg@10": 0.5}, {"name": "b", "map@10": 0.25}])
+    assert table.columns == ["name", "ndcg@10", "map@10"]
+    assert table.cells() == [["a", "0.5000", ""], ["b", "", "0.2500"]]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.64512, "0.6451"), (12345, "12,345"), (12345.6, "12,346"), (None, "–"), ("x", "x"), (True, "True")],
+)
+def test_values_as_a_reader_wants_them(value: object, text: str) -> None:
+    assert as_text(value) == text
+
+
+def test_a_wide_table_is_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"some-long-metric@{k}" for k in range(30)]
+    print_table(Table("Wide [bold]", [dict.fromkeys(names, 0.125)]))
+    printed = capsys.readouterr().out
+    assert "Wide [bold]" in printed
+    assert all(name in printed for name in names)
+    assert printed.count("0.1250") == 30
+
+
+def test_numbers_stay_whole_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    row = {"data": "a collection with a long name", **{f"metric@{k}": 0.1234 for k in range(8)}}
+    print_table(Table("Narrow", [row]))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert sum(line.count("0.1234") for line in lines) == 8
+    assert max(map(len, lines)) <= 72
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(Table("of \x1b]0;title\x07", [{"id\x9b": "\x1b[31mred \u202e:bug:", "score": 0.5}]))
+    printed = capsys.readouterr().out
+    assert not any(character in printed for character in "\x1b\x07\x9b\u202e")
+    assert r"\x1b[31mred \u202e:bug:" in printed

@@ -1,24 +1,33 @@
-"""From embeddings to scores and files; trec_eval reads the written run and finds the same numbers."""
+"""From embeddings to scores and files, exact search against full sorts, BM25 against its formula."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 
+import faiss
 import numpy as np
 import pytest
 import pytrec_eval
+from hypothesis import given
+from hypothesis import strategies as st
 
+from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.evaluation.retrieval import (
     Result,
+    as_run,
+    bm25_run,
     cutoff_rows,
+    exact_search,
     first_documents,
     means_over_datasets,
     metrics_document,
-    read_per_query,
     retrieve,
     summary_rows,
 )
+from dualenc.evaluation.runs import read_per_query
 
 
 def random_collection(seed: int = 0) -> tuple[list[str], np.ndarray, list[str], np.ndarray, dict[str, dict[str, int]]]:
@@ -95,3 +104,119 @@ def test_mistakes() -> None:
         Result("s", "d", {"q": {"d": 1.0}}, {}, 1)
     with pytest.raises(DualencError, match="no collection"):
         means_over_datasets([])
+
+
+@given(st.integers(0, 2**31), st.integers(1, 7), st.integers(1, 12), st.integers(1, 14), st.integers(1, 5))
+def test_equals_a_full_sort_with_ties_by_descending_id(seed: int, q: int, n: int, k: int, block: int) -> None:
+    generator = np.random.default_rng(seed)
+    queries = generator.integers(-1, 2, (q, 2)).astype(np.float32)
+    documents = generator.integers(-1, 2, (n, 2)).astype(np.float32)
+    ids = [str(number) for number in generator.permutation(n)]
+    scores, columns = exact_search(queries, documents, k, document_ids=ids, query_block=2, document_block=block)
+    for row, query in enumerate(queries):
+        similarity = documents @ query
+        expected = sorted(range(n), key=lambda column: (similarity[column], ids[column]), reverse=True)[:k]
+        assert columns[row].tolist() == expected
+        assert scores[row].tolist() == similarity[expected].tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_equals_a_flat_faiss_index(dtype: type) -> None:
+    generator = np.random.default_rng(0)
+    queries, documents = generator.standard_normal((40, 16)), generator.standard_normal((3000, 16))
+    queries, documents = queries.astype(dtype), documents.astype(dtype)
+    index = faiss.IndexFlatIP(16)
+    index.add(documents.astype(np.float32))
+    theirs, their_columns = index.search(queries.astype(np.float32), 50)
+    scores, columns = exact_search(queries, documents, 50, document_block=700)
+    assert (columns == their_columns).all()
+    assert scores == pytest.approx(theirs, abs=1e-5)
+
+
+def test_equal_embeddings_are_ordered_by_id_throughout() -> None:
+    same = np.ones((500, 4), np.float32)
+    ids = [f"{number:03d}" for number in range(500)]
+    _, columns = exact_search(same[:2], same, 3, document_ids=ids, document_block=200)
+    assert [[ids[column] for column in row] for row in columns] == [["499", "498", "497"]] * 2
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_processes_share_the_queries_and_get_the_same_bits(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(1)
+    queries, documents = generator.standard_normal((50, 8)), generator.standard_normal((100, 8))
+    alone = exact_search(queries, documents, 10, query_block=8)
+    shares = []
+    rank_slice = distributed.rank_slice
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "gather_objects", lambda own: shares.append(own) or [own])
+        for rank in range(world):
+            patch.setattr(distributed, "rank_slice", lambda total, rank=rank: rank_slice(total, rank, world))
+            exact_search(queries, documents, 10, query_block=8)
+    for part in (0, 1):
+        together = np.concatenate([block[part] for share in shares for block in share])
+        assert together.tobytes() == alone[part].tobytes()
+
+
+def test_as_a_run() -> None:
+    scores, columns = np.array([[0.5, 0.25]], np.float32), np.array([[1, 0]])
+    assert as_run(["q"], ["a", "b"], scores, columns) == {"q": {"b": 0.5, "a": 0.25}}
+
+
+@pytest.mark.parametrize(
+    ("queries", "documents", "options", "message"),
+    [
+        (np.ones((1, 2)), np.ones((1, 3)), {}, "same dimension"),
+        (np.ones((1, 2)), np.ones((0, 2)), {}, "no document"),
+        (np.ones((1, 2)), np.ones((2, 2)), {"k": 0}, "k=0"),
+        (np.ones((1, 2)), np.ones((2, 2)), {"document_ids": ["a"]}, "1 document ids for 2"),
+        (np.full((1, 2), np.nan), np.ones((2, 2)), {}, "not finite"),
+        (np.ones((1, 2)), np.array([[1, np.inf]]), {}, "not finite"),
+    ],
+)
+def test_mistakes_in_search(queries: np.ndarray, documents: np.ndarray, options: dict, message: str) -> None:
+    with pytest.raises(DualencError, match=message):
+        exact_search(queries, documents, **{"k": 1, **options})
+
+
+WORDS = ["wing", "flow", "shock", "heat", "plate"]
+texts = st.lists(st.sampled_from(WORDS), max_size=6).map(" ".join)
+
+
+def slow_bm25(query: str, documents: list[str], k1: float = 1.5, b: float = 0.75) -> list[float]:
+    bags = [Counter(document.split()) for document in documents]
+    mean = sum(sum(bag.values()) for bag in bags) / len(bags)
+    scores = [0.0] * len(bags)
+    for word in query.split():
+        holding = sum(word in bag for bag in bags)
+        idf = math.log(1 + (len(bags) - holding + 0.5) / (holding + 0.5))
+        for number, bag in enumerate(bags):
+            if bag[word]:
+                norm = k1 * (1 - b + b * sum(bag.values()) / mean)
+                scores[number] += idf * bag[word] / (bag[word] + norm)
+    return scores
+
+
+@given(texts, st.lists(texts, min_size=1, max_size=8).filter(any), st.integers(1, 8))
+def test_equals_the_formula(query: str, documents: list[str], k: int) -> None:
+    ids = [f"d{number}" for number in range(len(documents))]
+    run = bm25_run(["q"], [query], ids, documents, k)["q"]
+    expected = dict(zip(ids, slow_bm25(query, documents)))
+    found = {document: score for document, score in expected.items() if score > 0}
+    assert len(run) == min(k, len(found))
+    for document, score in run.items():
+        assert score == pytest.approx(found[document], rel=1e-5)
+    assert sorted(run.values(), reverse=True) == pytest.approx(sorted(found.values(), reverse=True)[:k], rel=1e-5)
+
+
+def test_ties_at_the_cut_go_to_the_higher_id() -> None:
+    run = bm25_run(["q"], ["wing"], ["a", "c", "b", "x"], ["wing flow", "wing flow", "wing flow", "heat"], 2)
+    assert list(run["q"]) == ["c", "b"]
+
+
+def test_a_query_without_a_known_word_finds_nothing() -> None:
+    assert bm25_run(["q", "r"], ["gravity", ""], ["a"], ["wing"], 3) == {"q": {}, "r": {}}
+
+
+def test_a_corpus_without_words_is_told() -> None:
+    with pytest.raises(DualencError, match="no document holds a word"):
+        bm25_run(["q"], ["wing"], ["a", "b"], ["", "the"], 3)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.retrieval import read_per_query, read_qrels, read_trec, write_per_query, write_trec
+from dualenc.evaluation.runs import read_per_query, read_qrels, read_trec, write_per_query, write_trec
 
 names = st.text(st.characters(exclude_categories=["Z", "C"]), min_size=1, max_size=5)
 runs = st.dictionaries(

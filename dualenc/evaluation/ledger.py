@@ -1,0 +1,99 @@
+"""Results of single items, written as they come, so that an interrupted evaluation resumes where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from dualenc import distributed
+from dualenc.errors import DualencError
+from dualenc.files import full_disk_told, open_regular, remove, removed_if_refused
+
+Key = TypeVar("Key", int, str)
+
+
+class Ledger(Generic[Key]):
+    """Values by number or name of an item in a folder, one JSON line each; every process appends to a file of its own.
+
+    Lines of all processes are read back, whatever their number was. A line cut short by a kill, or otherwise damaged,
+    is left out, and files that another model, other data or other settings wrote are removed.
+
+    Args:
+        folder: Where the files are; made with the first value.
+        signature: Everything that the values depend on, as plain values: settings, and checksums of the weights and
+            of the data (`Corpus.identity`), whose names may stay while their contents change.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], signature: dict[str, Any]):
+        self.folder = Path(folder)
+        self.signature = json.loads(json.dumps(signature))
+        self.path = self.folder / f"part-{distributed.rank():05d}.ndjson"
+        if distributed.is_main():
+            for part in self.folder.glob("part-*.ndjson"):
+                if _read(part)[0] != self.signature:
+                    remove(part)
+        distributed.barrier()
+        self.values: dict[Key, Any] = {}
+        for part in sorted(self.folder.glob("part-*.ndjson")):
+            self.values.update(_read(part)[1])
+        distributed.barrier()
+
+    def missing(self, keys: Iterable[Key]) -> list[Key]:
+        """Those of the items without a value that this process should do."""
+        left = [key for key in keys if key not in self.values]
+        return left[distributed.rank_slice(len(left))]
+
+    def add(self, values: dict[Key, Any]) -> None:
+        """Append values by item."""
+        lines = [] if self.path.exists() else [json.dumps({"signature": self.signature})]
+        lines += [
+            json.dumps({"item": key, "value": value, "check": _check(key, value)}) for key, value in values.items()
+        ]
+        size = self.path.stat().st_size if self.path.exists() else 0
+        with removed_if_refused(self.folder), full_disk_told(self.path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(self.path, "a", encoding="utf-8") as stream:
+                    # A first newline ends a line that a kill cut short.
+                    stream.write("\n" + "\n".join(lines) + "\n")
+            except OSError:
+                if size:
+                    os.truncate(self.path, size)
+                else:
+                    remove(self.path)
+                raise
+        self.values.update(values)
+
+    def all_values(self) -> dict[Key, Any]:
+        """The values of all processes by item, in order; all processes call it together."""
+        merged = {key: value for values in distributed.gather_objects(self.values) for key, value in values.items()}
+        return dict(sorted(merged.items()))
+
+
+def _read(part: Path) -> tuple[dict[str, Any] | None, dict[Any, Any]]:
+    """The signature and the values of one file; whatever is not a line that `Ledger.add` wrote is left out."""
+    signature: dict[str, Any] | None = None
+    values: dict[Any, Any] = {}
+    try:
+        with open_regular(part) as stream:
+            lines = stream.read().splitlines()
+    except (DualencError, OSError):
+        return None, {}
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            if "signature" in entry:
+                signature = entry["signature"]
+            elif entry["check"] == _check(entry["item"], entry["value"]):
+                values[entry["item"]] = entry["value"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+    return signature, values
+
+
+def _check(key: int | str, value: Any) -> int:
+    return zlib.crc32(json.dumps([key, value]).encode())

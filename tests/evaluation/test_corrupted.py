@@ -1,0 +1,239 @@
+"""Versions of images, retrieval of the other view, and corruption errors, against slow loops and known cases."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+
+from dualenc.errors import BadSample, DualencError
+from dualenc.evaluation import corrupted as image_versions
+from dualenc.evaluation.corrupted import (
+    CLEAN,
+    CleanImages,
+    ImageVersions,
+    as_mapping,
+    confusions,
+    encode_versions,
+    error_rates,
+    from_mapping,
+    is_right,
+    mean_corruption_error,
+    nearest_images,
+    nearest_versions,
+    robustness_rows,
+    summarise,
+)
+from dualenc.evaluation.corruptions import GeneratedCorruptions, stable_seed
+
+
+def cosine(x: np.ndarray, y: np.ndarray) -> float:
+    return float(x @ y / np.linalg.norm(x) / np.linalg.norm(y))
+
+
+def slow(first: np.ndarray, second: np.ndarray) -> list[int]:
+    """The row of `second` nearest to each row of `first`."""
+    return [int(np.argmax([cosine(x, y) for y in second])) for x in first]
+
+
+@given(seed=st.integers(0, 999), images=st.integers(1, 4), versions=st.integers(2, 6))
+def test_versions_are_matched_within_their_image_only(seed: int, images: int, versions: int) -> None:
+    features = np.random.default_rng(seed).normal(size=(images, 2, versions, 3))
+    features[:, 1] += features[:, 0]
+    found = nearest_versions(features)
+    for i in range(images):
+        assert found[i, 0].tolist() == slow(features[i, 0], features[i, 1])
+        assert found[i, 1].tolist() == slow(features[i, 1], features[i, 0])
+
+
+@given(seed=st.integers(0, 999), images=st.integers(2, 12))
+def test_images_are_matched_among_all(seed: int, images: int) -> None:
+    features = np.random.default_rng(seed).normal(size=(images, 2, 3))
+    features[:, 1] += features[:, 0]
+    found = nearest_images(features)
+    assert found[:, 0].tolist() == slow(features[:, 0], features[:, 1])
+    assert found[:, 1].tolist() == slow(features[:, 1], features[:, 0])
+
+
+def test_length_does_not_count() -> None:
+    first = np.array([[1.0, 0.0], [0.0, 1.0]])
+    second = np.array([[1.0, 0.1], [9.0, 10.0]])  # the inner product would send both to row 1
+    features = np.stack([first, second])[None]
+    assert nearest_versions(features)[0, 0].tolist() == [0, 1]
+    assert nearest_images(features[0].swapaxes(0, 1))[:, 0].tolist() == [0, 1]
+
+
+def test_one_point_for_everything_finds_nothing() -> None:
+    assert (nearest_versions(np.ones((3, 2, 4, 5))) == -1).all()
+    assert (nearest_images(np.ones((6, 2, 5))) == -1).all()
+    assert summarise(nearest_versions(np.ones((3, 2, 4, 5))))["top1"] == 0.0
+
+
+def test_the_two_directions_may_differ() -> None:
+    first = np.array([[1.0, 0.0], [0.0, 1.0]])
+    second = np.array([[0.9, 0.1], [1.0, 0.05]])  # both lie near the first row of `first`
+    found = nearest_versions(np.stack([first, second])[None])
+    assert found.tolist() == [[[1, 0], [0, 0]]]
+    assert is_right(found).tolist() == [[[False, False], [True, False]]]
+    assert confusions(found).tolist() == [[0.5, 0.5], [1.0, 0.0]]
+    assert summarise(found, ["fog", "snow"]) == {
+        "top1": 0.25, "top1_first_to_second": 0.0, "top1_second_to_first": 0.5, "top1/fog": 0.5, "top1/snow": 0.0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4), (3, 1, 4, 5), (3, 2, 1, 5), (0, 2, 4, 5)])
+def test_wrong_shapes_of_versions_are_one_line(shape: tuple[int, ...]) -> None:
+    with pytest.raises(DualencError, match="shape"):
+        nearest_versions(np.ones(shape))
+
+
+def test_other_mistakes_are_one_line() -> None:
+    with pytest.raises(DualencError, match=r"shape \(1, 2, 5\); \(images, 2 views, dimension\) of two images"):
+        nearest_images(np.ones((1, 2, 5)))
+    with pytest.raises(DualencError, match="not finite"):
+        nearest_images(np.full((3, 2, 5), np.nan))
+    with pytest.raises(DualencError, match="no image was compared"):
+        summarise(np.zeros((0, 2), int))
+
+
+CONDITIONS = [("gaussian_noise", 1), ("fog", 2), ("fog", 5)]
+
+
+def pictures(count: int, size: int = 32) -> list[Image.Image]:
+    rng = np.random.default_rng(0)
+    return [Image.fromarray(rng.integers(0, 256, (size, size, 3), dtype=np.uint8)) for _ in range(count)]
+
+
+def prepare(images: list[Image.Image], seeds: list[int] | None = None) -> dict[str, Tensor]:
+    """Pixels as numbers; "augmentation" multiplies by a factor drawn from the seed."""
+    pixels = torch.stack([torch.from_numpy(np.asarray(image, np.float32)) for image in images])
+    if seeds is not None:
+        pixels *= (
+            torch.tensor([np.random.default_rng(seed).uniform(0.5, 2) for seed in seeds]).float().view(-1, 1, 1, 1)
+        )
+    return {"pixels": pixels}
+
+
+def encode(inputs: dict[str, Tensor]) -> np.ndarray:
+    return inputs["pixels"].mean(dim=(1, 2)).numpy()
+
+
+class WithBad:
+    """Images of which some cannot be read."""
+
+    def __init__(self, images: list[Image.Image], bad: set[int]):
+        self.images, self.bad = images, bad
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Image.Image:
+        if index in self.bad:
+            raise BadSample(f"row {index}: cannot be decoded")
+        return self.images[index]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("views", [0, 2])
+def test_the_stream_is_the_slow_loop(views: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_versions, "_VERSIONS_PER_FORWARD", 2 * 3 * 2)
+    source = GeneratedCorruptions(pictures(5), seed=4)
+    versions = ImageVersions(source, CONDITIONS, prepare, views=views, seed=9)
+    blocks = list(encode_versions(versions, encode, num_workers=workers))
+    assert [index for block in blocks for index in block.indices] == list(range(5))
+    assert len(blocks) > 1
+    found = np.concatenate([block.features for block in blocks])
+    assert found.shape == (5, max(views, 1), 3, 3)
+    for index in range(5):
+        for c, (name, severity) in enumerate(CONDITIONS):
+            image = source.image(index, name, severity)
+            for view in range(max(views, 1)):
+                seeds = [stable_seed(9, index, name, severity, view)] if views else None
+                assert np.allclose(found[index, view, c], encode(prepare([image], seeds))[0], rtol=1e-6)
+
+
+def test_a_part_of_the_images_gives_that_part_of_the_features() -> None:
+    versions = ImageVersions(CleanImages(pictures(6)), [CLEAN], prepare, views=2)
+    whole = np.concatenate([block.features for block in encode_versions(versions, encode)])
+    part = np.concatenate([block.features for block in encode_versions(versions, encode, indices=[1, 4])])
+    assert np.array_equal(part, whole[[1, 4]])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_images_are_left_out_and_told(workers: int) -> None:
+    versions = ImageVersions(CleanImages(WithBad(pictures(4), {0, 2})), [CLEAN], prepare)
+    blocks = list(encode_versions(versions, encode, num_workers=workers))
+    assert [index for block in blocks for index in block.indices] == [1, 3]
+    assert [bad for block in blocks for bad in block.bad] == [
+        (0, "row 0: cannot be decoded"),
+        (2, "row 2: cannot be decoded"),
+    ]
+    assert sum(len(block.features) for block in blocks) == 2
+
+
+def test_nothing_but_bad_images_gives_no_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = ImageVersions(CleanImages(WithBad(pictures(2), {0, 1})), [CLEAN], prepare)
+    (block,) = encode_versions(versions, encode)
+    assert (block.indices, block.features.shape, len(block.bad)) == ([], (0, 1, 1, 0), 2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_too_small_images_are_one_line_from_any_process(workers: int) -> None:
+    versions = ImageVersions(GeneratedCorruptions(pictures(2, size=28)), CONDITIONS, prepare)
+    with pytest.raises(DualencError, match="image 0 is 28x28; corruptions need 32x32") as error:
+        list(encode_versions(versions, encode, num_workers=workers))
+    assert "\n" not in str(error.value)
+
+
+def test_a_wrong_encoder_is_one_line() -> None:
+    versions = ImageVersions(CleanImages(pictures(2)), [CLEAN], prepare)
+    with pytest.raises(DualencError, match=r"encode gave shape \(2,\) for 2 images"):
+        list(encode_versions(versions, lambda inputs: encode(inputs)[:, 0]))
+
+
+ERRORS = np.array([[0.1, 0.3], [0.2, 0.6]])
+BASELINE = np.array([[0.4, 0.4], [0.5, 0.5]])
+
+
+def test_errors_are_shares_of_wrong_images() -> None:
+    right = np.array([[[True, False]], [[True, True]], [[False, False]], [[True, False]]])
+    assert error_rates(right).tolist() == [[0.25, 0.75]]
+
+
+def test_the_mean_error_is_plain_or_relative_to_a_baseline() -> None:
+    assert mean_corruption_error(ERRORS) == pytest.approx(0.3)
+    assert mean_corruption_error(ERRORS, BASELINE) == pytest.approx((0.4 / 0.8 + 0.8 / 1.0) / 2)
+    assert mean_corruption_error(BASELINE, BASELINE) == 1.0
+
+
+def test_rows_show_accuracy_and_means() -> None:
+    rows = robustness_rows(ERRORS, ["fog", "snow"], [1, 5])
+    assert rows[0] == {"corruption": "fog", "severity 1": 0.9, "severity 5": 0.7, "mean": pytest.approx(0.8)}
+    assert rows[2]["corruption"] == "mean"
+    assert rows[2]["severity 5"] == pytest.approx(0.55)
+    assert rows[2]["mean"] == pytest.approx(0.7)
+
+
+def test_errors_survive_metrics_json_in_any_order() -> None:
+    kept = as_mapping(ERRORS, ["fog", "snow"], [1, 5])
+    assert kept == {"fog": {"1": 0.1, "5": 0.3}, "snow": {"1": 0.2, "5": 0.6}}
+    assert from_mapping(kept, ["snow", "fog"], [5, 1]).tolist() == [[0.6, 0.2], [0.3, 0.1]]
+    with pytest.raises(DualencError, match="no error of fog at severity 3"):
+        from_mapping(kept, ["fog"], [3])
+
+
+def test_mistakes_are_one_line() -> None:
+    with pytest.raises(DualencError, match="no image was classified"):
+        error_rates(np.zeros((0, 2, 2), bool))
+    with pytest.raises(DualencError, match="makes no error under corruption 1"):
+        mean_corruption_error(ERRORS, BASELINE * [[1], [0]])
+    with pytest.raises(DualencError, match=r"the baseline's errors have shape \(1, 2\)"):
+        mean_corruption_error(ERRORS, BASELINE[:1])
+    with pytest.raises(DualencError, match=r"errors have shape \(0, 2\)"):
+        mean_corruption_error(ERRORS[:0])
+    with pytest.raises(DualencError, match="for 1 corruptions x 2"):
+        robustness_rows(ERRORS, ["fog"], [1, 5])
