@@ -64,7 +64,6 @@ def test_lora(main: Callable[..., Any], tmp_path: Path) -> None:
     assert all("embeddings" not in name and name.endswith("weight") for name in changed)
 
 
-@pytest.mark.slow
 def test_index_and_search(main: Callable[..., Any], tmp_path: Path) -> None:
     assert main(tmp_path) == ["lamp-of-glass-in-blue", "couch-of-wood-in-black"]
 
