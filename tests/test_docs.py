@@ -1,0 +1,112 @@
+"""What the documents say about files, links and code is so."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+
+
+def code(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a language, in order, without the indentation of tabs."""
+    blocks = re.findall(rf"^([ ]*)```{language}\n(.*?)^\1```", page.read_text("utf-8"), flags=re.M | re.S)
+    return [re.sub(rf"^{indent}", "", block, flags=re.M) for indent, block in blocks]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names by which headings can be linked to, as GitHub and mkdocs both make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), flags=re.M)
+    return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(page.read_text("utf-8")):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: no such file"
+        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_is_python(page: Path) -> None:
+    for block in code(page, "python"):
+        compile(block, str(page), "exec")
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 1500
+
+
+def test_files_of_the_architecture_exist() -> None:
+    tree = next(block for block in code(ROOT / "README.md", "text") if block.startswith("dualenc/"))
+    folder, missing = ROOT, []
+    for line in tree.splitlines():
+        name = re.match(r"( *)(\w+)/", line)
+        if name:
+            folder = (ROOT / "dualenc" if name[1] else ROOT) / name[2]
+            missing += [] if folder.is_dir() else [folder]
+        missing += [folder / file for file in re.findall(r"\b\w+\.py\b", line) if not lies_in(file, folder)]
+    assert not missing
+
+
+def lies_in(file: str, folder: Path) -> bool:
+    """Files named on a package's last line, below its folders, lie in the package itself."""
+    return (folder / file).is_file() or (folder.parent / file).is_file()
+
+
+def test_every_recipe_and_example_is_told_of() -> None:
+    guide = (ROOT / "docs" / "getting-started.md").read_text("utf-8")
+    assert [recipe.name for recipe in (ROOT / "recipes").glob("*.yaml") if f"`{recipe.name}`" not in guide] == []
+
+
+def test_objective_of_the_contributing_guide_is_dcl_on_the_hardest_negatives() -> None:
+    from dualenc.objectives import DCL
+
+    definition, imports = code(ROOT / "CONTRIBUTING.md", "python")[:2]
+    names: dict[str, Any] = {}
+    exec("from __future__ import annotations\n" + imports + definition, names)
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(6, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    left, right = (torch.nn.functional.normalize(x, dim=1).requires_grad_() for x in (left, right))
+    ids = torch.arange(6)
+
+    whole = names["TopK"](k=5, temperature=0.1)(left, right, ids)
+    expected = DCL(temperature=0.1)(left, right, ids)
+    torch.testing.assert_close(whole.loss, expected.loss)
+    gradients = [torch.cat(torch.autograd.grad(out.loss, [left, right])) for out in (whole, expected)]
+    torch.testing.assert_close(*gradients)
+
+    logits = (left @ right.T / 0.1).detach()
+    rows = [(logits[i], i) for i in range(6)] + [(logits[:, i], i) for i in range(6)]
+    slow = 0.0
+    for row, i in rows:
+        hardest = sorted((float(row[j]) for j in range(6) if j != i), reverse=True)[:2]
+        slow += (torch.tensor(hardest, dtype=torch.float64).exp().sum().log() - row[i]).item() / 12
+    assert names["TopK"](k=2, temperature=0.1)(left, right, ids).loss.item() == pytest.approx(slow)
+
+
+@pytest.mark.slow
+def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason='the site needs pip install ".[docs]"')
+    for name in ("mkdocs.yml", "docs", "dualenc"):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    fetched = re.compile(r"""<(?:script|img|iframe)[^>]+src=["']?(?:https?:)?//|<link[^>]+stylesheet[^>]+//""")
+    asking = [page for page in (tmp_path / "site").rglob("*.html") if fetched.search(page.read_text("utf-8"))]
+    assert asking == []

@@ -1,0 +1,75 @@
+"""Every example runs as it stands, and comes to what it promises."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def main(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The main function of the example that the test is named after."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as for a script: its own folder comes first
+    name = request.node.name.removeprefix("test_")
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+
+
+def test_text(main: Callable[..., Any], tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    result = main(tmp_path)
+    assert result.before["ndcg@10"] < 0.4
+    assert result.metrics["ndcg@10"] > 0.9
+    published = SentenceTransformer(str(result.model_folder), device="cpu")
+    query, couch, lamp = published.encode(["crimson timber sofa", "couch of wood in red", "lamp of glass in blue"])
+    assert query @ couch > query @ lamp
+
+
+@pytest.mark.slow
+def test_image_text(main: Callable[..., Any], tmp_path: Path) -> None:
+    result = main(tmp_path)
+    assert result.before["mean_recall"] < 0.1
+    assert result.metrics["mean_recall"] > 0.6
+
+
+@pytest.mark.slow
+def test_unimodal(main: Callable[..., Any], tmp_path: Path) -> None:
+    result = main(tmp_path)
+    assert result.metrics["knn_accuracy"] > result.before["knn_accuracy"] + 0.1
+
+
+def test_own_loop(main: Callable[..., Any]) -> None:
+    before, after = main()
+    assert after < before - 5
+
+
+def test_lora(main: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason='LoRA needs pip install ".[lora]"')
+    from dualenc.encoders import load_model
+
+    result = main(tmp_path)
+    assert result.metrics["ndcg@10"] > result.before["ndcg@10"] + 0.5
+    folders = (tmp_path / "base", result.model_folder)
+    base, trained = (dict(load_model(str(folder)).named_parameters()) for folder in folders)
+    assert base.keys() == trained.keys()  # merged: no adapter is left over
+    changed = {name for name in base if not np.array_equal(base[name].detach(), trained[name].detach())}
+    assert changed
+    assert all("embeddings" not in name and name.endswith("weight") for name in changed)
+
+
+def test_index_and_search(main: Callable[..., Any], tmp_path: Path) -> None:
+    assert main(tmp_path) == ["lamp-of-glass-in-blue", "couch-of-wood-in-black"]
+
+
+def test_every_example_has_a_test() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.py")} - {"toy_data"}
+    assert names == {name.removeprefix("test_") for name in globals() if name.startswith("test_")} - {
+        "every_example_has_a_test"
+    }
