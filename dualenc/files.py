@@ -1,6 +1,6 @@
 """Writing so that nothing is ever half-written: beside the target first, then renamed; and reading what may be damaged.
 
-A file takes its target's place in one rename. A folder that replaces a folder needs three, all in `_replace`:
+A file takes its target's place in one rename. A folder that replaces a folder needs three:
 
     .NAME.part-PID → .NAME.new-PID    the new folder is complete, and its name says so
     NAME           → .NAME.old-PID
@@ -19,12 +19,12 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dualenc.errors import DiskFull, DualencError
 
@@ -59,32 +59,55 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
         DiskFull: the disk, the quota or the permitted file size was used up, whichever library noticed it.
     """
     target = Path(target)
-    beside = target.with_name(f".{target.name}.part-{os.getpid()}")
+    beside, new, old = (target.with_name(f".{target.name}.{stage}-{os.getpid()}") for stage in ("part", "new", "old"))
     with full_disk_told(target), removed_if_refused(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         recover(target, unfinished=True)
         _writing.add(Path(os.path.abspath(target)))
         try:
             yield beside
-            _sync(beside)
-            _replace(beside, target)
+            # Contents before names, so that a power cut cannot leave an empty target.
+            for file in [beside] if beside.is_file() else [path for path in beside.rglob("*") if path.is_file()]:
+                with open(file, "rb") as stream:
+                    os.fsync(stream.fileno())
+            if not target.is_dir() or target.is_symlink():
+                os.replace(beside, target)
+                return
+            # A folder cannot be renamed over a folder that holds files: step aside, swap, remove.
+            os.replace(beside, new)
+            try:
+                os.replace(target, old)
+                os.replace(new, target)
+            finally:
+                if not os.path.lexists(target):
+                    os.replace(old, target)
+                remove(new)
+            remove(old)
         finally:
             _writing.discard(Path(os.path.abspath(target)))
             remove(beside)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
 def removed_if_refused(folder: str | os.PathLike[str], finished: str | None = None) -> Iterator[None]:
     """On an error take away the folders that were made in this context, as far as they hold nothing.
 
-    A kill or Ctrl-C leaves finished work to go on with; a refusal before any of it leaves nothing.
+    A kill or Ctrl-C leaves finished work to resume from; a refusal before any of it leaves nothing.
 
     Args:
         folder: where the work goes, with those above it.
         finished: glob pattern of finished work; without any, whatever else is in the new folder goes with it.
     """
     folder = Path(folder)
-    made = [path for path in (folder, *folder.absolute().parents) if not _exists(path)]
+    made = [path for path in (folder, *folder.absolute().parents) if not os.path.lexists(path)]
     try:
         yield
     except Exception:
@@ -114,32 +137,22 @@ def full_disk_told(target: str | os.PathLike[str]) -> Iterator[None]:
         if reason is None:
             raise
         target = Path(target)
+        folder = next(path for path in target.absolute().parents if path.exists())
+        free = f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB free in {folder}"
         remedy = "make room there or choose another folder, then run the same command again"
-        raise DiskFull(f"{target}: could not be written, {reason} ({_free(target.parent)}); {remedy}") from error
+        raise DiskFull(f"{target}: could not be written, {reason} ({free}); {remedy}") from error
 
 
 def _full_reason(error: BaseException | None) -> str | None:
     """Why there was no room, if that is what an error or its cause is about."""
-    if error is None:
+    if error is None or (isinstance(error, DualencError) and not isinstance(error, DiskFull)):
         return None
-    if isinstance(error, DualencError) and not isinstance(error, DiskFull):
-        return None
-    number = getattr(error, "errno", None)
-    if number in _FULL:
-        return _FULL[number]
     text = str(error)
-    for known, reason in _FULL.items():
-        if os.strerror(known) in text or f"(os error {known})" in text:
+    for number, reason in _FULL.items():
+        told = os.strerror(number) in text or f"(os error {number})" in text
+        if told or getattr(error, "errno", None) == number:
             return reason
-    if _SHORT_WRITE.search(text):
-        return _FULL[errno.ENOSPC]
-    return _full_reason(error.__cause__)
-
-
-def _free(folder: Path) -> str:
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB free in {folder}"
+    return _FULL[errno.ENOSPC] if _SHORT_WRITE.search(text) else _full_reason(error.__cause__)
 
 
 def recover(target: str | os.PathLike[str], *, unfinished: bool = False) -> None:
@@ -157,33 +170,55 @@ def recover(target: str | os.PathLike[str], *, unfinished: bool = False) -> None
         DualencError: a complete folder is there but cannot be renamed.
     """
     target = Path(os.path.abspath(target))
-    leftovers = _leftovers(target)
-    if any(found.stage == "old" for found in leftovers) and not _exists(target):
-        deadline = time.monotonic() + _SWAP_SECONDS
-        while not _exists(target) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        leftovers = _leftovers(target)
-    dead = [found for found in leftovers if not _is_alive(found, target)]
-    swaps = {found.pid for found in dead if found.stage == "old"}
-    complete = [found for found in dead if found.pid in swaps and found.stage != "part"]
-    if complete and not _exists(target):
-        latest = max(complete, key=lambda found: (found.stage == "new", _changed(found.path)))
+
+    def leftovers() -> list[tuple[Path, str, int]]:
+        """Path, stage and process of each."""
+        found = [match for match in _leftovers(target.parent) if match["name"] == target.name]
+        return [(target.parent / match[0], match["stage"], int(match["pid"])) for match in found]
+
+    deadline = time.monotonic() + _SWAP_SECONDS
+    while not os.path.lexists(target) and time.monotonic() < deadline:
+        if not any(stage == "old" for _, stage, _ in leftovers()):
+            break
+        time.sleep(0.02)  # a swap on another machine may be under way
+    dead = []
+    for path, stage, pid in leftovers():
+        if not (target in _writing if pid == os.getpid() else is_running(pid, _changed(path))):
+            dead.append((path, stage, pid))
+    swaps = {pid for _, stage, pid in dead if stage == "old"}
+    complete = [(stage == "new", _changed(path), path) for path, stage, pid in dead if pid in swaps and stage != "part"]
+    if complete and not os.path.lexists(target):
+        latest = max(complete)[2]
         try:
-            os.replace(latest.path, target)
+            os.replace(latest, target)
         except OSError as error:
-            if not _exists(target):  # otherwise another process was faster
+            if not os.path.lexists(target):  # otherwise another process was faster
                 remedy = f"rename it to {target.name}"
-                raise DualencError(f"{target}: a killed process left it as {latest.path} ({error}); {remedy}") from None
-    for found in dead:
-        if _exists(target) if found.stage == "old" else unfinished:
+                raise DualencError(f"{target}: a killed process left it as {latest} ({error}); {remedy}") from None
+    for path, stage, _ in dead:
+        if os.path.lexists(target) if stage == "old" else unfinished:
             with suppress(OSError):
-                remove(found.path)
+                remove(path)
 
 
 def recover_inside(folder: str | os.PathLike[str]) -> None:
     """`recover` all that is in a folder, for whoever writes there."""
-    for name in sorted({match["name"] for match in map(_LEFTOVER.match, _names(Path(folder))) if match}):
+    for name in sorted({match["name"] for match in _leftovers(Path(folder))}):
         recover(Path(folder) / name, unfinished=True)
+
+
+def _leftovers(folder: Path) -> list[re.Match[str]]:
+    try:
+        return [match for match in map(_LEFTOVER.match, os.listdir(folder)) if match]
+    except OSError:
+        return []
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.lstat().st_ctime
+    except OSError:
+        return 0.0
 
 
 def is_running(pid: int, since: float | None = None) -> bool:
@@ -199,125 +234,14 @@ def is_running(pid: int, since: float | None = None) -> bool:
         return False
     except OSError:
         pass  # alive, and another user's
-    began = _began(pid)
-    return since is None or began is None or began < since + _CLOCK_SECONDS
-
-
-def _began(pid: int) -> float | None:
-    """When a process began, in seconds since the epoch; None where the system does not tell."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         booted = re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
     except (OSError, ValueError, IndexError):
-        return None
-    return int(booted[1]) + ticks / os.sysconf("SC_CLK_TCK") if booted else None
-
-
-class _Leftover(NamedTuple):
-    """Something that a write leaves beside its target until it is done."""
-
-    path: Path
-    stage: str
-    pid: int
-
-
-def _leftovers(target: Path) -> list[_Leftover]:
-    matches = [match for match in map(_LEFTOVER.match, _names(target.parent)) if match and match["name"] == target.name]
-    return [_Leftover(target.parent / match[0], match["stage"], int(match["pid"])) for match in matches]
-
-
-def _is_alive(found: _Leftover, target: Path) -> bool:
-    if found.pid == os.getpid():
-        return target in _writing
-    return is_running(found.pid, _changed(found.path))
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
-
-def _exists(path: Path) -> bool:
-    return os.path.lexists(path)
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.lstat().st_ctime
-    except OSError:
-        return 0.0
-
-
-def write_json(target: str | os.PathLike[str], value: Any) -> None:
-    """Write `value` as indented JSON, atomically."""
-    with atomic_path(target) as beside:
-        beside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def read_json(source: str | os.PathLike[str]) -> Any:
-    """Read a JSON file; a missing or malformed one is a one-line `DualencError`."""
-    try:
-        with open_regular(source) as stream:
-            return json.loads(stream.read().decode("utf-8"))
-    except FileNotFoundError:
-        raise DualencError(f"{source}: no such file; is the folder complete?") from None
-    except RecursionError:
-        raise DualencError(f"{source}: not valid JSON (nested too deeply); write it again") from None
-    except DualencError:
-        raise
-    except ValueError as error:
-        raise DualencError(f"{source}: not valid JSON ({error}); write it again") from None
-
-
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading bytes; never waits for a named pipe, never touches a device.
-
-    Raises:
-        DualencError: a folder, device, pipe or socket.
-        OSError: missing or not readable.
-    """
-    kind = os.stat(path).st_mode
-    if stat.S_ISREG(kind):
-        # The path may name something else by now: open without waiting, and look at what was opened.
-        at_once = getattr(os, "O_NONBLOCK", 0)
-        stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once))  # noqa: SIM115
-        kind = os.fstat(stream.fileno()).st_mode
-        if stat.S_ISREG(kind):
-            return stream
-        stream.close()
-    what = "a folder" if stat.S_ISDIR(kind) else "a device, pipe or socket"
-    raise DualencError(f"{path}: {what}, not a file; give a regular file")
-
-
-def read_json_object(source: str | os.PathLike[str], kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Args:
-        source: the file.
-        kinds: names that must be there, each with the type or tuple of types of its value; `True` is no `int`.
-
-    Raises:
-        DualencError: it is missing, malformed, not an object, or a value is missing or of another type.
-    """
-    value = read_json(source)
-    if not isinstance(value, dict):
-        raise DualencError(f"{source}: holds {_kind(type(value))} instead of an object; write it again")
-    for name, kind in (kinds or {}).items():
-        if name not in value:
-            raise DualencError(f"{source}: lacks {name!r}; write it again")
-        allowed = kind if isinstance(kind, tuple) else (kind,)
-        if not isinstance(value[name], allowed) or (isinstance(value[name], bool) and bool not in allowed):
-            wanted = " or ".join(_kind(one) for one in allowed)
-            raise DualencError(f"{source}: {name!r} is {_kind(type(value[name]))}, not {wanted}; write it again")
-    return value
-
-
-def _kind(kind: type) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number"}
-    names |= {bool: "true or false", type(None): "null"}
-    return names[kind]
+        return True  # this system does not tell when it began
+    if since is None or booted is None:
+        return True
+    return int(booted[1]) + ticks / os.sysconf("SC_CLK_TCK") < since + _CLOCK_SECONDS
 
 
 def save_array(path: str | os.PathLike[str], array: np.ndarray) -> None:
@@ -340,6 +264,74 @@ def save_tensors(path: str | os.PathLike[str], value: Any) -> None:
 
     with open(path, "wb") as stream:
         torch.save(value, stream)
+
+
+def write_json(target: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    with atomic_path(target) as beside:
+        beside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading bytes; never waits for a named pipe, never touches a device.
+
+    Raises:
+        DualencError: a folder, device, pipe or socket.
+        OSError: missing or not readable.
+    """
+    kind = os.stat(path).st_mode
+    if stat.S_ISREG(kind):
+        # The path may name something else by now: open without waiting, and look at what was opened.
+        at_once = getattr(os, "O_NONBLOCK", 0)
+        stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once))  # noqa: SIM115
+        kind = os.fstat(stream.fileno()).st_mode
+        if stat.S_ISREG(kind):
+            return stream
+        stream.close()
+    what = "a folder" if stat.S_ISDIR(kind) else "a device, pipe or socket"
+    raise DualencError(f"{path}: {what}, not a file; give a regular file")
+
+
+def read_json(source: str | os.PathLike[str]) -> Any:
+    """Read a JSON file; a missing or malformed one is a one-line `DualencError`."""
+    try:
+        with open_regular(source) as stream:
+            return json.loads(stream.read().decode("utf-8"))
+    except FileNotFoundError:
+        raise DualencError(f"{source}: no such file; is the folder complete?") from None
+    except RecursionError:
+        raise DualencError(f"{source}: not valid JSON (nested too deeply); write it again") from None
+    except DualencError:
+        raise
+    except ValueError as error:
+        raise DualencError(f"{source}: not valid JSON ({error}); write it again") from None
+
+
+_KINDS = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number"}
+_KINDS |= {bool: "true or false", type(None): "null"}
+
+
+def read_json_object(source: str | os.PathLike[str], kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Args:
+        source: the file.
+        kinds: names that must be there, each with the type or tuple of types of its value; `True` is no `int`.
+
+    Raises:
+        DualencError: it is missing, malformed, not an object, or a value is missing or of another type.
+    """
+    value = read_json(source)
+    if not isinstance(value, dict):
+        raise DualencError(f"{source}: holds {_KINDS[type(value)]} instead of an object; write it again")
+    for name, kind in (kinds or {}).items():
+        if name not in value:
+            raise DualencError(f"{source}: lacks {name!r}; write it again")
+        allowed = kind if isinstance(kind, tuple) else (kind,)
+        if type(value[name]) not in allowed:
+            wanted = " or ".join(_KINDS[one] for one in allowed)
+            raise DualencError(f"{source}: {name!r} is {_KINDS[type(value[name])]}, not {wanted}; write it again")
+    return value
 
 
 def checksum(path: str | os.PathLike[str]) -> str:
@@ -372,47 +364,11 @@ def verify_checksums(folder: Path, names: Iterable[str], recorded: Any, mend: st
     """
     names = list(names)
     if not isinstance(recorded, dict) or sorted(recorded) != sorted(names):
-        raise DualencError(f"{folder / 'meta.json'}: its checksums are not those of {_list(names)}; {mend}")
+        listed = ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+        raise DualencError(f"{folder / 'meta.json'}: its checksums are not those of {listed}; {mend}")
     for name in names:
         if not (folder / name).is_file():
             raise DualencError(f"{folder / name}: missing; {mend}")
     for name, found in checksums(folder, names).items():
         if found != recorded[name]:
             raise DualencError(f"{folder / name}: corrupt, its checksum is not that of meta.json; {mend}")
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Push contents to the disk before the rename, so that a power cut cannot leave an empty target."""
-    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
-    for file in files:
-        with open(file, "rb") as stream:
-            os.fsync(stream.fileno())
-
-
-def _replace(beside: Path, target: Path) -> None:
-    if target.is_dir() and not target.is_symlink():
-        # A folder cannot be renamed over a folder that holds files: step aside, swap, remove.
-        new, old = (target.with_name(f".{target.name}.{stage}-{os.getpid()}") for stage in ("new", "old"))
-        os.replace(beside, new)
-        try:
-            os.replace(target, old)
-            os.replace(new, target)
-        finally:
-            if not _exists(target):
-                os.replace(old, target)
-            remove(new)
-        remove(old)
-    else:
-        os.replace(beside, target)
