@@ -13,7 +13,7 @@ import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,19 +22,18 @@ import numpy as np
 from tqdm import tqdm
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path
+from dualenc.files import atomic_path, remove
 
 if TYPE_CHECKING:
     from dualenc.data import BeirPairs, RetrievalSet
     from dualenc.encoders import DualEncoder, TextEncoder
     from dualenc.objectives import SogCLR
-    from dualenc.training.trainer import Trainer, TrainingResult
+    from dualenc.training.trainer import Trainer
 
 PACKAGES = ("numpy", "scipy", "sklearn", "pandas", "matplotlib", "networkx", "sympy", "PIL", "torch", "datasets")
 """Installed packages that are read after the standard library, if they are there."""
 
 SKIPPED_FOLDERS = {"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "dist-packages", "_vendor"}
-Documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Docstring(NamedTuple):
@@ -58,9 +57,8 @@ def read_docstrings(
     """
     found: list[Docstring] = []
     seen: set[str] = set()
-    bar = tqdm(total=limit, desc="reading docstrings", unit="doc", disable=not progress, leave=False)
-    for root in _roots(packages):
-        for docstring in _docstrings_below(root, minimum_length):
+    with tqdm(total=limit, desc="reading docstrings", unit="doc", disable=not progress, leave=False) as bar:
+        for docstring in _docstrings(packages, minimum_length):
             # The same summary over many overloads is one question with many answers: keep the first.
             if not seen.isdisjoint((docstring.summary, docstring.name)):
                 continue
@@ -68,51 +66,40 @@ def read_docstrings(
             found.append(docstring)
             bar.update()
             if len(found) == limit:
-                bar.close()
-                return found
-    bar.close()
+                break
     return found
 
 
-def _roots(packages: Sequence[str]) -> Iterator[Path]:
-    yield Path(sysconfig.get_paths()["stdlib"])
+def _docstrings(packages: Sequence[str], minimum_length: int) -> Iterator[Docstring]:
+    roots = [("", Path(sysconfig.get_paths()["stdlib"]))]
     for package in packages:
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.submodule_search_locations:
-            yield Path(next(iter(spec.submodule_search_locations)))
-
-
-def _docstrings_below(root: Path, minimum_length: int) -> Iterator[Docstring]:
-    prefix = "" if root == Path(sysconfig.get_paths()["stdlib"]) else f"{root.name}."
-    for file in sorted(root.rglob("*.py")):
-        parts = file.relative_to(root).with_suffix("").parts
-        if SKIPPED_FOLDERS.intersection(parts) or parts[-1].startswith("test_"):
-            continue
-        module = prefix + ".".join(part for part in parts if part != "__init__")
-        yield from _docstrings_in(file, module.rstrip("."), minimum_length)
-
-
-def _docstrings_in(file: Path, module: str, minimum_length: int) -> Iterator[Docstring]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError, RecursionError, ValueError, OSError):
-        return  # a file that Python itself would not read has no documentation to offer
-    for name, node in _documented_nodes(tree, module):
-        docstring = ast.get_docstring(node, clean=False)
-        if docstring:
-            summary, _, rest = inspect.cleandoc(docstring).partition("\n")
-            rest = " ".join(rest.split())
-            if len(summary.split()) >= 3 and len(rest) >= minimum_length:
-                yield Docstring(name, summary.strip(), rest)
+            roots.append((f"{package}.", Path(next(iter(spec.submodule_search_locations)))))
+    for prefix, root in roots:
+        for file in sorted(root.rglob("*.py")):
+            parts = file.relative_to(root).with_suffix("").parts
+            if SKIPPED_FOLDERS.intersection(parts) or parts[-1].startswith("test_"):
+                continue
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    tree = ast.parse(file.read_text(encoding="utf-8"))
+            except (SyntaxError, UnicodeDecodeError, RecursionError, ValueError, OSError):
+                continue  # a file that Python itself would not read has no documentation to offer
+            module = prefix + ".".join(part for part in parts if part != "__init__")
+            for name, node in _documented_nodes(tree, module.rstrip(".")):
+                summary, _, rest = inspect.cleandoc(ast.get_docstring(node, clean=False) or "").partition("\n")
+                rest = " ".join(rest.split())
+                if len(summary.split()) >= 3 and len(rest) >= minimum_length:
+                    yield Docstring(name, summary.strip(), rest)
 
 
 def _documented_nodes(
     node: ast.AST, prefix: str
 ) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, Documented):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             name = f"{prefix}.{child.name}"
             yield name, child
             if isinstance(child, ast.ClassDef):
@@ -139,22 +126,15 @@ def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: in
     order = np.random.default_rng(seed).permutation(len(docstrings))
     with atomic_path(folder) as beside:
         (beside / "qrels").mkdir(parents=True)
-        documents = ({"_id": d.name, "title": d.name, "text": d.rest} for d in docstrings)
-        _write_lines(beside / "corpus.jsonl", documents)
-        _write_lines(beside / "queries.jsonl", ({"_id": f"query-{d.name}", "text": d.summary} for d in docstrings))
+        documents = [{"_id": d.name, "title": d.name, "text": d.rest} for d in docstrings]
+        queries = [{"_id": f"query-{d.name}", "text": d.summary} for d in docstrings]
+        for file, records in (("corpus.jsonl", documents), ("queries.jsonl", queries)):
+            lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            (beside / file).write_text(lines, encoding="utf-8")
         for split, rows in (("test", order[:num_test]), ("train", order[num_test:])):
-            _write_qrels(beside / "qrels" / f"{split}.tsv", [docstrings[row].name for row in sorted(rows)])
-
-
-def _write_lines(path: Path, records: Iterable[dict[str, str]]) -> None:
-    with open(path, "w", encoding="utf-8") as stream:
-        for record in records:
-            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def _write_qrels(path: Path, names: Iterable[str]) -> None:
-    lines = "".join(f"query-{name}\t{name}\t1\n" for name in names)
-    path.write_text("query-id\tcorpus-id\tscore\n" + lines, encoding="utf-8")
+            names = [docstrings[row].name for row in sorted(rows)]
+            lines = "query-id\tcorpus-id\tscore\n" + "".join(f"query-{name}\t{name}\t1\n" for name in names)
+            (beside / "qrels" / f"{split}.tsv").write_text(lines, encoding="utf-8")
 
 
 SECONDS = 240
@@ -179,6 +159,12 @@ SEARCHES = (
     "solve a system of linear equations",
     "read a file line by line",
 )
+NEXT = """\
+What to type next:
+  dualenc search {out}/index "your own question"
+  dualenc evaluate retrieval {out}/model {out}/data --split test --bm25
+  dualenc embed {out}/model your_texts.jsonl --out your-embeddings
+  dualenc train your-recipe.yaml      (see recipes/ and the README for training on your own data)"""
 
 
 def quickstart(
@@ -209,34 +195,60 @@ def quickstart(
     check_range(test_docs + BATCH_SIZE, math.inf, max_docs=max_docs)
     check_range(0, HIGHEST_SEED, seed=seed)
     start = time.perf_counter()
-    folder = Path(out)
-    collection = _read(folder, max_docs, test_docs, seed)
-    pairs, untrained = _start(folder, vocab_size, seed)
-    bm25 = _bm25(collection)
+    folder, data = Path(out), Path(out) / "data"
+    if folder.exists() and any(folder.iterdir()) and not (data / "corpus.jsonl").exists():
+        raise DualencError(f"{folder} holds something that is no quickstart; choose another folder with --out")
+
+    import torch
+
+    from dualenc.data import BeirPairs, read_beir
+    from dualenc.encoders import load_model
+    from dualenc.training.evaluators import RetrievalEvaluator
+
+    docstrings = read_docstrings(max_docs)
+    write_collection(data, docstrings, test_docs, seed)
+    print(f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out → {data}")
+    pairs, collection = BeirPairs(data, "train"), read_beir(data, "test")
+    torch.manual_seed(seed)
+    untrained = new_model(pairs.corpus.items, vocab_size)
+    bm25 = _bm25(collection)  # before the training, so that its time is known when the steps are chosen
     if steps is None:
         step_seconds, rest = measure(untrained, pairs, collection, seed)
-        steps = affordable_steps(step_seconds, time.perf_counter() - start, rest)
-        print(f"A step takes {step_seconds:.2f} s on this machine now: {_chosen(steps)}")
-    model, trained = _train(folder, untrained, pairs, steps, seed)
+        steps = choose_steps(step_seconds, time.perf_counter() - start, rest)
+
+    evaluator = RetrievalEvaluator(data)
+    trained = _trainer(folder, steps, seed).fit(untrained, pairs, _objective(pairs), evaluator=evaluator)
+    model = load_model(str(trained.model_folder))
     _index(model, collection, folder)
-    _table(collection, trained, bm25)
+    _print_metrics(collection, {"untrained": trained.before, "BM25": bm25, "trained": trained.metrics})
     _search(model, folder)
-    print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{_next_steps(folder)}")
+    print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{NEXT.format(out=folder)}")
 
 
-def _read(folder: Path, max_docs: int, test_docs: int, seed: int) -> RetrievalSet:
-    from dualenc.data import read_beir
+def new_model(texts: Any, vocab_size: int) -> TextEncoder:
+    """A one-layer transformer with first weights, and a tokenizer trained on the texts."""
+    from dualenc.encoders import TextEncoder
+    from dualenc.encoders.tokenizer import train_tokenizer
 
-    if folder.exists() and any(folder.iterdir()) and not (folder / "data" / "corpus.jsonl").exists():
-        raise DualencError(f"{folder} holds something that is no quickstart; choose another folder with --out")
-    docstrings = read_docstrings(max_docs)
-    write_collection(folder / "data", docstrings, test_docs, seed)
-    print(f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out → {folder / 'data'}")
-    return read_beir(folder / "data", "test")
+    tokenizer = train_tokenizer(texts, vocab_size, max_length=MAX_TOKENS)
+    config = {**CONFIG, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    model = TextEncoder(config=config, tokenizer=tokenizer, max_length=MAX_TOKENS)
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    print(f"A one-layer transformer of {size:.1f} M parameters, from scratch")
+    return model
 
 
-def affordable_steps(step_seconds: float, elapsed: float, rest: float) -> int:
-    """How many training steps let the quickstart end within four minutes, a multiple of 10; at least 20, at most 600.
+def _bm25(collection: RetrievalSet) -> dict[str, float]:
+    from dualenc.evaluation.retrieval import Result, bm25_run
+
+    queries, corpus = collection.queries, collection.corpus
+    texts = [[side.items[row] for row in range(len(side))] for side in (queries, corpus)]
+    run = bm25_run(queries.ids, texts[0], corpus.ids, texts[1], 100)
+    return dict(Result("BM25", "docstrings", run, collection.qrels, len(corpus)).means)
+
+
+def choose_steps(step_seconds: float, elapsed: float, rest: float) -> int:
+    """How many training steps let the quickstart end within four minutes: a multiple of 10, at least 20, at most 600.
 
     Args:
         step_seconds: of one step.
@@ -244,7 +256,14 @@ def affordable_steps(step_seconds: float, elapsed: float, rest: float) -> int:
         rest: seconds of everything but the steps that is still to come.
     """
     affordable = ((SECONDS - elapsed) / MARGIN - rest) / step_seconds
-    return min(max(int(affordable) // 10 * 10, FEWEST_STEPS), MOST_STEPS)
+    steps = min(max(int(affordable) // 10 * 10, FEWEST_STEPS), MOST_STEPS)
+    told = f"{steps} steps of {MOST_STEPS}, to end within four minutes in all (--steps {MOST_STEPS} makes all of them)"
+    if steps == MOST_STEPS:
+        told = f"{steps} steps end within four minutes in all"
+    elif steps == FEWEST_STEPS:
+        told = f"{steps} steps, the fewest, though all may take more than four minutes"
+    print(f"A step takes {step_seconds:.2f} s on this machine now: {told}")
+    return steps
 
 
 def measure(
@@ -263,8 +282,6 @@ def measure(
         seed: of the steps.
         clock: tells seconds.
     """
-    import numpy as np
-
     from dualenc.data import Corpus
     from dualenc.data.columns import Picked
     from dualenc.search.embed import embed
@@ -283,37 +300,11 @@ def measure(
     return step_seconds, 3 * (clock() - began) * (len(corpus) + len(collection.queries)) / len(sample)
 
 
-def _chosen(steps: int) -> str:
-    if steps == MOST_STEPS:
-        return f"{steps} steps end within four minutes in all"
-    if steps == FEWEST_STEPS:
-        return f"{steps} steps, the fewest, though all may take more than four minutes"
-    return f"{steps} steps of {MOST_STEPS}, to end within four minutes in all (--steps {MOST_STEPS} makes all of them)"
-
-
-def _start(folder: Path, vocab_size: int, seed: int) -> tuple[BeirPairs, TextEncoder]:
-    import torch
-
-    from dualenc.data import BeirPairs
-
-    pairs = BeirPairs(folder / "data", "train")
-    torch.manual_seed(seed)
-    return pairs, _new_model(pairs.corpus.items, vocab_size)
-
-
 def _trainer(output: Path, steps: int, seed: int, progress: bool = True) -> Trainer:
     from dualenc.training.trainer import Trainer
 
-    return Trainer(
-        output=output,
-        batch_size=BATCH_SIZE,
-        max_steps=steps,
-        learning_rate=4e-3,
-        save_every=None,
-        seed=seed,
-        overwrite=True,
-        progress=progress,
-    )
+    common: dict[str, Any] = {"batch_size": BATCH_SIZE, "learning_rate": 4e-3, "save_every": None, "overwrite": True}
+    return Trainer(output=output, max_steps=steps, seed=seed, progress=progress, **common)
 
 
 def _objective(pairs: BeirPairs) -> SogCLR:
@@ -322,31 +313,7 @@ def _objective(pairs: BeirPairs) -> SogCLR:
     return SogCLR(num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.05, gamma=0.5)
 
 
-def _train(
-    folder: Path, model: TextEncoder, pairs: BeirPairs, steps: int, seed: int
-) -> tuple[DualEncoder, TrainingResult]:
-    from dualenc.encoders import load_model
-    from dualenc.training.evaluators import RetrievalEvaluator
-
-    evaluator = RetrievalEvaluator(folder / "data")
-    result = _trainer(folder, steps, seed).fit(model, pairs, _objective(pairs), evaluator=evaluator)
-    return load_model(str(result.model_folder)), result
-
-
-def _new_model(texts: Any, vocab_size: int) -> TextEncoder:
-    from dualenc.encoders import TextEncoder
-    from dualenc.encoders.tokenizer import train_tokenizer
-
-    tokenizer = train_tokenizer(texts, vocab_size, max_length=MAX_TOKENS)
-    config = {**CONFIG, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-    model = TextEncoder(config=config, tokenizer=tokenizer, max_length=MAX_TOKENS)
-    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    print(f"A one-layer transformer of {size:.1f} M parameters, from scratch")
-    return model
-
-
 def _index(model: DualEncoder, collection: RetrievalSet, folder: Path) -> None:
-    from dualenc.files import remove
     from dualenc.search import Index
     from dualenc.search.embed import embed
 
@@ -358,31 +325,15 @@ def _index(model: DualEncoder, collection: RetrievalSet, folder: Path) -> None:
     print(f"Index of {len(index):,} documents ({index.meta['factory']}) → {folder / 'index'}")
 
 
-def _bm25(collection: RetrievalSet) -> dict[str, float]:
-    """Before the training, so that its time is known when the steps are chosen."""
-    from dualenc.evaluation.retrieval import Result, bm25_run
-
-    queries, corpus = collection.queries, collection.corpus
-    run = bm25_run(
-        queries.ids,
-        [queries.items[i] for i in range(len(queries))],
-        corpus.ids,
-        [corpus.items[i] for i in range(len(corpus))],
-        100,
-    )
-    return dict(Result("BM25", "docstrings", run, collection.qrels, len(corpus)).means)
-
-
-def _table(collection: RetrievalSet, trained: TrainingResult, bm25: dict[str, float]) -> None:
+def _print_metrics(collection: RetrievalSet, systems: Mapping[str, Mapping[str, float]]) -> None:
     from dualenc.evaluation.report import Table, print_table
 
-    queries, corpus = collection.queries, collection.corpus
-    systems = {"untrained": trained.before, "BM25": bm25, "trained": trained.metrics}
     rows = [
         {"system": name, "nDCG@10": metrics["ndcg@10"], "recall@10": metrics["recall@10"]}
         for name, metrics in systems.items()
     ]
-    print_table(Table(f"{len(queries):,} held-out functions, searched among {len(corpus):,} documents", rows))
+    held_out, corpus = len(collection.queries), len(collection.corpus)
+    print_table(Table(f"{held_out:,} held-out functions, searched among {corpus:,} documents", rows))
 
 
 def _search(model: DualEncoder, folder: Path) -> None:
@@ -398,15 +349,3 @@ def _search(model: DualEncoder, folder: Path) -> None:
             for score, row in zip(best, found, strict=True)
         ]
         print_table(Table(f"Search: {query}", hits))
-
-
-def _next_steps(folder: Path) -> str:
-    return "\n".join(
-        (
-            "What to type next:",
-            f'  dualenc search {folder / "index"} "your own question"',
-            f"  dualenc evaluate retrieval {folder / 'model'} {folder / 'data'} --split test --bm25",
-            f"  dualenc embed {folder / 'model'} your_texts.jsonl --out your-embeddings",
-            "  dualenc train your-recipe.yaml      (see recipes/ and the README for training on your own data)",
-        )
-    )
