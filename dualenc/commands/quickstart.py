@@ -190,10 +190,12 @@ def quickstart(
         seed: of everything random.
     """
     from dualenc.commands.evaluation import HIGHEST_SEED, check_range
+    from dualenc.encoders.tokenizer import SMALLEST
 
     check_range(1, math.inf, test_docs=test_docs, steps=steps)
     check_range(test_docs + BATCH_SIZE, math.inf, max_docs=max_docs)
     check_range(0, HIGHEST_SEED, seed=seed)
+    check_range(SMALLEST, math.inf, vocab_size=vocab_size)
     start = time.perf_counter()
     folder, data = Path(out), Path(out) / "data"
     if folder.exists() and any(folder.iterdir()) and not (data / "corpus.jsonl").exists():
