@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -14,8 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from dualenc.cli import nearest
 from dualenc.errors import DualencError
 
-_USUAL = ("adamw", "sgd", "lars")  # known without importing timm
-SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay")
+# What recipes may name, so that a wrong name is refused while a recipe is read, without importing timm.
+OptimizerName = Literal[
+    "adamw", "sgd", "lars", "lion", "muon", "adafactor", "adan", "adopt", "lamb", "laprop", "madgrad",
+    "mars", "nadamw", "radam", "rmsprop"
+]  # fmt: skip
+ScheduleName = Literal["cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay"]
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
 
 def build_optimizer(
@@ -73,13 +78,13 @@ def check_optimizer(
     Raises:
         DualencError: an unknown name, or an argument out of range.
     """
-    if name not in _USUAL:
+    if name not in get_args(OptimizerName):
         from timm.optim import get_optimizer_info, list_optimizers
 
         known = [str(known) for known in list_optimizers()]
         if name not in known:
             raise DualencError(
-                f"optimizer is {name!r}{nearest(name, known)}; choose one of {', '.join(_USUAL)}, lion, muon, or "
+                f"optimizer is {name!r}{nearest(name, known)}; choose one of {', '.join(get_args(OptimizerName))}, or "
                 "another of timm.optim.list_optimizers()"
             )
         if get_optimizer_info(name).second_order:

@@ -34,7 +34,7 @@ from dualenc.training.encoding import uses_batch_statistics
 from dualenc.training.evaluators import Evaluator
 from dualenc.training.loader import SIDES, killed_worker_told
 from dualenc.training.loop import Loop
-from dualenc.training.optim import check_optimizer, check_schedule
+from dualenc.training.optim import OptimizerName, ScheduleName, check_optimizer, check_schedule
 from dualenc.training.selection import EmbeddingSource
 from dualenc.training.signals import StopSignals
 from dualenc.types import OnError
@@ -89,7 +89,7 @@ class Trainer:
         epochs: passes over the data; 1 when max_steps is not given either.
         max_steps: optimizer steps at which to stop, whatever the epochs.
         learning_rate: peak learning rate.
-        optimizer: "adamw", "sgd", "lars", or another of `timm.optim.list_optimizers()`, such as "lion" and "muon".
+        optimizer: "adamw", "sgd", "lars", "lion", "muon" or others of timm; from Python any that timm lists.
         weight_decay: of weights with two or more dimensions.
         momentum: of optimizers that have one: "sgd", "lars", "muon".
         betas: of optimizers that have two: "adamw", "lion".
@@ -128,12 +128,12 @@ class Trainer:
     epochs: int | None = None
     max_steps: int | None = None
     learning_rate: float = 1e-4
-    optimizer: str = "adamw"
+    optimizer: OptimizerName = "adamw"
     weight_decay: float = 0.01
     momentum: float = 0.9
     betas: tuple[float, float] = (0.9, 0.999)
     warmup: int | float = 0.1
-    schedule: str = "cosine"
+    schedule: ScheduleName = "cosine"
     final_fraction: float = 0.0
     max_gradient_norm: float | None = 1.0
     mixed_precision: MixedPrecision = "no"

@@ -1,13 +1,20 @@
 """Parameter groups, optimizers by name, schedules."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
 from dualenc.errors import DualencError
-from dualenc.training.optim import build_optimizer, build_schedule, parameter_groups, trainable_parameters
+from dualenc.training.optim import (
+    OptimizerName,
+    build_optimizer,
+    build_schedule,
+    parameter_groups,
+    trainable_parameters,
+)
 from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs
 
 
@@ -79,7 +86,7 @@ def test_lars_leaves_weights_of_zero_their_own_rate():
     assert torch.allclose(layer.weight, torch.full((2, 2), -0.1))
 
 
-@pytest.mark.parametrize("name", ["lars", "lion", "muon", "adan"])
+@pytest.mark.parametrize("name", get_args(OptimizerName))
 def test_the_state_of_timms_optimizers_survives_a_round_trip(name, tmp_path):
     def step(layer, optimizer, size):
         for parameter in layer.parameters():
