@@ -22,7 +22,7 @@ from dualenc.training import RetrievalEvaluator, Trainer, TrainingResult
 def small_base(texts: list[str], folder: Path) -> str:
     """A stand-in for a published model: a transformer with random weights."""
     torch.manual_seed(0)
-    tokenizer = train_tokenizer(texts, vocab_size=200, max_length=16)
+    tokenizer = train_tokenizer(texts, vocab_size=400, max_length=16)
     size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
     config = {"model_type": "bert", "vocab_size": len(tokenizer), "max_position_embeddings": 16, **size}
     TextEncoder(config=config, tokenizer=tokenizer).save(folder)

@@ -27,7 +27,7 @@ def main(folder: Path = Path("runs/example_text")) -> TrainingResult:
     # A published model: model = TextEncoder("sentence-transformers/all-MiniLM-L6-v2"), and a learning_rate of 2e-5.
     torch.manual_seed(0)
     texts = [*pairs.left_items, *pairs.right_items]
-    tokenizer = train_tokenizer(texts, vocab_size=200, max_length=16)
+    tokenizer = train_tokenizer(texts, vocab_size=400, max_length=16)
     config = {
         "model_type": "bert",
         "vocab_size": len(tokenizer),
