@@ -10,6 +10,7 @@ import pytest
 BENCH = Path(__file__).resolve().parents[2] / "eval" / "bench"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "rival"), [("text", "sentence-transformers"), ("image-text", "open_clip")])
 def test_both_tools_are_timed(
     task: str, rival: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
