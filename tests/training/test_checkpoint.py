@@ -124,6 +124,7 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_the_checkpoint_before(small_
     assert checkpoints.load_latest(seed=0)["weights"].tolist() == list(range(10))
 
 
+@pytest.mark.slow
 def test_a_run_whose_disk_was_full_goes_on_when_there_is_room(small_disk, tmp_path_factory):
     """The disk fills up between two checkpoints, down to the last byte of the log."""
     whole, run, ballast = tmp_path_factory.mktemp("whole"), small_disk / "run", small_disk / "ballast"

@@ -98,6 +98,7 @@ def assert_same_model(first: Path, second: Path, atol: float = 1e-12) -> None:
         assert torch.allclose(weight, theirs[name], rtol=1e-9, atol=atol), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
 def test_two_processes_give_the_model_of_one(runs, name):
     one, two = runs
@@ -125,6 +126,7 @@ def test_more_processes_may_go_on_with_a_checkpoint(runs):
     assert steps == [3, 6, 9, 12]
 
 
+@pytest.mark.slow
 def test_accelerate_launch_with_two_processes(tmp_path, runs):
     """`--multi_gpu` is what makes accelerate start several processes, ACCELERATE_USE_CPU what puts them on CPU."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--multi_gpu"]
