@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def train(recipe: str, *overrides: str, resume: bool = False, allow_module: list
 
 
 def _report(result: TrainingResult) -> None:
-    print(f"\n{result.steps} steps in {result.seconds:.0f} s, training loss {result.loss:.4f}")
+    loss = "" if math.isnan(result.loss) else f", training loss {result.loss:.4f}"
+    print(f"\n{result.steps} steps in {result.seconds:.0f} s{loss}")
     width = max(map(len, result.metrics), default=0)
     for name, value in result.metrics.items():
         before = f"{result.before[name]:.4f} -> " if name in result.before else ""

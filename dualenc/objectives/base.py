@@ -64,8 +64,9 @@ class Metrics(Mapping[str, Tensor]):
 class ObjectiveOutput(NamedTuple):
     """What an objective returns.
 
-    `loss` is a scalar: its value is the objective's estimate of the loss, its gradient the objective's gradient. On
-    several ranks the average over ranks of the loss (and of the gradients) is that of the global batch.
+    `loss` is a scalar: its value is the objective's estimate of the loss (if `reports_loss`), its gradient the
+    objective's gradient. On several ranks the average over ranks of the loss (and of the gradients) is that of the
+    global batch.
     `metrics` are detached scalars for logging, averaged over this rank's anchors, and computed when read.
     """
 
@@ -110,6 +111,11 @@ class Objective(nn.Module):
     def needs_uniform_batches(self) -> str | None:
         """What to set where some pairs meet more than others, for an objective that is right only if none do."""
         return None
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether the value of `loss` is an estimate of the loss; else only its gradient is, and logs leave it out."""
+        return True
 
     num_neighbors = 0
     """How many neighbours of each item the objective wants to be told (`set_neighbors`) at the start of every epoch."""

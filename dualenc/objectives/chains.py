@@ -77,6 +77,7 @@ class RecentItems(nn.Module):
 
     def __init__(self, num_slots: int, num_items: int) -> None:
         super().__init__()
+        self.num_items = num_items
         self.num_slots = size = min(num_slots, num_items)
         self.num_seen, self.enough = 0, min(2 * size, num_items)
         slots = torch.arange(size)
@@ -111,8 +112,13 @@ class RecentItems(nn.Module):
         seen, self.num_seen = self.num_seen, self.num_seen + count
         return seen < self.enough <= self.num_seen
 
+    @property
+    def hold_the_corpus(self) -> bool:
+        """Whether every item keeps its own embedding, and some have come."""
+        return len(self.log_counts) == self.num_items and self.embeddings.shape[1] > 0
+
     @torch.no_grad()
-    def look(self, anchors: Anchors, usable: Tensor, random: SharedRandom) -> tuple[Tensor, ...]:
+    def look(self, anchors: Anchors, usable: Tensor, random: SharedRandom) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What anchors (A,) see here, where all items but their positives are negatives.
 
         Args:
@@ -121,16 +127,17 @@ class RecentItems(nn.Module):
             random: for the draws.
 
         Returns:
-            (A,) each: log of the sum and of the number of exp(s/τ) over the corpus that is stood for, -inf for none;
-            item, partner and similarity of a draw from the softmax, -1, -1 and -inf for none.
+            (A,) each: item, partner and similarity of a draw from the softmax, -1, -1 and -inf for none; and the log
+            of the mean of exp(s/τ) over the negatives that are here, -inf for none.
         """
         infinite, nowhere = torch.full_like(anchors.positive_similarities, -torch.inf), torch.full_like(anchors.ids, -1)
+        nothing = nowhere, nowhere, infinite, infinite
         if not self.num_slots:
-            return infinite, infinite, nowhere, nowhere, infinite
+            return nothing
         uniform = random.uniform(anchors.num_global, like=infinite)[anchors.rows]
-        if self.embeddings.shape[1] == 0:
-            return infinite, infinite, nowhere, nowhere, infinite
-        all_usable = bool(usable.all())
+        nothing_drawn = bool(usable.all())
+        if self.embeddings.shape[1] == 0 or (nothing_drawn and not self.hold_the_corpus):
+            return nothing
 
         def rows(some: Anchors, uniform: Tensor) -> tuple[Tensor, ...]:
             allowed = some.is_negative(ids_of(self.items, some.views)) & (self.items != NO_STATE)
@@ -139,38 +146,18 @@ class RecentItems(nn.Module):
             similarities = some.embeddings @ self.embeddings.to(some.embeddings).T
             log_counts = self.log_counts.to(similarities).expand_as(allowed).masked_fill(~allowed, -torch.inf)
             logits = similarities / some.temperature + log_counts
-            log_sum, log_count = torch.logsumexp(logits, dim=1), torch.logsumexp(log_counts, dim=1)
-            if all_usable:
-                return log_sum, log_count
+            log_sum = torch.logsumexp(logits, dim=1)
             possible = torch.isfinite(log_sum)
+            log_mean = torch.where(possible, log_sum - torch.logsumexp(log_counts, dim=1), -torch.inf)
+            if nothing_drawn:
+                return (log_mean,)
             drawn = inverse_cdf(torch.exp(logits - log_sum[:, None]).nan_to_num(0.0), uniform)
             item, partner = (torch.where(possible, ids[drawn], NO_STATE) for ids in (self.items, self.partners))
-            return log_sum, log_count, item, partner, torch.where(possible, at(similarities, drawn), -torch.inf)
+            return item, partner, torch.where(possible, at(similarities, drawn), -torch.inf), log_mean
 
-        found = anchors.by_rows(rows, uniform, row_entries=2 * self.num_slots)
-        return (*found, nowhere, nowhere, infinite) if all_usable else found
-
-    def log_mean(self, log_sum: Tensor, log_count: Tensor, state: Tensor, logit: Tensor, otherwise: Tensor) -> Tensor:
-        """(A,) estimate of the log of the mean of exp(s/τ) over all negatives.
-
-        All of the corpus may be here; then it is exact, but for the age of the embeddings. Else the mean of what is
-        here errs low (Jensen), and with the state added high (a size-biased sample): halfway between both the errors
-        nearly cancel (bidirectional Monte Carlo, Grosse et al. 2015, arXiv:1511.02543).
-
-        Args:
-            log_sum, log_count: (A,) what `look` gives.
-            state, logit: (A,) the chain's item, -1 for none, and its s/τ.
-            otherwise: (A,) the estimate where nothing is here.
-        """
-        if not self.num_slots:
-            return otherwise
-        slots = state % self.num_slots
-        low = log_sum - log_count
-        log_weight = self.log_counts[slots].to(low)
-        high = torch.logaddexp(log_sum, logit + log_weight) - torch.logaddexp(log_count, log_weight)
-        not_here = (state != NO_STATE) & (self.items[slots] != state)
-        mean = torch.where(not_here, (low + high) / 2, low)
-        return torch.where(torch.isfinite(mean), mean, otherwise)
+        *drawn, log_mean = anchors.by_rows(rows, uniform, row_entries=2 * self.num_slots)
+        item, partner, similarity = drawn or nothing[:3]
+        return item, partner, similarity, log_mean
 
     def get_extra_state(self) -> Tensor:
         """How many rows came in, and how many are enough, for the state dict."""
@@ -202,27 +189,6 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     cumulative = weights.cumsum(dim=1)
     drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
     return drawn.clamp(max=weights.shape[1] - 1)
-
-
-@torch.no_grad()
-def log_mean_of_negatives(proposed: Tensor, log_weights: Tensor, state: Tensor, state_log_weight: Tensor) -> Tensor:
-    """(A,) estimate of the log of the mean of exp(s/τ) over all negatives.
-
-    The mean over uniform proposals errs low (Jensen), the mean over proposals and state errs high (they are a
-    size-biased sample); halfway between both the errors nearly cancel (bidirectional Monte Carlo, Grosse et al. 2015,
-    arXiv:1511.02543).
-
-    Args:
-        proposed: (A, C) s/τ of the proposals.
-        log_weights: (A, C) log of what each counts, uniform proposals one; -inf where it is no negative.
-        state: (A,) s/τ of the state.
-        state_log_weight: (A,) log of what the state counts; -inf where it is among the proposals, or there is none.
-    """
-    log_sum, log_count = torch.logsumexp(proposed + log_weights, dim=1), torch.logsumexp(log_weights, dim=1)
-    low = log_sum - log_count
-    high = torch.logaddexp(log_sum, state + state_log_weight) - torch.logaddexp(log_count, state_log_weight)
-    high = torch.where(torch.isneginf(state_log_weight), low, high)
-    return torch.where(torch.isfinite(log_count), (low + high) / 2, high).nan_to_num(nan=0.0, neginf=0.0)
 
 
 def ids_of(items: Tensor, views: bool) -> Tensor:
@@ -361,7 +327,7 @@ class Visit:
         own: (A,) the number of each anchor's chain.
         usable: (A,) whether the chain is on a negative of the anchor; else it starts anew.
         state: (A,) the item that each chain comes with, -1 for none.
-        log_sum, log_count, partner, similarity: (A,) what `RecentItems.look` gives; the last two for what starts anew.
+        partner, similarity, log_mean: (A,) what `RecentItems.look` gives; the first two for what starts anew.
         items, partners: (C,) the proposals, and the other ids of the pairs that they come from, -1 if from none.
         mixture: what the proposals are drawn from.
     """
@@ -370,11 +336,10 @@ class Visit:
     recent: RecentItems
     own: Tensor
     usable: Tensor
-    log_sum: Tensor
-    log_count: Tensor
     state: Tensor
     partner: Tensor
     similarity: Tensor
+    log_mean: Tensor
     items: Tensor
     partners: Tensor
     mixture: Mixture
@@ -389,9 +354,10 @@ class ChainObjective(Objective):
     corpus is much larger than `recent`, a start is as good as a softmax over so many negatives, and chains mix on
     from there.
 
-    The value of the loss takes the partition function from the same embeddings. At fixed parameters it is exact from
-    the second epoch on where the corpus has no more than `recent` items. Of a larger one they are a sample, and the
-    value errs low where a few negatives outweigh all others.
+    Chains give the gradient of the loss and not its value. Where the corpus has no more than `recent` items, the value
+    takes the partition function from their latest embeddings: at fixed parameters it is exact from the second epoch
+    on. Of a larger corpus they are a sample, which errs low by nats at small τ: `reports_loss` is False then, and the
+    number in `loss` is only that of the surrogate that carries the gradient.
 
     Mined negatives are no uniform proposals and take no part. In-batch proposals are uniform only if batches are
     random: with selected batches draw them from the corpus (`proposals=64`).
@@ -501,7 +467,7 @@ class ChainObjective(Objective):
             own = 2 * anchors.ids + (anchors.rows >= anchors.num_global // 2)
         state = chains.state[own]
         usable = anchors.is_negative(ids_of(state, self.views)[:, None])[:, 0] & (state != NO_STATE)
-        log_sum, log_count, item, partner, similarity = recent.look(anchors, usable, self.random)
+        item, partner, similarity, log_mean = recent.look(anchors, usable, self.random)
         state = torch.where(usable, state, item)
         mixture = Mixture(self.num_items(anchors.candidate_side) or 1, anchors.embeddings.detach())
         if self.proposals != "batch":
@@ -516,11 +482,10 @@ class ChainObjective(Objective):
             recent=recent,
             own=own,
             usable=usable,
-            log_sum=log_sum,
-            log_count=log_count,
             state=state,
             partner=partner,
             similarity=similarity,
+            log_mean=log_mean,
             items=items,
             partners=partners,
             mixture=mixture,
@@ -544,16 +509,15 @@ class ChainObjective(Objective):
             return anchors.similarities[:, own], anchors.allowed[:, own]
         return anchors.embeddings @ proposed.T, anchors.is_negative(ids_of(visit.items, self.views))
 
-    def global_loss(
-        self, anchors: Anchors, visit: Visit, negatives: Tensor, state_logit: Tensor, log_mean: Tensor
-    ) -> AnchorLosses:
-        """The loss, from (A,) Σ_z p(z)·s_z with gradient.
+    @property
+    def reports_loss(self) -> bool:
+        """A corpus that `recent` holds gives the partition function; of a larger one it is not known."""
+        return self.recent_left.hold_the_corpus and self.recent_right.hold_the_corpus
 
-        Args:
-            state_logit: (A,) s/τ of the state that chains came with.
-            log_mean: (A,) estimate of the log of the mean of exp(s/τ), for want of recent items.
-        """
-        log_mean = visit.recent.log_mean(visit.log_sum, visit.log_count, visit.state, state_logit, log_mean)
+    def global_loss(self, anchors: Anchors, visit: Visit, negatives: Tensor) -> AnchorLosses:
+        """The loss, from (A,) Σ_z p(z)·s_z with gradient."""
         surrogate = negatives / anchors.temperature - anchors.positive_logits
-        value = log_mean + self.log_corpus_size(anchors) - anchors.positive_logits
+        if not visit.recent.hold_the_corpus:
+            return AnchorLosses(surrogate)
+        value = visit.log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
         return AnchorLosses(surrogate, value.detach())

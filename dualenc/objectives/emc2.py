@@ -16,7 +16,6 @@ from dualenc.objectives.chains import (
     embed,
     find,
     ids_of,
-    log_mean_of_negatives,
 )
 from dualenc.objectives.state import RowDraws
 
@@ -100,21 +99,12 @@ class EMC2(ChainObjective):
                 weights.scatter_add_(1, place.clamp(min=0)[:, None], torch.where(there, state_weight, 0.0)[:, None])
                 column = torch.where(last >= 0, order[last.clamp(min=0)], -1)
                 next_score = torch.where(column >= 0, at(similarities, column.clamp(min=0)), score)
-                log_weights = (-log_q).expand_as(allowed).masked_fill(~allowed, -torch.inf)
-                not_proposed = (score > -torch.inf) & ~there
-                state_logit = score / some.temperature
-                log_mean = log_mean_of_negatives(
-                    similarities / some.temperature,
-                    log_weights,
-                    state_logit,
-                    (-state_log_q).masked_fill(~not_proposed, -torch.inf),
-                )
             in_batch = (weights * similarities).sum(dim=1)
-            return in_batch, torch.where(there, 0.0, state_weight), column, state_logit, next_score, log_mean
+            return in_batch, torch.where(there, 0.0, state_weight), column, next_score
 
         # The jumps of the walk hold some four matrices at once.
         found = anchors.by_rows(walk_rows, place, score, state_log_q, row_entries=4 * len(items))
-        negatives, state_weight, column, state_logit, next_score, log_mean = found
+        negatives, state_weight, column, next_score = found
         if self.updates_state:
             next_state = torch.where(column >= 0, items[column.clamp(min=0)], state)
             visit.chains.store(anchors, visit.own, next_state, score=next_score)
@@ -125,7 +115,7 @@ class EMC2(ChainObjective):
                 embeddings = embed(state[late], encode, anchors)
                 outside = outside.index_put((late,), (anchors.embeddings[late] * embeddings).sum(dim=1))
         negatives = negatives + state_weight * outside
-        return self.global_loss(anchors, visit, negatives, state_logit, log_mean)
+        return self.global_loss(anchors, visit, negatives)
 
 
 class Walk(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import torch
@@ -18,7 +17,6 @@ from dualenc.objectives.chains import (
     ids_of,
     inverse_cdf,
     left_view,
-    log_mean_of_negatives,
 )
 
 
@@ -97,19 +95,17 @@ class ISIR(ChainObjective):
                 # What the state weighs where a proposal equals it is that one's too.
                 weights.scatter_add_(1, places.clamp(min=0), outside_weights.masked_fill(~there, 0.0))
                 outside_weights = outside_weights.masked_fill(there, 0.0)
-                state_logit = torch.logsumexp(outside_logits, dim=1) - math.log(places.shape[1])
-                log_mean = log_mean_of_negatives(logits, log_weights, state_logit, state_log_weight)
-            return (weights * similarities).sum(dim=1), outside_weights, column, state_logit, log_mean
+            return (weights * similarities).sum(dim=1), outside_weights, column
 
         rows = (uniform, places, outside.detach(), state_log_weight)
         found = anchors.by_rows(weigh, *rows, row_entries=2 * len(items))
-        negatives, outside_weights, column, state_logit, log_mean = found
+        negatives, outside_weights, column = found
         if self.updates_state:
             moved, column = column >= 0, column.clamp(min=0)
             next_partner = torch.where(moved, visit.partners[column], partner)
             visit.chains.store(anchors, visit.own, torch.where(moved, items[column], state), partner=next_partner)
         negatives = negatives + (outside_weights * torch.where(outside_weights > 0, outside, 0.0)).sum(dim=1)
-        return self.global_loss(anchors, visit, negatives, state_logit, log_mean)
+        return self.global_loss(anchors, visit, negatives)
 
 
 def iterated_sir(proposed: Tensor, outside: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

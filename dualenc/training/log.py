@@ -40,15 +40,14 @@ class Meter:
         self.counts: dict[str, int] = {}
         self.first_bad_step = torch.zeros((), dtype=torch.float64, device=device)
 
-    def add(self, step: int, values: dict[str, Tensor | float]) -> None:
-        """Add the values of one step, of which some may be missing; "loss" must be finite, which `bad_step` tells."""
+    def add(self, step: int, loss: Tensor, values: dict[str, Tensor | float]) -> None:
+        """Add the values of one step, of which some may be missing; its loss must be finite, which `bad_step` tells."""
+        first = ~torch.isfinite(loss) & (self.first_bad_step == 0)
+        self.first_bad_step = torch.where(first, float(step), self.first_bad_step)
         for name, value in values.items():
             scalar = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
             self.sums[name] = self.sums[name] + scalar if name in self.sums else scalar
             self.counts[name] = self.counts.get(name, 0) + 1
-            if name == "loss":
-                first = ~torch.isfinite(scalar) & (self.first_bad_step == 0)
-                self.first_bad_step = torch.where(first, float(step), self.first_bad_step)
 
     def bad_step(self, all_ranks: bool = True) -> int | None:
         """The first step whose loss was not finite, or None; on some rank, if all ranks call it together."""
@@ -131,7 +130,7 @@ class RunLog:
         self.bar.update()
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Log some values at a step; "loss", "learning_rate" and "samples_per_second" also next to the bar."""
+        """Log some values at a step; the main ones also next to the bar."""
         if not self.active:
             return
         if self._waiting is not None:
@@ -146,7 +145,9 @@ class RunLog:
                 f"{self.path}: could not be written ({error.strerror}); make room there, then go on with --resume"
             ) from error
         self.accelerator.log({name: value for name, value in finite.items() if value is not None}, step=step)
-        shown = {short: f"{values[name]:.3g}" for name, short in _SHOWN.items() if name in values}
+        loss = "loss" if "loss" in values else "batch_estimate"
+        names = {loss: loss, "learning_rate": "lr", "samples_per_second": "samples/s"}
+        shown = {short: f"{values[name]:.3g}" for name, short in names.items() if name in values}
         if shown:
             self.bar.set_postfix(shown, refresh=False)
 
@@ -160,9 +161,6 @@ class RunLog:
         self.bar.close()
         for tracker in self.accelerator.trackers:
             tracker.finish()
-
-
-_SHOWN = {"loss": "loss", "learning_rate": "lr", "samples_per_second": "samples/s"}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

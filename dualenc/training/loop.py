@@ -231,7 +231,7 @@ class Loop:
                     self.log.say(f"pair {index} is left out: {reason} (further ones are counted)")
                 self.bad[index] = reason
             try:
-                values = self._step(group)
+                loss, values = self._step(group)
             except DualencError as error:
                 # What the objective stumbles over may be the work of an earlier step; and not every rank comes here.
                 self._fail_if_bad(self.meter.bad_step(all_ranks=False))
@@ -239,7 +239,7 @@ class Loop:
             self.steps, self.batch = self.steps + 1, self.batch + len(group)
             self.batches_done += len(group)
             self._begin()
-            self.meter.add(self.steps, values)
+            self.meter.add(self.steps, loss, values)
             self.log.step()
             self._seconds += time.perf_counter() - clock
             self._samples += len(group) * batches.shape[1]
@@ -248,13 +248,13 @@ class Loop:
             if self.steps == self.total_steps:
                 return
 
-    def _step(self, batches: list[Batch]) -> dict[str, Tensor | float]:
+    def _step(self, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor | float]]:
         """One optimizer step with the mean gradient of some global batches, of which these are this rank's parts.
 
         Returns:
-            Scalars to log: this rank's loss, the objective's metrics at steps that are logged (they cost a look at
-            all similarities), gradient_norm when clipped, items_encoded, so that its mean over ranks is their sum,
-            for objectives that ask for items.
+            This rank's loss, and scalars to log: that loss, if the objective knows its value; at steps that are logged
+            the objective's metrics (they cost a look at all similarities); gradient_norm when clipped; and for
+            objectives that ask for items items_encoded, so that its mean over ranks is their sum.
         """
         scaler, limit = self.accelerator.scaler, self.settings.max_gradient_norm
         encoded_before = self.items.num_encoded
@@ -285,7 +285,9 @@ class Loop:
         if self._logs_at(self.steps + 1):
             for name in outputs[0].metrics:
                 values[name] = torch.stack([output.metrics[name] for output in outputs]).mean()
-        values["loss"] = torch.stack([output.loss.detach() for output in outputs]).mean()
+        loss = torch.stack([output.loss.detach() for output in outputs]).mean()
+        if self.objective.reports_loss:
+            values["loss"] = loss
         if self.objective.needs_encode:
             values["items_encoded"] = float(self.items.num_encoded - encoded_before) * distributed.world_size()
 
@@ -304,7 +306,7 @@ class Loop:
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
             self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return values
+        return loss, values
 
     def _encoding(self) -> Encoding:
         common = self.model, self.device, self.accelerator.autocast

@@ -52,7 +52,7 @@ class TrainingResult(NamedTuple):
     Attributes:
         model_folder: where the model is.
         steps: optimizer steps done.
-        loss: mean training loss in the last line of the log.
+        loss: mean training loss in the last line of the log; NaN where the objective does not know it.
         before: the evaluator's metrics of the untrained model; empty without an evaluator.
         metrics: the evaluator's metrics of the model in `model_folder`; empty without an evaluator.
         seconds: of this call.

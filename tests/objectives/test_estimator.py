@@ -232,13 +232,15 @@ def test_the_value_with_proposals_from_the_corpus_counts_every_document_once() -
     assert value_of_epoch(frozen, criterion, 16, epoch=2) == pytest.approx(exact, abs=0.1)
 
 
-def test_a_sample_of_the_corpus_gives_the_value_too() -> None:
-    """A quarter of the corpus, at a temperature where no negative outweighs all others."""
-    frozen = Frozen.make(num_pairs=120)
-    frozen.tau = 0.2
-    exact, _ = frozen.exact()
-    criterion = frozen.build(ISIR, recent=30)
-    assert value_of_epoch(frozen, criterion, 4, epoch=3) == pytest.approx(exact, abs=0.2)
+@pytest.mark.parametrize("kind", [ISIR, EMC2])
+def test_the_value_of_a_corpus_that_recent_does_not_hold_is_not_reported(kind: type[ChainObjective]) -> None:
+    frozen = Frozen.make(num_pairs=20)
+    reported = {}
+    for recent in (0, 19, 20):
+        criterion = frozen.build(kind, recent=recent)
+        frozen.loss(criterion, torch.arange(8))
+        reported[recent] = criterion.reports_loss
+    assert reported == {0: False, 19: False, 20: True}
 
 
 def value_of_epoch(frozen: Frozen, criterion: Objective, batch_size: int, epoch: int) -> float:

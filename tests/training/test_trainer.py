@@ -1,5 +1,6 @@
 """The trainer: equal runs, accumulation, evaluation, what it writes, and what it refuses."""
 
+import math
 from typing import ClassVar
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from dualenc.batching import RandomBatches
 from dualenc.errors import DualencError
-from dualenc.objectives import InfoNCE, SogCLR
+from dualenc.objectives import ISIR, InfoNCE, SogCLR
 from dualenc.training.log import read_metrics
 from dualenc.training.trainer import Trainer
 from tests.training.fakes import TinyEncoder, kill_this_process, same, tiny_objective, tiny_pairs, weights
@@ -125,6 +126,14 @@ def test_the_log_tells_loss_rate_and_objective_metrics(tmp_path):
     expected = {"loss", "learning_rate", "epoch", "samples_per_second", "accuracy", "temperature", "gradient_norm"}
     assert expected < lines[1].keys()
     assert lines[-1] == {"step": 12, "evaluation/score": 0.2}
+
+
+def test_a_loss_that_the_objective_does_not_know_is_not_logged(tmp_path):
+    result = train(tmp_path, objective=ISIR(num_left=24, recent=5))
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isnan(result.loss)
+    assert not any("loss" in line for line in lines)
+    assert [line["step"] for line in lines if "batch_estimate" in line] == [3, 6, 9, 12]
 
 
 def test_an_objective_is_trained_whatever_mode_it_came_in(tmp_path):
