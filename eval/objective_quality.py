@@ -26,7 +26,6 @@ from dualenc.evaluation.report import Table, print_table
 from dualenc.files import write_json
 from dualenc.objectives import DCL, EMC2, HCL, ISIR, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
 from dualenc.training import Evaluator, KNNEvaluator, RetrievalEvaluator
-from dualenc.training.trainer import MixedPrecision
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,
@@ -51,7 +50,6 @@ class Task:
     new_model: Callable[[], DualEncoder]
     pairs: PairDataset
     evaluator: HeldOutAndTest
-    mixed_precision: MixedPrecision = "no"
 
 
 class HeldOutAndTest(Evaluator):
@@ -91,7 +89,7 @@ def cifar10(path: str, num_pairs: int) -> Task:
     """Two views of an image: a narrow four-block ResNet, 20-nearest-neighbour accuracy on its features."""
     train, validation, test = open_parts(path, num_pairs, 1000)
     evaluator = HeldOutAndTest(KNNEvaluator(train, validation), KNNEvaluator(train, test))
-    return Task(new_encoder, train, evaluator, mixed_precision="bf16")
+    return Task(new_encoder, train, evaluator)
 
 
 def run(task: Task, name: str, settings: dict[str, Any], folder: Path) -> dict[str, float]:
@@ -100,7 +98,7 @@ def run(task: Task, name: str, settings: dict[str, Any], folder: Path) -> dict[s
     model, pairs = task.new_model(), task.pairs
     common = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
     objective = OBJECTIVES[name](temperature=settings["temperature"], seed=settings["seed"], **common)
-    given = {name: settings[name] for name in ("batch_size", "learning_rate", "seed", "mixed_precision")}
+    given = {name: settings[name] for name in ("batch_size", "learning_rate", "seed")}
     return train_and_measure(
         model, pairs, objective, task.evaluator, output=folder, max_steps=settings["steps"], **given
     )
@@ -113,7 +111,7 @@ def row(task: Task, name: str, batch_size: int, arguments: argparse.Namespace) -
 
     def measure(learning_rate: float, temperature: float, seed: int) -> dict[str, float]:
         settings = {"learning_rate": learning_rate, "temperature": temperature, "seed": seed, "batch_size": batch_size}
-        settings |= {"steps": arguments.steps, "pairs": arguments.pairs, "mixed_precision": task.mixed_precision}
+        settings |= {"steps": arguments.steps, "pairs": arguments.pairs}
         path = folder / f"{label}-{learning_rate}-{temperature}-{seed}.json"
         return cached(path, lambda: run(task, name, settings, folder / "work" / label), settings)
 
