@@ -119,13 +119,9 @@ def text_corpus(
         title_column: joined in front of the text.
         id_column: ids; by default the row's number.
         what: names an item in errors.
-
-    Raises:
-        DualencError: nothing usable, or a column of something else.
-        BadSample: an empty text, a missing or repeated id, under on_error="raise".
     """
-    column = Column.of(table, text_column, "text", lists=True)
-    titles = None if title_column is None or column.is_list else Column.of(table, title_column, "text")
+    column = Column(table, text_column, "text", lists=True)
+    titles = None if title_column is None or column.is_list else Column(table, title_column, "text")
     there = column.filled() if titles is None else column.filled() | titles.filled()
     rows = column.row_of_values()
     names = _ids(table, id_column)
@@ -139,13 +135,8 @@ def text_corpus(
 def image_corpus(
     table: DataTable, image_column: str, label_column: str | None = None, id_column: str | None = None
 ) -> Corpus:
-    """The images of a table, in the order of its rows, with labels where there is a column of them.
-
-    Raises:
-        DualencError: nothing usable, or a column of something else.
-        BadSample: a row without an image, a missing or repeated id, under on_error="raise".
-    """
-    column = Column.of(table, image_column, "image")
+    """The images of a table, in the order of its rows, with labels where there is a column of them."""
+    column = Column(table, image_column, "image")
     names = _ids(table, id_column)
     missing = f"no image in column {image_column!r}"
     rows = np.arange(len(table))
@@ -158,7 +149,7 @@ def image_corpus(
 def _ids(table: DataTable, id_column: str | None) -> list[Any]:
     if id_column is None:
         return [str(row) for row in range(len(table))]
-    column = Column.of(table, id_column, "text")
+    column = Column(table, id_column, "text")
     values = column.values(np.arange(len(column))).tolist()
     return [None if value is None else str(value) for value in values]
 

@@ -51,12 +51,17 @@ def read_records(path: Path, skips: Skips, quotes: bool = True) -> Iterator[Numb
         BadSample: a malformed line, under on_error="raise".
     """
     suffix = file_format(path)
-    readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_records, ".txt": _plain_lines}
-    if suffix not in readers and suffix not in (".csv", ".tsv"):
+    if suffix not in LINE_FORMATS:
         raise DualencError(f"{path}: unknown format {suffix!r}; give one of {', '.join(LINE_FORMATS)}")
     with open_stream(path) as stream:
-        if suffix in readers:
-            yield from readers[suffix](path, stream, skips)
+        if suffix in (".jsonl", ".ndjson"):
+            yield from _json_lines(path, stream, skips)
+        elif suffix == ".json":
+            yield from _json_records(path, stream, skips)
+        elif suffix == ".txt":
+            for number, line in _text_lines(path, stream, skips):
+                if line.strip():  # blank lines separate and are no samples
+                    yield number, {"text": line}
         else:
             yield from _separated(path, stream, skips, "," if suffix == ".csv" else "\t", quotes)
 
@@ -182,13 +187,6 @@ def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Number
             yield number, record
         else:
             skips.bad("not a JSON object", f"{path} record {number}", 'write a list of {"column": value, …}')
-
-
-def _plain_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered]:
-    """One text per line; blank lines separate and are no samples."""
-    for number, line in _text_lines(path, stream, skips):
-        if line.strip():
-            yield number, {"text": line}
 
 
 class _Lines:
