@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dualenc.data.columns import Picked
-from dualenc.data.corpus import Corpus, RetrievalSet, text_corpus
+from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.lines import read_text_lines
 from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.tables import Kind, open_table
@@ -143,7 +143,8 @@ def read_corpus(folder: str | Path, part: str = "corpus", *, titles: bool = True
     if titles:
         columns["title"] = "value"
     table = open_table(file, columns, skips, optional=("title", "text") if titles else ())
-    return text_corpus(table, "text", "title" if titles else None, "_id", "query" if part == "queries" else "document")
+    what = "query" if part == "queries" else "document"
+    return table_corpus(table, "text", title_column="title" if titles else None, id_column="_id", what=what)
 
 
 def read_judgements(file: Path, skips: Skips) -> Iterator[Judgement]:

@@ -206,10 +206,6 @@ class ColumnImages:
 
     Paths start in the table's folder and must stay in it, links resolved, unless the table says `allow_outside`: a
     table from somewhere else must not make this machine read files of its choice.
-
-    Args:
-        table: where relative paths start, and how errors name a row.
-        column: the values, one of its columns.
     """
 
     def __init__(self, table: DataTable, column: Column) -> None:
@@ -310,13 +306,8 @@ class Chained:
 def number_distinct(items: Items, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Number equal strings alike, by 128-bit digests, so that a million texts cost 16 MB.
 
-    Args:
-        items: strings.
-        positions: (n,) which of them.
-
-    Returns:
-        (k,) the position of the first of each distinct value, in order of appearance; (n,) the number, in [0, k),
-        of each.
+    Of the strings at `positions` (n,): where the first of each distinct one stands (k,), in order of appearance, and
+    the number in [0, k) of each (n,).
     """
     digests = np.empty(len(positions), dtype="S16")
     for i, position in enumerate(tqdm(positions, desc="finding equal items", delay=2, leave=False)):

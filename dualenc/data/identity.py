@@ -61,13 +61,7 @@ def items_identity(items: Items, modality: Literal["text", "image"] = "text") ->
 
 
 def identities(items: Items, rows: np.ndarray, read: bool) -> Sequence[bytes]:
-    """What tells each of some items from others, by its contents or by what is known without reading them.
-
-    Args:
-        items: N raw items.
-        rows: (n,) which of them.
-        read: whether to read the contents.
-    """
+    """What tells each item of some rows (n,) from others, by its contents (`read`) or by what is known without them."""
     in_bulk: Callable[[np.ndarray, bool], Sequence[bytes]] | None = getattr(items, "identities", None)
     if in_bulk is not None:
         return in_bulk(rows, read)

@@ -31,11 +31,7 @@ _FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM"
 
 
 def decode_image(data: bytes, where: str) -> Image.Image:
-    """Decode the bytes of an image file to an upright RGB image.
-
-    Args:
-        data: a whole image file.
-        where: names the image in errors: file, row of a table or member of a tar.
+    """Decode a whole image file to an upright RGB image; `where` names it in errors.
 
     Raises:
         BadSample: the bytes are not a complete image of a known format, or the image has more than 89,478,485 pixels.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dualenc.data.beir import BeirPairs, is_beir, read_corpus
 from dualenc.data.columns import labels_of_folders
-from dualenc.data.corpus import Corpus, image_corpus, text_corpus
+from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
 from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
@@ -80,12 +80,13 @@ def open_corpus(
             title_column = title_column or _known(kinds, ("title",), but=main)
         id_column = id_column or _known(kinds, _IDS, but=main)
         label_column = label_column or _known(kinds, ("label",), but=main)
-        beside = (title_column if modality == "text" else label_column, id_column)
+        title_column, label_column = (title_column, None) if modality == "text" else (None, label_column)
         columns: dict[str, Kind] = {main: kinds.get(main, "value")}
-        columns.update({name: "value" for name in beside if name is not None})
+        columns.update({name: "value" for name in (title_column, label_column, id_column) if name is not None})
         table = open_table(path, columns, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
-        read = text_corpus if modality == "text" else image_corpus
-        corpus = read(table, main, *beside)
+        corpus = table_corpus(
+            table, main, modality, title_column=title_column, label_column=label_column, id_column=id_column
+        )
     corpus.skipped = skips.report()
     return corpus
 

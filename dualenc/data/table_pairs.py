@@ -18,7 +18,7 @@ from dualenc.data.columns import (
     labels_of_folders,
     number_distinct,
 )
-from dualenc.data.corpus import image_corpus
+from dualenc.data.corpus import table_corpus
 from dualenc.data.images import ImageFiles, find_images
 from dualenc.data.lines import read_text_lines
 from dualenc.data.pairs import Items, PairDataset, Ragged, Skips
@@ -31,17 +31,10 @@ CAPTION_NAMES = ("captions", "caption", "text", "texts", "description")
 
 
 class ColumnPairs(PairDataset):
-    """Pairs between the values of two columns of an opened table.
+    """Pairs between the values of two columns of an opened table; the arguments are those of `TablePairs`.
 
     Pair by pair in the order of rows; a row with a list on the right makes one pair for each entry, which share
     their left item. Ids are numbered in order of appearance.
-
-    Args:
-        table: the rows; the other arguments are those of `TablePairs`.
-
-    Raises:
-        DualencError: nothing usable, or a list in the left column.
-        BadSample: an empty cell, under on_error="raise".
     """
 
     def __init__(
@@ -387,15 +380,11 @@ class ImageViews(PairDataset):
 class TableViews(ImageViews):
     """Images of a table: a parquet or other local file, a saved data set, or the Hugging Face hub.
 
+    The arguments `path`, `split`, `subset`, `limit`, `allow_outside` and `on_error` are those of `TablePairs`.
+
     Args:
-        path: what `TablePairs` takes.
         image_column: file contents, `datasets` images, or paths relative to the table.
         label_column: class numbers or names; by default `label`, if there is such a column.
-        split: of a folder, saved data set or hub name.
-        subset: configuration of a hub data set.
-        limit: read the first rows only.
-        allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
-        on_error: "skip" leaves out, counts and reports rows without an image; "raise" stops at the first.
 
     Raises:
         DualencError: no such file, column or split; no usable image.
@@ -426,7 +415,7 @@ class TableViews(ImageViews):
             limit=limit,
             allow_outside=allow_outside,
         )
-        corpus = image_corpus(table, image_column, label if table.has(label) else None)
+        corpus = table_corpus(table, image_column, "image", label_column=label if table.has(label) else None)
         labels = None if corpus.labels is None else Labels(corpus.labels, corpus.class_names or [])
         super().__init__(corpus.items, labels)
         self.skipped = table.skips.report()

@@ -47,11 +47,7 @@ class Tars:
         self._process = os.getpid()
 
     def read(self, number: int, offset: int, size: int) -> bytes:
-        """`size` bytes of tar `number` from `offset`.
-
-        Raises:
-            BadSample: the tar cannot be read any more.
-        """
+        """`size` bytes of tar `number` from `offset`; a `BadSample` if the tar cannot be read any more."""
         if self._process != os.getpid():  # a forked child shares its parent's file positions
             self._open, self._process = {}, os.getpid()
         try:
@@ -79,10 +75,6 @@ def index_tar(tar: Path, skips: Skips, index_folder: Path | None = None) -> pa.T
 
     Returns:
         Columns `sample`, and the lists `extension`, `offset` and `size` of its files; a row per sample.
-
-    Raises:
-        DualencError: not an uncompressed tar.
-        BadSample: a truncated tar or a repeated member, under on_error="raise".
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -264,14 +256,7 @@ class WebDatasetPairs(PairDataset):
 def tar_corpus(path: str | Path, member: str = IMAGES, *, on_error: OnError = "skip") -> Corpus:
     """One file of every sample in tars as items to embed; ids are the samples' names.
 
-    Args:
-        path: a tar, a folder of tars, or a glob of tars.
-        member: as `left` of `WebDatasetPairs`.
-        on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
-
-    Raises:
-        DualencError: no such tar, a compressed tar, nothing usable.
-        BadSample: a truncated tar, a repeated, missing or empty file, under on_error="raise".
+    The arguments and errors are those of `WebDatasetPairs`; `member` is as `left` there.
     """
     skips = Skips(path, on_error)
     files = _Files(_Shards(path, skips), member)
