@@ -129,14 +129,27 @@ class Column:
         return self._lengths[rows]
 
     def filled(self) -> np.ndarray:
-        """Which values are there: not null, not blank, not empty. (len(self),) bool."""
+        """Which values are there: not null, not blank, not empty; of a record, one of its parts. (len(self),) bool."""
+        import pyarrow as pa
         import pyarrow.compute as pc
 
-        kind = self.array.type
-        if not _is(kind, "struct"):
-            return _filled(self.array)
-        parts = [pc.struct_field(self.array, name) for name in ("bytes", "path") if kind.get_field_index(name) >= 0]
-        return np.any([_filled(part) for part in parts], axis=0)
+        parts, kind = [self.array], self.array.type
+        if _is(kind, "struct"):
+            names = [name for name in ("bytes", "path") if kind.get_field_index(name) >= 0]
+            parts = [pc.struct_field(self.array, name) for name in names]
+        filled = np.zeros(len(self), dtype=bool)
+        for part in parts:
+            there = pc.is_valid(part)
+            if _is(part.type, *_STRINGS, *_BYTES):
+                there = pc.and_(there, pc.fill_null(pc.greater(pc.binary_length(part), 0), False))
+            try:
+                if _is(part.type, *_STRINGS):
+                    there = pc.and_(there, pc.fill_null(pc.invert(pc.utf8_is_space(part)), False))
+                filled |= there.to_numpy()
+            except pa.ArrowInvalid:  # not UTF-8 somewhere; those that are not are told when they are read
+                values = [value for chunk in part.chunks for value in _as_python(chunk)]
+                filled |= np.array([bool(value and value.strip()) for value in values], dtype=bool)
+        return filled
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_array": None, "_lengths": None}
@@ -147,22 +160,6 @@ def _is(kind: pa.DataType, *names: str) -> bool:
     import pyarrow.types as kinds
 
     return any(getattr(kinds, f"is_{name}")(kind) for name in names)
-
-
-def _filled(array: pa.ChunkedArray) -> np.ndarray:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    there = pc.is_valid(array)
-    if _is(array.type, *_STRINGS):
-        try:
-            there = pc.and_(there, pc.fill_null(pc.invert(pc.utf8_is_space(array)), False))
-        except pa.ArrowInvalid:  # not UTF-8 somewhere; those that are not are told when they are read
-            values = [value for chunk in array.chunks for value in _as_python(chunk)]
-            return np.array([bool(value and value.strip()) for value in values], dtype=bool)
-    if _is(array.type, *_STRINGS, *_BYTES):
-        there = pc.and_(there, pc.fill_null(pc.greater(pc.binary_length(array), 0), False))
-    return there.to_numpy()
 
 
 def _as_python(array: pa.Array) -> list[Any]:

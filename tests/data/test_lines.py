@@ -179,7 +179,7 @@ def test_deep_json_and_endless_numbers_are_malformed(tmp_path: Path, content: st
 
 
 def test_a_corrupt_middle_of_a_gzip_file_is_told(tmp_path: Path) -> None:
-    data = bytearray(gzip.compress("".join(f'{{"a": "{i * i}"}}\n' for i in range(9999)).encode()))
+    data = bytearray(gzip.compress("".join(f'{{"a": "{i * i}"}}\n' for i in range(4000)).encode()))
     for place in range(200, len(data) - 200, 997):
         damaged = data.copy()
         damaged[place : place + 50] = bytes(50)
