@@ -235,6 +235,7 @@ def _rows(
     reshape: Reshape | None,
 ) -> Iterator[dict[str, Any]]:
     """Each record's wanted columns; insists early that every one that must be there is met with."""
+    converters = [(name, _texts if kind == "list" else _text) for name, kind in columns.items()]
     absent = {name for name in columns if name not in optional}
     seen: dict[str, None] = {}
     count = 0
@@ -249,7 +250,7 @@ def _rows(
                     if count >= _ROWS_BEFORE_MISSING:
                         check_columns(str(file), seen, absent)
                 count += 1
-                row = {name: _text(record.get(name), kind == "list") for name, kind in columns.items()}
+                row = {name: convert(record.get(name)) for name, convert in converters}
             except (TypeError, UnicodeEncodeError) as error:
                 skips.bad("value of a wrong type", f"{file}:{line}", f"{error}; mend the line")
             else:
@@ -258,12 +259,8 @@ def _rows(
         check_columns(str(files[0]), seen, absent)
 
 
-def _text(value: Any, as_list: bool = False) -> str | list[Any] | None:
-    """A record's value as one text, or as a list of them; a TypeError or UnicodeEncodeError if it is none."""
-    if as_list and value is not None:
-        return [_text(entry) for entry in (value if isinstance(value, list) else [value])]
-    if value is None:
-        return [] if as_list else None
+def _text(value: Any) -> str | None:
+    """A record's value as one text; a TypeError or UnicodeEncodeError if it is none."""
     if isinstance(value, str):
         if not value.isascii():
             value.encode()  # half a surrogate pair, which JSON can escape, is no text
@@ -272,7 +269,13 @@ def _text(value: Any, as_list: bool = False) -> str | list[Any] | None:
         return value
     if isinstance(value, (dict, list)):
         raise TypeError(f"a {type(value).__name__} stands where one text is expected")
-    return json.dumps(value)  # numbers and truth values
+    return None if value is None else json.dumps(value)  # numbers and truth values
+
+
+def _texts(value: Any) -> list[str | None]:
+    if value is None:
+        return []
+    return [_text(entry) for entry in value] if isinstance(value, list) else [_text(value)]
 
 
 # Every other source.
