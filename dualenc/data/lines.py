@@ -127,11 +127,8 @@ def _byte_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[in
             continue
         while line and not line.endswith(b"\n"):
             line = stream.readline(MOST_LINE_BYTES)
-        skips.bad(*_too_long(f"{path}:{number}"))
-
-
-def _too_long(where: str) -> tuple[str, str, str]:
-    return f"line above {MOST_LINE_BYTES >> 20} MiB", where, "write one record on each line"
+        reason = f"line above {MOST_LINE_BYTES >> 20} MiB"
+        skips.bad(reason, f"{path}:{number}", "write one record on each line")
 
 
 def _text_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[int, str]]:
@@ -205,7 +202,7 @@ class _Lines:
         if len(line) > MOST_LINE_BYTES:
             while line and not line.endswith(("\n", "\r")):
                 line = self.text.readline(MOST_LINE_BYTES)
-            raise csv.Error(_too_long("")[0])
+            raise csv.Error(f"line above {MOST_LINE_BYTES >> 20} MiB")
         return line
 
 
