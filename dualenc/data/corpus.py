@@ -71,8 +71,8 @@ class Corpus:
     def identity(self, *, labels: bool = False) -> str:
         """Checksum of ids and items, in hexadecimal: equal for equal data, whatever files and folders it came from.
 
-        Changed texts and images under the same ids give another one. Ids count in full; of more than 2,097,152 texts
-        or 65,536 images only a sample is read (`dualenc.data.identity.items_identity` says what counts of the others).
+        Changed texts and images under the same ids give another one (`dualenc.data.identity.items_identity` says what
+        of huge collections is read).
 
         Args:
             labels: whether class numbers and names count too, for results that depend on them.

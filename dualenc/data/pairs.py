@@ -120,7 +120,7 @@ class Skips:
         return ", ".join(f"{n} {reason} (first: {self.first[reason]})" for reason, n in self.counts.items())
 
     def report(self) -> int:
-        """Log what was left out, on the main process only, and return how many samples that is."""
+        """Log what was left out, on the main process only; how many samples that is."""
         if self.total:
             from dualenc import distributed  # here, so that reading without bad samples never loads torch
 
@@ -247,8 +247,7 @@ class PairDataset:
         """Checksums, in hexadecimal, of the pairs' ids ("pairs"), "negatives", "left_items" and "right_items".
 
         Equal for equal data on every process, whatever files it came from; changed contents under the same ids give
-        other ones. Ids count in full; of more than 2,097,152 texts or 65,536 images only a sample is read
-        (`dualenc.data.identity.items_identity` says what counts of the others).
+        other ones (`dualenc.data.identity.items_identity` says what of huge collections is read).
         """
         left = items_identity(self.left_items, self.left_modality)
         same = self.right_items is self.left_items and self.right_modality == self.left_modality

@@ -142,11 +142,7 @@ def peek_columns(source: str | Path, split: str = "train", subset: str | None = 
 
 
 def check_columns(source: str, available: Iterable[str], wanted: Iterable[str]) -> None:
-    """Insist that columns are there.
-
-    Raises:
-        DualencError: names the missing column, the nearest one and all there are.
-    """
+    """Insist that columns are there: a `DualencError` names the missing one, the nearest one and all there are."""
     names = [name for name in available if name not in (FILE, LINE)]
     for name in wanted:
         if name not in names:
