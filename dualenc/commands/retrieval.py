@@ -33,7 +33,7 @@ from dualenc.evaluation.retrieval import (
     retrieve,
     summary_rows,
 )
-from dualenc.evaluation.runs import check_trec_names, read_per_query, read_qrels, read_trec
+from dualenc.evaluation.runs import check_trec_names, read_per_query, read_trec
 from dualenc.files import write_json
 from dualenc.terminal import printable
 
@@ -215,7 +215,11 @@ def compare(
         raise DualencError(f"--confidence is {confidence}; it must lie between 0 and 1")
     if out is not None:
         check_writable(Path(out))
-    judgements = None if qrels is None else read_qrels(qrels)
+    judgements = None
+    if qrels is not None:
+        from dualenc.data.beir import read_qrels
+
+        judgements = read_qrels(qrels)
     a, b = (_read_run(Path(path), judgements) for path in (run_a, run_b))
     if a.keys() != b.keys():
         raise DualencError(f"{run_a} has the collections {sorted(a)}, {run_b} has {sorted(b)}; compare the same ones")

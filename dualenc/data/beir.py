@@ -10,14 +10,17 @@ from typing import NamedTuple
 import numpy as np
 
 from dualenc.data.columns import Picked
-from dualenc.data.corpus import Corpus, RetrievalSet, text_corpus
+from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.lines import read_text_lines
 from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.tables import Kind, open_table
 from dualenc.errors import DualencError
 from dualenc.types import OnError
 
-_GRADE = re.compile(r"[+-]?[0-9]{1,9}")  # trec_eval's range is that of a C integer
+HIGHEST_GRADE = 1 << 20
+"""No scale of relevance goes further; the gain of nDCG is linear in the grade."""
+_GRADE = re.compile(r"[+-]?[0-9]{1,7}(\.0+)?")
+_HEADERS = ("score", "relevance", "grade")  # of the last column of a qrels file
 
 
 class Judgement(NamedTuple):
@@ -66,7 +69,7 @@ class BeirPairs(PairDataset):
         query_row = {name: row for row, name in enumerate(queries.ids)}
         document_row = {name: row for row, name in enumerate(self.corpus.ids)}
         query_rows, right_id = [], []
-        for line, query, document, grade in read_qrels(file, skips):
+        for line, query, document, grade in read_judgements(file, skips):
             if grade < min_grade:
                 continue
             if query not in query_row:
@@ -99,15 +102,14 @@ def read_beir(
 
     Raises:
         DualencError: a missing file or split, nothing usable.
-        BadSample: under on_error="raise", a malformed line, an empty document, a repeated id, or a judgement that
-            names an unknown query or document.
+        BadSample: what `BeirPairs` raises, under on_error="raise".
     """
     skips = Skips(folder, on_error)
     file, corpus, queries = _open(Path(folder), split, titles, skips)
     row_of = {name: row for row, name in enumerate(queries.ids)}
     known = set(corpus.ids)
     qrels: dict[str, dict[str, int]] = {}
-    for line, query, document, grade in read_qrels(file, skips):
+    for line, query, document, grade in read_judgements(file, skips):
         if query not in row_of:
             skips.bad("judgement of an unknown query", f"{file}:{line}", f"{query!r} is not in queries.jsonl")
             continue
@@ -141,13 +143,15 @@ def read_corpus(folder: str | Path, part: str = "corpus", *, titles: bool = True
     if titles:
         columns["title"] = "value"
     table = open_table(file, columns, skips, optional=("title", "text") if titles else ())
-    return text_corpus(table, "text", "title" if titles else None, "_id", "query" if part == "queries" else "document")
+    what = "query" if part == "queries" else "document"
+    return table_corpus(table, "text", title_column="title" if titles else None, id_column="_id", what=what)
 
 
-def read_qrels(file: Path, skips: Skips) -> Iterator[Judgement]:
-    """The judgements of a tab-separated file `query-id, corpus-id, score`, with or without that header.
+def read_judgements(file: Path, skips: Skips) -> Iterator[Judgement]:
+    """The judgements of a BEIR file (`query-id, corpus-id, score` by tabs, with or without that header) or a TREC one
+    (`query 0 document grade`).
 
-    A score is a whole number; 0 and below mean judged not relevant, as in trec_eval.
+    A grade is a whole number; 0 and below mean judged not relevant, as in trec_eval.
 
     Raises:
         DualencError: no regular file.
@@ -156,16 +160,35 @@ def read_qrels(file: Path, skips: Skips) -> Iterator[Judgement]:
     seen: set[tuple[str, str]] = set()
     for number, line in read_text_lines(file, skips):
         fields = line.split("\t")
-        if not line.strip() or (number == 1 and fields[-1].strip() == "score"):
+        if not line.strip() or (number == 1 and fields[-1].strip() in _HEADERS):
             continue
-        if len(fields) != 3 or not _GRADE.fullmatch(fields[2].strip()):
-            mend = "write query-id, corpus-id and a whole score below 10^9, by tabs"
+        if len(fields) != 3 and len(words := line.split()) == 4:
+            fields = [words[0], *words[2:]]
+        grade = fields[-1].strip()
+        if len(fields) != 3 or not _GRADE.fullmatch(grade) or abs(float(grade)) > HIGHEST_GRADE:
+            mend = f"write query-id, corpus-id and a whole score up to {HIGHEST_GRADE:,}, by tabs"
             skips.bad("malformed judgement", f"{file}:{number}", mend)
         elif (fields[0], fields[1]) in seen:
             skips.bad("pair judged twice", f"{file}:{number}", "keep one of the lines")
         else:
             seen.add((fields[0], fields[1]))
-            yield Judgement(number, fields[0], fields[1], int(fields[2]))
+            yield Judgement(number, fields[0], fields[1], int(float(grade)))
+
+
+def read_qrels(file: str | Path) -> dict[str, dict[str, int]]:
+    """All judgements of a BEIR or TREC file, `qrels[query id][document id] = grade`.
+
+    Raises:
+        DualencError: no such file, a line that `read_judgements` does not take, or no judgement at all.
+    """
+    skips = Skips(file)
+    qrels: dict[str, dict[str, int]] = {}
+    for _, query, document, grade in read_judgements(Path(file), skips):
+        qrels.setdefault(query, {})[document] = grade
+    if skips.total:
+        raise DualencError(f"{file}: not all lines are judgements: {skips.describe()}; mend or remove them")
+    skips.demand(len(qrels), "judgement")
+    return qrels
 
 
 def _open(folder: Path, split: str, titles: bool, skips: Skips) -> tuple[Path, Corpus, Corpus]:

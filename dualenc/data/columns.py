@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,47 +21,58 @@ from dualenc.types import Modality
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from datasets import Dataset
 
     from dualenc.data.tables import DataTable
 
 
+_STRINGS, _BYTES = ("string", "large_string"), ("binary", "large_binary")
+
+
 class Column:
-    """The values of one column; a column of lists is laid flat.
+    """The values of one column, which are sure to be usable; a column of lists is laid flat.
 
     Only the data set travels when this is pickled, as the path of its Arrow file.
+
+    Args:
+        table: the rows.
+        name: one of its columns.
+        modality: "text" for texts, ids and labels: strings and numbers; "image": file contents, records of contents
+            and path, or paths. By default records, contents and names of image files are images, all else is text.
+        lists: whether a row may hold a list of values.
+
+    Raises:
+        DualencError: the column holds something else.
     """
 
-    def __init__(self, dataset: Dataset, name: str) -> None:
-        self.dataset, self.name = dataset, name
+    def __init__(self, table: DataTable, name: str, modality: Modality | None = None, *, lists: bool = False) -> None:
+        self.dataset, self.name = table.dataset, name
         self._array: pa.ChunkedArray | None = None
         self._lengths: np.ndarray | None = None
-
-    @classmethod
-    def of(cls, table: DataTable, name: str, modality: Modality, *, lists: bool = False) -> Column:
-        """A column of a table, of which the values are sure to be usable.
-
-        Args:
-            table: the rows.
-            name: one of its columns.
-            modality: "text" for texts, ids and labels: strings and numbers; "image": file contents, records of
-                contents and path, or paths.
-            lists: whether a row may hold a list of values.
-
-        Raises:
-            DualencError: the column holds something else.
-        """
-        column = cls(table.dataset, name)
-        kind = table.dataset.data.schema.field(name).type
-        if column.is_list and not lists:
+        kind = self.dataset.data.schema.field(name).type
+        self.is_list = _is(kind, "list", "large_list", "fixed_size_list")
+        if self.is_list and not lists:
             raise DualencError(f"{table.source}: column {name!r} holds lists; name one with a single value in each row")
-        mend = {
-            "text": "texts are needed; cast it to strings, or name another column",
-            "image": "images are needed: file contents, paths, or records with `bytes` and `path`; name another column",
-        }
-        if not (_holds_text if modality == "text" else _holds_images)(column.array.type):
-            raise DualencError(f"{table.source}: column {name!r} holds {kind}, where {mend[modality]}")
-        return column
+        values = self.array.type
+        self.holds_strings = _is(values, *_STRINGS)
+        if modality is None:
+            head = (self[i] for i in range(min(len(self), 100) if self.holds_strings else 0))
+            first = next((value for value in head if value and value.strip()), "")
+            image = _is(values, *_BYTES, "struct") or first.lower().endswith(IMAGE_SUFFIXES)
+            modality = "image" if image else "text"
+        self.modality: Modality = modality
+        if modality == "text":
+            usable = _is(values, *_STRINGS, "null", "boolean", "integer", "floating", "decimal", "temporal")
+            mend = "texts are needed; cast it to strings, or name another column"
+        else:
+            parts = {"bytes": _BYTES, "path": _STRINGS}
+            if _is(values, "struct"):
+                there = {part: values.field(part).type for part in parts if values.get_field_index(part) >= 0}
+                usable = bool(there) and all(_is(found, *parts[part], "null") for part, found in there.items())
+            else:
+                usable = _is(values, *_STRINGS, *_BYTES, "null")
+            mend = "images are needed: file contents, paths, or records with `bytes` and `path`; name another column"
+        if not usable:
+            raise DualencError(f"{table.source}: column {name!r} holds {kind}, where {mend}")
 
     @property
     def array(self) -> pa.ChunkedArray:
@@ -73,26 +84,13 @@ class Column:
             self._array = pc.list_flatten(array) if self.is_list else array
         return self._array
 
-    @property
-    def is_list(self) -> bool:
-        """Whether each row holds a list."""
-        import pyarrow.types as kinds
-
-        kind = self.dataset.data.schema.field(self.name).type
-        return kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)
-
-    @property
-    def holds_strings(self) -> bool:
-        """Whether the values are texts or paths, not numbers, bytes or records."""
-        return _is(self.array.type, "string", "large_string")
-
     def row_of_values(self) -> np.ndarray:
         """The row that each value stands in, (len(self),)."""
+        import pyarrow.compute as pc
+
         rows = np.arange(len(self.dataset))
         if not self.is_list:
             return rows
-        import pyarrow.compute as pc
-
         lengths = pc.fill_null(pc.list_value_length(self.dataset.data.column(self.name)), 0)
         return np.repeat(rows, lengths.to_numpy())
 
@@ -131,29 +129,30 @@ class Column:
         return self._lengths[rows]
 
     def filled(self) -> np.ndarray:
-        """Which values are there: not null, not blank, not empty. (len(self),) bool."""
+        """Which values are there: not null, not blank, not empty; of a record, one of its parts. (len(self),) bool."""
+        import pyarrow as pa
         import pyarrow.compute as pc
 
-        kind = self.array.type
-        if not _is(kind, "struct"):
-            return _filled(self.array)
-        fields = [pc.struct_field(self.array, name) for name in ("bytes", "path") if kind.get_field_index(name) >= 0]
-        return np.any([_filled(field) for field in fields], axis=0)
-
-    def modality(self) -> Modality:
-        """What it holds: records, file contents and names of image files are images, all else is text."""
-        if _is(self.array.type, *_BYTES, "struct"):
-            return "image"
-        if not self.holds_strings:
-            return "text"
-        first = next((v for v in (self[i] for i in range(min(len(self), 100))) if v and v.strip()), "")
-        return "image" if first.lower().endswith(IMAGE_SUFFIXES) else "text"
+        parts, kind = [self.array], self.array.type
+        if _is(kind, "struct"):
+            names = [name for name in ("bytes", "path") if kind.get_field_index(name) >= 0]
+            parts = [pc.struct_field(self.array, name) for name in names]
+        filled = np.zeros(len(self), dtype=bool)
+        for part in parts:
+            there = pc.is_valid(part)
+            if _is(part.type, *_STRINGS, *_BYTES):
+                there = pc.and_(there, pc.fill_null(pc.greater(pc.binary_length(part), 0), False))
+            try:
+                if _is(part.type, *_STRINGS):
+                    there = pc.and_(there, pc.fill_null(pc.invert(pc.utf8_is_space(part)), False))
+                filled |= there.to_numpy()
+            except pa.ArrowInvalid:  # not UTF-8 somewhere; those that are not are told when they are read
+                values = [value for chunk in part.chunks for value in _as_python(chunk)]
+                filled |= np.array([bool(value and value.strip()) for value in values], dtype=bool)
+        return filled
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_array": None, "_lengths": None}
-
-
-_STRINGS, _BYTES = ("string", "large_string"), ("binary", "large_binary")
 
 
 def _is(kind: pa.DataType, *names: str) -> bool:
@@ -161,34 +160,6 @@ def _is(kind: pa.DataType, *names: str) -> bool:
     import pyarrow.types as kinds
 
     return any(getattr(kinds, f"is_{name}")(kind) for name in names)
-
-
-def _holds_text(kind: pa.DataType) -> bool:
-    return _is(kind, *_STRINGS, "null", "boolean", "integer", "floating", "decimal", "temporal")
-
-
-def _holds_images(kind: pa.DataType) -> bool:
-    if not _is(kind, "struct"):
-        return _is(kind, *_STRINGS, *_BYTES, "null")
-    wanted = {"bytes": _BYTES, "path": _STRINGS}
-    there = {name: kind.field(name).type for name in wanted if kind.get_field_index(name) >= 0}
-    return bool(there) and all(_is(field, *wanted[name], "null") for name, field in there.items())
-
-
-def _filled(array: pa.ChunkedArray) -> np.ndarray:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    there = pc.is_valid(array)
-    if _is(array.type, *_STRINGS):
-        try:
-            there = pc.and_(there, pc.fill_null(pc.invert(pc.utf8_is_space(array)), False))
-        except pa.ArrowInvalid:  # not UTF-8 somewhere; those that are not are told when they are read
-            values = [value for chunk in array.chunks for value in _as_python(chunk)]
-            return np.array([bool(value and value.strip()) for value in values], dtype=bool)
-    if _is(array.type, *_STRINGS, *_BYTES):
-        there = pc.and_(there, pc.fill_null(pc.greater(pc.binary_length(array), 0), False))
-    return there.to_numpy()
 
 
 def _as_python(array: pa.Array) -> list[Any]:
@@ -220,13 +191,10 @@ class Texts:
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """The texts, or their lengths."""
-        texts, *titles = (
-            (column.values(rows) if read else column.lengths(rows)).tolist()
-            for column in (self.column, self.titles)
-            if column is not None
-        )
-        if titles:
-            texts = [f"{title or ''} {text or ''}".strip() for title, text in zip(titles[0], texts, strict=True)]
+        texts: Iterable[Any] = self.column.values(rows) if read else self.column.lengths(rows)
+        if self.titles is not None:
+            titles = self.titles.values(rows) if read else self.titles.lengths(rows)
+            texts = [f"{title or ''} {text or ''}".strip() for title, text in zip(titles, texts, strict=True)]
         return [str(text).encode(errors="surrogatepass") for text in texts]
 
 
@@ -235,10 +203,6 @@ class ColumnImages:
 
     Paths start in the table's folder and must stay in it, links resolved, unless the table says `allow_outside`: a
     table from somewhere else must not make this machine read files of its choice.
-
-    Args:
-        table: where relative paths start, and how errors name a row.
-        column: the values, one of its columns.
     """
 
     def __init__(self, table: DataTable, column: Column) -> None:
@@ -339,13 +303,8 @@ class Chained:
 def number_distinct(items: Items, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Number equal strings alike, by 128-bit digests, so that a million texts cost 16 MB.
 
-    Args:
-        items: strings.
-        positions: (n,) which of them.
-
-    Returns:
-        (k,) the position of the first of each distinct value, in order of appearance; (n,) the number, in [0, k),
-        of each.
+    Of the strings at `positions` (n,): where the first of each distinct one stands (k,), in order of appearance, and
+    the number in [0, k) of each (n,).
     """
     digests = np.empty(len(positions), dtype="S16")
     for i, position in enumerate(tqdm(positions, desc="finding equal items", delay=2, leave=False)):
@@ -384,7 +343,7 @@ def labels_of_names(names: Sequence[str]) -> Labels:
 
 def labels_of_column(table: DataTable, name: str) -> Labels:
     """The labels in a column of class numbers or names; `datasets.ClassLabel` brings names to numbers."""
-    column = Column.of(table, name, "text")
+    column = Column(table, name, "text")
     values = column.values(np.arange(len(column))).tolist()
     known = np.array([value is not None for value in values])
     labels = labels_of_names([str(value) for value in values if value is not None])

@@ -71,8 +71,8 @@ class Corpus:
     def identity(self, *, labels: bool = False) -> str:
         """Checksum of ids and items, in hexadecimal: equal for equal data, whatever files and folders it came from.
 
-        Changed texts and images under the same ids give another one. Ids count in full; of more than 2,097,152 texts
-        or 65,536 images only a sample is read (`dualenc.data.identity.items_identity` says what counts of the others).
+        Changed texts and images under the same ids give another one (`dualenc.data.identity.items_identity` says what
+        of huge collections is read).
 
         Args:
             labels: whether class numbers and names count too, for results that depend on them.
@@ -104,82 +104,56 @@ class RetrievalSet(NamedTuple):
     qrels: dict[str, dict[str, int]]
 
 
-def text_corpus(
+def table_corpus(
     table: DataTable,
-    text_column: str,
+    main_column: str,
+    modality: Modality = "text",
+    *,
     title_column: str | None = None,
+    label_column: str | None = None,
     id_column: str | None = None,
     what: str = "document",
 ) -> Corpus:
-    """The texts of a table, in the order of its rows, without empty ones and without repeated ids.
+    """The texts or images of a table, in the order of its rows, without empty ones and without repeated ids.
 
     Args:
         table: the rows; bad ones are told to its `skips`.
-        text_column: texts, or lists of texts, whose ids then are `ID#0`, `ID#1`, …
-        title_column: joined in front of the text.
+        main_column: images, texts, or lists of texts, whose ids then are `ID#0`, `ID#1`, …
+        modality: what it holds.
+        title_column: joined in front of a text.
+        label_column: classes of images.
         id_column: ids; by default the row's number.
-        what: names an item in errors.
-
-    Raises:
-        DualencError: nothing usable, or a column of something else.
-        BadSample: an empty text, a missing or repeated id, under on_error="raise".
+        what: names a text in errors.
     """
-    column = Column.of(table, text_column, "text", lists=True)
-    titles = None if title_column is None or column.is_list else Column.of(table, title_column, "text")
-    there = column.filled() if titles is None else column.filled() | titles.filled()
-    rows = column.row_of_values()
-    names = _ids(table, id_column)
+    column = Column(table, main_column, modality, lists=modality == "text")
+    rows, there = column.row_of_values(), column.filled()
+    titles = None if title_column is None or column.is_list else Column(table, title_column, "text")
+    if titles is not None:
+        there = there | titles.filled()
+    names: list[str | None] = [str(row) for row in range(len(table))]
+    if id_column is not None:
+        values = Column(table, id_column, "text").values(np.arange(len(table))).tolist()
+        names = [None if value is None else str(value) for value in values]
     if column.is_list:
         place = np.arange(len(rows)) - np.searchsorted(rows, rows, side="left")  # 0, 1, 2, … within each row
         names = [f"{names[row]}#{k}" for row, k in zip(rows, place)]
-    kept = _usable(table, names, rows, there, what, f"empty {what}", "fill it in or remove it")
-    return Corpus([names[i] for i in kept], Picked(Texts(column, titles), kept))
-
-
-def image_corpus(
-    table: DataTable, image_column: str, label_column: str | None = None, id_column: str | None = None
-) -> Corpus:
-    """The images of a table, in the order of its rows, with labels where there is a column of them.
-
-    Raises:
-        DualencError: nothing usable, or a column of something else.
-        BadSample: a row without an image, a missing or repeated id, under on_error="raise".
-    """
-    column = Column.of(table, image_column, "image")
-    names = _ids(table, id_column)
-    missing = f"no image in column {image_column!r}"
-    rows = np.arange(len(table))
-    kept = _usable(table, names, rows, column.filled(), "image", missing, "fill it in or remove the row")
-    labels, classes = (None, None) if label_column is None else labels_of_column(table, label_column).take(kept)
-    items = Picked(ColumnImages(table, column), kept)
-    return Corpus([names[i] for i in kept], items, "image", labels=labels, class_names=classes)
-
-
-def _ids(table: DataTable, id_column: str | None) -> list[Any]:
-    if id_column is None:
-        return [str(row) for row in range(len(table))]
-    column = Column.of(table, id_column, "text")
-    values = column.values(np.arange(len(column))).tolist()
-    return [None if value is None else str(value) for value in values]
-
-
-def _usable(
-    table: DataTable, names: list[Any], rows: np.ndarray, there: np.ndarray, what: str, missing: str, mend: str
-) -> np.ndarray:
-    """Positions of the values that are there and whose names are there and new; the others are told to `skips`."""
+    reason, mend = f"empty {what}", "fill it in or remove it"
+    if modality == "image":
+        what, reason, mend = "image", f"no image in column {main_column!r}", "fill it in or remove the row"
     empty = rows[~there]
     if len(empty):
-        table.skips.bad(missing, table.where(int(empty[0])), mend, len(empty))
-    seen: set[str] = set()
-    kept = []
+        table.skips.bad(reason, table.where(int(empty[0])), mend, len(empty))
+    ids: dict[str, int] = {}  # and the position of their values
     for i in np.flatnonzero(there).tolist():
         name = names[i]
         if name is None:
             table.skips.bad(f"{what} without an id", table.where(int(rows[i])), "give it one")
-        elif name in seen:
+        elif name in ids:
             table.skips.bad(f"{what} with an id used before", table.where(int(rows[i])), f"{name!r} stands twice")
         else:
-            seen.add(name)
-            kept.append(i)
-    table.skips.demand(len(kept), what)
-    return np.array(kept, dtype=np.int64)
+            ids[name] = i
+    table.skips.demand(len(ids), what)
+    kept = np.array(list(ids.values()), dtype=np.int64)
+    labels, classes = (None, None) if label_column is None else labels_of_column(table, label_column).take(kept)
+    items = Texts(column, titles) if modality == "text" else ColumnImages(table, column)
+    return Corpus(list(ids), Picked(items, kept), modality, labels=labels, class_names=classes)

@@ -49,29 +49,34 @@ def items_identity(items: Items, modality: Literal["text", "image"] = "text") ->
     """
     most, sampled = (MOST_TEXTS, SAMPLED_TEXTS) if modality == "text" else (MOST_IMAGES, SAMPLED_IMAGES)
     block = _TEXT_BLOCK if modality == "text" else _IMAGE_BLOCK
-    digest = hashlib.blake2b(f"{len(items)} {modality}".encode(), digest_size=16)
     every = range(len(items))
-    if len(items) <= most:
-        _update(digest, items, every, block, read=True)
-    else:
-        _update(digest, items, every, block, read=False)
-        rows = np.unique(np.random.default_rng(0).integers(len(items), size=sampled))
-        _update(digest, items, rows, block, read=True)
+    passes: list[tuple[range | np.ndarray, bool]] = [(every, True)]
+    if len(items) > most:
+        passes = [(every, False), (np.unique(np.random.default_rng(0).integers(len(items), size=sampled)), True)]
+    digest = hashlib.blake2b(f"{len(items)} {modality}".encode(), digest_size=16)
+    for rows, read in passes:
+        for start in range(0, len(rows), block):
+            _add(digest, identities(items, np.asarray(rows[start : start + block], dtype=np.int64), read))
     return digest.hexdigest()
 
 
 def identities(items: Items, rows: np.ndarray, read: bool) -> Sequence[bytes]:
-    """What tells each of some items from others, by its contents or by what is known without reading them.
-
-    Args:
-        items: N raw items.
-        rows: (n,) which of them.
-        read: whether to read the contents.
-    """
+    """What tells each item of some rows (n,) from others, by its contents (`read`) or by what is known without them."""
     in_bulk: Callable[[np.ndarray, bool], Sequence[bytes]] | None = getattr(items, "identities", None)
     if in_bulk is not None:
         return in_bulk(rows, read)
-    return [_identity(items, row) for row in rows.tolist()] if read else [b""] * len(rows)
+    if not read:
+        return [b""] * len(rows)
+    result = []
+    for row in rows.tolist():
+        try:
+            item: Any = items[row]
+        except BadSample:
+            result.append(b"unreadable")
+        else:
+            image = isinstance(item, Image.Image)
+            result.append(f"{item.mode} {item.size} ".encode() + item.tobytes() if image else _bytes(item))
+    return result
 
 
 def file_identity(path: Path, read: bool = True) -> bytes:
@@ -112,25 +117,10 @@ def digest_of(*parts: str | bytes | np.ndarray | Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def _update(digest: hashlib.blake2b, items: Items, rows: range | np.ndarray, block: int, read: bool) -> None:
-    for start in range(0, len(rows), block):
-        _add(digest, identities(items, np.asarray(rows[start : start + block], dtype=np.int64), read))
-
-
 def _add(digest: hashlib.blake2b, values: Sequence[bytes]) -> None:
     """Lengths first, so that no two lists of values look alike when laid behind one another."""
     digest.update(np.array([len(values), *map(len, values)], dtype="<i8").tobytes())
     digest.update(b"".join(values))
-
-
-def _identity(items: Items, row: int) -> bytes:
-    try:
-        item: Any = items[row]
-    except BadSample:
-        return b"unreadable"
-    if isinstance(item, Image.Image):
-        return f"{item.mode} {item.size} ".encode() + item.tobytes()
-    return _bytes(item)
 
 
 def _bytes(value: Any) -> bytes:

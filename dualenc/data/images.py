@@ -31,11 +31,7 @@ _FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM"
 
 
 def decode_image(data: bytes, where: str) -> Image.Image:
-    """Decode the bytes of an image file to an upright RGB image.
-
-    Args:
-        data: a whole image file.
-        where: names the image in errors: file, row of a table or member of a tar.
+    """Decode a whole image file to an upright RGB image; `where` names it in errors.
 
     Raises:
         BadSample: the bytes are not a complete image of a known format, or the image has more than 89,478,485 pixels.
@@ -54,8 +50,12 @@ def decode_image(data: bytes, where: str) -> Image.Image:
             if image.getexif().get(_ORIENTATION, 1) != 1:
                 image = ImageOps.exif_transpose(image)
             return image.convert("RGB")
+    except UnidentifiedImageError:
+        reason = f"it is no image of a known format: {', '.join(_formats())}"
     except Exception as error:  # Pillow's plugins raise many kinds on broken files
-        raise BadSample(f"{where}: image cannot be decoded ({_reason(error)}); replace or remove it") from None
+        # In one line, without the address of the buffer that Pillow read from.
+        reason = re.sub(r"<_io\.[^>]*>", "it", " ".join(str(error).split())) or type(error).__name__
+    raise BadSample(f"{where}: image cannot be decoded ({reason}); replace or remove it")
 
 
 @cache
@@ -63,14 +63,6 @@ def _formats() -> tuple[str, ...]:
     """The formats that this Pillow was built with."""
     Image.init()
     return tuple(name for name in _FORMATS if name in Image.OPEN)
-
-
-def _reason(error: Exception) -> str:
-    """What Pillow says, in one line, without the address of the buffer that it read from."""
-    if isinstance(error, UnidentifiedImageError):
-        return f"it is no image of a known format: {', '.join(_formats())}"
-    reason = re.sub(r"<_io\.[^>]*>", "it", " ".join(str(error).split()))
-    return reason or type(error).__name__
 
 
 def open_image(path: str | os.PathLike[str]) -> Image.Image:

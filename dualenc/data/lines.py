@@ -51,12 +51,17 @@ def read_records(path: Path, skips: Skips, quotes: bool = True) -> Iterator[Numb
         BadSample: a malformed line, under on_error="raise".
     """
     suffix = file_format(path)
-    readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_records, ".txt": _plain_lines}
-    if suffix not in readers and suffix not in (".csv", ".tsv"):
+    if suffix not in LINE_FORMATS:
         raise DualencError(f"{path}: unknown format {suffix!r}; give one of {', '.join(LINE_FORMATS)}")
     with open_stream(path) as stream:
-        if suffix in readers:
-            yield from readers[suffix](path, stream, skips)
+        if suffix in (".jsonl", ".ndjson"):
+            yield from _json_lines(path, stream, skips)
+        elif suffix == ".json":
+            yield from _json_records(path, stream, skips)
+        elif suffix == ".txt":
+            for number, line in _text_lines(path, stream, skips):
+                if line.strip():  # blank lines separate and are no samples
+                    yield number, {"text": line}
         else:
             yield from _separated(path, stream, skips, "," if suffix == ".csv" else "\t", quotes)
 
@@ -122,11 +127,8 @@ def _byte_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[in
             continue
         while line and not line.endswith(b"\n"):
             line = stream.readline(MOST_LINE_BYTES)
-        skips.bad(*_too_long(f"{path}:{number}"))
-
-
-def _too_long(where: str) -> tuple[str, str, str]:
-    return f"line above {MOST_LINE_BYTES >> 20} MiB", where, "write one record on each line"
+        reason = f"line above {MOST_LINE_BYTES >> 20} MiB"
+        skips.bad(reason, f"{path}:{number}", "write one record on each line")
 
 
 def _text_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[int, str]]:
@@ -184,13 +186,6 @@ def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Number
             skips.bad("not a JSON object", f"{path} record {number}", 'write a list of {"column": value, …}')
 
 
-def _plain_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered]:
-    """One text per line; blank lines separate and are no samples."""
-    for number, line in _text_lines(path, stream, skips):
-        if line.strip():
-            yield number, {"text": line}
-
-
 class _Lines:
     """Lines of a text stream for the csv module, which asks for the next even after it met one that is too long."""
 
@@ -207,7 +202,7 @@ class _Lines:
         if len(line) > MOST_LINE_BYTES:
             while line and not line.endswith(("\n", "\r")):
                 line = self.text.readline(MOST_LINE_BYTES)
-            raise csv.Error(_too_long("")[0])
+            raise csv.Error(f"line above {MOST_LINE_BYTES >> 20} MiB")
         return line
 
 

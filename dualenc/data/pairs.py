@@ -40,13 +40,7 @@ class Ragged(NamedTuple):
 
     @classmethod
     def from_pairs(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
-        """Row `k` holds, ascending and without repeats, the values that stand beside key `k`.
-
-        Args:
-            keys: row of each value, (M,), in [0, num_keys).
-            values: (M,), not negative.
-            num_keys: how many rows there are.
-        """
+        """Row `k` holds, ascending and without repeats, the values (not negative) that stand beside key `k`."""
         span = int(values.max(initial=0)) + 1
         unique = np.unique(keys.astype(np.int64) * span + values)
         return cls(unique % span, _offsets(np.bincount(unique // span, minlength=num_keys)))
@@ -72,11 +66,11 @@ class Ragged(NamedTuple):
         """How many integers each row holds."""
         return np.diff(self.offsets)
 
-    def padded(self, rows: np.ndarray, fill: int = -1) -> np.ndarray:
-        """The given rows as one matrix (n, K), K the longest of them, filled up with `fill`."""
+    def padded(self, rows: np.ndarray) -> np.ndarray:
+        """The given rows as one matrix (n, K), K the longest of them, filled up with -1."""
         taken = self.take(rows)
         inside = np.arange(taken.lengths.max(initial=0)) < taken.lengths[:, None]
-        result = np.full(inside.shape, fill, dtype=np.int64)
+        result = np.full(inside.shape, -1, dtype=np.int64)
         result[inside] = taken.values
         return result
 
@@ -126,7 +120,7 @@ class Skips:
         return ", ".join(f"{n} {reason} (first: {self.first[reason]})" for reason, n in self.counts.items())
 
     def report(self) -> int:
-        """Log what was left out, on the main process only, and return how many samples that is."""
+        """Log what was left out, on the main process only; how many samples that is."""
         if self.total:
             from dualenc import distributed  # here, so that reading without bad samples never loads torch
 
@@ -135,11 +129,7 @@ class Skips:
         return self.total
 
     def demand(self, usable: int, what: str) -> None:
-        """Insist that something is left.
-
-        Raises:
-            DualencError: `usable` is 0.
-        """
+        """Insist that something is left: a `DualencError` if `usable` is 0."""
         if not usable:
             reasons = self.describe() or "it is empty"
             raise DualencError(f"{self.source}: no usable {what}: {reasons}; check the file and the named columns")
@@ -154,16 +144,9 @@ class Items(Protocol):
 
 
 class Pair(NamedTuple):
-    """One training pair with its raw items.
+    """One training pair: its stable number in [0, M), its items' stable ids and the raw items.
 
-    Attributes:
-        index: the pair's stable number in [0, M).
-        left_id: the left item's stable number in [0, num_left).
-        right_id: the right item's stable number in [0, num_right).
-        left: the left raw item.
-        right: the right raw item.
-        negatives: raw right items mined as hard negatives of this pair's left item.
-        negative_ids: their right ids.
+    `negatives` are right items mined as hard negatives of this pair's left item, `negative_ids` their right ids.
     """
 
     index: int  # type: ignore[assignment]  # also the name of a tuple method
@@ -228,7 +211,7 @@ class PairDataset:
             if len(negatives.lengths) != len(self):
                 rows = len(negatives.lengths)
                 raise DualencError(f"negatives has {rows} rows for {len(self)} pairs; give one row per pair")
-            _check_range("negatives", negatives.values, self.num_right)
+            _checked_ids("negatives", negatives.values, self.num_right)
         self.negatives = negatives
         self._positives: dict[Side, Ragged] = {}
 
@@ -257,19 +240,14 @@ class PairDataset:
         return Pair(index, left_id, right_id, left, right, negatives, negative_ids)
 
     def item(self, side: Side, item_id: int) -> Any:
-        """The raw item of one side by its id.
-
-        Raises:
-            BadSample: the item cannot be read (an image that does not decode).
-        """
+        """The raw item of one side by its id; a `BadSample` if it cannot be read (an image that does not decode)."""
         return (self.left_items if side == "left" else self.right_items)[int(item_id)]
 
     def identities(self) -> dict[str, str]:
         """Checksums, in hexadecimal, of the pairs' ids ("pairs"), "negatives", "left_items" and "right_items".
 
         Equal for equal data on every process, whatever files it came from; changed contents under the same ids give
-        other ones. Ids count in full; of more than 2,097,152 texts or 65,536 images only a sample is read
-        (`dualenc.data.identity.items_identity` says what counts of the others).
+        other ones (`dualenc.data.identity.items_identity` says what of huge collections is read).
         """
         left = items_identity(self.left_items, self.left_modality)
         same = self.right_items is self.left_items and self.right_modality == self.left_modality
@@ -305,11 +283,8 @@ def _checked_ids(name: str, ids: Sequence[int] | np.ndarray | None, num_items: i
     result = np.arange(num_items) if ids is None else np.asarray(ids)
     if result.ndim != 1 or (result.size and not np.issubdtype(result.dtype, np.integer)):
         raise DualencError(f"{name}: give whole numbers of shape (M,), not {result.dtype} of shape {result.shape}")
-    _check_range(name, result, num_items)
-    return result.astype(np.int64)
-
-
-def _check_range(name: str, ids: np.ndarray, num_items: int) -> None:
-    wrong = np.flatnonzero((ids < 0) | (ids >= num_items))
+    wrong = np.flatnonzero((result < 0) | (result >= num_items))
     if wrong.size:
-        raise DualencError(f"{name}: {ids[wrong[0]]} at row {wrong[0]} is outside [0, {num_items}); ids are positions")
+        row = wrong[0]
+        raise DualencError(f"{name}: {result[row]} at row {row} is outside [0, {num_items}); ids are positions")
+    return result.astype(np.int64)

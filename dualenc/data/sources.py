@@ -6,17 +6,19 @@ from pathlib import Path
 
 from dualenc.data.beir import BeirPairs, is_beir, read_corpus
 from dualenc.data.columns import labels_of_folders
-from dualenc.data.corpus import Corpus, image_corpus, text_corpus
+from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
 from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
-from dualenc.data.tables import TABLE_FORMATS, Kind, file_format, open_table, peek_columns
+from dualenc.data.tables import TABLE_FORMATS, Kind, file_format, is_saved, open_table, peek_columns
 from dualenc.data.webdataset import IMAGES, WebDatasetPairs, is_tars, tar_corpus
 from dualenc.errors import DualencError
 from dualenc.types import Modality, OnError
 
 _SURELY_IMAGES = ("image", "img", "image_path")
 _TEXTS = ("text", "contents", "content", "passage", "document", "body", "abstract", "query", "question", "sentence")
+_MAIN: tuple[tuple[tuple[str, ...], Modality], ...]
+_MAIN = ((_SURELY_IMAGES, "image"), (_TEXTS, "text"), (CAPTION_NAMES, "text"), (IMAGE_NAMES, "image"))
 _QUERIES = ("query", "question", "anchor", "sentence1", "title")
 _DOCUMENTS = ("document", "positive", "passage", "answer", "sentence2", "text", "abstract")
 _IDS = ("_id", "id", "docid", "doc_id", "document_id")
@@ -65,7 +67,9 @@ def open_corpus(
     if is_tars(path):
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
     if is_image_folder(path):
-        return image_folder_corpus(path)
+        names = find_images(path)
+        numbers, classes = labels_of_folders(names) or (None, None)
+        return Corpus(names, ImageFiles(path, names), "image", labels=numbers, class_names=classes)
     skips = Skips(path, on_error)
     if is_beir(path):
         corpus = read_corpus(path, part, skips=skips)
@@ -76,12 +80,13 @@ def open_corpus(
             title_column = title_column or _known(kinds, ("title",), but=main)
         id_column = id_column or _known(kinds, _IDS, but=main)
         label_column = label_column or _known(kinds, ("label",), but=main)
-        beside = (title_column if modality == "text" else label_column, id_column)
+        title_column, label_column = (title_column, None) if modality == "text" else (None, label_column)
         columns: dict[str, Kind] = {main: kinds.get(main, "value")}
-        columns.update({name: "value" for name in beside if name is not None})
+        columns.update({name: "value" for name in (title_column, label_column, id_column) if name is not None})
         table = open_table(path, columns, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
-        read = text_corpus if modality == "text" else image_corpus
-        corpus = read(table, main, *beside)
+        corpus = table_corpus(
+            table, main, modality, title_column=title_column, label_column=label_column, id_column=id_column
+        )
     corpus.skipped = skips.report()
     return corpus
 
@@ -142,21 +147,10 @@ def open_pairs(
     )
 
 
-def image_folder_corpus(path: str | Path) -> Corpus:
-    """All images of a folder, sorted; ids are relative paths, and the first subfolder, if any, is the class.
-
-    Raises:
-        DualencError: no such folder, or no image in it.
-    """
-    names = find_images(path)
-    numbers, classes = labels_of_folders(names) or (None, None)
-    return Corpus(names, ImageFiles(path, names), "image", labels=numbers, class_names=classes)
-
-
 def is_image_folder(path: str | Path) -> bool:
     """Whether a folder has no table in it but images, or nothing but folders."""
     folder = Path(path)
-    if not folder.is_dir() or (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+    if not folder.is_dir() or is_saved(folder):
         return False
     entries = list(folder.iterdir())
     images = any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in entries)
@@ -165,26 +159,17 @@ def is_image_folder(path: str | Path) -> bool:
 
 
 def _main_column(
-    source: str,
-    kinds: dict[str, Kind],
-    modality: Modality | None,
-    text_column: str | None,
-    image_column: str | None,
+    source: str, kinds: dict[str, Kind], modality: Modality | None, text_column: str | None, image_column: str | None
 ) -> tuple[str, Modality]:
     """The column to embed and what it holds."""
     if text_column is not None and modality != "image":
         return text_column, "text"
     if image_column is not None:
         return image_column, "image"
-    image, text = _known(kinds, _SURELY_IMAGES), _known(kinds, _TEXTS)
-    if image is not None and modality != "text":
-        return image, "image"
-    text = text or _known(kinds, CAPTION_NAMES)
-    if text is not None and modality != "image":
-        return text, "text"
-    image = _known(kinds, IMAGE_NAMES)
-    if image is not None and modality != "text":
-        return image, "image"
+    for names, kind in _MAIN:
+        name = _known(kinds, names)
+        if name is not None and modality in (kind, None):
+            return name, kind
     if len(kinds) == 1:
         return next(iter(kinds)), modality or "text"
     argument = {"text": "text_column", "image": "image_column", None: "text_column or image_column"}[modality]

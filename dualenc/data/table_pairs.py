@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from dualenc.data.columns import (
     Labels,
     Picked,
     Texts,
-    labels_of_column,
     labels_of_folders,
     number_distinct,
 )
+from dualenc.data.corpus import table_corpus
 from dualenc.data.images import ImageFiles, find_images
 from dualenc.data.lines import read_text_lines
 from dualenc.data.pairs import Items, PairDataset, Ragged, Skips
@@ -31,24 +31,10 @@ CAPTION_NAMES = ("captions", "caption", "text", "texts", "description")
 
 
 class ColumnPairs(PairDataset):
-    """Pairs between the values of two columns of an opened table.
+    """Pairs between the values of two columns of an opened table; the arguments are those of `TablePairs`.
 
     Pair by pair in the order of rows; a row with a list on the right makes one pair for each entry, which share
     their left item. Ids are numbered in order of appearance.
-
-    Args:
-        table: the rows.
-        left_column: one item in each row.
-        right_column: an item or a list of items in each row.
-        negative_column: mined negatives of the row's left item, a text or a list of texts.
-        left_modality: "text" or "image"; found out from the values by default.
-        right_modality: the same for the right column.
-        deduplicate: equal texts, and equal image paths, of one side are the same item and share an id.
-        max_negatives: keep that many negatives of each row, from the front.
-
-    Raises:
-        DualencError: nothing usable, or a list in the left column.
-        BadSample: an empty cell, under on_error="raise".
     """
 
     def __init__(
@@ -63,98 +49,84 @@ class ColumnPairs(PairDataset):
         deduplicate: bool = True,
         max_negatives: int | None = None,
     ) -> None:
-        left = _Values.of(table, left_column, left_modality)
-        right = _Values.of(table, right_column, right_modality)
+        left = _Values(table, left_column, left_modality)
+        right = _Values(table, right_column, right_modality)
         if left.column.is_list:
             raise DualencError(f"{table.source}: column {left_column!r} holds lists; name it as right_column instead")
         good, there = left.column.filled(), right.column.filled()
-        left.tell_empty(table, np.flatnonzero(~good))
+        left.tell_empty(np.flatnonzero(~good))
         without = np.flatnonzero(np.bincount(right.rows, minlength=len(table)) == 0)
         empty = np.concatenate([without, right.rows[~there]])
-        right.tell_empty(table, np.sort(empty[good[empty]]))
+        right.tell_empty(np.sort(empty[good[empty]]))
         right_at = np.flatnonzero(there & good[right.rows])  # position of the right value of every pair
         rows = right.rows[right_at]
         table.skips.demand(len(rows), "pair")
-        left_first, left_number = left.number(np.unique(rows), deduplicate)
-        negatives = Ragged.from_sorted(np.zeros(0, dtype=np.int64), np.zeros(0), len(table))
-        if negative_column is not None:
-            negative = _Values.of(table, negative_column, right.modality)
-            negatives = _negatives_of_rows(table, negative, rows, max_negatives)
-            right = right.chained(negative)
-            negatives = negatives._replace(values=negatives.values + len(right.items) - len(negative.items))
-        pool = np.concatenate([right_at, np.unique(negatives.values)])
-        right_first, right_number = right.number(pool, deduplicate)
+        left_first, left_number = _number(left.items, left.keys if deduplicate else None, np.unique(rows))
+        items, keys, pool = right.items, right.keys, right_at
+        mined = None
+        if negative_column is not None:  # its values lie behind those of the right column
+            negative = _Values(table, negative_column, right.modality)
+            filled = negative.column.filled()
+            negative.tell_empty(negative.rows[~filled])
+            paired = np.bincount(rows, minlength=len(table)) > 0
+            kept = np.flatnonzero(filled & paired[negative.rows])
+            mined = Ragged.from_sorted(negative.rows[kept], len(items) + kept, len(table))
+            if max_negatives is not None:
+                rank = np.arange(len(kept)) - np.repeat(mined.offsets[:-1], mined.lengths)
+                mined = mined.keep(rank < max_negatives)
+            items = Chained(items, negative.items)
+            keys = None if keys is None or negative.keys is None else Chained(keys, negative.keys)
+            pool = np.concatenate([pool, np.unique(mined.values)])
+        right_first, right_number = _number(items, keys if deduplicate else None, pool)
         super().__init__(
             Picked(left.items, left_first),
-            Picked(right.items, right_first),
+            Picked(items, right_first),
             left_number[rows],
             right_number[right_at],
             left_modality=left.modality,
             right_modality=right.modality,
         )
-        if negative_column is not None:
-            ids = Ragged(right_number[negatives.values], negatives.offsets).take(rows)
-            self.negatives = self._without_positives(ids, rows, table)
+        if mined is not None:
+            ids = Ragged(right_number[mined.values], mined.offsets).take(rows)
+            query = np.repeat(self.left_id, ids.lengths)
+            positive = np.isin(query * self.num_right + ids.values, self.left_id * self.num_right + self.right_id)
+            if positive.any():
+                pair = np.repeat(np.arange(len(self)), ids.lengths)[np.argmax(positive)]
+                reason = "negative that is also a positive"
+                where = table.where(int(rows[pair]))
+                table.skips.bad(reason, where, "remove it from the negatives", int(positive.sum()))
+            self.negatives = ids.keep(~positive)
         self.skipped = table.skips.report()
 
-    def _without_positives(self, negatives: Ragged, rows: np.ndarray, table: DataTable) -> Ragged:
-        """Leave out, and count, what is listed as a negative of its own positive pair partner."""
-        left = np.repeat(self.left_id, negatives.lengths)
-        positive = np.isin(left * self.num_right + negatives.values, self.left_id * self.num_right + self.right_id)
-        if positive.any():
-            pair = np.repeat(np.arange(len(self)), negatives.lengths)[np.argmax(positive)]
-            reason = "negative that is also a positive"
-            table.skips.bad(reason, table.where(int(rows[pair])), "remove it from the negatives", int(positive.sum()))
-        return negatives.keep(~positive)
 
+class _Values:
+    """One column as items, its lists laid flat.
 
-class _Values(NamedTuple):
-    """One column laid flat, or two behind one another."""
+    Attributes:
+        rows: the row that each value stands in.
+        keys: strings that are equal for equal items; None where they would cost reading every image.
+    """
 
-    items: Items
-    modality: Modality
-    column: Column
-    rows: np.ndarray  # the row each value stands in
-    keys: Items | None  # strings that are equal for equal items, where that is cheap to know
+    def __init__(self, table: DataTable, name: str, modality: Modality | None) -> None:
+        self.table, self.column = table, Column(table, name, modality, lists=True)
+        self.modality, self.rows = self.column.modality, self.column.row_of_values()
+        texts = Texts(self.column)
+        self.items: Items = texts if self.modality == "text" else ColumnImages(table, self.column)
+        self.keys: Items | None = texts if self.modality == "text" or self.column.holds_strings else None
 
-    @classmethod
-    def of(cls, table: DataTable, name: str, modality: Modality | None) -> _Values:
-        modality = modality or Column(table.dataset, name).modality()
-        column = Column.of(table, name, modality, lists=True)
-        items = Texts(column) if modality == "text" else ColumnImages(table, column)
-        keys = Texts(column) if modality == "text" or column.holds_strings else None
-        return cls(items, modality, column, column.row_of_values(), keys)
-
-    def chained(self, other: _Values) -> _Values:
-        keys = None if self.keys is None or other.keys is None else Chained(self.keys, other.keys)
-        return self._replace(items=Chained(self.items, other.items), keys=keys)
-
-    def number(self, positions: np.ndarray, deduplicate: bool) -> tuple[np.ndarray, np.ndarray]:
-        """First position of each distinct item, and by position the number of its item (-1: not among them)."""
-        first, inverse = positions, np.arange(len(positions))
-        if deduplicate and self.keys is not None:
-            first, inverse = number_distinct(self.keys, positions)
-        number = np.full(len(self.items), -1, dtype=np.int64)
-        number[positions] = inverse
-        return first, number
-
-    def tell_empty(self, table: DataTable, rows: np.ndarray) -> None:
+    def tell_empty(self, rows: np.ndarray) -> None:
         """Count rows without a usable value."""
         if len(rows):
             reason = f"no {self.modality} in column {self.column.name!r}"
-            table.skips.bad(reason, table.where(int(rows[0])), "fill it in or remove the row", len(rows))
+            self.table.skips.bad(reason, self.table.where(int(rows[0])), "fill it in or remove the row", len(rows))
 
 
-def _negatives_of_rows(table: DataTable, negative: _Values, rows: np.ndarray, most: int | None) -> Ragged:
-    """Positions of the filled negatives of each row that makes a pair."""
-    there = negative.column.filled()
-    negative.tell_empty(table, negative.rows[~there])
-    paired = np.zeros(len(table), dtype=bool)
-    paired[rows] = True
-    kept = np.flatnonzero(there & paired[negative.rows])
-    ragged = Ragged.from_sorted(negative.rows[kept], kept, len(table))
-    rank = np.arange(len(kept)) - np.repeat(ragged.offsets[:-1], ragged.lengths)
-    return ragged if most is None else ragged.keep(rank < most)
+def _number(items: Items, keys: Items | None, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First position of each item that is distinct by its key; the item's number by position, else -1."""
+    first, inverse = (positions, np.arange(len(positions))) if keys is None else number_distinct(keys, positions)
+    number = np.full(len(items), -1, dtype=np.int64)
+    number[positions] = inverse
+    return first, number
 
 
 class TablePairs(ColumnPairs):
@@ -328,13 +300,25 @@ class ImageFolderPairs(ColumnPairs):
             image_column = image_column or _first(file, IMAGE_NAMES, "image_column")
             caption_column = caption_column or _first(file, CAPTION_NAMES, "caption_column")
             table = open_table(file, {image_column: "value", caption_column: "list"}, Skips(file, on_error))
-            table = _only_images(table, folder, image_column, set(names))
+            table.root, table.allow_outside = folder, True  # links among a folder's images are followed
+            column, known = Column(table, image_column, "text"), set(names)
+            files = column.values(np.arange(len(column))).tolist()
+            there = np.array([not name or Path(name).as_posix() in known for name in files], dtype=bool)
+            for row in np.flatnonzero(~there).tolist():
+                reason = "image that is not in the folder"
+                table.skips.bad(reason, table.where(row), f"{files[row]!r} is not in {folder}")
+            if not there.all():
+                import datasets
+                import pyarrow as pa
+
+                table.dataset = datasets.Dataset(table.dataset.data.filter(pa.array(there)))
         super().__init__(
             table, image_column, caption_column, left_modality="image", right_modality="text", deduplicate=deduplicate
         )
 
 
 def _table_of_text_files(folder: Path, names: list[str], skips: Skips) -> DataTable:
+    """The captions in `photo.txt` beside each `photo.jpg`, one per line."""
     from datasets import Dataset, Features, List, Value
 
     rows = []
@@ -349,22 +333,6 @@ def _table_of_text_files(folder: Path, names: list[str], skips: Skips) -> DataTa
     skips.demand(len(rows), "image with a caption")
     features = Features({"image": Value("string"), "captions": List(Value("string"))})
     return DataTable(str(folder), Dataset.from_list(rows, features=features), skips, folder, allow_outside=True)
-
-
-def _only_images(table: DataTable, folder: Path, column: str, known: set[str]) -> DataTable:
-    """The rows whose images are in the folder; the others are told to the table's `skips`."""
-    import pyarrow as pa
-    from datasets import Dataset
-
-    names = Column.of(table, column, "text")
-    files = names.values(np.arange(len(names))).tolist()
-    there = np.array([not file or Path(file).as_posix() in known for file in files], dtype=bool)
-    for row in np.flatnonzero(~there).tolist():
-        table.skips.bad("image that is not in the folder", table.where(row), f"{files[row]!r} is not in {folder}")
-    table.root, table.allow_outside = folder, True  # links in a folder of images are followed, as without captions
-    if not there.all():
-        table.dataset = Dataset(table.dataset.data.filter(pa.array(there)))
-    return table
 
 
 def _first(file: Path, names: tuple[str, ...], argument: str) -> str:
@@ -412,15 +380,11 @@ class ImageViews(PairDataset):
 class TableViews(ImageViews):
     """Images of a table: a parquet or other local file, a saved data set, or the Hugging Face hub.
 
+    The arguments `path`, `split`, `subset`, `limit`, `allow_outside` and `on_error` are those of `TablePairs`.
+
     Args:
-        path: what `TablePairs` takes.
         image_column: file contents, `datasets` images, or paths relative to the table.
         label_column: class numbers or names; by default `label`, if there is such a column.
-        split: of a folder, saved data set or hub name.
-        subset: configuration of a hub data set.
-        limit: read the first rows only.
-        allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
-        on_error: "skip" leaves out, counts and reports rows without an image; "raise" stops at the first.
 
     Raises:
         DualencError: no such file, column or split; no usable image.
@@ -451,16 +415,9 @@ class TableViews(ImageViews):
             limit=limit,
             allow_outside=allow_outside,
         )
-        column = Column.of(table, image_column, "image")
-        there = column.filled()
-        missing = np.flatnonzero(~there)
-        if len(missing):
-            reason = f"no image in column {image_column!r}"
-            table.skips.bad(reason, table.where(int(missing[0])), "fill it in or remove the row", len(missing))
-        rows = np.flatnonzero(there)
-        table.skips.demand(len(rows), "image")
-        labels = labels_of_column(table, label).take(rows) if table.has(label) else None
-        super().__init__(Picked(ColumnImages(table, column), rows), labels)
+        corpus = table_corpus(table, image_column, "image", label_column=label if table.has(label) else None)
+        labels = None if corpus.labels is None else Labels(corpus.labels, corpus.class_names or [])
+        super().__init__(corpus.items, labels)
         self.skipped = table.skips.report()
 
 

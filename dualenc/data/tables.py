@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -61,14 +60,9 @@ class DataTable:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    @property
-    def names(self) -> list[str]:
-        """The columns' names."""
-        return [name for name in self.dataset.column_names if name not in (FILE, LINE)]
-
     def has(self, name: str) -> bool:
         """Whether there is such a column with at least one value in it."""
-        return name in self.names and self.dataset.data.column(name).null_count < len(self)
+        return name in self.dataset.column_names and self.dataset.data.column(name).null_count < len(self)
 
     def where(self, row: int) -> str:
         """Where a row stands: file:line if it was read from lines."""
@@ -110,10 +104,9 @@ def open_table(
         DualencError: no such file, column or split; a broken file.
     """
     source = str(source)
-    saved = _is_saved(source)
-    files = [] if saved else find_files(source, split)
+    files = find_files(source, split)
     if not files:
-        dataset = _saved(source, split) if saved else _from_hub(source, subset, split)
+        dataset = _from_datasets(source, subset, split)
     elif file_format(files[0]) == ".parquet":
         dataset = _from_parquet(files, columns)
     else:
@@ -123,8 +116,10 @@ def open_table(
         dataset = dataset.select(range(min(limit, len(dataset))))
     if dataset._indices is not None:  # rows in another order than stored; columns are read as stored
         dataset = dataset.flatten_indices()
-    root = files[0].parent if files else Path(source) if saved else _datasets_config().HF_CACHE_HOME
-    return DataTable(source, dataset, skips, Path(root), files, allow_outside)
+    from datasets import config
+
+    root = files[0].parent if files else Path(source if is_saved(source) else config.HF_CACHE_HOME)
+    return DataTable(source, dataset, skips, root, files, allow_outside)
 
 
 def peek_columns(source: str | Path, split: str = "train", subset: str | None = None) -> dict[str, Kind]:
@@ -133,29 +128,21 @@ def peek_columns(source: str | Path, split: str = "train", subset: str | None = 
     Raises:
         DualencError: no such file or split; a broken file.
     """
-    source = str(source)
-    saved = _is_saved(source)
-    files = [] if saved else find_files(source, split)
-    if files and file_format(files[0]) != ".parquet":
-        skips = Skips(files[0])
-        record = next((record for _, record in read_records(files[0], skips)), None)
-        if record is None:
-            skips.demand(0, "record")
-            return {}
-        return {name: "list" if isinstance(value, list) else "value" for name, value in record.items()}
-    if files:
+    files = find_files(str(source), split)
+    if not files:
+        schema = _from_datasets(str(source), subset, split).data.schema
+    elif file_format(files[0]) == ".parquet":
         schema = _parquet_schema(files[0])
     else:
-        schema = (_saved(source, split) if saved else _from_hub(source, subset, split)).data.schema
+        skips = Skips(files[0])
+        record = next((record for _, record in read_records(files[0], skips)), None)
+        skips.demand(record is not None, "record")
+        return {name: "list" if isinstance(value, list) else "value" for name, value in (record or {}).items()}
     return {field.name: "list" if "list" in str(field.type).partition("<")[0] else "value" for field in schema}
 
 
 def check_columns(source: str, available: Iterable[str], wanted: Iterable[str]) -> None:
-    """Insist that columns are there.
-
-    Raises:
-        DualencError: names the missing column, the nearest one and all there are.
-    """
+    """Insist that columns are there: a `DualencError` names the missing one, the nearest one and all there are."""
     names = [name for name in available if name not in (FILE, LINE)]
     for name in wanted:
         if name not in names:
@@ -166,13 +153,9 @@ def check_columns(source: str, available: Iterable[str], wanted: Iterable[str]) 
 
 def cache_folder() -> Path:
     """Where converted files are kept: `dualenc` in the cache folder of `datasets` ($HF_DATASETS_CACHE)."""
-    return Path(_datasets_config().HF_DATASETS_CACHE) / "dualenc"
+    import datasets
 
-
-def _datasets_config() -> Any:
-    from datasets import config
-
-    return config
+    return Path(datasets.config.HF_DATASETS_CACHE) / "dualenc"
 
 
 # Line-based files: read once, into memory or into an Arrow file in the cache folder.
@@ -187,19 +170,11 @@ def read_lines(
     limit: int | None = None,
     reshape: Reshape | None = None,
 ) -> Dataset:
-    """Read the named columns of line-based files.
-
-    Args:
-        files: all of one format.
-        columns: each becomes strings ("value") or lists of strings ("list"; a single text is a list of one).
-        optional: columns that may be missing everywhere.
-        skips: is told of malformed lines; the cache remembers what it was told.
-        quotes: whether `"` encloses fields of csv and tsv files.
-        limit: stop after that many rows.
-        reshape: turns each record into one that has the columns, for formats that nest them.
+    """Read the named columns of line-based files of one format; the arguments are those of `open_table`.
 
     Returns:
-        The columns, and beside them the file number and line of each row.
+        The columns, as strings ("value") or lists of strings ("list"; a single text is a list of one), and beside
+        them the file number and line of each row. What `skips` was told is remembered in the cache, too.
 
     Raises:
         DualencError: an unreadable file, a column that no record has, a cache that is damaged or cannot be written.
@@ -212,8 +187,10 @@ def read_lines(
     fields = [(name, types[kind]) for name, kind in columns.items()]
     schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
     rows = islice(_rows(files, columns, optional, skips, quotes, reshape), limit)
+    blocks = iter(lambda: list(islice(rows, _BATCH_ROWS)), [])
+    batches = (pa.RecordBatch.from_pylist(block, schema=schema) for block in blocks)
     if sum(file.stat().st_size for file in files) <= IN_MEMORY_BYTES:
-        return Dataset(InMemoryTable(pa.Table.from_batches(_batches(schema, rows), schema=schema)))
+        return Dataset(InMemoryTable(pa.Table.from_batches(batches, schema=schema)))
     facts = [(str(file.resolve()), file.stat().st_mtime_ns, file_identity(file).decode()) for file in files]
     reshaped = str(reshape and reshape.__qualname__)
     key = json.dumps([_VERSION, facts, list(columns.items()), quotes, limit, skips.on_error, reshaped])
@@ -231,7 +208,7 @@ def read_lines(
         try:
             with atomic_path(target) as beside:
                 with pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-                    for batch in _batches(schema, rows):
+                    for batch in batches:
                         writer.write_batch(batch)
                 write_json(counts, {"counts": skips.counts, "first": skips.first})
         except OSError as error:
@@ -245,13 +222,6 @@ def read_lines(
         raise DualencError(f"{target}: damaged data cache ({_first_line(error)}); remove this file") from None
 
 
-def _batches(schema: pa.Schema, rows: Iterator[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa
-
-    while block := list(islice(rows, _BATCH_ROWS)):
-        yield pa.RecordBatch.from_pylist(block, schema=schema)
-
-
 def _rows(
     files: Sequence[Path],
     columns: Mapping[str, Kind],
@@ -261,6 +231,7 @@ def _rows(
     reshape: Reshape | None,
 ) -> Iterator[dict[str, Any]]:
     """Each record's wanted columns; insists early that every one that must be there is met with."""
+    converters = [(name, _texts if kind == "list" else _text) for name, kind in columns.items()]
     absent = {name for name in columns if name not in optional}
     seen: dict[str, None] = {}
     count = 0
@@ -275,7 +246,7 @@ def _rows(
                     if count >= _ROWS_BEFORE_MISSING:
                         check_columns(str(file), seen, absent)
                 count += 1
-                row = {name: _CONVERT[kind](record.get(name)) for name, kind in columns.items()}
+                row = {name: convert(record.get(name)) for name, convert in converters}
             except (TypeError, UnicodeEncodeError) as error:
                 skips.bad("value of a wrong type", f"{file}:{line}", f"{error}; mend the line")
             else:
@@ -285,8 +256,7 @@ def _rows(
 
 
 def _text(value: Any) -> str | None:
-    if value is None:
-        return value
+    """A record's value as one text; a TypeError or UnicodeEncodeError if it is none."""
     if isinstance(value, str):
         if not value.isascii():
             value.encode()  # half a surrogate pair, which JSON can escape, is no text
@@ -295,7 +265,7 @@ def _text(value: Any) -> str | None:
         return value
     if isinstance(value, (dict, list)):
         raise TypeError(f"a {type(value).__name__} stands where one text is expected")
-    return json.dumps(value)  # numbers and truth values
+    return None if value is None else json.dumps(value)  # numbers and truth values
 
 
 def _texts(value: Any) -> list[str | None]:
@@ -304,14 +274,11 @@ def _texts(value: Any) -> list[str | None]:
     return [_text(entry) for entry in value] if isinstance(value, list) else [_text(value)]
 
 
-_CONVERT = {"value": _text, "list": _texts}
-
-
 # Every other source.
 
 
 def find_files(source: str, split: str) -> list[Path]:
-    """The local table files that a path, glob or folder means, sorted; none if it can only be a hub name.
+    """The local table files that a path, glob or folder means, sorted; none of a saved data set or a hub name.
 
     Of a folder, the files named SPLIT.*, SPLIT-* or SPLIT_* in it or in its `data` folder, as the hub lays them out.
 
@@ -320,6 +287,8 @@ def find_files(source: str, split: str) -> list[Path]:
     """
     path = Path(source)
     files: list[Path] = []
+    if is_saved(path):
+        return []
     if path.is_file():
         files = [path]
     elif path.is_dir():
@@ -343,33 +312,31 @@ def find_files(source: str, split: str) -> list[Path]:
     return files
 
 
-def _is_saved(source: str) -> bool:
+def is_saved(source: str | Path) -> bool:
     """Whether `datasets.save_to_disk` wrote this folder."""
     return any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def _saved(source: str, split: str) -> Dataset:
+def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
+    """A saved data set, or one of the hub; both raise errors of many kinds."""
     import datasets
 
-    try:
-        loaded = datasets.load_from_disk(source)
-    except Exception as error:  # of many kinds, for files that are missing, cut or of another shape
-        raise DualencError(f"{source}: saved data set cannot be read ({_first_line(error)}); save it again") from None
-    if isinstance(loaded, datasets.DatasetDict):
+    if is_saved(source):
+        try:
+            loaded = datasets.load_from_disk(source)
+        except Exception as error:
+            reason = f"saved data set cannot be read ({_first_line(error)}); save it again"
+            raise DualencError(f"{source}: {reason}") from None
+        if not isinstance(loaded, datasets.DatasetDict):
+            return loaded
         if split not in loaded:
             raise DualencError(f"{source}: no split {split!r}; there are: {', '.join(loaded)}")
-        loaded = loaded[split]
-    return loaded
-
-
-def _from_hub(name: str, subset: str | None, split: str) -> Dataset:
-    import datasets
-
+        return loaded[split]
     try:
-        return datasets.load_dataset(name, subset, split=split)
-    except Exception as error:  # the library raises many kinds: network, missing name, subset or split
+        return datasets.load_dataset(source, subset, split=split)
+    except Exception as error:
         raise DualencError(
-            f"{name}: no such file here, and as a dataset of the hub it does not load ({_first_line(error)}); "
+            f"{source}: no such file here, and as a dataset of the hub it does not load ({_first_line(error)}); "
             "check the name, subset and split, and the network"
         ) from error
 
@@ -380,18 +347,21 @@ def _from_parquet(files: list[Path], columns: Mapping[str, Kind]) -> Dataset:
     names = [name for name in _parquet_schema(files[0]).names if name in columns]
     for file in files:
         check_columns(str(file), _parquet_schema(file).names, names)
-    data_files: dict[str, Any] = {"train": [str(file) for file in files]}
-    short = sum(file.stat().st_size for file in files) < _BAR_BYTES
+    # The cache of `datasets` knows a file by its path and time of change; ours also by its contents.
+    cache = cache_folder() / "parquet" / digest_of(*(file_identity(file) for file in files))
+    options: dict[str, Any] = {"data_files": {"train": [str(file) for file in files]}, "columns": names or None}
+    # `datasets` shows its progress bars for the smallest file.
+    hide = sum(file.stat().st_size for file in files) < _BAR_BYTES and not datasets.are_progress_bars_disabled()
+    if hide:
+        datasets.disable_progress_bars()
     try:
-        with _no_bars() if short else nullcontext():
-            # The cache of `datasets` knows a file by its path and time of change; ours also by its contents.
-            cache = cache_folder() / "parquet" / digest_of(*(file_identity(file) for file in files))
-            return datasets.load_dataset(
-                "parquet", data_files=data_files, split="train", columns=names or None, cache_dir=str(cache)
-            )
+        return datasets.load_dataset("parquet", split="train", cache_dir=str(cache), **options)
     except Exception as error:  # broken pages, files that differ, kinds of columns that `datasets` does not know
         cause = _first_line(error.__cause__ or error)
         raise DualencError(f"{files[0]}: cannot be read ({cause}); fetch it again") from None
+    finally:
+        if hide:
+            datasets.enable_progress_bars()
 
 
 def _parquet_schema(file: Path) -> pa.Schema:
@@ -410,17 +380,3 @@ def _parquet_schema(file: Path) -> pa.Schema:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Hide the progress bars of `datasets`, which it shows for the smallest file."""
-    import datasets
-
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()

@@ -70,14 +70,7 @@ class SimCLR:
 def crop_box(height: int, width: int, min_area: float, draw: Callable[[], float]) -> tuple[int, int, int, int]:
     """A random box of `min_area` to all of the image's area and an aspect ratio of 3/4 to 4/3 (Inception's crop).
 
-    Args:
-        height: of the image.
-        width: of the image.
-        min_area: smallest share of the area.
-        draw: gives uniform numbers in [0, 1).
-
-    Returns:
-        Top, left, height and width in pixels.
+    `draw` gives uniform numbers in [0, 1); the box is top, left, height and width in pixels.
     """
     for _ in range(10):
         area = height * width * (min_area + (1 - min_area) * draw())
@@ -106,15 +99,10 @@ def jitter(image: Image.Image, strength: float, draw: Callable[[], float]) -> Im
 
 
 def gaussian_blur(pixels: Tensor, sigma: float, kernel: int) -> Tensor:
-    """Gaussian blur with reflected borders, as one matrix product per axis.
+    """Gaussian blur of (..., H, W) with reflected borders, as one matrix product per axis.
 
-    The same numbers as torchvision's `gaussian_blur`, whose two-dimensional convolution is six times slower at 224
-    pixels.
-
-    Args:
-        pixels: (..., H, W); H and W larger than half the kernel.
-        sigma: standard deviation in pixels.
-        kernel: odd length of the kernel.
+    `sigma` is in pixels, `kernel` the odd length of the kernel, at most 2·min(H, W) − 1. The same numbers as
+    torchvision's `gaussian_blur`, whose two-dimensional convolution is six times slower at 224 pixels.
     """
     offsets = torch.arange(kernel) - kernel // 2
     weights = torch.softmax(-0.5 * (offsets / sigma) ** 2, dim=0)

@@ -47,11 +47,7 @@ class Tars:
         self._process = os.getpid()
 
     def read(self, number: int, offset: int, size: int) -> bytes:
-        """`size` bytes of tar `number` from `offset`.
-
-        Raises:
-            BadSample: the tar cannot be read any more.
-        """
+        """`size` bytes of tar `number` from `offset`; a `BadSample` if the tar cannot be read any more."""
         if self._process != os.getpid():  # a forked child shares its parent's file positions
             self._open, self._process = {}, os.getpid()
         try:
@@ -68,20 +64,7 @@ class Tars:
         return {**self.__dict__, "_open": {}}
 
 
-def find_tars(path: str | Path) -> list[Path]:
-    """The tars that a file name, a folder or a glob means, sorted.
-
-    Raises:
-        DualencError: there is none.
-    """
-    pattern = str(Path(path) / "*.tar") if Path(path).is_dir() else str(path)
-    found = [Path(pattern)] if Path(pattern).is_file() else sorted(Path(p) for p in glob.glob(pattern, recursive=True))
-    if not found:
-        raise DualencError(f"{path}: no such tar; give a .tar file, a folder of them or a glob like 'shards/*.tar'")
-    return found
-
-
-def index_tar(tar: Path, skips: Skips, index_folder: Path | None = None) -> pa.DataTable:
+def index_tar(tar: Path, skips: Skips, index_folder: Path | None = None) -> pa.Table:
     """The samples of one tar, from its index if that is up to date; otherwise the tar is scanned once.
 
     Args:
@@ -92,23 +75,21 @@ def index_tar(tar: Path, skips: Skips, index_folder: Path | None = None) -> pa.D
 
     Returns:
         Columns `sample`, and the lists `extension`, `offset` and `size` of its files; a row per sample.
-
-    Raises:
-        DualencError: not an uncompressed tar.
-        BadSample: a truncated tar or a repeated member, under on_error="raise".
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with open_regular(tar) as stream:
-            size, changed = os.fstat(stream.fileno()).st_size, os.fstat(stream.fileno()).st_mtime_ns
+            facts = os.fstat(stream.fileno())
     except OSError as error:
         raise DualencError(f"{tar}: cannot be read ({error.strerror or error}); check the path") from None
-    stamp = f"{_VERSION} {changed} {file_identity(tar).decode()}"
-    places = [_index_path(tar, index_folder), _index_path(tar, cache_folder())]
+    stamp = f"{_VERSION} {facts.st_mtime_ns} {file_identity(tar).decode()}"
+    unique = re.sub(r"[^\w.-]", "_", str(tar.resolve())) + ".index"
+    chosen = tar.with_name(f"{tar.name}.index") if index_folder is None else index_folder / unique
+    places = [chosen, cache_folder() / unique]
     for place in places:
-        known = _known_index(place, stamp, size)
+        known = _known_index(place, stamp, facts.st_size)
         if known is not None:
             return known
     before = skips.total
@@ -153,12 +134,6 @@ def _schema() -> pa.Schema:
     numbers = pa.list_(pa.int64())
     fields = {"sample": pa.large_string(), "extension": pa.list_(pa.string()), "offset": numbers, "size": numbers}
     return pa.schema(list(fields.items()))
-
-
-def _index_path(tar: Path, folder: Path | None) -> Path:
-    if folder is None:
-        return tar.with_name(f"{tar.name}.index")
-    return Path(folder) / (re.sub(r"[^\w.-]", "_", str(tar.resolve())) + ".index")
 
 
 def _scan(tar: Path, skips: Skips) -> pa.Table:
@@ -251,14 +226,22 @@ class WebDatasetPairs(PairDataset):
     ) -> None:
         skips = Skips(path, on_error)
         shards = _Shards(path, skips, None if index_folder is None else Path(index_folder))
-        left_files, right_files = shards.files(left), shards.files(right)
+        left_files, right_files = _Files(shards, left), _Files(shards, right)
         good = left_files.there("left", skips)
         good[good] = right_files.there("right", skips, among=good)
         rows = np.flatnonzero(good)
         skips.demand(len(rows), "pair")
         first, right_id = rows, np.arange(len(rows))
         if deduplicate and right_files.modality == "text":
-            rows = right_files.readable(rows, skips)
+            readable = []
+            for row in rows.tolist():
+                try:
+                    right_files[row]
+                    readable.append(row)
+                except BadSample:
+                    skips.bad(f"unreadable file {right!r}", right_files.where(row))
+            skips.demand(len(readable), "pair")
+            rows = np.array(readable)
             first, right_id = number_distinct(right_files, rows)
         super().__init__(
             Picked(left_files, rows),
@@ -273,17 +256,10 @@ class WebDatasetPairs(PairDataset):
 def tar_corpus(path: str | Path, member: str = IMAGES, *, on_error: OnError = "skip") -> Corpus:
     """One file of every sample in tars as items to embed; ids are the samples' names.
 
-    Args:
-        path: a tar, a folder of tars, or a glob of tars.
-        member: as `left` of `WebDatasetPairs`.
-        on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
-
-    Raises:
-        DualencError: no such tar, a compressed tar, nothing usable.
-        BadSample: a truncated tar, a repeated, missing or empty file, under on_error="raise".
+    The arguments and errors are those of `WebDatasetPairs`; `member` is as `left` there.
     """
     skips = Skips(path, on_error)
-    files = _Shards(path, skips, None).files(member)
+    files = _Files(_Shards(path, skips), member)
     rows = np.flatnonzero(files.there("item", skips))
     skips.demand(len(rows), "item")
     names = [files.name(row) for row in rows.tolist()]
@@ -295,42 +271,40 @@ def tar_corpus(path: str | Path, member: str = IMAGES, *, on_error: OnError = "s
 
 
 class _Shards:
-    """The indexes of all tars, one behind the other."""
+    """The tars that a file name, a folder or a glob means, sorted, and their indexes one behind the other."""
 
-    def __init__(self, path: str | Path, skips: Skips, index_folder: Path | None) -> None:
+    def __init__(self, path: str | Path, skips: Skips, index_folder: Path | None = None) -> None:
         import pyarrow as pa
 
-        self.tars = Tars(find_tars(path))
+        pattern = str(Path(path) / "*.tar") if Path(path).is_dir() else str(path)
+        found = [Path(pattern)] if Path(pattern).is_file() else sorted(map(Path, glob.glob(pattern, recursive=True)))
+        if not found:
+            raise DualencError(f"{path}: no such tar; give a .tar file, a folder of them or a glob like 'shards/*.tar'")
+        self.tars = Tars(found)
         tables = [index_tar(tar, skips, index_folder) for tar in self.tars.paths]
         self.table = pa.concat_tables([table.replace_schema_metadata(None) for table in tables])
         self.tar = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
 
-    def files(self, spec: str) -> _Files:
-        """For every sample, the file that `spec` names."""
+
+class _Files:
+    """The file of each sample that `spec` names as an item; position -1 where a sample has none."""
+
+    def __init__(self, shards: _Shards, spec: str) -> None:
         import pyarrow.compute as pc
 
         extensions, _, field = spec.partition(":")
-        names = pc.list_flatten(self.table["extension"]).to_numpy(zero_copy_only=False)
-        row = np.repeat(np.arange(len(self.table)), pc.list_value_length(self.table["extension"]).to_numpy())
-        chosen = np.full(len(self.table), -1, dtype=np.int64)
-        for extension in reversed(extensions.lower().split(";")):
-            found = np.flatnonzero(names == extension.lstrip("."))
-            chosen[row[found]] = found
-        return _Files(self, chosen, spec, field)
-
-
-class _Files:
-    """One file of each sample as an item; position -1 where a sample has none."""
-
-    def __init__(self, shards: _Shards, chosen: np.ndarray, spec: str, field: str) -> None:
-        import pyarrow.compute as pc
-
         self.tars, self.tar, self.spec, self.field = shards.tars, shards.tar, spec, field
         self.samples: pa.ChunkedArray = shards.table["sample"]
+        names = pc.list_flatten(shards.table["extension"]).to_numpy(zero_copy_only=False)
+        row = np.repeat(np.arange(len(shards.table)), pc.list_value_length(shards.table["extension"]).to_numpy())
+        chosen = np.full(len(shards.table), -1, dtype=np.int64)
+        for extension in reversed(extensions.lower().split(";")):
+            there = np.flatnonzero(names == extension.lstrip("."))
+            chosen[row[there]] = there
         values = [pc.list_flatten(shards.table[name]).to_numpy() for name in ("offset", "size")]
         self.offset, self.size = (np.where(chosen >= 0, v[chosen] if len(v) else -1, -1) for v in values)
         self._tar_identities: list[bytes] | None = None
-        images = [extension.endswith(_IMAGE_ENDS) for extension in spec.partition(":")[0].lower().split(";")]
+        images = [extension.endswith(_IMAGE_ENDS) for extension in extensions.lower().split(";")]
         self.modality: Modality = "image" if all(images) else "text"
         if field and not spec.lower().startswith("json:"):
             raise DualencError(f"{spec!r}: a field is named, but only JSON files have fields; write json:{field}")
@@ -340,40 +314,40 @@ class _Files:
         rows = np.arange(len(self)) if among is None else np.flatnonzero(among)
         for reason, bad in (("sample without", self.size[rows] < 0), ("empty", self.size[rows] == 0)):
             if bad.any():
-                where = f"{self.tars.paths[self.tar[rows[bad][0]]]}: {self.name(rows[bad][0])}"
-                skips.bad(f"{reason} {side} file {self.spec!r}", where, "add it, name another one", int(bad.sum()))
+                reason = f"{reason} {side} file {self.spec!r}"
+                skips.bad(reason, self.where(rows[bad][0]), "add it, name another one", int(bad.sum()))
         return self.size[rows] > 0
-
-    def readable(self, rows: np.ndarray, skips: Skips) -> np.ndarray:
-        """The rows whose files can be read; the others are told to `skips`."""
-        kept = []
-        for row in rows.tolist():
-            try:
-                self[row]
-                kept.append(row)
-            except BadSample:
-                where = f"{self.tars.paths[self.tar[row]]}: {self.name(row)}"
-                skips.bad(f"unreadable file {self.spec!r}", where)
-        skips.demand(len(kept), "pair")
-        return np.array(kept)
 
     def name(self, row: int) -> str:
         """The sample's name in its tar."""
         return self.samples[int(row)].as_py().removeprefix("./")
+
+    def where(self, row: int) -> str:
+        """Its tar and its name."""
+        return f"{self.tars.paths[self.tar[row]]}: {self.name(row)}"
 
     def __len__(self) -> int:
         return len(self.offset)
 
     def __getitem__(self, index: int) -> Any:
         number, size = int(self.tar[index]), int(self.size[index])
-        where = f"{self.tars.paths[number]}: {self.name(index)}"
+        where = self.where(index)
         most = MOST_BYTES if self.modality == "image" else MOST_LINE_BYTES
         if size > most:
             raise BadSample(f"{where}: file of {size:,} bytes, where {most:,} are allowed; remove the sample")
         data = self.tars.read(number, int(self.offset[index]), size)
         if len(data) < size:
             raise BadSample(f"{where}: the tar ends inside this sample; fetch it again")
-        return decode_image(data, where) if self.modality == "image" else self._text(data, where)
+        if self.modality == "image":
+            return decode_image(data, where)
+        try:
+            text = json.loads(data)[self.field] if self.field else data.decode("utf-8-sig")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            what = f"JSON object with a field {self.field!r}" if self.field else "UTF-8 text"
+            raise BadSample(f"{where}: {self.spec!r} is no {what}; mend the sample or name another file") from None
+        if not isinstance(text, str) or not text.strip():
+            raise BadSample(f"{where}: {self.spec!r} holds no text; fill it in or remove the sample")
+        return text.strip()
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """As `dualenc.data.identity` asks for: the tar's own identity, and where in it the file lies."""
@@ -385,16 +359,6 @@ class _Files:
             b"%s %s %d %d %s" % (names[tar], self._tar_identities[tar], offset, size, self.spec.encode())
             for tar, offset, size in places
         ]
-
-    def _text(self, data: bytes, where: str) -> str:
-        try:
-            text = json.loads(data)[self.field] if self.field else data.decode("utf-8-sig")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            what = f"JSON object with a field {self.field!r}" if self.field else "UTF-8 text"
-            raise BadSample(f"{where}: {self.spec!r} is no {what}; mend the sample or name another file") from None
-        if not isinstance(text, str) or not text.strip():
-            raise BadSample(f"{where}: {self.spec!r} holds no text; fill it in or remove the sample")
-        return text.strip()
 
 
 def is_tars(path: str | Path) -> bool:

@@ -1,4 +1,4 @@
-"""Files that keep runs, judgements and per-query scores; every broken line is told by its place."""
+"""Files that keep runs and per-query scores; every broken line is told by its place."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ PathLike = str | os.PathLike[str]
 
 LONGEST_LINE = 1 << 20
 """Bytes; a longer line is no line of the files that are read here."""
-HIGHEST_GRADE = 1 << 20
-"""No scale of relevance goes further; the gain of nDCG is linear in the grade."""
 
 
 def write_trec(path: PathLike, run: Run, tag: str = "dualenc") -> None:
@@ -58,28 +56,6 @@ def read_trec(path: PathLike) -> dict[str, dict[str, float]]:
             raise DualencError(f"{place}: document {fields[2]} stands twice for query {fields[0]}; remove one")
         documents[fields[2]] = score
     return run
-
-
-def read_qrels(path: PathLike) -> dict[str, dict[str, int]]:
-    """Read judgements from a BEIR file (`query-id corpus-id score`) or a TREC one (`query 0 document grade`).
-
-    Raises:
-        DualencError: no such file, a line that is neither, or no judgement at all.
-    """
-    qrels: dict[str, dict[str, int]] = {}
-    for number, (place, line) in enumerate(read_lines(path)):
-        fields = line.split()
-        grade = _number(fields[-1]) if len(fields) in (3, 4) else None
-        if grade is None and number == 0:
-            continue  # the header of a BEIR file
-        if grade is None or grade != int(grade) or abs(grade) > HIGHEST_GRADE:
-            raise DualencError(
-                f"{place}: not a judgement (query, document, whole grade up to {HIGHEST_GRADE:,}); mend the line"
-            )
-        qrels.setdefault(fields[0], {})[fields[-2]] = int(grade)
-    if not qrels:
-        raise DualencError(f"{path}: the judgements (qrels) are empty; give the file of the right split")
-    return qrels
 
 
 def write_per_query(path: PathLike, per_query: Mapping[str, Scores], dataset: str = "") -> None:

@@ -14,7 +14,8 @@ import pytest
 import pytrec_eval
 
 from dualenc.cli import main
-from dualenc.evaluation.runs import read_per_query, read_qrels, read_trec
+from dualenc.data.beir import read_qrels
+from dualenc.evaluation.runs import read_per_query, read_trec
 from tests.commands.toy import text_model, write_beir
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import pickle
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,16 @@ def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
 def shade_of(image: Image.Image) -> int:
     """What `picture` was given."""
     return int(np.asarray(image)[0, 0, 0])
+
+
+def shades_in(pickled: bytes) -> list[int]:
+    """The left pictures of pickled pairs; here, so that a spawned process imports nothing but this file."""
+    return [shade_of(pair.left) for pair in pickle.loads(pickled)]
+
+
+def rights_in(pickled: bytes) -> list[str]:
+    """The right items of pickled pairs."""
+    return [pair.right for pair in pickle.loads(pickled)]
 
 
 def write_beir(

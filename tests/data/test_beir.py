@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.data import BeirPairs, read_beir
+from dualenc.data.beir import read_qrels
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_beir, write_jsonl
@@ -171,6 +173,42 @@ def test_judgements_that_are_not_utf8_are_named_or_left_out(tmp_path: Path) -> N
     assert read_beir(folder).qrels == {"q": {"a": 1}}
     with pytest.raises(BadSample, match=r"test\.tsv:3: line that is not UTF-8"):
         read_beir(folder, on_error="raise")
+
+
+@pytest.mark.parametrize(
+    "text", ["query-id\tcorpus-id\tscore\nq\td e\t2\nq\tf\t0.0\n", "q 0 d 2\nq\t0\te\t0\n", "q\td\t2\n\nq\te\t0\n"]
+)
+def test_qrels_of_beir_and_trec(text: str, tmp_path: Path) -> None:
+    (tmp_path / "qrels").write_text(text)
+    assert [list(grades.values()) for grades in read_qrels(tmp_path / "qrels").values()] == [[2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"query-id\tcorpus-id\tscore\n", "no usable judgement: it is empty"),
+        (b"q\td\t1\nq\te\thigh\n", "1 malformed judgement .first: .*qrels:2."),
+        (b"q 0 d 0.5\n", "malformed judgement .first: .*qrels:1."),
+        (b"q 0 d 1048577\nq 0 d 100000000000000000000000\nq 0 d inf\n", "3 malformed judgement .first: .*qrels:1."),
+        (b"q 0 d 1\nq 0 d 2\n", "pair judged twice .first: .*qrels:2."),
+        (b"q\td\t1\nq\t\xff\t1\n", "line that is not UTF-8 text .first: .*qrels:2."),
+    ],
+)
+def test_qrels_of_which_a_line_is_broken_are_refused(tmp_path: Path, text: bytes, message: str) -> None:
+    (tmp_path / "qrels").write_bytes(text)
+    with pytest.raises(DualencError, match=message) as caught:
+        read_qrels(tmp_path / "qrels")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make", [None, Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["none", "dir", "pipe", "dev"]
+)
+def test_qrels_that_are_no_regular_file(tmp_path: Path, make: Callable[[Path], None] | None) -> None:
+    if make is not None:
+        make(tmp_path / "qrels")
+    with pytest.raises(DualencError, match=r"No such file|not a file; give a regular file"):
+        read_qrels(tmp_path / "qrels")
 
 
 def test_judgements_that_are_no_file_are_told(tmp_path: Path) -> None:

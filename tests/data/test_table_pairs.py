@@ -32,7 +32,7 @@ from dualenc.data import tables as arrow_cache
 from dualenc.data.columns import Labels
 from dualenc.errors import BadSample, DualencError
 
-from .make import encoded, picture, shade_of, write_csv, write_jsonl
+from .make import encoded, picture, rights_in, shade_of, write_csv, write_jsonl
 
 WORD = st.text("ab ", max_size=3)
 LISTS = st.lists(WORD, max_size=3)
@@ -198,16 +198,12 @@ def test_on_error_has_two_choices(tmp_path: Path) -> None:
         TablePairs(tmp_path, "q", "d", on_error="ignore")  # type: ignore[arg-type]
 
 
-def _rights(pickled: bytes) -> list[str]:
-    return [pair.right for pair in pickle.loads(pickled)]
-
-
 @pytest.mark.slow
 def test_pairs_are_read_in_spawned_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow_cache, "IN_MEMORY_BYTES", -1)
     pairs = TablePairs(write_jsonl(tmp_path / "x.jsonl", [{"q": "q", "d": ["a", "b"]}]), "q", "d")
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(_rights, (pickle.dumps(pairs),)) == ["a", "b"]
+        assert pool.apply(rights_in, (pickle.dumps(pairs),)) == ["a", "b"]
 
 
 def test_flickr8k_opens_with_two_column_names(shared_data: Path) -> None:

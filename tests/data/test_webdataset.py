@@ -21,7 +21,7 @@ from dualenc.data import webdataset as tars_module
 from dualenc.data.webdataset import tar_corpus
 from dualenc.errors import BadSample, DualencError
 
-from .make import encoded, picture, shade_of
+from .make import encoded, picture, shade_of, shades_in
 
 
 def write_tar(path: Path, files: Iterable[tuple[str, bytes]], mode: str = "w") -> Path:
@@ -173,16 +173,12 @@ def test_tars_that_cannot_be_read_at_random(tmp_path: Path) -> None:
         WebDatasetPairs(tmp_path / "no-*.tar")
 
 
-def _shades(pickled: bytes) -> list[int]:
-    return [shade_of(pair.left) for pair in pickle.loads(pickled)]
-
-
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_worker_processes_read_for_themselves(shards: Path, start: str) -> None:
     pairs = WebDatasetPairs(shards)
     assert shade_of(pairs[4].left) == 4  # opens a file before the fork
     with multiprocessing.get_context(start).Pool(2) as pool:
-        assert pool.map(_shades, [pickle.dumps(pairs)] * 4) == [[0, 1, 2, 3, 4]] * 4
+        assert pool.map(shades_in, [pickle.dumps(pairs)] * 4) == [[0, 1, 2, 3, 4]] * 4
 
 
 def test_many_tars_do_not_exhaust_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

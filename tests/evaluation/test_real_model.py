@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from dualenc.cli import main
+from dualenc.data.beir import read_qrels
 from dualenc.evaluation.metrics import score_queries
-from dualenc.evaluation.runs import read_qrels, read_trec
+from dualenc.evaluation.runs import read_trec
 
 
 @pytest.fixture(scope="module")

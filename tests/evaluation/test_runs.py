@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.runs import read_per_query, read_qrels, read_trec, write_per_query, write_trec
+from dualenc.evaluation.runs import read_per_query, read_trec, write_per_query, write_trec
 
 names = st.text(st.characters(exclude_categories=["Z", "C"]), min_size=1, max_size=5)
 runs = st.dictionaries(
@@ -50,23 +50,12 @@ def test_a_per_query_log_reads_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["query-id\tcorpus-id\tscore\nq\td\t2\nq\te\t0\n", "q 0 d 2\nq 0 e 0\n", "q\td\t2\n\nq\te\t0\n"]
-)
-def test_judgements_of_beir_and_trec(text: str, tmp_path: Path) -> None:
-    (tmp_path / "qrels").write_text(text)
-    assert read_qrels(tmp_path / "qrels") == {"q": {"d": 2, "e": 0}}
-
-
-@pytest.mark.parametrize(
     ("reader", "text", "message"),
     [
         (read_trec, "q Q0 d 1 0.5\n", r"file:1: not a line of a TREC run"),
         (read_trec, "q Q0 d 1 0.5 t\nq Q0 e 1 high t\n", r"file:2: not a line"),
         (read_trec, "q Q0 d 1 nan t\n", r"file:1: not a line"),
         (read_trec, "q Q0 d 1 0.5 t\nq Q0 d 2 0.4 t\n", r"file:2: document d stands twice"),
-        (read_qrels, "query-id\tcorpus-id\tscore\n", "empty"),
-        (read_qrels, "q d 1\nq e high\n", "file:2: not a judgement"),
-        (read_qrels, "q d 0.5\n", "file:1: not a judgement"),
         (read_per_query, "{}\n", "file:1: not a line of a per-query log"),
         (read_per_query, '{"query": "q", "ndcg@10": 1}\n[]\n', "file:2: not a line"),
         (read_per_query, '{"query": "q"}\n{"query": "q"}\n', "file:2: query q stands twice"),
@@ -75,10 +64,7 @@ def test_judgements_of_beir_and_trec(text: str, tmp_path: Path) -> None:
         (read_per_query, '{"query": "q", "ndcg@10": 1' + "0" * 400 + "}\n", "file:1: not a line"),
         (read_per_query, "[" * 200_000, "file:1: not a line"),
         (read_per_query, "", "the per-query log is empty"),
-        (read_qrels, "q d 100000000000000000000000\n", "file:1: not a judgement"),
-        (read_qrels, "q d inf\nq d inf\n", "file:2: not a judgement"),
         (read_trec, "q Q0 d 1 0.5 caf\u00e9\n".encode("latin-1"), "file:1: not UTF-8 text .byte 0xe9.; save the file"),
-        (read_qrels, b"q d 1\nq \xff 1\n", "file:2: not UTF-8 text"),
         (read_per_query, b"\xff", "file:1: not UTF-8 text"),
         (read_trec, "x" * (2 << 20), "file:1: a line of more than 1 MiB"),
     ],
@@ -90,13 +76,13 @@ def test_a_broken_file_is_told_by_line(reader: object, text: str | bytes, messag
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("reader", [read_trec, read_qrels, read_per_query])
+@pytest.mark.parametrize("reader", [read_trec, read_per_query])
 def test_a_missing_file(reader: object, tmp_path: Path) -> None:
     with pytest.raises(DualencError, match="no such file"):
         reader(tmp_path / "absent")  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("reader", [read_trec, read_qrels, read_per_query])
+@pytest.mark.parametrize("reader", [read_trec, read_per_query])
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_regular_file(reader: object, make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "file")
