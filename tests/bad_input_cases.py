@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
 import json
 import os
 import random
@@ -88,6 +90,19 @@ def make_toys(toys: Path) -> None:
     shutil.copy("retrieval/run.trec", "a.trec")
     shutil.copy("retrieval/per_query.ndjson", "a.ndjson")
     shutil.copy("beir/qrels/test.tsv", "qrels.tsv")
+
+
+def warm_up(toys: Path) -> None:
+    """Fill the tables, caches and compiled expressions that every process fills once, without starting a thread."""
+    from dualenc.cli import main
+    from dualenc.encoders import load_model
+    from dualenc.evaluation.plots import as_svg, histograms
+
+    for name in ("text", "clip", "image"):
+        load_model(str(toys / name))
+    with contextlib.redirect_stdout(io.StringIO()):
+        main(["embed", "--help"])
+    as_svg(histograms({"a": [0.0, 1.0]}))
 
 
 def recipes(toys: Path) -> dict[str, dict[str, Any]]:
