@@ -20,7 +20,6 @@ import inspect
 import json
 import os
 import re
-import stat
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +32,7 @@ import yaml
 
 from dualenc.cli import nearest
 from dualenc.errors import DualencError
+from dualenc.files import open_regular
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -270,17 +270,16 @@ for _tag, _pattern, _first in (
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise DualencError(f"{path}: is no regular file; give the path of a recipe")
-        if status.st_size > LARGEST:
-            raise DualencError(f"{path}: has {status.st_size:,} bytes; a recipe has at most {LARGEST:,}")
-        settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        with open_regular(path) as stream:
+            content = stream.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise DualencError(f"{path}: has more than {LARGEST:,} bytes; a recipe has fewer")
+        settings = yaml.load(content.decode("utf-8"), _Loader)
+    except DualencError:
+        raise
     except OSError as error:
         raise DualencError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, DualencError):
-            raise
         raise DualencError(f"{path}: not valid YAML ({' '.join(str(error).split())[:300]})") from None
     if not isinstance(settings, dict):
         raise DualencError(f"{path}: holds no sections; a recipe has model, data, objective and trainer")
