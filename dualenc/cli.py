@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
+from dualenc import __version__
 from dualenc.errors import DualencError
 from dualenc.terminal import printable
 
@@ -46,7 +47,25 @@ def run_function(function: Callable[..., Any], prog: str, arguments: list[str]) 
         if name in given:
             raise DualencError(f"{prog}: '{name}' is given twice, by position and as an option; give it once")
         given[name] = word
-    values = _convert(function, given, prog)
+    missing = [_label(p) for p in parameters.values() if _is_required(p) and p.name not in given]
+    if missing:
+        raise DualencError(f"{prog} needs {', '.join(missing)}; see {prog} --help")
+    # jsonargparse converts and checks the values, given to it in one canonical order.
+    positional = [p.name for p in parameters.values() if _is_positional(p)]
+    canonical = [f"--{name}={value}" for name, value in given.items() if name not in positional]
+    if positional:
+        canonical += ["--", *(given[name] for name in positional)]
+    try:
+        parsed = _parser(function, prog).parse_args(canonical)
+    except Exception as error:
+        # It lists every type that it tried, over many lines.
+        key = re.search(r'key "(\w+)"', str(error))
+        reason = " ".join(str(error).split())
+        if key is not None and key[1] in given:
+            parameter = parameters[key[1]]
+            reason = f"{_label(parameter)} must be {parameter.annotation}, not '{given[key[1]]}'"
+        raise DualencError(f"{prog}: {reason}; see {prog} --help") from error
+    values = {name: parsed[name] for name in parameters if name in parsed}
     leading = [values.pop(name) for name in by_position]
     function(*leading, *rest, **values)
     return None
@@ -61,6 +80,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def _split(arguments: list[str], function: Callable[..., Any], prog: str) -> tuple[list[str], dict[str, str]]:
     """Separate positional words from options, in any order: `--name value`, `--name=value`, `-k 5`, bare flags."""
     hints = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters.values()
+    known = {f"--{p.name.replace('_', '-')}" for p in parameters if p.kind is not p.VAR_POSITIONAL}
     words: list[str] = []
     options: dict[str, str] = {}
     queue = list(arguments)
@@ -68,65 +89,28 @@ def _split(arguments: list[str], function: Callable[..., Any], prog: str) -> tup
         word = queue.pop(0)
         if word == "--":
             return words + queue, options
-        if not word.startswith("-") or word == "-" or _is_number(word):
+        if word in ("-h", "--help"):
+            options["help"] = "true"
+            continue
+        if not word.startswith("-") or word == "-" or re.match(r"-\.?\d", word):
             words.append(word)
             continue
         option, has_value, value = word.partition("=")
-        name = _option_name(option, function, prog)
-        if not has_value:
-            value = _next_value(option, queue, hints.get(name), prog)
-        if _is_list(hints.get(name)):
+        name = option.lstrip("-").replace("-", "_")
+        if f"--{name.partition('.')[0].replace('_', '-')}" not in known:
+            raise DualencError(f"{prog} has no option '{option}'{nearest(option, known)}; see {prog} --help")
+        hint = hints.get(name)
+        if not has_value and hint is bool:
+            value = queue.pop(0) if queue and queue[0] in ("true", "false") else "true"
+        elif not has_value:
+            if not queue or (queue[0].startswith("--") and len(queue[0]) > 2):
+                raise DualencError(f"{prog}: the option {option} needs a value; see {prog} --help")
+            value = queue.pop(0)
+        if any(typing.get_origin(part) is list for part in (hint, *typing.get_args(hint))):  # may be repeated
             items = [options[name][1:-1]] if name in options else []
             value = f"[{', '.join([*items, value.removeprefix('[').removesuffix(']')])}]"
         options[name] = value
     return words, options
-
-
-def _option_name(word: str, function: Callable[..., Any], prog: str) -> str:
-    if word in ("-h", "--help"):
-        return "help"
-    name = word.lstrip("-").replace("-", "_")
-    parameters = inspect.signature(function).parameters.values()
-    known = {f"--{p.name.replace('_', '-')}" for p in parameters if p.kind is not p.VAR_POSITIONAL}
-    if f"--{name.partition('.')[0].replace('_', '-')}" not in known:
-        raise DualencError(f"{prog} has no option '{word}'{nearest(word, known)}; see {prog} --help")
-    return name
-
-
-def _next_value(option: str, queue: list[str], hint: Any, prog: str) -> str:
-    if option in ("-h", "--help"):
-        return "true"
-    if hint is bool:
-        return queue.pop(0) if queue and queue[0] in ("true", "false") else "true"
-    if not queue or (queue[0].startswith("--") and len(queue[0]) > 2):
-        raise DualencError(f"{prog}: the option {option} needs a value; see {prog} --help")
-    return queue.pop(0)
-
-
-def _convert(function: Callable[..., Any], given: dict[str, str], prog: str) -> dict[str, Any]:
-    """Let jsonargparse convert and check the values, given to it in one canonical order."""
-    parameters = inspect.signature(function).parameters
-    positional = [p.name for p in parameters.values() if _is_positional(p)]
-    missing = [_label(p) for p in parameters.values() if _is_required(p) and p.name not in given]
-    if missing:
-        raise DualencError(f"{prog} needs {', '.join(missing)}; see {prog} --help")
-    canonical = [f"--{name}={value}" for name, value in given.items() if name not in positional]
-    if positional:
-        canonical += ["--", *(given[name] for name in positional)]
-    try:
-        parsed = _parser(function, prog).parse_args(canonical)
-    except Exception as error:
-        raise DualencError(f"{prog}: {_reason(error, parameters, given)}; see {prog} --help") from error
-    return {name: parsed[name] for name in parameters if name in parsed}
-
-
-def _reason(error: Exception, parameters: typing.Mapping[str, inspect.Parameter], given: dict[str, str]) -> str:
-    """What is wrong with a value: jsonargparse lists every type it tried, over many lines."""
-    key = re.search(r'key "(\w+)"', str(error))
-    if key is None or key[1] not in given:
-        return " ".join(str(error).split())
-    parameter = parameters[key[1]]
-    return f"{_label(parameter)} must be {parameter.annotation}, not '{given[key[1]]}'"
 
 
 def _parser(function: Callable[..., Any], prog: str) -> ArgumentParser:
@@ -146,13 +130,13 @@ def _parser(function: Callable[..., Any], prog: str) -> ArgumentParser:
         exit_on_error=False,
         allow_abbrev=False,
     )
-    described = _described(function)
+    described = _without_imports(function)
     parser.add_function_arguments(described, as_group=False, as_positional=True, skip=options)
     parser.add_function_arguments(described, as_group=False, skip=others)
     return parser
 
 
-def _described(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_imports(function: Callable[..., Any]) -> Callable[..., Any]:
     """A stand-in with the function's signature and docstring, annotations evaluated.
 
     For the function itself, jsonargparse would run the `TYPE_CHECKING` imports of its module: torch, for a help text.
@@ -179,18 +163,6 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 def _is_positional(parameter: inspect.Parameter) -> bool:
     return parameter.kind is parameter.POSITIONAL_OR_KEYWORD and _is_required(parameter)
-
-
-def _is_list(hint: Any) -> bool:
-    return any(typing.get_origin(part) is list for part in (hint, *typing.get_args(hint)))
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 class Command(NamedTuple):
@@ -250,7 +222,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        print(f"dualenc: {_unforeseen(error)}", file=sys.stderr)
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, without torch
+            why = _one_line(error) or "none left"
+            told = f"error: not enough memory ({why}); make batch_size or chunk_size smaller"
+        else:
+            what = f"{type(error).__name__}: {_one_line(error)}"[:400].rstrip(": ")
+            told = f"unexpected error: {what}; run again with --debug to see where"
+        print(f"dualenc: {told}", file=sys.stderr)
         return 1
     return 0
 
@@ -261,9 +239,13 @@ def _dispatch(arguments: list[str]) -> None:
     while True:
         word = arguments.pop(0) if arguments else "--help"
         if word == "--version":
-            return _print_version()
+            return print(f"dualenc {__version__}")
         if word in ("-h", "--help"):
-            return print(_list_commands(prog, table))
+            print(f"usage: {prog} COMMAND …\n")
+            for name, entry in table.items():
+                print(f"  {name:<12} {entry.help if isinstance(entry, Command) else ', '.join(entry)}")
+            told = "tells a command's arguments; --debug shows the traceback of an error."
+            return print(f"\n{prog} COMMAND --help {told}")
         if word not in table:
             raise DualencError(f"{prog} has no command '{word}'{nearest(word, table)}; see {prog} --help")
         entry, prog = table[word], f"{prog} {word}"
@@ -274,29 +256,6 @@ def _dispatch(arguments: list[str]) -> None:
 
 def _load(command: Command) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"dualenc.commands.{command.module}"), command.function)
-
-
-def _list_commands(prog: str, table: Commands) -> str:
-    lines = [f"usage: {prog} COMMAND …", ""]
-    for name, entry in table.items():
-        text = entry.help if isinstance(entry, Command) else ", ".join(entry)
-        lines.append(f"  {name:<12} {text}")
-    lines += ["", f"{prog} COMMAND --help tells a command's arguments; --debug shows the traceback of an error."]
-    return "\n".join(lines)
-
-
-def _print_version() -> None:
-    from importlib.metadata import version
-
-    print(f"dualenc {version('dualenc')}")
-
-
-def _unforeseen(error: Exception) -> str:
-    """The line of an error that no part of the package has explained."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, without torch
-        return f"error: not enough memory ({_one_line(error) or 'none left'}); make batch_size or chunk_size smaller"
-    what = f"{type(error).__name__}: {_one_line(error)}"[:400].rstrip(": ")
-    return f"unexpected error: {what}; run again with --debug to see where"
 
 
 def _one_line(error: BaseException) -> str:

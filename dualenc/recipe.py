@@ -8,9 +8,8 @@
     trainer:    {output: runs/mine, epochs: 3, batch_size: 32}
 
 What one part knows of another (sizes of the data, the batch size, the seed) is passed on by links and has no key.
-jsonargparse turns signatures into types, defaults and instances; here are only the sections, the links and errors
-in one line. A recipe is untrusted input: `recipe_keys` has checked every value before jsonargparse sees it, and
-jsonargparse reads no text as YAML, as a path or as the name of anything.
+jsonargparse turns signatures into defaults, links and instances. A recipe is untrusted input: `_Check` compares every
+value with the type of the parameter that takes it before jsonargparse, which imports whatever a text names, sees it.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from __future__ import annotations
 import enum
 import importlib
 import inspect
+import json
 import os
 import re
-import stat
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +32,8 @@ import yaml
 
 from dualenc.cli import nearest
 from dualenc.errors import DualencError
+from dualenc.files import open_regular
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
     from dualenc.training.evaluators import Evaluator
     from dualenc.training.trainer import Trainer, TrainingResult
 
-PACKAGE = "dualenc"
+LARGEST = 256 * 1024
+"""Bytes that a recipe may have; the recipes of this package have less than 2,000."""
 MOST_VALUES, DEEPEST = 10_000, 40
 """How many values a recipe may hold, those behind YAML's aliases counted as often as they occur, and how deep."""
 CLASS_KEYS = ("class_path", "init_args")
@@ -57,57 +59,294 @@ class Section(NamedTuple):
     """One section of a recipe.
 
     Attributes:
-        base: class that its `class_path` must derive from; None when there is one class only, the trainer.
-        package: where a class path without a dot is looked up.
+        base: class that its `class_path` must derive from, or that takes its keys.
+        package: where a class path without a dot is looked up; None when there is one class only.
         filled: arguments that links fill in, and a recipe must leave out.
         required: whether a recipe must have the section.
     """
 
-    base: type | None
-    package: str
+    base: type
+    package: str | None
     filled: tuple[str, ...] = ()
     required: bool = True
 
 
-def checked(
-    settings: Any, sections: Mapping[str, Section], source: str, allow_modules: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The same settings with full class paths, after making sure that nothing in them is out of place.
+def _sections() -> dict[str, Section]:
+    """By name; imported here, since they bring all of the package."""
+    from dualenc.batching import BatchSelector
+    from dualenc.data import PairDataset
+    from dualenc.encoders import DualEncoder
+    from dualenc.objectives import Objective
+    from dualenc.training.evaluators import Evaluator
+    from dualenc.training.trainer import Trainer
+
+    return {
+        "data": Section(PairDataset, "dualenc.data"),
+        "model": Section(DualEncoder, "dualenc.encoders"),
+        "objective": Section(Objective, "dualenc.objectives", ("num_left", "num_right", "views", "seed")),
+        "batching": Section(BatchSelector, "dualenc.batching", ("num_pairs", "batch_size", "seed"), required=False),
+        "evaluator": Section(Evaluator, "dualenc.training.evaluators", required=False),
+        "trainer": Section(Trainer, None),
+    }
+
+
+def _parser() -> ArgumentParser:
+    """Types and links of a recipe.
+
+    Text stays text: by default jsonargparse would read it as YAML once more, which could name classes that were not
+    checked, and where a class is expected open it as a file (hence `add_argument`, which does not).
+    """
+    from jsonargparse import ArgumentParser, set_loader
+
+    set_loader("text", lambda text: text)
+    parser = ArgumentParser(exit_on_error=False, parser_mode="text", default_env=False, print_config=None)
+    for name, section in _sections().items():
+        if section.package is None:
+            parser.add_class_arguments(section.base, name)
+        else:
+            parser.add_argument(f"--{name}", type=section.base, required=section.required)
+    for argument in ("num_left", "num_right", "views"):
+        parser.link_arguments(f"data.{argument}", f"objective.init_args.{argument}", apply_on="instantiate")
+    parser.link_arguments("data", "batching.init_args.num_pairs", compute_fn=len, apply_on="instantiate")
+    parser.link_arguments("trainer.batch_size", "batching.init_args.batch_size")
+    parser.link_arguments("trainer.seed", "batching.init_args.seed")
+    parser.link_arguments("trainer.seed", "objective.init_args.seed")
+    return parser
+
+
+class Parts(NamedTuple):
+    """What a recipe describes, made."""
+
+    model: DualEncoder
+    data: PairDataset
+    objective: Objective
+    batching: BatchSelector | None
+    evaluator: Evaluator | None
+    trainer: Trainer
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe, read and checked, with every default filled in.
 
     Args:
-        settings: nested values of a recipe.
-        sections: what it may hold.
+        config: as jsonargparse has parsed it.
         source: what errors call it.
-        allow_modules: modules beside `dualenc` whose classes it may name.
+    """
+
+    config: Namespace
+    source: str = "recipe"
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The resolved recipe as nested values of YAML, without what links fill in."""
+        from jsonargparse import strip_meta
+
+        settings: dict[str, Any] = json.loads(json.dumps(strip_meta(self.config).as_dict(), default=os.fspath))
+        for name, section in _sections().items():
+            for key in section.filled:
+                (settings[name] or {}).get("init_args", {}).pop(key, None)
+        return settings
+
+    def build(self) -> Parts:
+        """Make all parts; the model's first weights are a function of `trainer.seed`.
+
+        Raises:
+            DualencError: a part does not take its arguments; begins with the source and the part's section.
+        """
+        from dualenc.training.checkpoint import seed_everything
+        from dualenc.training.trainer import Trainer
+
+        def make(found: type, *positional: Any, **arguments: Any) -> Any:
+            try:
+                return found(*positional, **arguments)
+            except (DualencError, OSError) as error:
+                place = _place(self.settings, found.__name__, arguments) or found.__name__.lower()
+                problem = error if isinstance(error, DualencError) else f"{type(error).__name__}: {error}"
+                raise DualencError(f"{self.source}: {place}: {problem}") from error
+
+        make(Trainer, **self.config.trainer.as_dict())  # its mistakes are told before data and models are read
+        seed_everything(self.config.trainer.seed)
+        built = _parser().instantiate(self.config, instantiators=[(make, object, True)])
+        return Parts(**{name: built[name] for name in Parts._fields})
+
+    def train(self, resume: bool = False) -> TrainingResult:
+        """Make all parts and train.
+
+        Args:
+            resume: go on from the latest checkpoint in `trainer.output`.
+        """
+        parts = self.build()
+        return parts.trainer.fit(
+            parts.model, parts.data, parts.objective, parts.batching, parts.evaluator, resume, self.settings
+        )
+
+
+def _place(value: Any, name: str, arguments: Mapping[str, Any], place: str = "") -> str | None:
+    """Where a recipe names a class with these arguments, such as `evaluator.pairs`; depth first."""
+    if not isinstance(value, Mapping):
+        return None
+    if "class_path" in value:
+        given = value.get("init_args") or {}
+        same = (given.get(key, item) == item for key, item in arguments.items() if isinstance(item, (str, int, float)))
+        if value["class_path"].endswith(f".{name}") and all(same):
+            return place
+        value = given
+    places = (_place(item, name, arguments, f"{place}.{key}".lstrip(".")) for key, item in value.items())
+    return next(filter(None, places), None)
+
+
+def read_recipe(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), allow_modules: Sequence[str] = ()
+) -> Recipe:
+    """Read a recipe and apply changes to it.
+
+    Args:
+        path: YAML file.
+        overrides: `section.key=value` each, the value in YAML, such as "trainer.epochs=3" or
+            "objective.class_path=SogCLR"; `init_args.` may be left out: "objective.temperature=0.05".
+        allow_modules: modules beside `dualenc` whose classes the recipe may name, such as "my_package".
 
     Raises:
-        DualencError: an unknown section, key or class (names the nearest valid one), a missing section, a value that
-            is not of its parameter's type, or a class that a recipe may not name there.
+        DualencError: no such file, not YAML, an unknown key or class (names the nearest valid one), a missing
+            argument, a value of the wrong type, or a class that is not of dualenc or an allowed module, or not of
+            the type that its place expects; nothing is made or imported before.
     """
-    allow_modules = [allow_modules] if isinstance(allow_modules, str) else list(allow_modules)
-    for name in allow_modules:
-        if not all(part.isidentifier() for part in str(name).split(".")):
-            raise DualencError(f"--allow-module {name!r} is no module; give a name such as my_package")
-    return _Check(sections, source, (PACKAGE, *allow_modules)).settings(settings)
+    settings = _read_yaml(Path(path))
+    for override in overrides:
+        _apply(settings, override)
+    return make_recipe(settings, str(path), allow_modules)
+
+
+def make_recipe(settings: dict[str, Any], source: str = "recipe", allow_modules: Sequence[str] = ()) -> Recipe:
+    """A recipe from nested values, as a YAML file holds them.
+
+    Args:
+        settings: sections by name.
+        source: what errors call it.
+        allow_modules: as of `read_recipe`.
+
+    Raises:
+        DualencError: as `read_recipe`.
+    """
+    checked = _Check(source, allow_modules).recipe(settings)
+    try:
+        return Recipe(_parser().parse_object(checked, env=False), source)
+    except Exception as error:  # argparse's errors have no common class of their own
+        # What is left to find are arguments without a default; jsonargparse tells them among all types that it tried.
+        place = ".".join(re.findall(r'Parser key "([^"]+)"', str(error)))
+        required = re.search("the following arguments are required: .*", str(error))
+        problem = required[0] if required else " ".join(str(error).split())
+        raise DualencError(f"{source}: {place + ': ' if place else ''}{problem}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's plain values, where `no` is text, 1e-3 a number and 2001-01-01 no date; every key once."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  as in the base class
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f"the key {key.value} is given twice, again in line {line}; remove one")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        with open_regular(path) as stream:
+            content = stream.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise DualencError(f"{path}: has more than {LARGEST:,} bytes; a recipe has fewer")
+        settings = yaml.load(content.decode("utf-8"), _Loader)
+    except DualencError:
+        raise
+    except OSError as error:
+        raise DualencError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise DualencError(f"{path}: not valid YAML ({' '.join(str(error).split())[:300]})") from None
+    if not isinstance(settings, dict):
+        raise DualencError(f"{path}: holds no sections; a recipe has model, data, objective and trainer")
+    return settings
+
+
+def _apply(settings: dict[str, Any], override: str) -> None:
+    """Set one value in place; a new class drops the arguments that were meant for the old one."""
+    key, separator, text = override.partition("=")
+    names = key.split(".")
+    if not separator or not all(names):
+        raise DualencError(f"'{override}' is no override; write section.key=value, such as trainer.epochs=3")
+    try:
+        value = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        value = text
+    known = list(_sections())
+    if names[0] not in known:
+        raise DualencError(f"'{override}': a recipe has no section {names[0]!r}{nearest(names[0], known)}")
+    if names[0] != "trainer" and len(names) > 1 and names[1] not in ("class_path", "init_args"):
+        names.insert(1, "init_args")
+    here = settings
+    for name in names[:-1]:
+        if not isinstance(here.get(name), dict):
+            here[name] = {}
+        here = here[name]
+    if names[-1] == "class_path" and here.get("class_path") != value:
+        here.pop("init_args", None)
+    here[names[-1]] = value
 
 
 class _Check:
-    """Walks down a recipe; `place` names where it is, such as `model.augment`."""
+    """Walks down a recipe; `place` names where it is, such as `model.augment`.
 
-    def __init__(self, sections: Mapping[str, Section], source: str, allowed: tuple[str, ...]) -> None:
-        self.sections, self.source, self.allowed = sections, source, allowed
+    Args:
+        source: what errors call the recipe.
+        allow_modules: modules beside `dualenc` whose classes it may name.
+    """
 
-    def settings(self, settings: Any) -> dict[str, Any]:
+    def __init__(self, source: str, allow_modules: Sequence[str] = ()) -> None:
+        modules = [allow_modules] if isinstance(allow_modules, str) else list(allow_modules)
+        for name in modules:
+            if not all(part.isidentifier() for part in str(name).split(".")):
+                raise DualencError(f"--allow-module {name!r} is no module; give a name such as my_package")
+        self.source, self.allowed = source, ("dualenc", *modules)
+
+    def recipe(self, settings: Any) -> dict[str, Any]:
+        """The same settings with full class paths, after making sure that nothing in them is out of place."""
         if not isinstance(settings, Mapping):
             raise DualencError(f"{self.source}: holds no sections; a recipe has model, data, objective and trainer")
         self._check_size(settings)
+        sections = _sections()
         for name in settings:
-            _check_known(name, self.sections, f"{self.source}: unknown section")
-        present = {name: value for name, value in settings.items() if value is not None}
-        for name, section in self.sections.items():
+            self._check_known(name, sections, "unknown section ")
+        present = {name: settings[name] for name in sections if settings.get(name) is not None}
+        for name, section in sections.items():
             if section.required and name not in present:
                 raise DualencError(f"{self.source}: section '{name}' is missing; add it")
-        return {name: self._section(name, present[name]) for name in self.sections if name in present}
+        for name, value in present.items():
+            base, package, filled, _ = sections[name]
+            if not isinstance(value, Mapping):
+                raise DualencError(f"{self.source}: section '{name}' is {_shown(value)}; it must hold keys")
+            if package is None:
+                present[name] = self._arguments(base, value, name, f"{name}.")
+            else:
+                present[name] = self._class(value, base, name, package, filled)
+        return present
 
     def _check_size(self, settings: Any) -> None:
         """Only what JSON has too, in bounds; cycles of objects end at the bounds."""
@@ -134,15 +373,6 @@ class _Check:
             elif isinstance(value, (int, float)) and not abs(value) < 2**63:
                 raise self._refused(place, f"is {_shown(value)}; give a finite number below 2^63")
 
-    def _section(self, name: str, value: Any) -> Any:
-        section = self.sections[name]
-        if not isinstance(value, Mapping):
-            raise DualencError(f"{self.source}: section '{name}' is {_shown(value)}; it must hold keys")
-        if section.base is not None:
-            return self._class(value, section.base, name, section.package, section.filled)
-        own = getattr(importlib.import_module(section.package), name.capitalize())
-        return self._arguments(own, value, name, f"unknown key {name}.")
-
     def _class(
         self, value: Any, base: Any, place: str, package: str = "dualenc.data", filled: tuple[str, ...] = ()
     ) -> dict[str, Any]:
@@ -152,56 +382,52 @@ class _Check:
                 place, f"is {_shown(value)}; it must name {_described(base)}, by class_path and init_args"
             )
         for key in value:
-            _check_known(key, CLASS_KEYS, f"{self.source}: unknown key {place}.")
+            self._check_known(key, CLASS_KEYS, f"unknown key {place}.")
         if "class_path" not in value:
             raise DualencError(f"{self.source}: {place}.class_path is missing; name a class of {package}")
-        path, found = self._resolve(value["class_path"], base, place, package)
+        path, found = self._resolve(value["class_path"], base, f"{place}.class_path", package)
         given = value.get("init_args")
         if not isinstance(given, Mapping | None):
             raise self._refused(f"{place}.init_args", f"is {_shown(given)}; it must hold the arguments of {path}")
-        arguments = self._arguments(found, given or {}, place, f"unknown key {place}.init_args.", filled)
+        arguments = self._arguments(found, given or {}, place, f"{place}.init_args.", filled)
         return {"class_path": path, "init_args": arguments}
 
     def _arguments(
-        self, found: type, given: Mapping[str, Any], place: str, unknown: str, filled: tuple[str, ...] = ()
+        self, found: type, given: Mapping[str, Any], place: str, prefix: str, filled: tuple[str, ...] = ()
     ) -> dict[str, Any]:
         hints = argument_types(found)
-        known = [name for name in hints if name not in filled]
         for key in given:
             if key in filled:
-                raise self._refused(f"{place}.init_args.{key}", "is filled in by the training; leave it out")
-            _check_known(key, known, f"{self.source}: {unknown}")
+                raise self._refused(f"{prefix}{key}", "is filled in by the training; leave it out")
+            self._check_known(key, [name for name in hints if name not in filled], f"unknown key {prefix}")
         return {key: self._value(value, hints[key], f"{place}.{key}") for key, value in given.items()}
 
     def _resolve(self, path: Any, base: Any, place: str, default: str) -> tuple[str, type]:
         """The full path and the class of a class path, which may be a name of the default package."""
-        where = f"{place}.class_path"
-        if (
-            not isinstance(path, str)
-            or len(path) > 200
-            or not all(p.isidentifier() and p[0] != "_" for p in path.split("."))
-        ):
-            raise self._refused(where, f"is {_shown(path)}; name a class, such as {default}.NAME")
+        is_name = isinstance(path, str) and all(p.isidentifier() and p[0] != "_" for p in path.split("."))
+        if not is_name or len(path) > 200:
+            raise self._refused(place, f"is {_shown(path)}; name a class, such as {default}.NAME")
         package_name, _, name = path.rpartition(".")
         package_name = package_name or default
         if not self._is_allowed(package_name):
             raise self._refused(
-                where,
-                f"{path} is not of {PACKAGE}, and making it would run its code; if you trust that, allow it: "
+                place,
+                f"{path} is not of dualenc, and making it would run its code; if you trust that, allow it: "
                 f"--allow-module {package_name.partition('.')[0]}",
             )
         try:
             package = importlib.import_module(package_name)
         except Exception as error:  # a module of the user's may fail in any way
             reason = f"{type(error).__name__}: {error}"
-            raise self._refused(where, f"cannot import {package_name} ({reason}); check the name") from error
+            raise self._refused(place, f"cannot import {package_name} ({reason}); check the name") from error
         found = getattr(package, name, None)
         if not self._fits(found, base):
             names = [key for key, value in vars(package).items() if key[0] != "_" and self._fits(value, base)]
-            abstract = "abstract" if inspect.isabstract(found) else f"not {_described(base)}"
-            what = f"no class {name!r}" if found is None else f"{name!r} is {abstract}"
             among = nearest(name, names) or (f"; there are {', '.join(names)}" if names else "; name another class")
-            raise self._refused(where, f"{what} in {package_name}{among}" if found is None else f"{what}{among}")
+            if found is None:
+                raise self._refused(place, f"no class {name!r} in {package_name}{among}")
+            what = "abstract" if inspect.isabstract(found) else f"not {_described(base)}"
+            raise self._refused(place, f"{name!r} is {what}{among}")
         return f"{package_name}.{name}", typing.cast(type, found)
 
     def _fits(self, found: Any, base: Any) -> bool:
@@ -210,7 +436,14 @@ class _Check:
             return False
         if inspect.isclass(base):
             return issubclass(found, base)
-        return _takes(found, typing.get_args(base)[0])
+        # For a Callable, its objects must be callable by a method of the class's own, annotated with exactly these
+        # arguments: the annotation is what tells a class written for the place from whatever else can be called.
+        call = getattr(found, "__call__", None)  # noqa: B004  the function itself is wanted
+        if not inspect.isfunction(call):
+            return False
+        hints = _type_hints(call)
+        needed = [p for p in list(inspect.signature(call).parameters.values())[1:] if p.default is p.empty]
+        return [hints.get(parameter.name) for parameter in needed] == list(typing.get_args(base)[0])
 
     def _is_allowed(self, module: str) -> bool:
         return any(module == name or module.startswith(f"{name}.") for name in self.allowed)
@@ -222,12 +455,10 @@ class _Check:
             return self._value(value, inner[0], place)
         if origin in (typing.Union, types.UnionType):
             return self._one_of(value, hint, inner, place)
-        if hint in (Any, object):
+        if hint in (Any, object) or (getattr(hint, "_is_protocol", False) and isinstance(value, list)):
             return self._plain(value, place)
         if _is_class_place(hint):
             return self._class(value, hint, place)
-        if getattr(hint, "_is_protocol", False) and isinstance(value, list):
-            return self._plain(value, place)
         if isinstance(value, (list, tuple)) and _holds_items(origin):
             fixed = origin is tuple and inner and inner[-1] is not Ellipsis
             if fixed and len(value) != len(inner):
@@ -235,10 +466,18 @@ class _Check:
             of = inner if fixed else [inner[0] if inner else Any] * len(value)
             return [self._value(item, each, f"{place}[{i}]") for i, (item, each) in enumerate(zip(value, of))]
         if isinstance(value, Mapping) and _is_subclass(origin, Mapping):
-            of_values = inner[1] if inner else Any
-            self._plain_keys(value, place)
-            return {key: self._value(item, of_values, f"{place}.{key}") for key, item in value.items()}
-        if not _is_of(value, hint, origin, inner):
+            return self._plain(value, place, inner[1] if inner else Any)
+        if origin is Literal:
+            fits = any(type(value) is type(choice) and value == choice for choice in inner)
+        elif _is_subclass(origin, enum.Enum):
+            fits = isinstance(value, str) and value in origin.__members__
+        elif _is_subclass(origin, os.PathLike):
+            fits = isinstance(value, (str, os.PathLike))
+        elif hint is float:
+            fits = type(value) in (int, float)
+        else:  # true is no integer, and 3 is no text
+            fits = hint in (bool, int, str, type(None)) and type(value) is hint
+        if not fits:
             raise self._refused(place, f"is {_shown(value)}; it must be {_described(hint)}")
         return value
 
@@ -256,19 +495,21 @@ class _Check:
                 continue
         raise self._refused(place, f"is {_shown(value)}; it must be {_described(hint)}")
 
-    def _plain(self, value: Any, place: str) -> Any:
-        """Data for a parameter that takes anything."""
+    def _plain(self, value: Any, place: str, hint: Any = Any) -> Any:
+        """Data that names no class; the values of a mapping are of the type."""
         if isinstance(value, Mapping):
-            self._plain_keys(value, place)
-            return {key: self._plain(item, f"{place}.{key}") for key, item in value.items()}
+            for key in value:
+                if key in RESERVED or key.startswith("__"):
+                    raise self._refused(f"{place}.{key}", "no class can be named here; give plain values")
+            return {key: self._value(item, hint, f"{place}.{key}") for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self._plain(item, place) for item in value]
         return value
 
-    def _plain_keys(self, value: Mapping[str, Any], place: str) -> None:
-        for key in value:
-            if key in RESERVED or key.startswith("__"):
-                raise self._refused(f"{place}.{key}", "no class can be named here; give plain values")
+    def _check_known(self, key: str, known: Iterable[str], problem: str) -> None:
+        known = list(known)
+        if key not in known:
+            raise DualencError(f"{self.source}: {problem}{printable(key)[:80]}{nearest(key, known)}")
 
     def _refused(self, place: str, problem: str) -> DualencError:
         place = place if len(place) <= 200 else f"{place[:196]} …"
@@ -318,52 +559,22 @@ def _type_hints(function: Any) -> dict[str, Any]:
             unknown[str(error.name)] = _Unknown
 
 
+def _is_subclass(hint: Any, bases: Any) -> bool:
+    # Python 3.10 takes list[int] for a class.
+    return isinstance(hint, type) and typing.get_origin(hint) is None and issubclass(hint, bases)
+
+
 def _is_class_place(hint: Any) -> bool:
     """Whether an object of some class must be made for a parameter of this type."""
     if typing.get_origin(hint) is Callable:
         return isinstance(typing.get_args(hint)[0], list)
-    if not _is_class(hint) or hint in (Any, object, Callable) or getattr(hint, "_is_protocol", False):
+    if not _is_subclass(hint, object) or hint in (Any, object, Callable) or getattr(hint, "_is_protocol", False):
         return False
     return not issubclass(hint, (*PLAIN, Mapping, enum.Enum)) and not _holds_items(hint)
 
 
 def _holds_items(hint: Any) -> bool:
-    return _is_class(hint) and (issubclass(hint, (list, tuple)) or issubclass(list, hint))
-
-
-def _is_of(value: Any, hint: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
-    """Whether a scalar is of a scalar type; `true` is no integer and 3 is no text, but 3 is a number."""
-    if origin is Literal:
-        return any(type(value) is type(choice) and value == choice for choice in inner)
-    if hint is float:
-        return type(value) in (int, float)
-    if _is_subclass(origin, enum.Enum):
-        return isinstance(value, str) and value in origin.__members__
-    if _is_subclass(origin, os.PathLike):
-        return isinstance(value, (str, os.PathLike))
-    return hint in (bool, int, str, type(None)) and type(value) is hint
-
-
-def _takes(found: type, arguments: Any) -> bool:
-    """Whether objects of a class can be called: with a method of its own, annotated with exactly these arguments.
-
-    The annotation is what tells a class written for the place from whatever else can be called.
-    """
-    call = getattr(found, "__call__", None)  # noqa: B004  the function itself is wanted
-    if not inspect.isfunction(call):
-        return False
-    hints = _type_hints(call)
-    parameters = list(inspect.signature(call).parameters.values())[1:]
-    needed = [p for p in parameters if p.default is p.empty]
-    return len(needed) == len(arguments) and [hints.get(p.name) for p in needed] == list(arguments)
-
-
-def _is_subclass(hint: Any, base: Any) -> bool:
-    return _is_class(hint) and issubclass(hint, base)
-
-
-def _is_class(hint: Any) -> bool:
-    return isinstance(hint, type) and typing.get_origin(hint) is None  # Python 3.10 takes list[int] for a class
+    return _is_subclass(hint, (list, tuple)) or (_is_subclass(hint, object) and issubclass(list, hint))
 
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "null"}
@@ -397,295 +608,3 @@ def _described(hint: Any) -> str:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:76]} …"
-
-
-def _check_known(key: Any, known: Iterable[str], problem: str) -> None:
-    names = list(known)
-    if key not in names:
-        gap = "" if problem.endswith(".") else " "
-        raise DualencError(f"{problem}{gap}{_printable(key)}{nearest(str(key), names)}")
-
-
-def _printable(key: Any) -> str:
-    return key if isinstance(key, str) and key.isprintable() and len(key) <= 80 else _shown(key)
-
-
-LARGEST = 256 * 1024
-"""Bytes that a recipe may have; the recipes of this package have less than 2,000."""
-
-
-class Parts(NamedTuple):
-    """What a recipe describes, made."""
-
-    model: DualEncoder
-    data: PairDataset
-    objective: Objective
-    batching: BatchSelector | None
-    evaluator: Evaluator | None
-    trainer: Trainer
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A recipe, read and checked, with every default filled in.
-
-    Args:
-        config: as jsonargparse has parsed it.
-        source: what errors call it.
-    """
-
-    config: Namespace
-    source: str = "recipe"
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The resolved recipe as plain nested values, without what links fill in."""
-        from jsonargparse import strip_meta
-
-        settings = _plain(strip_meta(self.config).as_dict())
-        for name, section in _sections().items():
-            for key in section.filled:
-                (settings[name] or {}).get("init_args", {}).pop(key, None)
-        return settings
-
-    def build(self) -> Parts:
-        """Make all parts; the model's first weights are a function of `trainer.seed`.
-
-        Raises:
-            DualencError: a part does not take its arguments; begins with the source and the part's section.
-        """
-        from dualenc.training.checkpoint import seed_everything
-        from dualenc.training.trainer import Trainer
-
-        def make(found: type, *positional: Any, **arguments: Any) -> Any:
-            try:
-                return found(*positional, **arguments)
-            except (DualencError, OSError) as error:
-                place = _place(self.config, found, arguments)
-                problem = error if isinstance(error, DualencError) else f"{type(error).__name__}: {error}"
-                raise DualencError(f"{self.source}: {place}: {problem}") from error
-
-        make(Trainer, **self.config.trainer.as_dict())  # its mistakes are told before data and models are read
-        seed_everything(self.config.trainer.seed)
-        built = _parser().instantiate(self.config, instantiators=[(make, object, True)])
-        return Parts(**{name: built[name] for name in Parts._fields})
-
-    def train(self, resume: bool = False) -> TrainingResult:
-        """Make all parts and train.
-
-        Args:
-            resume: go on from the latest checkpoint in `trainer.output`.
-        """
-        parts = self.build()
-        return parts.trainer.fit(
-            parts.model, parts.data, parts.objective, parts.batching, parts.evaluator, resume, self.settings
-        )
-
-
-def read_recipe(
-    path: str | os.PathLike[str], overrides: Sequence[str] = (), allow_modules: Sequence[str] = ()
-) -> Recipe:
-    """Read a recipe and apply changes to it.
-
-    Args:
-        path: YAML file.
-        overrides: `section.key=value` each, the value in YAML, such as "trainer.epochs=3" or
-            "objective.class_path=SogCLR"; `init_args.` may be left out: "objective.temperature=0.05".
-        allow_modules: modules beside `dualenc` whose classes the recipe may name, such as "my_package".
-
-    Raises:
-        DualencError: no such file, not YAML, an unknown key or class (names the nearest valid one), a missing
-            argument, a value of the wrong type, or a class that is not of dualenc or an allowed module, or not of
-            the type that its place expects; nothing is made or imported before.
-    """
-    settings = _read_yaml(Path(path))
-    for override in overrides:
-        _apply(settings, override)
-    return make_recipe(settings, str(path), allow_modules)
-
-
-def make_recipe(settings: dict[str, Any], source: str = "recipe", allow_modules: Sequence[str] = ()) -> Recipe:
-    """A recipe from nested values, as a YAML file holds them.
-
-    Args:
-        settings: sections by name.
-        source: what errors call it.
-        allow_modules: as of `read_recipe`.
-
-    Raises:
-        DualencError: as `read_recipe`.
-    """
-    settings = checked(settings, _sections(), source, allow_modules)
-    try:
-        return Recipe(_parser().parse_object(settings, env=False), source)
-    except Exception as error:  # argparse's errors have no common class of their own
-        if isinstance(error, DualencError):
-            raise
-        raise DualencError(f"{source}: {_innermost(str(error))}") from error
-
-
-def _sections() -> dict[str, Section]:
-    """The sections of a recipe; imported here, since they bring all of the package."""
-    from dualenc.batching import BatchSelector
-    from dualenc.data import PairDataset
-    from dualenc.encoders import DualEncoder
-    from dualenc.objectives import Objective
-    from dualenc.training.evaluators import Evaluator
-
-    return {
-        "data": Section(PairDataset, "dualenc.data"),
-        "model": Section(DualEncoder, "dualenc.encoders"),
-        "objective": Section(Objective, "dualenc.objectives", filled=("num_left", "num_right", "views", "seed")),
-        "batching": Section(
-            BatchSelector, "dualenc.batching", filled=("num_pairs", "batch_size", "seed"), required=False
-        ),
-        "evaluator": Section(Evaluator, "dualenc.training.evaluators", required=False),
-        "trainer": Section(None, "dualenc.training.trainer"),
-    }
-
-
-def _parser() -> ArgumentParser:
-    """Types and links of a recipe.
-
-    Text stays text: by default jsonargparse would read it as YAML once more, which could name classes that were not
-    checked, and where a class is expected open it as a file (hence `add_argument`, which does not).
-    """
-    from jsonargparse import ArgumentParser, set_loader
-
-    from dualenc.training.trainer import Trainer
-
-    set_loader("text", lambda text: text)
-    parser = ArgumentParser(exit_on_error=False, parser_mode="text", default_env=False, print_config=None)
-    for name, section in _sections().items():
-        if section.base is None:
-            parser.add_class_arguments(Trainer, name)
-        else:
-            parser.add_argument(f"--{name}", type=section.base, required=section.required)
-    for argument in ("num_left", "num_right", "views"):
-        parser.link_arguments(f"data.{argument}", f"objective.init_args.{argument}", apply_on="instantiate")
-    parser.link_arguments("data", "batching.init_args.num_pairs", compute_fn=len, apply_on="instantiate")
-    parser.link_arguments("trainer.batch_size", "batching.init_args.batch_size")
-    parser.link_arguments("trainer.seed", "batching.init_args.seed")
-    parser.link_arguments("trainer.seed", "objective.init_args.seed")
-    return parser
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain values, where `no` is text, 1e-3 a number and 2001-01-01 no date; every key once."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  as in the base class
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen if isinstance(key, yaml.ScalarNode) else False:
-                line = key.start_mark.line + 1
-                raise yaml.YAMLError(f"the key {key.value} is given twice, again in line {line}; remove one")
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise DualencError(f"{path}: is no regular file; give the path of a recipe")
-        if status.st_size > LARGEST:
-            raise DualencError(f"{path}: has {status.st_size:,} bytes; a recipe has at most {LARGEST:,}")
-        settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise DualencError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, DualencError):
-            raise
-        raise DualencError(f"{path}: not valid YAML ({' '.join(str(error).split())[:300]})") from None
-    if not isinstance(settings, dict):
-        raise DualencError(f"{path}: holds no sections; a recipe has model, data, objective and trainer")
-    return settings
-
-
-def _apply(settings: dict[str, Any], override: str) -> None:
-    """Set one value in place; a new class drops the arguments that were meant for the old one."""
-    key, separator, text = override.partition("=")
-    names = key.split(".")
-    if not separator or not all(names):
-        raise DualencError(f"'{override}' is no override; write section.key=value, such as trainer.epochs=3")
-    try:
-        value = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        value = text
-    known = list(_sections())
-    if names[0] not in known:
-        raise DualencError(f"'{override}': a recipe has no section {names[0]!r}{nearest(names[0], known)}")
-    if names[0] != "trainer" and len(names) > 1 and names[1] not in ("class_path", "init_args"):
-        names.insert(1, "init_args")
-    here = settings
-    for name in names[:-1]:
-        if not isinstance(here.get(name), dict):
-            here[name] = {}
-        here = here[name]
-    if names[-1] == "class_path" and here.get("class_path") != value:
-        here.pop("init_args", None)
-    here[names[-1]] = value
-
-
-def _plain(value: Any) -> Any:
-    """Tuples and paths as YAML has them."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def _place(config: Namespace, found: type, arguments: dict[str, Any]) -> str:
-    """The place of a recipe where a class with these arguments stands, such as `evaluator.pairs`."""
-    from dualenc.training.trainer import Trainer
-
-    if found is Trainer:
-        return "trainer"
-    name = f".{found.__name__}"
-    places = [(place, node) for place, node in _classes(config.as_dict()) if node["class_path"].endswith(name)]
-    plain = {key: value for key, value in arguments.items() if isinstance(value, (str, int, float))}
-    for place, node in places:
-        if plain.items() <= {**plain, **node.get("init_args", {})}.items():
-            return place
-    return places[0][0] if places else found.__name__
-
-
-def _classes(value: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every mapping that names a class, with its place; depth first."""
-    if isinstance(value, Mapping):
-        if "class_path" in value:
-            yield place, dict(value)
-            value = value.get("init_args") or {}
-        for key, item in value.items():
-            yield from _classes(item, f"{place}.{key}".lstrip("."))
-
-
-def _innermost(message: str) -> str:
-    """jsonargparse tells every type it tried, over many lines; what counts is the deepest key and its problem."""
-    keys = re.findall(r'[Kk]ey "([^"]+)"', message)
-    lines = [line.strip(" -") for line in message.splitlines()]
-    noise = ("Parser key", "Does not validate", "Subtypes:", "Errors:", "Problem with", "Given value")
-    problems = [line for line in lines if line and not line.startswith(noise)]
-    problem = next((line for line in problems if "NoneType" not in line), lines[0])
-    given = next((line for line in lines if line.startswith("Given value:") and not line.endswith(("}", ")"))), "")
-    if given and "value" not in problem:
-        problem += f". {given}"
-    problem = re.sub(r"<class '([\w.]+)'>", r"\1", problem)
-    return f"{'.'.join(dict.fromkeys(keys))}: {problem}" if keys else problem

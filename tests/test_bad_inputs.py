@@ -70,7 +70,7 @@ def remove_and_refuse(name: str) -> int:
         (lambda: refuse("dualenc: error: <_io.BytesIO object at 0x7f>\n"), "error", "unreadable line"),
         (lambda: os.kill(os.getpid(), signal.SIGSEGV), "error", "aborts: SIGSEGV"),
         (lambda: os.abort(), "either", "aborts: SIGABRT"),
-        (lambda: time.sleep(60), "either", "hangs: more than 7 s"),
+        (lambda: time.sleep(60), "either", "hangs: more than 6 s"),
         (lambda: write_and_refuse("out"), "error", "half-written: out"),
         (lambda: write_and_refuse(".out.part-12"), "error", "leaves .out.part-12"),
         (lambda: remove_and_refuse("mine"), "error", "removed: mine"),
@@ -90,7 +90,7 @@ def test_the_harness_notices_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "toys").mkdir()
-    monkeypatch.setattr(bad_inputs, "SECONDS", 7)
+    monkeypatch.setattr(bad_inputs, "SECONDS", 6)
     monkeypatch.setattr(cli, "main", lambda argv: command())
     case = Case("case", "words", lambda box: (box.folder / "mine").write_text("mine"), expected)
     (outcome,) = run_cases([case], tmp_path / "toys", tmp_path)

@@ -93,6 +93,11 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 class TestKilledSwap:
+    @pytest.fixture(autouse=True)
+    def hardly_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For a swap on another machine: there is none, but in the one test that sets the time itself."""
+        monkeypatch.setattr(files, "_SWAP_SECONDS", 0.02)
+
     def test_at_every_step_a_complete_version_is_found(self, tmp_path: Path) -> None:
         seen, step = [], 0
         while True:
@@ -171,8 +176,9 @@ class TestKilledSwap:
             later.kill()
         assert not is_running(later.pid)
 
-    def test_a_swap_that_ends_meanwhile_is_waited_for(self, tmp_path: Path) -> None:
+    def test_a_swap_that_ends_meanwhile_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A writer on another machine looks dead from here; its two renames take less than we wait."""
+        monkeypatch.undo()
         target, old, new = tmp_path / "index", tmp_path / ".index.old-999999999", tmp_path / ".index.new-999999999"
         write_folder(old, "old")
         write_folder(new, "new")

@@ -412,7 +412,7 @@ def test_types_that_only_type_checkers_know() -> None:
 
     hints = argument_types(Part)
     assert list(hints) == ["a"]
-    check = _Check({}, "recipe", ("dualenc",))
+    check = _Check("recipe")
     assert check._value(None, hints["a"], "a") is None
     assert check._value(3, hints["a"], "a") == 3
     for value in ("x", call("dualenc.data.TableViews", path="x"), [1]):

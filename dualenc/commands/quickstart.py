@@ -6,6 +6,7 @@ import ast
 import copy
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import statistics
@@ -13,8 +14,7 @@ import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,22 +55,12 @@ def read_docstrings(
         minimum_length: characters that must follow the summary line.
         progress: show a progress bar.
     """
-    found: list[Docstring] = []
-    seen: set[str] = set()
-    with tqdm(total=limit, desc="reading docstrings", unit="doc", disable=not progress, leave=False) as bar:
-        for docstring in _docstrings(packages, minimum_length):
-            # The same summary over many overloads is one question with many answers: keep the first.
-            if not seen.isdisjoint((docstring.summary, docstring.name)):
-                continue
-            seen.update((docstring.summary, docstring.name))
-            found.append(docstring)
-            bar.update()
-            if len(found) == limit:
-                break
-    return found
+    found = itertools.islice(_docstrings(packages, minimum_length), limit)
+    return list(tqdm(found, "reading docstrings", limit, unit="doc", disable=not progress, leave=False))
 
 
 def _docstrings(packages: Sequence[str], minimum_length: int) -> Iterator[Docstring]:
+    seen: set[str] = set()
     roots = [("", Path(sysconfig.get_paths()["stdlib"]))]
     for package in packages:
         spec = importlib.util.find_spec(package)
@@ -91,8 +81,12 @@ def _docstrings(packages: Sequence[str], minimum_length: int) -> Iterator[Docstr
             for name, node in _documented_nodes(tree, module.rstrip(".")):
                 summary, _, rest = inspect.cleandoc(ast.get_docstring(node, clean=False) or "").partition("\n")
                 rest = " ".join(rest.split())
-                if len(summary.split()) >= 3 and len(rest) >= minimum_length:
-                    yield Docstring(name, summary.strip(), rest)
+                summary = summary.strip()
+                # The same summary over many overloads is one question with many answers: keep the first.
+                is_new = seen.isdisjoint((summary, name))
+                if is_new and len(summary.split()) >= 3 and len(rest) >= minimum_length:
+                    seen.update((summary, name))
+                    yield Docstring(name, summary, rest)
 
 
 def _documented_nodes(
@@ -205,6 +199,9 @@ def quickstart(
 
     from dualenc.data import BeirPairs, read_beir
     from dualenc.encoders import load_model
+    from dualenc.evaluation.report import Table, print_table
+    from dualenc.search import Index
+    from dualenc.search.embed import embed
     from dualenc.training.evaluators import RetrievalEvaluator
 
     docstrings = read_docstrings(max_docs)
@@ -221,8 +218,17 @@ def quickstart(
     evaluator = RetrievalEvaluator(data)
     trained = _trainer(folder, steps, seed).fit(untrained, pairs, _objective(pairs), evaluator=evaluator)
     model = load_model(str(trained.model_folder))
-    _index(model, collection, folder)
-    _print_metrics(collection, {"untrained": trained.before, "BM25": bm25, "trained": trained.metrics})
+    remove(folder / "embeddings")
+    notes = {"model": str(folder / "model"), "side": "right"}
+    documents = embed(model.right, collection.corpus, folder / "embeddings", notes=notes)
+    index = Index.build(documents)
+    index.save(folder / "index")
+    print(f"Index of {len(index):,} documents ({index.meta['factory']}) → {folder / 'index'}")
+    systems = {"untrained": trained.before, "BM25": bm25, "trained": trained.metrics}
+    names = {"nDCG@10": "ndcg@10", "recall@10": "recall@10"}
+    rows = [{"system": system} | {name: found[key] for name, key in names.items()} for system, found in systems.items()]
+    held_out, among = len(collection.queries), len(collection.corpus)
+    print_table(Table(f"{held_out:,} held-out functions, searched among {among:,} documents", rows))
     _search(model, folder)
     print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{NEXT.format(out=folder)}")
 
@@ -293,7 +299,7 @@ def measure(
     objective.register_forward_pre_hook(lambda *_: ticks.append(clock()))
     with tempfile.TemporaryDirectory(prefix="dualenc-") as folder:
         _trainer(Path(folder), 10, seed, progress=False).fit(copy.deepcopy(model), pairs, objective)
-    step_seconds = statistics.median(after - before for before, after in pairwise(ticks))
+    step_seconds = statistics.median(after - before for before, after in itertools.pairwise(ticks))
     corpus = collection.corpus
     rows = np.linspace(0, len(corpus) - 1, min(len(corpus), 1000)).astype(int)
     sample = Corpus([corpus.ids[row] for row in rows], Picked(corpus.items, rows))
@@ -313,29 +319,6 @@ def _objective(pairs: BeirPairs) -> SogCLR:
     from dualenc.objectives import SogCLR
 
     return SogCLR(num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.05, gamma=0.5)
-
-
-def _index(model: DualEncoder, collection: RetrievalSet, folder: Path) -> None:
-    from dualenc.search import Index
-    from dualenc.search.embed import embed
-
-    remove(folder / "embeddings")
-    notes = {"model": str(folder / "model"), "side": "right"}
-    documents = embed(model.right, collection.corpus, folder / "embeddings", notes=notes)
-    index = Index.build(documents)
-    index.save(folder / "index")
-    print(f"Index of {len(index):,} documents ({index.meta['factory']}) → {folder / 'index'}")
-
-
-def _print_metrics(collection: RetrievalSet, systems: Mapping[str, Mapping[str, float]]) -> None:
-    from dualenc.evaluation.report import Table, print_table
-
-    rows = [
-        {"system": name, "nDCG@10": metrics["ndcg@10"], "recall@10": metrics["recall@10"]}
-        for name, metrics in systems.items()
-    ]
-    held_out, corpus = len(collection.queries), len(collection.corpus)
-    print_table(Table(f"{held_out:,} held-out functions, searched among {corpus:,} documents", rows))
 
 
 def _search(model: DualEncoder, folder: Path) -> None:

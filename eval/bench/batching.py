@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from common import in_turn
+from jsonargparse import auto_cli
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 from sklearn.cluster import KMeans
@@ -136,6 +137,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
     auto_cli(main)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+from jsonargparse import auto_cli
 
 ALL_IMAGES = 10_000
 
@@ -53,6 +54,4 @@ def main(data: str, size: int = 32, images: int = 300, num_workers: int = 2, sev
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
     auto_cli(main)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from common import default_model, in_turn
+from jsonargparse import auto_cli
 
 
 def read_texts(data: str | None, count: int) -> dict[str, list[str]]:
@@ -79,6 +80,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
     auto_cli(main)

@@ -16,7 +16,8 @@ from typing import Any
 
 import faiss
 import numpy as np
-from common import in_turn
+from common import in_turn, quietest_clock
+from jsonargparse import auto_cli
 
 from dualenc.search import Index
 from dualenc.search.build import new_index, set_parameter, training_rows
@@ -58,8 +59,7 @@ def raw_build(embeddings: Embeddings, factory: str) -> Any:
 
 def report(what: str, runs: dict[str, Callable[[], Any]], repeats: int) -> None:
     """One line: the least seconds of both and their ratio."""
-    # On one thread CPU time, which other processes on the machine disturb little.
-    clock = time.process_time if faiss.omp_get_max_threads() == 1 else time.perf_counter
+    clock = quietest_clock(faiss.omp_get_max_threads())
     times = {name: min(taken) for name, taken in in_turn(runs, repeats, clock=clock)[0].items()}
     seconds = f"dualenc {times['dualenc']:8.3f} s, faiss {times['faiss']:8.3f} s"
     print(f"  {what:<7} {seconds}, ratio {times['dualenc'] / times['faiss']:.3f} (want ≤ 1.02)")
@@ -122,6 +122,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
     auto_cli(main)

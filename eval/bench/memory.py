@@ -21,7 +21,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from common import new_minilm, new_resnet18
+from common import new_backbone
 
 # The measuring process imports torch; this one stays small, for a new process may inherit its parent's peak.
 if TYPE_CHECKING:
@@ -70,15 +70,11 @@ def new_model(encoder: EncoderName, layers: int, size: int) -> DualEncoder:
     class Net(Tower):
         def __init__(self) -> None:
             super().__init__()
-            if encoder == "minilm":
-                self.net = new_minilm(layers)
-            else:
-                self.net = new_resnet18() if encoder == "resnet18" else torch.nn.Linear(size, 384)
-            self.dim = 512 if encoder == "resnet18" else 384
+            linear = encoder == "linear"
+            self.net, self.dim = (torch.nn.Linear(size, 384), 384) if linear else new_backbone(encoder, layers)
 
-        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-            found = self.net(**inputs) if encoder == "minilm" else self.net(*inputs.values())
-            return unit_norm(found if isinstance(found, torch.Tensor) else found.last_hidden_state.mean(dim=1))
+        def forward(self, inputs: Inputs) -> Tensor:
+            return unit_norm(self.net(*inputs.values()))
 
     tower = Net()
     return DualEncoder(tower, tower, kind="image" if encoder == "resnet18" else "query-document").train()

@@ -14,14 +14,14 @@ other processes on the machine disturb little.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from common import in_turn, new_minilm, new_resnet18
+from common import in_turn, new_backbone, quietest_clock
+from jsonargparse import auto_cli
 from torch import Tensor, nn
 
 from dualenc.encoders import BatchStatistics
@@ -45,25 +45,13 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
 }
 
 
-class MiniLM(nn.Module):
-    """The architecture of MiniLM-L6 with random weights, mean-pooled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bert = new_minilm()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.bert(tokens).last_hidden_state.mean(dim=1)
-
-
 class Model:
     """An encoder, and random items for it: images of `size` pixels, texts of `size` tokens."""
 
     def __init__(self, name: Literal["resnet18", "minilm"], size: int, device: torch.device) -> None:
         self.views, self.device = name == "resnet18", device
-        self.encoder = (new_resnet18() if self.views else MiniLM()).to(device)
-        self.dimension = 512 if self.views else 384
-        self.size = size
+        encoder, self.dimension = new_backbone(name)
+        self.encoder, self.size = encoder.to(device), size
         self.chunk_seconds: dict[int, tuple[float, float, float]] = {}
 
     def items(self, count: int) -> Tensor:
@@ -77,15 +65,7 @@ class Model:
         A step is as many chunks as it takes, and an update.
         """
         size = min(chunk_size, 2 * batch_size)
-        if size not in self.chunk_seconds:
-            self.chunk_seconds[size] = self._time_chunk(self.items(size), repeats)
-        plain, noting, both = self.chunk_seconds[size]
-        optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=1e-5)
-        (update,), chunks = least_seconds([optimizer.step], repeats, self.device), 2 * batch_size / size
-        return plain * chunks + update, noting * chunks + update, (both - noting) / size
-
-    def _time_chunk(self, items: Tensor, repeats: int) -> tuple[float, float, float]:
-        """Seconds of forward and backward, with noting statistics, and with as many out-of-batch items."""
+        items = self.items(size)
 
         def run(keep: bool, out_of_batch: bool = False) -> None:
             noted = BatchStatistics(keep)
@@ -97,12 +77,17 @@ class Model:
             noted.release()
             loss.backward()
 
-        alone = [partial(run, keep=False), partial(run, keep=True)]
-        # Without BatchNorm both are the same.
-        measured = least_seconds(alone if uses_batch_statistics(self.encoder) else alone[:1], repeats, self.device)
-        # By itself: it leaves more memory to its successor, which would run up to 0.05 faster for it.
-        (both,) = least_seconds([partial(run, keep=True, out_of_batch=True)], repeats, self.device)
-        return measured[0], measured[-1], both
+        if size not in self.chunk_seconds:
+            alone = [partial(run, keep=False), partial(run, keep=True)]
+            # Without BatchNorm both are the same.
+            measured = least_seconds(alone if uses_batch_statistics(self.encoder) else alone[:1], repeats, self.device)
+            # By itself: it leaves more memory to its successor, which would run up to 0.05 faster for it.
+            (both,) = least_seconds([partial(run, keep=True, out_of_batch=True)], repeats, self.device)
+            self.chunk_seconds[size] = measured[0], measured[-1], both
+        plain, noting, both = self.chunk_seconds[size]
+        optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=1e-5)
+        (update,), chunks = least_seconds([optimizer.step], repeats, self.device), 2 * batch_size / size
+        return plain * chunks + update, noting * chunks + update, (both - noting) / size
 
 
 def least_seconds(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> list[float]:
@@ -113,7 +98,7 @@ def least_seconds(runs: Sequence[Callable[[], Any]], repeats: int, device: torch
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    clock = quietest_clock(torch.get_num_threads() if device.type == "cpu" else 0)
     times, _ = in_turn({number: partial(finished, run) for number, run in enumerate(runs)}, repeats, 1, clock)
     return [min(times[number]) for number in range(len(runs))]
 
@@ -203,6 +188,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
     auto_cli(main)

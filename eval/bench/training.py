@@ -26,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from common import default_model, in_turn
+from jsonargparse import auto_cli
 
 from dualenc.data import PairDataset
 from dualenc.data.images import ImageFiles
@@ -193,6 +194,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
     auto_cli(main)
