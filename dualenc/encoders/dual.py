@@ -44,10 +44,6 @@ class Prepare:
         """
         raise TypeError(f"{type(self).__name__} does not define __call__")
 
-    def lengths(self, items: Sequence[Any]) -> list[int]:
-        """A cheap measure of each item's cost, for batches sorted by length; images all cost the same."""
-        return [1] * len(items)
-
 
 class Tower(nn.Module):
     """A module that encodes prepared inputs to unit vectors.

@@ -46,8 +46,7 @@ def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device 
 def _named(name: str) -> DualEncoder | None:
     """A model that open_clip or timm know by name, if no folder is called so."""
     # These modules import this one.
-    from dualenc.encoders import image_text, timm_folder
-    from dualenc.encoders.image import ImageEncoder
+    from dualenc.encoders import image, image_text
 
     if os.path.exists(name) or looks_like_path(name):
         return None
@@ -56,8 +55,8 @@ def _named(name: str) -> DualEncoder | None:
         if not tag:
             raise DualencError(f"{name}: an architecture without weights; say which, as in {name}/openai")
         return image_text.ImageTextEncoder(architecture, tag)
-    if "/" not in name and ":" not in name and timm_folder.is_registered(name):
-        return ImageEncoder(name, pretrained=True, projector_dim=None)
+    if "/" not in name and ":" not in name and image.is_registered(name):
+        return image.ImageEncoder(name, pretrained=True, projector_dim=None)
     return None
 
 
