@@ -20,6 +20,7 @@ from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, uni
 from dualenc.encoders.load import first_line, model_folder
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
+from dualenc.types import Inputs
 
 WEIGHTS_FILE = "model.safetensors"
 PROJECTOR_FILE = "projector.safetensors"
@@ -195,11 +196,11 @@ class ProjectedTower(Tower):
         self.feature_dim = feature_dim
         self.dim = dim
 
-    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+    def features(self, inputs: Inputs) -> Tensor:
         """The backbone's pooled features (B, feature_dim) of pixels (B, C, H, W), in float32."""
         return self.backbone(inputs["image"]).float()
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         """The projector's output for pixels (B, C, H, W), as (B, D) unit-norm float32."""
         return unit_norm(self.projector(self.backbone(inputs["image"])))
 
@@ -386,7 +387,7 @@ class ImagePrepare(Prepare):
         self.augment = augment
         self.grey = grey
 
-    def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> Inputs:
         if seeds is None:
             modes = [item.convert("L") if self.grey else item for item in items]
             return {"image": torch.stack([self.evaluate(item) for item in modes])}

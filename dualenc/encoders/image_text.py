@@ -22,6 +22,7 @@ from dualenc.encoders.load import first_line, model_folder, no_foreign_code
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
+from dualenc.types import Inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -170,7 +171,7 @@ class ClipImageTower(Tower):
         self.prepare: ImagePrepare = prepare
         self.dim = self.feature_dim = dim
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         """Encode pixels (B, 3, H, W) to (B, D) unit-norm float32."""
         return unit_norm(self.visual(inputs["image"]))
 
@@ -190,7 +191,7 @@ class ClipTextPrepare(Prepare):
         self.tokenizer = tokenizer
         self.end: End = end
 
-    def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         tokens = self.tokenizer(list(items))
         if self.end is None:
             return {"text": tokens}
@@ -215,7 +216,7 @@ class ClipTextTower(Tower):
         self.prepare: ClipTextPrepare = prepare
         self.dim = self.feature_dim = dim
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         """Encode token ids (B, T), T at most the context length, to (B, D) unit-norm float32."""
         tokens = inputs["text"]
         prefix, transformer = _causal_transformer(self.encoder.clip)

@@ -20,7 +20,7 @@ from dualenc.encoders.sentence_folder import SentenceFolder, read_sentence_folde
 from dualenc.encoders.tokenizer import load_tokenizer, lower_casing, save_tokenizer
 from dualenc.errors import DualencError
 from dualenc.files import write_json
-from dualenc.types import Pooling
+from dualenc.types import Inputs, Pooling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -143,7 +143,7 @@ class TextPrepare(Prepare):
         self.prompt = prompt
         self.max_length = max_length
 
-    def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         if torch.utils.data.get_worker_info() is not None:
             # Workers are parallel already; this also spares tokenizers' warning about forked threads.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -171,7 +171,7 @@ class TextTower(Tower):
         self.pooling = pooling
         self.dim = self.feature_dim = backbone.config.hidden_size
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         """Encode B tokenized texts, each (B, T), to (B, D) unit-norm float32."""
         hidden = self.backbone(**inputs).last_hidden_state
         return unit_norm(pool(hidden, inputs["attention_mask"], self.pooling))

@@ -20,9 +20,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dualenc import distributed
+from dualenc.encoders.dual import chunk_rows, take
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import removed_if_refused
-from dualenc.lengths import chunk_rows, take
 from dualenc.search.embeddings import Embeddings, EmbeddingWriter, Skipped, shard_ranges, skipped_entries
 from dualenc.types import Inputs, OnError, Output
 
