@@ -27,7 +27,7 @@ from dualenc.search.embeddings import (
     Embeddings,
     Snippets,
     check_ids,
-    check_version,
+    read_head,
     read_ids,
     write_ids,
     write_snippets,
@@ -291,10 +291,8 @@ def _write_faiss(index: Any, path: Path) -> None:
 
 def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "meta.json"
-    meta = read_json_object(path)
-    if meta.get("format") != FORMAT:
-        raise DualencError(f"{folder}: not an index; make one with `dualenc index MODEL DATA --out FOLDER`")
-    check_version(folder, meta, FORMAT_VERSION, REBUILD)
+    told = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
+    read_head(folder, FORMAT, FORMAT_VERSION, told, REBUILD)
     meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
     allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
     for name, values in allowed.items():
