@@ -109,21 +109,12 @@ class ImageEncoder(DualEncoder):
 
     @classmethod
     def from_folder(cls, folder: Path) -> ImageEncoder:
-        """Load a timm folder, with its projector if there is one.
-
-        Raises:
-            DualencError: files are missing, corrupt, or do not fit each other.
-        """
+        """Load a timm folder, with its projector if there is one."""
         path = folder / DUALENC_FILE
         sizes = read_json_object(path).get("projector") if path.is_file() else None
         if sizes is None:
             return cls(str(folder), projector_dim=None)
-        model = cls(
-            str(folder),
-            projector_dim=sizes["dim"],
-            projector_hidden=sizes["hidden"],
-            projector_layers=sizes["layers"],
-        )
+        model = cls(str(folder), **{f"projector_{name}": sizes[name] for name in ("dim", "hidden", "layers")})
         _load_weights(model.left.projector, folder / PROJECTOR_FILE)
         return model
 
@@ -176,25 +167,15 @@ class ImageEncoder(DualEncoder):
 
 
 class ProjectedTower(Tower):
-    """A backbone, and a projector behind it.
-
-    Args:
-        backbone: pixels (B, C, H, W) to features (B, feature_dim).
-        head: features to (B, D); the identity leaves them as they are.
-        prepare: the preprocessing.
-        feature_dim: size of the features.
-        dim: D, size of the vectors.
-    """
+    """A backbone, pixels (B, C, H, W) to features (B, feature_dim), and a projector behind it, to (B, D)."""
 
     modality = "image"
 
     def __init__(self, backbone: nn.Module, head: nn.Module, prepare: ImagePrepare, feature_dim: int, dim: int) -> None:
         super().__init__()
-        self.backbone = backbone
-        self.projector = head
+        self.backbone, self.projector = backbone, head
         self.prepare: ImagePrepare = prepare
-        self.feature_dim = feature_dim
-        self.dim = dim
+        self.feature_dim, self.dim = feature_dim, dim
 
     def features(self, inputs: Inputs) -> Tensor:
         """The backbone's pooled features (B, feature_dim) of pixels (B, C, H, W), in float32."""
@@ -243,13 +224,7 @@ def load_backbone(
 ) -> tuple[Any, dict[str, Any], bool]:
     """A timm model without classifier, by its name or from the safetensors weights of a folder.
 
-    Args:
-        name: a timm name, a folder or a hub name.
-        pretrained: with a timm name: load its weights, otherwise random ones from torch's generator.
-        small_stem: see `ImageEncoder`, as are the others.
-        image_size: pixels per side.
-        in_chans: channels of the images.
-        args: further arguments of the architecture.
+    The arguments are those of `ImageEncoder`; random weights are drawn from torch's generator.
 
     Returns:
         The model, (B, in_chans, H, W) to pooled features; all arguments of its architecture; whether it has the

@@ -155,13 +155,7 @@ class ImageTextEncoder(DualEncoder):
 
 
 class ClipImageTower(Tower):
-    """The image half of an open_clip model.
-
-    Args:
-        visual: its `visual`, pixels to (B, D).
-        prepare: its preprocessing.
-        dim: D, the size of the vectors.
-    """
+    """The image half of an open_clip model: its `visual`, pixels (B, 3, H, W) to (B, D)."""
 
     modality = "image"
 
@@ -200,13 +194,7 @@ class ClipTextPrepare(Prepare):
 
 
 class ClipTextTower(Tower):
-    """The text half of an open_clip model.
-
-    Args:
-        clip: an open_clip model whose `visual` was taken out.
-        prepare: its tokenizer.
-        dim: D, the size of the vectors.
-    """
+    """The text half of an open_clip model, whose `visual` was taken out."""
 
     modality = "text"
 

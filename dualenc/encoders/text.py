@@ -154,13 +154,7 @@ class TextPrepare(Prepare):
 
 
 class TextTower(Tower):
-    """A transformer's last hidden state, pooled and normalised.
-
-    Args:
-        backbone: a transformers model with `last_hidden_state` (B, T, D).
-        prepare: the side's tokenizer and prompt.
-        pooling: "mean", "cls" or "last".
-    """
+    """A transformer's last hidden state (B, T, D), pooled and normalised."""
 
     modality = "text"
 
@@ -253,12 +247,7 @@ def add_lora(
 ) -> Any:
     """Freeze the backbone and put trainable adapters of W + (alpha / rank)·BA beside its linear layers.
 
-    Args:
-        backbone: the model to adapt, in place.
-        rank: rows of A and columns of B.
-        alpha: scale of the adapters, 2·rank if None.
-        dropout: probability of dropping an adapter's input.
-        targets: "all-linear", or endings of the layers' names.
+    LoRA (Hu et al. 2021, arXiv 2106.09685). The backbone is changed in place; alpha is 2·rank if None.
 
     Raises:
         DualencError: peft is not installed, or the arguments fit no layer.
