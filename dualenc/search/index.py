@@ -189,9 +189,21 @@ class Index:
         folder = Path(folder)
         recover(folder)
         if not folder.is_dir():
-            told = f"make an index with `dualenc index MODEL DATA --out {folder}`"
-            raise DualencError(f"{folder}: no such folder; {told}")
-        meta = _read_meta(folder)
+            raise DualencError(
+                f"{folder}: no such folder; make an index with `dualenc index MODEL DATA --out {folder}`"
+            )
+        path = folder / "meta.json"
+        told = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
+        read_head(folder, FORMAT, FORMAT_VERSION, told, REBUILD)
+        meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
+        allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
+        for name, values in allowed.items():
+            if name in meta and meta[name] not in values:
+                raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {REBUILD}")
+        for name in ("model", "model_checksum"):
+            if not isinstance(meta.get(name, ""), str):
+                raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {REBUILD}")
+
         path = folder / "index.faiss"
         snippets = folder / "snippets.jsonl"
         if verify:
@@ -287,21 +299,6 @@ def _write_faiss(index: Any, path: Path) -> None:
             if failed:
                 raise failed[0] from None
             raise
-
-
-def _read_meta(folder: Path) -> dict[str, Any]:
-    path = folder / "meta.json"
-    told = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
-    read_head(folder, FORMAT, FORMAT_VERSION, told, REBUILD)
-    meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
-    allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
-    for name, values in allowed.items():
-        if name in meta and meta[name] not in values:
-            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {REBUILD}")
-    for name in ("model", "model_checksum"):
-        if not isinstance(meta.get(name, ""), str):
-            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {REBUILD}")
-    return meta
 
 
 def _check_at_least(least: int, **numbers: int | None) -> None:
