@@ -142,14 +142,11 @@ class ShardedVectors:
             return self[[int(rows)]][0]
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
-            if step != 1:
-                return self[np.arange(start, stop, step)]
-            pairs = zip(self.shards, self.offsets.tolist())
-            parts = [shard[max(0, start - first) : max(0, stop - first)] for shard, first in pairs if first < stop]
-            parts = [part for part in parts if len(part)]
-            if len(parts) == 1:
-                return parts[0]  # a view of the file
-            return np.concatenate(parts) if parts else np.empty((0, self.shape[1]), self.dtype)
+            number = int(np.searchsorted(self.offsets, start, side="right")) - 1
+            if step == 1 and start < stop <= self.offsets[number + 1]:
+                first = self.offsets[number]
+                return self.shards[number][start - first : stop - first]  # a view of the file
+            rows = np.arange(start, stop, step)
         rows = np.asarray(rows)
         rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
         wrong = (rows < -len(self)) | (rows >= len(self))
@@ -164,7 +161,7 @@ class ShardedVectors:
         return result
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self[:], dtype=dtype)
+        return np.asarray(np.concatenate(self.shards), dtype=dtype)
 
 
 class Snippets:
