@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -53,8 +54,11 @@ class BatchStatistics:
         with ExitStack() as stack:
             for layer in _training_layers(module) if self.keep else []:
                 over_all = _synchroniser(layer) if distributed.is_initialized() else None
-                noting = over_all.noting(self._latest) if over_all else _Recorder(layer, self._latest).hooked()
-                stack.enter_context(noting)
+                if over_all is None:
+                    stack.enter_context(_recording(layer, self._latest))
+                else:
+                    over_all.latest = self._latest
+                    stack.callback(setattr, over_all, "latest", None)
             yield
 
     @contextmanager
@@ -66,9 +70,17 @@ class BatchStatistics:
         """
         with ExitStack() as stack:
             for layer in _training_layers(module):
-                stack.enter_context(_evaluating(layer))
-                if layer in self._latest:
-                    stack.enter_context(_normalising_by(layer, *self._latest[layer].statistics()))
+                stack.callback(_set, layer, training=True)
+                layer.training = False
+                if layer not in self._latest:
+                    continue
+                mean, variance = self._latest[layer].statistics()
+                stack.callback(_set, layer, running_mean=layer.running_mean, running_var=layer.running_var)
+                # Outside training a layer takes its running statistics for constants; the hook adds their gradient.
+                layer.running_mean, layer.running_var = mean.detach(), variance.detach()
+                if mean.requires_grad:
+                    hook = functools.partial(_connect, mean=mean, variance=variance)
+                    stack.callback(layer.register_forward_pre_hook(hook).remove)
             yield
 
 
@@ -103,21 +115,25 @@ class _Synchroniser:
         self.latest: dict[_BatchNorm, _Noted] | None = None
         self._running: tuple[Tensor | None, Tensor | None] | None = None
 
-    @contextmanager
-    def noting(self, latest: dict[_BatchNorm, _Noted]) -> Iterator[None]:
-        """Forwards in this context leave their statistics there."""
-        self.latest = latest
-        try:
-            yield
-        finally:
-            self.latest = None
-
     def before(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
         layer, values = self.layer, inputs[0]
         if not layer.training or not distributed.is_initialized():
             return None
         like = layer.weight if layer.running_mean is None else layer.running_mean
-        mean, variance, count = _over_all_processes(values, values.dtype if like is None else like.dtype)
+        # Mean, (biased) variance and count of what all processes have; in float64, as sums and squares are added up.
+        own = values if values.dtype in (torch.float32, torch.float64) else values.float()
+        parts = torch.var_mean(own, (0, *range(2, values.dim())), correction=0)
+        own_variance, own_mean = (part.double() for part in parts)
+        own_count = values.numel() // values.shape[1]
+        counted = own_mean.new_tensor([own_count])
+        sums = torch.cat([own_count * own_mean, own_count * (own_variance + own_mean.square()), counted])
+        total = distributed.gather_with_grad(sums[None], [1] * distributed.world_size()).sum(0)
+        count = int(total[-1])
+        if count < 2:
+            raise DualencError("BatchNorm needs more than one value per channel in training; make batch_size larger")
+        mean, square = (total[:-1] / count).chunk(2)
+        dtype = values.dtype if like is None else like.dtype
+        mean, variance = mean.to(dtype), (square - mean.square()).clamp(min=0).to(dtype)
         if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
             assert layer.num_batches_tracked is not None
             layer.num_batches_tracked.add_(1)
@@ -125,12 +141,11 @@ class _Synchroniser:
             layer.running_mean.mul_(1 - share).add_(mean.detach(), alpha=share)
             layer.running_var.mul_(1 - share).add_(variance.detach() * (count / (count - 1)), alpha=share)
         if self.latest is not None:
-            own_count = values.numel() // values.shape[1]
             self.latest[layer] = _Noted(values, mean.detach(), variance.detach(), own_count)
         self._running = layer.running_mean, layer.running_var
         layer.training = False
         layer.running_mean, layer.running_var = mean.detach(), variance.detach()
-        return (_Connection.apply(values, mean, variance, layer.eps),)  # type: ignore[no-untyped-call]
+        return _connect(layer, inputs, mean, variance)
 
     def after(self, *_: Any) -> None:
         if self._running is not None:
@@ -141,20 +156,6 @@ class _Synchroniser:
 def _synchroniser(layer: nn.Module) -> _Synchroniser | None:
     owners = (getattr(hook, "__self__", None) for hook in layer._forward_pre_hooks.values())
     return next((owner for owner in owners if isinstance(owner, _Synchroniser)), None)
-
-
-def _over_all_processes(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-    """Mean and (biased) variance (channels,) of what all processes have, (b, channels, ...), and its count."""
-    own = values if values.dtype in (torch.float32, torch.float64) else values.float()
-    variance, mean = (part.double() for part in torch.var_mean(own, (0, *range(2, values.dim())), correction=0))
-    count = torch.tensor([values.numel() // values.shape[1]], dtype=torch.float64, device=values.device)
-    sums = torch.cat([count * mean, count * (variance + mean.square()), count])
-    total = distributed.gather_with_grad(sums[None], [1] * distributed.world_size()).sum(0)
-    count = total[-1].detach()
-    if count < 2:
-        raise DualencError("BatchNorm needs more than one value per channel in training; make batch_size larger")
-    mean, square = (total[:-1] / count).chunk(2)
-    return mean.to(dtype), (square - mean.square()).clamp(min=0).to(dtype), int(count)
 
 
 class _Noted:
@@ -178,60 +179,44 @@ class _Noted:
         return self._with_gradient
 
 
-class _Recorder:
+@contextmanager
+def _recording(layer: _BatchNorm, latest: dict[_BatchNorm, _Noted]) -> Iterator[None]:
     """Has one layer write its batch's statistics: for a forward, its running ones are blank and their momentum is 1."""
+    names = ("running_mean", "running_var", "momentum", "track_running_stats", "num_batches_tracked")
+    kept = {name: getattr(layer, name) for name in names}
+    own_mean, own_variance, batches = kept["running_mean"], kept["running_var"], kept["num_batches_tracked"]
 
-    def __init__(self, layer: _BatchNorm, latest: dict[_BatchNorm, _Noted]) -> None:
-        self.layer, self.latest = layer, latest
-        self.mean, self.variance = layer.running_mean, layer.running_var
-        self.momentum, self.tracks = layer.momentum, layer.track_running_stats
-        self.num_batches = layer.num_batches_tracked
-
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        hooks = self.layer.register_forward_pre_hook(self.before), self.layer.register_forward_hook(self.after)
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self.restore()
-
-    def before(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         channels, device = inputs[0].shape[1], inputs[0].device
-        like = self.layer.weight if self.mean is None else self.mean
-        dtype = inputs[0].dtype if like is None else like.dtype
-        self.layer.running_mean, self.layer.running_var = torch.zeros(2, channels, dtype=dtype, device=device).unbind()
-        self.layer.momentum, self.layer.track_running_stats = 1.0, True
-        if self.num_batches is None:
-            self.layer.num_batches_tracked = torch.zeros((), dtype=torch.long, device=device)
+        like = layer.weight if own_mean is None else own_mean
+        blank = torch.zeros(2, channels, dtype=inputs[0].dtype if like is None else like.dtype, device=device)
+        counter = torch.zeros((), dtype=torch.long, device=device) if batches is None else batches
+        _set(layer, running_mean=blank[0], running_var=blank[1], num_batches_tracked=counter)
+        _set(layer, momentum=1.0, track_running_stats=True)
 
-    def after(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        mean, variance = self.layer.running_mean, self.layer.running_var
+    def after(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        mean, variance = layer.running_mean, layer.running_var
         assert mean is not None
         assert variance is not None
-        self.restore()
-        if self.mean is not None and self.variance is not None:
-            share = self._share()
-            self.mean.mul_(1 - share).add_(mean, alpha=share)
-            self.variance.mul_(1 - share).add_(variance, alpha=share)
+        _set(layer, **kept)
+        if own_mean is not None:
+            # What this batch counts for; no momentum asks for the plain average of all batches.
+            share = 1 / float(batches) if layer.momentum is None else layer.momentum
+            own_mean.mul_(1 - share).add_(mean, alpha=share)
+            own_variance.mul_(1 - share).add_(variance, alpha=share)
         values: Tensor = inputs[0]
         count = values.numel() // values.shape[1]
-        counted = count * distributed.world_size() if isinstance(self.layer, nn.SyncBatchNorm) else count
+        counted = count * distributed.world_size() if isinstance(layer, nn.SyncBatchNorm) else count
         biased = variance * ((counted - 1) / counted)  # running variances are unbiased, the layer divided by this one
-        self.latest[self.layer] = _Noted(values, mean, biased, count)
+        latest[layer] = _Noted(values, mean, biased, count)
 
-    def restore(self) -> None:
-        self.layer.running_mean, self.layer.running_var = self.mean, self.variance
-        self.layer.momentum, self.layer.track_running_stats = self.momentum, self.tracks
-        self.layer.num_batches_tracked = self.num_batches
-
-    def _share(self) -> float:
-        """What this batch counts for in the running statistics; no momentum asks for their plain average."""
-        if self.momentum is not None:
-            return self.momentum
-        assert self.num_batches is not None
-        return 1 / float(self.num_batches)
+    hooks = layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        _set(layer, **kept)
 
 
 class _Statistics(torch.autograd.Function):
@@ -260,31 +245,14 @@ def _training_layers(module: nn.Module) -> list[_BatchNorm]:
     return [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.training]
 
 
-@contextmanager
-def _evaluating(layer: _BatchNorm) -> Iterator[None]:
-    layer.training = False
-    try:
-        yield
-    finally:
-        layer.training = True
+def _set(layer: _BatchNorm, **attributes: Any) -> None:
+    for name, value in attributes.items():
+        setattr(layer, name, value)
 
 
-@contextmanager
-def _normalising_by(layer: _BatchNorm, mean: Tensor, variance: Tensor) -> Iterator[None]:
-    """Outside training a layer takes its running statistics for constants: these stand there for the time."""
-    running = layer.running_mean, layer.running_var
-    layer.running_mean, layer.running_var = mean.detach(), variance.detach()
-
-    def connect(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        return (_Connection.apply(inputs[0], mean, variance, layer.eps),)  # type: ignore[no-untyped-call]
-
-    with ExitStack() as stack:
-        if mean.requires_grad:
-            stack.callback(layer.register_forward_pre_hook(connect).remove)
-        try:
-            yield
-        finally:
-            layer.running_mean, layer.running_var = running
+def _connect(layer: Any, inputs: tuple[Tensor, ...], mean: Tensor, variance: Tensor) -> tuple[Tensor]:
+    """The layer's input, through which the gradient of its statistics flows."""
+    return (_Connection.apply(inputs[0], mean, variance, layer.eps),)  # type: ignore[no-untyped-call]
 
 
 class _Connection(torch.autograd.Function):

@@ -23,15 +23,6 @@ class Code(NamedTuple):
     text: str
 
 
-class _Ecosystem(NamedTuple):
-    """How one kind of model is known to the world."""
-
-    library: str
-    pipeline: str
-    tags: tuple[str, ...]
-    usage: str
-
-
 _TEXT = """\
 from sentence_transformers import SentenceTransformer
 
@@ -88,12 +79,11 @@ model = load_model("{name}")
 vectors = model.encode("right", model.right.prepare({items}))
 """
 
+# Of each kind of model: library, pipeline of the hub, further tags, and how the library loads it.
 ECOSYSTEMS = {
-    "query-document": _Ecosystem(
-        "sentence-transformers", "sentence-similarity", ("sentence-transformers", "feature-extraction"), _TEXT
-    ),
-    "image-text": _Ecosystem("open_clip", "zero-shot-image-classification", ("open_clip", "clip"), _IMAGE_TEXT),
-    "image": _Ecosystem("timm", "image-feature-extraction", ("timm", "image-feature-extraction"), _IMAGE),
+    "query-document": ("sentence-transformers", "sentence-similarity", ("feature-extraction",), _TEXT),
+    "image-text": ("open_clip", "zero-shot-image-classification", ("clip",), _IMAGE_TEXT),
+    "image": ("timm", "image-feature-extraction", ("image-feature-extraction",), _IMAGE),
 }
 
 SECTIONS = {"task": "Task", "data": "Training data", "recipe": "Recipe", "metrics": "Metrics"}
@@ -115,15 +105,15 @@ def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
     """
     from huggingface_hub import ModelCardData
 
-    ecosystem = ECOSYSTEMS[model.kind]
+    library, pipeline, tags, usage = ECOSYSTEMS[model.kind]
     told: dict[str, Any] = {key: card.get(key) for key in FRONT}
     front_matter = ModelCardData(
-        library_name=ecosystem.library,
-        pipeline_tag=ecosystem.pipeline,
-        tags=[*ecosystem.tags, "dualenc"],
+        library_name=library,
+        pipeline_tag=pipeline,
+        tags=[library, *tags, "dualenc"],
         **told,  # what is None is left out
     )
-    facts = {"Kind": f"{model.kind} dual encoder", "Format": ecosystem.library, **model.describe()}
+    facts = {"Kind": f"{model.kind} dual encoder", "Format": library, **model.describe()}
     parts = [
         f"---\n{front_matter.to_yaml()}\n---",
         f"# {_inline(name)}",
@@ -136,14 +126,13 @@ def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
             title = SECTIONS.get(key, _inline(str(key).replace("_", " ").capitalize()))
             parts.append(f"## {title}\n\n{_metrics(value) if key == 'metrics' else _text(value)}")
 
-    usage = ecosystem.usage
     if model.kind == "query-document" and not model.shares_weights:
         usage = _TWO_TEXTS
     elif getattr(model, "small_image_stem", False):
         usage = _SMALL_IMAGE
     items = '["a text"]' if model.right.modality == "text" else "images"
     quoted = json.dumps(name)[1:-1]  # what stands between the quotes of a literal
-    examples = {ecosystem.library: usage.format(name=quoted), "dualenc": _OWN.format(name=quoted, items=items)}
+    examples = {library: usage.format(name=quoted), "dualenc": _OWN.format(name=quoted, items=items)}
     parts.append("## Use")
     parts += [f"With {tool}:\n\n```python\n{code}```" for tool, code in examples.items()]
     return "\n\n".join(parts) + "\n"
@@ -155,14 +144,11 @@ def _metrics(value: Any) -> str:
         return _text(value)
     nested = {metric: v if isinstance(v, Mapping) else {"value": v} for metric, v in value.items()}
     columns = list(dict.fromkeys(column for row in nested.values() for column in row))
-    rows = [[metric, *(_number(row.get(column)) for column in columns)] for metric, row in nested.items()]
+    rows = []
+    for metric, row in nested.items():
+        numbers = [row.get(column) for column in columns]
+        rows.append([metric, *(f"{v:.4f}" if isinstance(v, float) else "" if v is None else str(v) for v in numbers)])
     return _table(["metric", *map(str, columns)], rows)
-
-
-def _number(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _text(value: Any) -> str:

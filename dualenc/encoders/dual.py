@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dualenc.encoders.card import model_card
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
-from dualenc.types import Modality, Side
+from dualenc.types import Inputs, Modality, Side
 
 SIDES: tuple[Side, Side] = ("left", "right")
 
@@ -31,7 +31,7 @@ class Prepare:
 
     modality: Modality
 
-    def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
         """Collate items into one batch.
 
         Args:
@@ -43,10 +43,6 @@ class Prepare:
             The tower's inputs by name; every tensor's first dimension is B.
         """
         raise TypeError(f"{type(self).__name__} does not define __call__")
-
-    def lengths(self, items: Sequence[Any]) -> list[int]:
-        """A cheap measure of each item's cost, for batches sorted by length; images all cost the same."""
-        return [1] * len(items)
 
 
 class Tower(nn.Module):
@@ -64,11 +60,11 @@ class Tower(nn.Module):
     feature_dim: int
     prepare: Prepare
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         """Encode B prepared items to (B, D) unit-norm float32, also under autocast."""
         raise TypeError(f"{type(self).__name__} does not define forward")
 
-    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+    def features(self, inputs: Inputs) -> Tensor:
         """What embedding and probes use, (B, feature_dim): the vectors themselves unless a projector follows."""
         return self(inputs)
 
@@ -99,7 +95,8 @@ class DualEncoder(nn.Module):
         self.kind = kind
         self.views = views
         self.left = left
-        if _same_weights(left, right):
+        weights = [p.data_ptr() for p in left.parameters()]
+        if left is right or (weights and weights == [p.data_ptr() for p in right.parameters()]):
             # Registered once, so parameters() and state_dict() name each shared weight once.
             object.__setattr__(self, "right", right)
         else:
@@ -138,11 +135,11 @@ class DualEncoder(nn.Module):
             raise DualencError(f"side is {side!r}: choose 'left' or 'right'")
         return self.left if side == "left" else self.right
 
-    def encode(self, side: Side, inputs: dict[str, Tensor]) -> Tensor:
+    def encode(self, side: Side, inputs: Inputs) -> Tensor:
         """Encode B prepared items of one side to (B, D) unit-norm float32."""
         return self.tower(side)(inputs)
 
-    def forward(self, side: Side, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, side: Side, inputs: Inputs) -> Tensor:
         """As `encode`, so that wrappers around a module's call see every forward."""
         return self.encode(side, inputs)
 
@@ -157,7 +154,8 @@ class DualEncoder(nn.Module):
             DualencError: the folder holds something that is not a model.
         """
         folder = Path(folder)
-        if folder.exists() and not _replaceable(folder):
+        is_empty = folder.is_dir() and not any(folder.iterdir())
+        if folder.exists() and not is_empty and not any((folder / name).is_file() for name in MODEL_FILES):
             raise DualencError(f"{folder}: exists and holds no model; choose an empty or new folder")
         with atomic_path(folder) as new:
             new.mkdir()
@@ -181,12 +179,26 @@ def unit_norm(vectors: Tensor) -> Tensor:
     return nn.functional.normalize(vectors.to(torch.float32), dim=-1)
 
 
-def _same_weights(left: Tower, right: Tower) -> bool:
-    weights = [p.data_ptr() for p in left.parameters()]
-    return left is right or (bool(weights) and weights == [p.data_ptr() for p in right.parameters()])
+def chunk_rows(inputs: Inputs, chunk_size: int) -> list[Tensor]:
+    """Row numbers of each chunk: texts of like length together, longest first; images in their order.
+
+    Almost nothing of a chunk is padding then, and if memory runs out, it does so at once.
+
+    Args:
+        inputs: n prepared items; texts have an "attention_mask" (n, T).
+        chunk_size: rows per chunk.
+    """
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return list(torch.arange(len(next(iter(inputs.values())))).split(chunk_size))
+    return list(torch.argsort(mask.sum(dim=1), descending=True, stable=True).split(chunk_size))
 
 
-def _replaceable(folder: Path) -> bool:
-    if not folder.is_dir():
-        return False
-    return not any(folder.iterdir()) or any((folder / name).is_file() for name in MODEL_FILES)
+def take(inputs: Inputs, rows: Tensor) -> Inputs:
+    """Some rows of prepared items, without the columns that are padding in all of them."""
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return {name: tensor[rows] for name, tensor in inputs.items()}
+    used = torch.nonzero(mask[rows].any(dim=0)).reshape(-1)
+    columns = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(None)
+    return {name: t[rows, columns] if t.shape == mask.shape else t[rows] for name, t in inputs.items()}

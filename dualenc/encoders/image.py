@@ -1,7 +1,8 @@
-"""Encoders of images alone: a timm backbone with its projector, and how images become tensors."""
+"""Encoders of images alone: a timm backbone with its projector, its folder, and how images become tensors."""
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +16,16 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import rgb_to_grayscale
 
-from dualenc.encoders import timm_folder
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.load import model_folder
+from dualenc.encoders.load import first_line, model_folder
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
+from dualenc.types import Inputs
 
+WEIGHTS_FILE = "model.safetensors"
 PROJECTOR_FILE = "projector.safetensors"
+SMALL = 64
+"""Images of at most this many pixels per side get the small-image stem, and are not cropped for evaluation."""
 
 # jsonargparse would take a class as the result's type to be one whose making gives the result; hence Any.
 Augment = Callable[[Image.Image, int], Any]
@@ -73,73 +77,80 @@ class ImageEncoder(DualEncoder):
         backbone_args: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
+        from timm.data import create_transform
+
         if in_chans not in (None, 1, 3):
             raise DualencError(f"in_chans is {in_chans}: images have 3 channels, or 1 if they are to be grey")
-        args = backbone_args or {}
-        model: Any
-        if timm_folder.is_registered(backbone):
-            model = timm_folder.create_backbone(
-                backbone, pretrained=pretrained, image_size=image_size, in_chans=in_chans, args=args
-            )
-            if small_image_stem is None:
-                side = image_size or model.pretrained_cfg["input_size"][-1]
-                small_image_stem = side <= timm_folder.SMALL and timm_folder.is_plain_resnet(model)
-            if small_image_stem:
-                timm_folder.replace_stem(model)
-        else:
-            folder = model_folder(backbone)
-            model = timm_folder.load_backbone(folder, image_size=image_size, in_chans=in_chans, args=args)
-            args = {**timm_folder.saved_args(folder), **args}
-            has_stem = timm_folder.has_small_stem(folder)
-            if small_image_stem not in (None, has_stem):
-                raise DualencError(f"{folder}: small_image_stem is {has_stem} in this folder; leave it out")
-            small_image_stem = has_stem
+        model, args, has_small_stem = load_backbone(
+            backbone, pretrained, small_image_stem, image_size, in_chans, backbone_args or {}
+        )
         if gradient_checkpointing:
             model.set_grad_checkpointing(True)
-        config = timm_folder.data_config(
-            model, image_size=image_size, in_chans=in_chans, mean=mean, std=std, crop_pct=crop_pct
-        )
-        features = timm_folder.feature_size(model, config)
+        config = _data_config(model.pretrained_cfg, image_size, in_chans, mean, std, crop_pct)
+        with torch.no_grad():
+            features = int(model.eval()(torch.zeros(1, *config["input_size"])).shape[-1])
         sizes = None
         head: nn.Module = nn.Identity()
         if projector_dim is not None:
             hidden = features if projector_hidden is None else projector_hidden
             sizes = {"dim": projector_dim, "hidden": hidden, "layers": projector_layers}
             head = projector(features, **sizes)
-        tower = ProjectedTower(model, head, _prepare(config, augment), features, projector_dim or features)
+        if augment is None:
+            crops = v2.RandomResizedCrop(config["input_size"][1:], interpolation=v2.InterpolationMode.BICUBIC)
+            to_pixels = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
+            augment = Seeded(v2.Compose([crops, v2.RandomHorizontalFlip(), *to_pixels]))
+        evaluate = create_transform(**config, is_training=False)
+        training = Normalized(augment, config["mean"], config["std"])
+        prepare = ImagePrepare(evaluate, training, grey=config["input_size"][0] == 1)
+        tower = ProjectedTower(model, head, prepare, features, projector_dim or features)
         super().__init__(tower, tower, kind="image", views=True)
-        self.backbone_args, self.small_image_stem = args, small_image_stem
+        self.backbone_args, self.small_image_stem = args, has_small_stem
         self.data_config, self.projector_sizes = config, sizes
 
     @classmethod
     def from_folder(cls, folder: Path) -> ImageEncoder:
-        """Load a timm folder, with its projector if there is one.
-
-        Raises:
-            DualencError: files are missing, corrupt, or do not fit each other.
-        """
+        """Load a timm folder, with its projector if there is one."""
         path = folder / DUALENC_FILE
         sizes = read_json_object(path).get("projector") if path.is_file() else None
         if sizes is None:
             return cls(str(folder), projector_dim=None)
-        model = cls(
-            str(folder),
-            projector_dim=sizes["dim"],
-            projector_hidden=sizes["hidden"],
-            projector_layers=sizes["layers"],
-        )
-        timm_folder.load_weights(model.left.projector, folder / PROJECTOR_FILE)
+        model = cls(str(folder), **{f"projector_{name}": sizes[name] for name in ("dim", "hidden", "layers")})
+        _load_weights(model.left.projector, folder / PROJECTOR_FILE)
         return model
 
     def write(self, folder: Path) -> None:
-        """Write a timm folder, for `local-dir:`, and the projector beside the backbone."""
+        """Write a timm folder, for `local-dir:`, and the projector beside the backbone.
+
+        timm's `create_model("local-dir:FOLDER", pretrained=True)` loads it. A ResNet with the small-image stem is
+        saved with the weights of that stem: timm creates it from the folder without its weights, gets the stem as in
+        `replace_stem`, and then loads the weights; the model card shows the lines.
+        """
         from safetensors.torch import save_file
 
-        timm_folder.write_folder(folder, self.left.backbone, self.backbone_args, self.data_config)
+        backbone: Any = self.left.backbone
+        known = backbone.pretrained_cfg
+        pretrained_cfg = {
+            **self.data_config,
+            "fixed_input_size": bool(known.get("fixed_input_size")),
+            "num_classes": 0,
+            **{key: known[key] for key in ("first_conv", "classifier") if known.get(key)},
+        }
+        write_json(
+            folder / "config.json",
+            {
+                "architecture": known["architecture"],
+                "num_classes": 0,
+                "num_features": backbone.num_features,
+                "model_args": self.backbone_args,
+                "pretrained_cfg": pretrained_cfg,
+            },
+        )
         write_json(
             folder / DUALENC_FILE,
             {"kind": self.kind, "projector": self.projector_sizes, "small_image_stem": self.small_image_stem},
         )
+        tensors = {name: tensor.contiguous() for name, tensor in backbone.state_dict().items()}
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         if self.projector_sizes is not None:
             save_file(self.left.projector.state_dict(), folder / PROJECTOR_FILE)
 
@@ -156,44 +167,23 @@ class ImageEncoder(DualEncoder):
 
 
 class ProjectedTower(Tower):
-    """A backbone, and a projector behind it.
-
-    Args:
-        backbone: pixels (B, C, H, W) to features (B, feature_dim).
-        head: features to (B, D); the identity leaves them as they are.
-        prepare: the preprocessing.
-        feature_dim: size of the features.
-        dim: D, size of the vectors.
-    """
+    """A backbone, pixels (B, C, H, W) to features (B, feature_dim), and a projector behind it, to (B, D)."""
 
     modality = "image"
 
     def __init__(self, backbone: nn.Module, head: nn.Module, prepare: ImagePrepare, feature_dim: int, dim: int) -> None:
         super().__init__()
-        self.backbone = backbone
-        self.projector = head
+        self.backbone, self.projector = backbone, head
         self.prepare: ImagePrepare = prepare
-        self.feature_dim = feature_dim
-        self.dim = dim
+        self.feature_dim, self.dim = feature_dim, dim
 
-    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+    def features(self, inputs: Inputs) -> Tensor:
         """The backbone's pooled features (B, feature_dim) of pixels (B, C, H, W), in float32."""
         return self.backbone(inputs["image"]).float()
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         """The projector's output for pixels (B, C, H, W), as (B, D) unit-norm float32."""
         return unit_norm(self.projector(self.backbone(inputs["image"])))
-
-
-def _prepare(config: dict[str, Any], augment: Augment | None) -> ImagePrepare:
-    from timm.data import create_transform
-
-    if augment is None:
-        flips = v2.RandomHorizontalFlip()
-        crops = v2.RandomResizedCrop(config["input_size"][1:], interpolation=v2.InterpolationMode.BICUBIC)
-        augment = Seeded(v2.Compose([crops, flips, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]))
-    training = Normalized(augment, config["mean"], config["std"])
-    return ImagePrepare(create_transform(**config, is_training=False), training, grey=config["input_size"][0] == 1)
 
 
 def projector(features: int, dim: int, hidden: int, layers: int) -> nn.Sequential:
@@ -217,6 +207,145 @@ def projector(features: int, dim: int, hidden: int, layers: int) -> nn.Sequentia
     return nn.Sequential(*parts, nn.Linear(features, dim, bias=False))
 
 
+def is_registered(name: str) -> bool:
+    """Whether timm knows an architecture of this name, a tag after a dot left aside."""
+    import timm
+
+    return timm.is_model(name.partition(".")[0])
+
+
+def load_backbone(
+    name: str,
+    pretrained: bool,
+    small_stem: bool | None,
+    image_size: int | None,
+    in_chans: int | None,
+    args: dict[str, Any],
+) -> tuple[Any, dict[str, Any], bool]:
+    """A timm model without classifier, by its name or from the safetensors weights of a folder.
+
+    The arguments are those of `ImageEncoder`; random weights are drawn from torch's generator.
+
+    Returns:
+        The model, (B, in_chans, H, W) to pooled features; all arguments of its architecture; whether it has the
+        small-image stem.
+
+    Raises:
+        DualencError: timm cannot make the model, or configuration or weights are missing, corrupt, or do not fit.
+    """
+    import timm
+    from timm.models import get_pretrained_cfg
+
+    folder, source, saved = None, name, {}
+    if is_registered(name):
+        known = get_pretrained_cfg(name, allow_unregistered=True)
+        fixed_size = known and known.fixed_input_size
+    else:
+        folder = model_folder(name)
+        if not (folder / WEIGHTS_FILE).is_file():
+            raise DualencError(f"{folder}: no {WEIGHTS_FILE}; convert its weights to safetensors first")
+        config = read_json_object(folder / "config.json")
+        if "architecture" not in config:
+            raise DualencError(f"{folder / 'config.json'}: names no timm architecture; give another folder")
+        source, saved = f"local-dir:{folder}", config.get("model_args", {})
+        fixed_size = config.get("pretrained_cfg", config).get("fixed_input_size")
+        path = folder / DUALENC_FILE
+        has_stem = path.is_file() and bool(read_json_object(path).get("small_image_stem"))
+        if small_stem not in (None, has_stem):
+            raise DualencError(f"{folder}: small_image_stem is {has_stem} in this folder; leave it out")
+        small_stem, pretrained = has_stem, not has_stem
+    # What timm takes beside an architecture's arguments: other weights, other configurations, compilation.
+    others = inspect.signature(timm.create_model).parameters
+    for key in (*saved, *args):
+        if key in others or key.startswith("pretrained"):
+            raise DualencError(f"{source}: {key} is no argument of an architecture (backbone_args); leave it out")
+    size = {"img_size": image_size} if fixed_size and image_size is not None else {}
+    with _explained(source):
+        # timm leaves out arguments that are None
+        model: Any = timm.create_model(
+            source, pretrained=pretrained, num_classes=0, in_chans=in_chans, **{**size, **args}
+        )
+    side = image_size or model.pretrained_cfg["input_size"][-1]
+    small = side <= SMALL and is_plain_resnet(model) if small_stem is None else small_stem
+    if small:
+        replace_stem(model)
+        if folder is not None:  # timm does not know this stem, so its weights go in here
+            _load_weights(model, folder / WEIGHTS_FILE)
+    return model, {**saved, **args}, small
+
+
+def is_plain_resnet(backbone: nn.Module) -> bool:
+    """Whether this is a ResNet that begins with one 7×7 convolution and a max-pooling."""
+    stem = getattr(backbone, "conv1", None)
+    pooling = getattr(backbone, "maxpool", None)
+    return isinstance(stem, nn.Conv2d) and stem.kernel_size == (7, 7) and isinstance(pooling, nn.MaxPool2d)
+
+
+def replace_stem(backbone: Any) -> None:
+    """Begin a ResNet with a 3×3 convolution of stride 1 and no pooling (SimCLR, Chen et al. 2020, appendix B.9).
+
+    The convolution's weights are drawn from torch's generator.
+
+    Raises:
+        DualencError: the backbone is no plain ResNet.
+    """
+    if not is_plain_resnet(backbone):
+        raise DualencError(
+            f"{type(backbone).__name__} has no stem that small_image_stem could replace: leave it out, "
+            "or set backbone_args such as patch_size"
+        )
+    old = backbone.conv1
+    backbone.conv1 = nn.Conv2d(old.in_channels, old.out_channels, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(backbone.conv1.weight, mode="fan_out", nonlinearity="relu")
+    backbone.maxpool = nn.Identity()
+
+
+def _data_config(
+    known: dict[str, Any],
+    image_size: int | None,
+    in_chans: int | None,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    crop_pct: float | None,
+) -> dict[str, Any]:
+    """timm's description of a model's preprocessing, with those settings replaced that are not None."""
+    from timm.data import resolve_data_config
+
+    channels = in_chans or known["input_size"][0]
+    height, width = known["input_size"][1:] if image_size is None else (image_size, image_size)
+    if crop_pct is None and image_size is not None and image_size <= SMALL:
+        crop_pct = 1.0
+    settings: dict[str, Any] = {"input_size": (channels, height, width)}
+    if channels == 1:
+        # A grey image is the mean of the channels, and so is what to normalise it by.
+        settings |= {key: [sum(known[key]) / len(known[key])] for key in ("mean", "std")}
+    for name, values in (("mean", mean), ("std", std)):
+        if values is not None:
+            if len(values) not in (1, channels):
+                raise DualencError(f"{name} has {len(values)} numbers for {channels} channels: give one per channel")
+            settings[name] = values
+    if crop_pct is not None:
+        settings["crop_pct"] = crop_pct
+    config = resolve_data_config(settings, pretrained_cfg=known)
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
+
+
+def _load_weights(module: nn.Module, path: Path) -> None:
+    """Load a safetensors file whose names and shapes are exactly the module's."""
+    from safetensors.torch import load_file
+
+    with _explained(str(path)):
+        module.load_state_dict(load_file(path))
+
+
+@contextmanager
+def _explained(where: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise DualencError(f"{where}: timm says: {first_line(error)}; check name, weights and arguments") from error
+
+
 class ImagePrepare(Prepare):
     """Stack transformed images.
 
@@ -233,7 +362,7 @@ class ImagePrepare(Prepare):
         self.augment = augment
         self.grey = grey
 
-    def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> Inputs:
         if seeds is None:
             modes = [item.convert("L") if self.grey else item for item in items]
             return {"image": torch.stack([self.evaluate(item) for item in modes])}

@@ -1,11 +1,14 @@
-"""Image-text encoders on open_clip: left the images, right the texts."""
+"""Image-text encoders on open_clip, left the images, right the texts; their folder, read and written."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -13,24 +16,31 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dualenc.encoders import open_clip_folder
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.image import ImagePrepare, Seeded
-from dualenc.encoders.load import model_folder
-from dualenc.encoders.open_clip_folder import (
-    CONTEXT_LENGTH,
-    Tokenize,
-    config_tokenizer,
-    folder_tokenizer,
-    get_tokenizer,
-)
+from dualenc.encoders.load import first_line, model_folder, no_foreign_code
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
 from dualenc.errors import DualencError
+from dualenc.files import read_json_object, write_json
+from dualenc.types import Inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Tokenize: TypeAlias = Callable[[list[str]], Tensor]
+"""Texts to token ids (B, context length)."""
 End: TypeAlias = "int | Literal['max'] | None"
+
+CONTEXT_LENGTH = 77
+VOCAB_SIZE = 49408
+"""open_clip's defaults, of the original CLIP."""
+
+CONFIG_FILE = "open_clip_config.json"
+WEIGHTS_FILE = "open_clip_model.safetensors"
+WEIGHTS_FILES = (WEIGHTS_FILE, "open_clip_pytorch_model.safetensors", "model.safetensors")
+SECTIONS = ("embed_dim", "vision_cfg", "text_cfg")
+TOKENIZER_ARGUMENTS = ("clean", "strip_sep_token", "language", "additional_special_tokens", "reduction_mask")
+"""Those that cannot lead a tokenizer to other files or to code; open_clip's own configurations use the first two."""
 
 
 class ImageTextEncoder(DualEncoder):
@@ -72,6 +82,11 @@ class ImageTextEncoder(DualEncoder):
         pretrained_towers: bool = False,
         gradient_checkpointing: bool = False,
     ) -> None:
+        from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
+
+        low, high = crop_scale
+        if not 0 < low <= high <= 1:
+            raise DualencError(f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]")
         options = {
             "force_image_size": image_size,
             "force_context_length": context_length,
@@ -79,7 +94,7 @@ class ImageTextEncoder(DualEncoder):
             "pretrained_image": pretrained_towers,
             "pretrained_text": pretrained_towers,
         }
-        clip, own_config, tokenize = _create(name, pretrained, config, tokenizer, options)
+        clip, own_config, tokenize = load_clip(name, pretrained, config, tokenizer, options)
         if gradient_checkpointing:
             clip.set_grad_checkpointing(True)
         visual = clip.visual
@@ -87,9 +102,12 @@ class ImageTextEncoder(DualEncoder):
         for scalar in (clip.logit_scale, clip.logit_bias):
             if scalar is not None:
                 scalar.requires_grad_(False)  # the objective owns the temperature
+        preprocess = PreprocessCfg(**visual.preprocess_cfg)
+        train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=(low, high)))
+        prepare = ImagePrepare(image_transform_v2(preprocess, is_train=False), Seeded(train))
         dim = int(own_config["embed_dim"])
         super().__init__(
-            ClipImageTower(visual, _image_prepare(visual.preprocess_cfg, crop_scale), dim),
+            ClipImageTower(visual, prepare, dim),
             ClipTextTower(clip, ClipTextPrepare(tokenize, end_token(clip)), dim),
             kind="image-text",
         )
@@ -107,23 +125,49 @@ class ImageTextEncoder(DualEncoder):
 
     def write(self, folder: Path) -> None:
         """Write an open_clip folder, for `local-dir:`."""
-        weights = {f"visual.{name}": value for name, value in self.left.visual.state_dict().items()}
+        from safetensors.torch import save_file
+
+        config = copy.deepcopy(self.config)
+        # Towers are complete here: nothing is to be fetched when the folder is loaded.
+        config["vision_cfg"].pop("timm_model_pretrained", None)
+        config["text_cfg"].pop("hf_model_pretrained", None)
+        visual: Any = self.left.visual
+        known = visual.preprocess_cfg
+        kept = {key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known}
+        write_json(folder / CONFIG_FILE, {"model_cfg": config, "preprocess_cfg": kept})
+        weights = {f"visual.{name}": value for name, value in visual.state_dict().items()}
         weights |= self.right.encoder.clip.state_dict()
-        preprocess = self.left.visual.preprocess_cfg
-        open_clip_folder.write_folder(folder, self.config, preprocess, weights)  # type: ignore[arg-type]
-        tokenizer = self.right.prepare.tokenizer
-        if hasattr(tokenizer, "save_pretrained"):
-            save_tokenizer(tokenizer.tokenizer, folder, tokenizer.context_length)  # type: ignore[attr-defined]
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / WEIGHTS_FILE)
+        tokenizer: Any = self.right.prepare.tokenizer
+        if hasattr(tokenizer, "save_pretrained"):  # one of transformers inside open_clip's
+            save_tokenizer(tokenizer.tokenizer, folder, tokenizer.context_length)
 
     def describe(self) -> dict[str, str]:
         """What the model is, as rows of a table."""
-        size = self.left.visual.preprocess_cfg["size"]  # type: ignore[index]
+        visual: Any = self.left.visual
+        size = visual.preprocess_cfg["size"]
         return {
             "Image size": "×".join(map(str, size)) if isinstance(size, (tuple, list)) else str(size),
             "Longest text": f"{self.config['text_cfg'].get('context_length', CONTEXT_LENGTH)} tokens",
             "Temperature": f"{self.temperature:.4g}",
             **super().describe(),
         }
+
+
+class ClipImageTower(Tower):
+    """The image half of an open_clip model: its `visual`, pixels (B, 3, H, W) to (B, D)."""
+
+    modality = "image"
+
+    def __init__(self, visual: nn.Module, prepare: ImagePrepare, dim: int) -> None:
+        super().__init__()
+        self.visual = visual
+        self.prepare: ImagePrepare = prepare
+        self.dim = self.feature_dim = dim
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Encode pixels (B, 3, H, W) to (B, D) unit-norm float32."""
+        return unit_norm(self.visual(inputs["image"]))
 
 
 class ClipTextPrepare(Prepare):
@@ -137,30 +181,20 @@ class ClipTextPrepare(Prepare):
 
     modality = "text"
 
-    def __init__(self, tokenizer: Callable[[list[str]], Tensor], end: End) -> None:
+    def __init__(self, tokenizer: Tokenize, end: End) -> None:
         self.tokenizer = tokenizer
         self.end: End = end
 
-    def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         tokens = self.tokenizer(list(items))
         if self.end is None:
             return {"text": tokens}
         at_end = tokens.argmax(1) if self.end == "max" else tokens.eq(self.end).int().argmax(1)
         return {"text": tokens[:, : int(at_end.max()) + 1]}
 
-    def lengths(self, items: Sequence[str]) -> list[int]:
-        """Characters of each text."""
-        return [len(text) for text in items]
-
 
 class ClipTextTower(Tower):
-    """The text half of an open_clip model.
-
-    Args:
-        clip: an open_clip model whose `visual` was taken out.
-        prepare: its tokenizer.
-        dim: D, the size of the vectors.
-    """
+    """The text half of an open_clip model, whose `visual` was taken out."""
 
     modality = "text"
 
@@ -170,7 +204,7 @@ class ClipTextTower(Tower):
         self.prepare: ClipTextPrepare = prepare
         self.dim = self.feature_dim = dim
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         """Encode token ids (B, T), T at most the context length, to (B, D) unit-norm float32."""
         tokens = inputs["text"]
         prefix, transformer = _causal_transformer(self.encoder.clip)
@@ -216,28 +250,6 @@ def end_token(clip: nn.Module) -> End:
     return "max" if pooling == "argmax" else None
 
 
-class ClipImageTower(Tower):
-    """The image half of an open_clip model.
-
-    Args:
-        visual: its `visual`, pixels to (B, D).
-        prepare: its preprocessing.
-        dim: D, the size of the vectors.
-    """
-
-    modality = "image"
-
-    def __init__(self, visual: nn.Module, prepare: ImagePrepare, dim: int) -> None:
-        super().__init__()
-        self.visual = visual
-        self.prepare: ImagePrepare = prepare
-        self.dim = self.feature_dim = dim
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Encode pixels (B, 3, H, W) to (B, D) unit-norm float32."""
-        return unit_norm(self.visual(inputs["image"]))
-
-
 def is_registered(name: str | None) -> bool:
     """Whether open_clip knows an architecture of this name."""
     import open_clip
@@ -245,59 +257,168 @@ def is_registered(name: str | None) -> bool:
     return name in open_clip.list_models()
 
 
-def _create(
+def load_clip(
     name: str | None,
     pretrained: str | None,
     config: dict[str, Any] | None,
     tokenizer: str | PreTrainedTokenizerBase | None,
     options: dict[str, Any],
 ) -> tuple[Any, dict[str, Any], Tokenize]:
-    """The open_clip model, its configuration, and its tokenizer."""
+    """An open_clip model, its configuration, and its tokenizer: by name, from a configuration, or from a folder.
+
+    The first four arguments are those of `ImageTextEncoder`; options are further ones of `open_clip.create_model`.
+
+    Raises:
+        DualencError: arguments, configuration, weights or tokenizer are missing, corrupt, or do not fit each other.
+    """
+    import open_clip
+    from open_clip.factory import load_checkpoint
+
     if (name is None) == (config is None):
         raise DualencError("give either the name of an open_clip model or a config to start from scratch")
     if tokenizer is not None and config is None:
         raise DualencError(f"{name} has its own tokenizer: leave tokenizer out, it goes with config")
-    if pretrained is not None and not is_registered(name):
-        raise DualencError(f"pretrained={pretrained} goes with an open_clip name: leave it out")
-    if (
-        pretrained is not None
-        and os.path.exists(pretrained)
-        and not (os.path.isfile(pretrained) and pretrained.endswith(".safetensors"))
-    ):
-        raise DualencError(f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first")
-    if name is None:
-        own = copy.deepcopy(config or {})
-        open_clip_folder.check_config(own, "config")
-        _override(own, options)
-        tokenize = config_tokenizer(own, None if tokenizer is None else load_tokenizer(tokenizer))
-        return open_clip_folder.create(own, **options), own, tokenize
-    length = options["force_context_length"]
-    if is_registered(name):
-        own = open_clip_folder.registered_config(name)
-        open_clip_folder.check_config(own, name)
-        _override(own, options)
-        clip = open_clip_folder.create(name, pretrained=pretrained, **options)
-        return clip, own, get_tokenizer(name, own, length)
-    folder = model_folder(name)
-    own = open_clip_folder.folder_config(folder)
-    _override(own, options)
-    tokenize = folder_tokenizer(folder, own, length)
-    return open_clip_folder.load_folder(folder, **options), own, tokenize
+    if pretrained is not None:
+        if not is_registered(name):
+            raise DualencError(f"pretrained={pretrained} goes with an open_clip name: leave it out")
+        is_file = os.path.isfile(pretrained) and pretrained.endswith(".safetensors")
+        if os.path.exists(pretrained) and not is_file:
+            raise DualencError(
+                f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first"
+            )
+    with tempfile.TemporaryDirectory() as scratch:
+        weights: list[Path] = []
+        if config is not None:
+            own, where, source = copy.deepcopy(config), "config", f"local-dir:{scratch}"
+        elif is_registered(name):
+            own, where, source = open_clip.get_model_config(name), str(name), str(name)
+        else:
+            folder = model_folder(str(name))
+            own, where, source = _folder_config(folder), str(folder / CONFIG_FILE), f"local-dir:{folder}"
+            weights = [folder / file for file in WEIGHTS_FILES if (folder / file).is_file()]
+            if not weights:
+                raise DualencError(f"{folder}: no {WEIGHTS_FILE}; convert its weights to safetensors first")
+        check_config(own, where, pretrained=options["pretrained_text"])
+        for section, key in (("vision_cfg", "image_size"), ("text_cfg", "context_length")):
+            if options[f"force_{key}"] is not None:
+                own[section][key] = options[f"force_{key}"]
+        if config is not None:
+            _write_source(Path(scratch), own, None if tokenizer is None else load_tokenizer(tokenizer))
+
+        # A tokenizer of open_clip's own takes no such argument.
+        trust: dict[str, Any] = {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
+        try:
+            with no_foreign_code():
+                tokenize = open_clip.get_tokenizer(source, context_length=options["force_context_length"], **trust)
+        except Exception as error:
+            raise DualencError(
+                f"{source}: its tokenizer does not load ({first_line(error)}); restore the tokenizer's files"
+            ) from error
+
+        # Weights come from safetensors alone: of a folder, open_clip itself would read others, too.
+        read: dict[str, Any] = {"pretrained": pretrained} if source == name else {"load_weights": False}
+        with _explained(where):
+            clip = open_clip.create_model(source, weights_only=True, **read, **options)
+        if weights:
+            with _explained(str(weights[0])):
+                load_checkpoint(clip, str(weights[0]))
+    return clip, own, tokenize
 
 
-def _override(config: dict[str, Any], options: dict[str, Any]) -> None:
-    """Write into the configuration what the user sets otherwise."""
-    for section, key in (("vision_cfg", "image_size"), ("text_cfg", "context_length")):
-        if options[f"force_{key}"] is not None:
-            config[section][key] = options[f"force_{key}"]
+def _folder_config(folder: Path) -> dict[str, Any]:
+    """The `model_cfg` of an open_clip folder whose tokenizer is not code of its own."""
+    config = read_json_object(folder / CONFIG_FILE).get("model_cfg")
+    if not isinstance(config, dict):
+        raise DualencError(f"{folder / CONFIG_FILE}: no model_cfg, so no open_clip model; restore the file")
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and "auto_map" in read_json_object(settings):
+        raise DualencError(f"{folder}: its tokenizer is code of its own, which is not run; save it with a plain one")
+    return config
 
 
-def _image_prepare(settings: dict[str, Any], crop_scale: tuple[float, float]) -> ImagePrepare:
-    from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
+def check_config(config: dict[str, Any], where: str, pretrained: bool = False) -> None:
+    """Refuse configurations that are not two towers, and those with which open_clip would run code of a model.
 
-    low, high = crop_scale
-    if not 0 < low <= high <= 1:
-        raise DualencError(f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]")
-    preprocess = PreprocessCfg(**settings)
-    train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=(low, high)))
-    return ImagePrepare(image_transform_v2(preprocess, is_train=False), Seeded(train))
+    Args:
+        config: an open_clip configuration.
+        where: what errors call it.
+        pretrained: the towers that it names are loaded with their weights.
+
+    Raises:
+        DualencError: a section is missing, the model is generative, a tower or tokenizer is code of its own, or a
+            tower's folder has other weights than safetensors.
+    """
+    from transformers import AutoConfig
+
+    missing = [section for section in SECTIONS if section not in config]
+    if missing:
+        raise DualencError(f"{where}: {', '.join(missing)} missing; an open_clip model needs {', '.join(SECTIONS)}")
+    if "multimodal_cfg" in config:
+        raise DualencError(f"{where}: CoCa models are not supported; choose one without multimodal_cfg")
+    text, vision = config["text_cfg"], config["vision_cfg"]
+    if not isinstance(text, dict) or not isinstance(vision, dict):
+        raise DualencError(f"{where}: text_cfg or vision_cfg does not hold keys; restore it")
+    for key in text.get("tokenizer_kwargs") or {}:
+        if key not in TOKENIZER_ARGUMENTS:
+            raise DualencError(
+                f"{where}: with {key} in tokenizer_kwargs a tokenizer can be code of its own, which is not run; "
+                f"leave it out, only {', '.join(TOKENIZER_ARGUMENTS)} are taken"
+            )
+    towers = [str(name) for name in (text.get("hf_model_name"), vision.get("timm_model_name")) if name]
+    for folder in (Path(name.removeprefix("local-dir:")) for name in towers):
+        if pretrained and folder.is_dir() and not any(folder.glob("*.safetensors")):
+            raise DualencError(f"{folder}: no *.safetensors; convert its weights to safetensors first")
+    if name := text.get("hf_model_name"):
+        # open_clip loads this without a word about its code; loaded so once before, its code is refused.
+        try:
+            AutoConfig.from_pretrained(str(name), trust_remote_code=False)
+        except Exception as error:
+            raise DualencError(
+                f"{where}: text_cfg.hf_model_name {name} does not load without code of its own, which is not run "
+                f"({first_line(error)}); choose another"
+            ) from error
+
+
+def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Write what open_clip makes a model from: a configuration and its tokenizer, None for open_clip's own.
+
+    `text_cfg` is fitted to a tokenizer in place: the vocabulary's size, and reading the output at the token that ends
+    every text.
+    """
+    text = config["text_cfg"]
+    if tokenizer is not None:
+        text["hf_tokenizer_name"] = "."  # in a folder, open_clip takes the tokenizer beside its configuration
+        if text.setdefault("vocab_size", len(tokenizer)) < len(tokenizer):
+            raise DualencError(
+                f"text_cfg.vocab_size is {text['vocab_size']}, the tokenizer has {len(tokenizer)} tokens: leave it out"
+            )
+        if "hf_model_name" not in text:
+            end = tokenizer("a").input_ids[-1]
+            if end not in tokenizer.all_special_ids:
+                raise DualencError("the tokenizer ends texts without a special token, where the output could be read")
+            text.setdefault("pad_id", tokenizer.pad_token_id)
+            text.setdefault("pool_type", "eos")
+            text.setdefault("eos_id", end)
+        save_tokenizer(tokenizer, folder, text.get("context_length", CONTEXT_LENGTH))
+    elif not text.get("hf_tokenizer_name") and text.get("vocab_size", VOCAB_SIZE) < VOCAB_SIZE:
+        raise DualencError(
+            f"text_cfg.vocab_size is {text['vocab_size']}: open_clip's tokenizer needs {VOCAB_SIZE}; "
+            "leave it out or give a tokenizer"
+        )
+    write_json(folder / CONFIG_FILE, {"model_cfg": config})
+
+
+@contextmanager
+def _explained(where: str) -> Iterator[None]:
+    """Quiet open_clip's log, and tell its errors in one line."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with no_foreign_code():
+            yield
+    except Exception as error:
+        raise DualencError(
+            f"{where}: open_clip says: {first_line(error)}; check name, weights and configuration"
+        ) from error
+    finally:
+        logging.disable(disabled)

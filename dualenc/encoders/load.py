@@ -34,40 +34,31 @@ def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device 
     Raises:
         DualencError: no model is there, or its files are incomplete or corrupt.
     """
+    # These modules import this one.
+    from dualenc.encoders import image, image_text, text
+
     name = os.fspath(path_or_name)
     recover(Path(name.removeprefix("local-dir:")).expanduser())
-    model = _named(name) or _from_folder(model_folder(name))
+    may_be_known = not os.path.exists(name) and not looks_like_path(name)
+    architecture, _, tag = name.partition("/")
+    model: DualEncoder
+    if may_be_known and image_text.is_registered(architecture):
+        if not tag:
+            raise DualencError(f"{name}: an architecture without weights; say which, as in {name}/openai")
+        model = image_text.ImageTextEncoder(architecture, tag)
+    elif may_be_known and "/" not in name and ":" not in name and image.is_registered(name):
+        model = image.ImageEncoder(name, pretrained=True, projector_dim=None)
+    else:
+        folder = model_folder(name)
+        kind = folder_kind(folder)
+        if kind == "image":
+            model = image.ImageEncoder.from_folder(folder)
+        else:
+            model = (text.TextEncoder if kind == "query-document" else image_text.ImageTextEncoder)(str(folder))
     try:
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
         raise DualencError(f"device {device}: {first_line(error)}; choose another device") from error
-
-
-def _named(name: str) -> DualEncoder | None:
-    """A model that open_clip or timm know by name, if no folder is called so."""
-    # These modules import this one.
-    from dualenc.encoders import image_text, timm_folder
-    from dualenc.encoders.image import ImageEncoder
-
-    if os.path.exists(name) or looks_like_path(name):
-        return None
-    architecture, _, tag = name.partition("/")
-    if image_text.is_registered(architecture):
-        if not tag:
-            raise DualencError(f"{name}: an architecture without weights; say which, as in {name}/openai")
-        return image_text.ImageTextEncoder(architecture, tag)
-    if "/" not in name and ":" not in name and timm_folder.is_registered(name):
-        return ImageEncoder(name, pretrained=True, projector_dim=None)
-    return None
-
-
-def _from_folder(folder: Path) -> DualEncoder:
-    from dualenc.encoders import image, image_text, text
-
-    kind = folder_kind(folder)
-    if kind == "image":
-        return image.ImageEncoder.from_folder(folder)
-    return (text.TextEncoder if kind == "query-document" else image_text.ImageTextEncoder)(str(folder))
 
 
 def folder_kind(folder: Path) -> Kind:
@@ -105,26 +96,22 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
         DualencError: there is no such folder, and the hub gives nothing under this name.
     """
     text = os.fspath(name)
-    if not text.startswith(("local-dir:", "hf-hub:")) and not os.path.exists(text) and not looks_like_path(text):
-        text = f"hf-hub:{text}"
-    if text.startswith("hf-hub:"):
-        return _fetch(text.removeprefix("hf-hub:"))
+    is_local = text.startswith("local-dir:") or os.path.exists(text) or looks_like_path(text)
+    if text.startswith("hf-hub:") or not is_local:
+        from huggingface_hub import snapshot_download
+
+        text = text.removeprefix("hf-hub:")
+        try:
+            return Path(snapshot_download(text, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        except Exception as error:
+            raise DualencError(
+                f"{text}: neither a folder here nor a model that the hub gives ({first_line(error)}); check the name"
+            ) from error
     folder = Path(text.removeprefix("local-dir:")).expanduser()
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "no such folder"
         raise DualencError(f"{folder}: {what}; give the folder of a model")
     return folder
-
-
-def _fetch(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
-    except Exception as error:
-        raise DualencError(
-            f"{name}: neither a folder here nor a model that the hub gives ({first_line(error)}); check the name"
-        ) from error
 
 
 def looks_like_path(text: str) -> bool:

@@ -53,16 +53,32 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
     """
     if not (folder / "modules.json").is_file():
         return SentenceFolder(folder)
-    paths = _module_paths(folder)
-    transformer = folder / paths["Transformer"]
-    settings = _optional_json(transformer / "sentence_bert_config.json")
+    modules = read_json(folder / "modules.json")
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise DualencError(f"{folder / 'modules.json'}: is no list of modules; restore the file")
+    paths: dict[str, Path] = {}
+    for module in modules:
+        package, _, name = str(module.get("type", "")).rpartition(".")
+        if name not in MODULES or package.partition(".")[0] != "sentence_transformers":
+            raise DualencError(
+                f"{folder}: its module {module.get('type')} is not supported; "
+                f"only models of {', '.join(MODULES)} can be loaded"
+            )
+        path = str(module.get("path", ""))
+        paths[name] = folder / path
+        if not paths[name].resolve().is_relative_to(folder.resolve()):
+            raise DualencError(f"{folder / 'modules.json'}: {path} leaves the folder; restore the file")
+    for name in MODULES[:2]:
+        if name not in paths:
+            raise DualencError(f"{folder / 'modules.json'}: lists no {name}; only text embedding models can be loaded")
+    settings = _optional_json(paths["Transformer"] / "sentence_bert_config.json")
     task = settings.get("transformer_task", "feature-extraction")
     if task != "feature-extraction":
         raise DualencError(f"{folder}: transformer_task is {task!r}; only embedding models can be loaded")
     prompts = _optional_json(folder / "config_sentence_transformers.json").get("prompts") or {}
     return SentenceFolder(
-        transformer,
-        pooling=_read_pooling(folder / paths["Pooling"] / "config.json", bool(any(prompts.values()))),
+        paths["Transformer"],
+        pooling=_read_pooling(paths["Pooling"] / "config.json", bool(any(prompts.values()))),
         query_prompt=prompts.get("query") or "",
         document_prompt=next((prompts[k] for k in ("document", "passage", "corpus") if prompts.get(k)), ""),
         max_length=settings.get("max_seq_length"),
@@ -99,28 +115,6 @@ def write_sentence_files(folder: Path, dim: int, pooling: Pooling, max_length: i
         },
     )
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": dim, **flags, "include_prompt": True})
-
-
-def _module_paths(folder: Path) -> dict[str, str]:
-    """Path of each module by the last part of its type; refuses what is not Transformer, Pooling, Normalize."""
-    paths: dict[str, str] = {}
-    modules = read_json(folder / "modules.json")
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise DualencError(f"{folder / 'modules.json'}: is no list of modules; restore the file")
-    for module in modules:
-        package, _, name = str(module.get("type", "")).rpartition(".")
-        if name not in MODULES or package.partition(".")[0] != "sentence_transformers":
-            raise DualencError(
-                f"{folder}: its module {module.get('type')} is not supported; "
-                f"only models of {', '.join(MODULES)} can be loaded"
-            )
-        paths[name] = str(module.get("path", ""))
-        if not (folder / paths[name]).resolve().is_relative_to(folder.resolve()):
-            raise DualencError(f"{folder / 'modules.json'}: {paths[name]} leaves the folder; restore the file")
-    for name in MODULES[:2]:
-        if name not in paths:
-            raise DualencError(f"{folder / 'modules.json'}: lists no {name}; only text embedding models can be loaded")
-    return paths
 
 
 def _read_pooling(path: Path, has_prompts: bool) -> Pooling:

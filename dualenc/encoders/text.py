@@ -20,7 +20,7 @@ from dualenc.encoders.sentence_folder import SentenceFolder, read_sentence_folde
 from dualenc.encoders.tokenizer import load_tokenizer, lower_casing, save_tokenizer
 from dualenc.errors import DualencError
 from dualenc.files import write_json
-from dualenc.types import Pooling
+from dualenc.types import Inputs, Pooling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,19 +78,27 @@ class TextEncoder(DualEncoder):
     ) -> None:
         if pooling is not None and pooling not in POOLINGS:
             raise DualencError(f"pooling is {pooling!r}: choose one of {', '.join(POOLINGS)}")
-        left, right = _bases(name, config, tokenizer, shared)
-        for base in [left] if right is left else [left, right]:
+        bases = _bases(name, config, tokenizer, shared)
+        for base in bases:
+            accepted = inspect.signature(base.backbone.forward).parameters  # before adapters hide them
+            base.tokenizer.model_input_names = [n for n in base.tokenizer.model_input_names if n in accepted]
             if lora_rank:
                 base.backbone = add_lora(base.backbone, lora_rank, lora_alpha, lora_dropout, lora_targets)
             if gradient_checkpointing:
-                checkpoint_activations(base.backbone)
-        query = left.says.query_prompt if query_prompt is None else query_prompt
-        document = right.says.document_prompt if document_prompt is None else document_prompt
-        super().__init__(
-            left.tower(query, pooling, max_length),
-            right.tower(document, pooling, max_length),
-            kind="query-document",
-        )
+                if not getattr(base.backbone, "supports_gradient_checkpointing", True):
+                    kind = type(base.backbone).__name__
+                    raise DualencError(f"{kind} has no gradient checkpointing: leave gradient_checkpointing out")
+                base.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        towers = []
+        for base, given, said in (
+            (bases[0], query_prompt, bases[0].says.query_prompt),
+            (bases[-1], document_prompt, bases[-1].says.document_prompt),
+        ):
+            wanted = base.says.max_length if max_length is None else max_length
+            length = check_length(wanted, base.backbone, base.tokenizer)
+            prepare = TextPrepare(base.tokenizer, said if given is None else given, length)
+            towers.append(TextTower(base.backbone, prepare, pooling or base.says.pooling or "mean"))
+        super().__init__(towers[0], towers[1], kind="query-document")
 
     def write(self, folder: Path) -> None:
         """Write one sentence-transformers folder if the weights are shared, else one below for each side."""
@@ -135,7 +143,7 @@ class TextPrepare(Prepare):
         self.prompt = prompt
         self.max_length = max_length
 
-    def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         if torch.utils.data.get_worker_info() is not None:
             # Workers are parallel already; this also spares tokenizers' warning about forked threads.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -144,19 +152,9 @@ class TextPrepare(Prepare):
             self.tokenizer(texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt")
         )
 
-    def lengths(self, items: Sequence[str]) -> list[int]:
-        """Characters of each text."""
-        return [len(text) for text in items]
-
 
 class TextTower(Tower):
-    """A transformer's last hidden state, pooled and normalised.
-
-    Args:
-        backbone: a transformers model with `last_hidden_state` (B, T, D).
-        prepare: the side's tokenizer and prompt.
-        pooling: "mean", "cls" or "last".
-    """
+    """A transformer's last hidden state (B, T, D), pooled and normalised."""
 
     modality = "text"
 
@@ -167,7 +165,7 @@ class TextTower(Tower):
         self.pooling = pooling
         self.dim = self.feature_dim = backbone.config.hidden_size
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         """Encode B tokenized texts, each (B, T), to (B, D) unit-norm float32."""
         hidden = self.backbone(**inputs).last_hidden_state
         return unit_norm(pool(hidden, inputs["attention_mask"], self.pooling))
@@ -184,18 +182,9 @@ class TextTower(Tower):
 class _Base:
     """A transformer with its tokenizer, and what its folder says about their use."""
 
-    backbone: PreTrainedModel
+    backbone: Any
     tokenizer: PreTrainedTokenizerBase
     says: SentenceFolder
-
-    def __post_init__(self) -> None:
-        self.tokenizer.model_input_names = accepted_inputs(self.backbone, self.tokenizer)
-
-    def tower(self, prompt: str, pooling: Pooling | None, max_length: int | None) -> TextTower:
-        wanted = self.says.max_length if max_length is None else max_length
-        length = check_length(wanted, self.backbone, self.tokenizer)
-        prepare = TextPrepare(self.tokenizer, prompt, length)
-        return TextTower(self.backbone, prepare, pooling or self.says.pooling or "mean")
 
 
 def _bases(
@@ -203,37 +192,34 @@ def _bases(
     config: dict[str, Any] | None,
     tokenizer: str | PreTrainedTokenizerBase | None,
     shared: bool | None,
-) -> tuple[_Base, _Base]:
-    """The base of each side, the same object twice if they share it."""
+) -> list[_Base]:
+    """One base for both sides, or one for each."""
     if name is None:
         if config is None or tokenizer is None:
             raise DualencError("no base model: give its name, or both config and tokenizer to start from scratch")
         own = [load_tokenizer(tokenizer) for _ in range(1 if shared is not False else 2)]
-        made = [_Base(new_transformer(config, one), one, SentenceFolder(Path())) for one in own]
-        return made[0], made[-1]
+        return [_Base(new_transformer(config, one), one, SentenceFolder(Path())) for one in own]
     if config is not None:
         raise DualencError("both name and config are given: leave one out, config is for starting from scratch")
     folder = model_folder(name)
-    separate = (folder / DUALENC_FILE).is_file()
-    if separate and shared:
-        raise DualencError(f"{folder}: its towers are separate, so shared cannot be true; leave it out")
-    left = _load_base(folder / ROLES[0] if separate else folder, tokenizer)
-    if shared or (not separate and shared is None):
-        return left, left
-    return left, _load_base(folder / ROLES[1] if separate else folder, tokenizer)
-
-
-def _load_base(folder: Path, tokenizer: str | PreTrainedTokenizerBase | None) -> _Base:
-    says = read_sentence_folder(folder)
-    backbone = load_transformer(says.transformer)
-    own = load_tokenizer(says.transformer if tokenizer is None else tokenizer)
-    if len(own) > backbone.config.vocab_size:
-        raise DualencError(
-            f"tokenizer has {len(own)} tokens, {folder} only {backbone.config.vocab_size}: use the model's own"
-        )
-    if says.lower_case:
-        lower_casing(own)
-    return _Base(backbone, own, says)
+    folders = [folder] * (1 if shared is not False else 2)
+    if (folder / DUALENC_FILE).is_file():
+        if shared:
+            raise DualencError(f"{folder}: its towers are separate, so shared cannot be true; leave it out")
+        folders = [folder / role for role in ROLES]
+    bases = []
+    for folder in folders:
+        says = read_sentence_folder(folder)
+        backbone = load_transformer(says.transformer)
+        read = load_tokenizer(says.transformer if tokenizer is None else tokenizer)
+        if len(read) > backbone.config.vocab_size:
+            raise DualencError(
+                f"tokenizer has {len(read)} tokens, {folder} only {backbone.config.vocab_size}: use the model's own"
+            )
+        if says.lower_case:
+            lower_casing(read)
+        bases.append(_Base(backbone, read, says))
+    return bases
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
@@ -261,12 +247,7 @@ def add_lora(
 ) -> Any:
     """Freeze the backbone and put trainable adapters of W + (alpha / rank)·BA beside its linear layers.
 
-    Args:
-        backbone: the model to adapt, in place.
-        rank: rows of A and columns of B.
-        alpha: scale of the adapters, 2·rank if None.
-        dropout: probability of dropping an adapter's input.
-        targets: "all-linear", or endings of the layers' names.
+    LoRA (Hu et al. 2021, arXiv 2106.09685). The backbone is changed in place; alpha is 2·rank if None.
 
     Raises:
         DualencError: peft is not installed, or the arguments fit no layer.
@@ -309,8 +290,11 @@ def new_transformer(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) 
     try:
         with quiet_transformers():
             own_config = AutoConfig.for_model(**fields)
-            _adopt_special_tokens(own_config, tokenizer)
-            _refuse_kernels(own_config)
+            # An architecture's usual special tokens may lie beyond a small vocabulary.
+            for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
+                usual = getattr(own_config, name, None)
+                if isinstance(usual, int) and usual >= len(tokenizer):
+                    setattr(own_config, name, getattr(tokenizer, name))
             model = _auto_class(own_config).from_config(own_config, trust_remote_code=False)
     except Exception as error:
         raise DualencError(f"config of the text tower: {first_line(error)}; mend its fields") from error
@@ -334,7 +318,6 @@ def load_transformer(folder: Path) -> PreTrainedModel:
     try:
         with quiet_transformers():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            _refuse_kernels(config)
             model, report = _auto_class(config).from_pretrained(
                 folder, config=config, use_safetensors=True, trust_remote_code=False, output_loading_info=True
             )
@@ -376,23 +359,6 @@ def check_length(max_length: int | None, model: PreTrainedModel, tokenizer: PreT
     return max_length
 
 
-def checkpoint_activations(model: Any) -> None:
-    """Store no activations inside the layers; the backward pass computes them again.
-
-    Raises:
-        DualencError: the architecture cannot do it.
-    """
-    if not getattr(model, "supports_gradient_checkpointing", True):
-        raise DualencError(f"{type(model).__name__} has no gradient checkpointing: leave gradient_checkpointing out")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def accepted_inputs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Those of the tokenizer's outputs that the model's forward takes."""
-    accepted = inspect.signature(model.forward).parameters
-    return [name for name in tokenizer.model_input_names if name in accepted]
-
-
 def save_transformer(model: nn.Module, folder: Path) -> None:
     """Write config.json and model.safetensors; adapters are merged into a copy's weights first."""
     if hasattr(model, "merge_and_unload"):
@@ -421,23 +387,11 @@ def _auto_class(config: Any) -> Any:
     """The class that makes a text encoder: of an encoder-decoder such as T5, only the first half."""
     from transformers import AutoModel, AutoModelForTextEncoding
 
+    attention = str(getattr(config, "_attn_implementation", None))
+    if "/" in attention:
+        raise DualencError(f"attn_implementation {attention} is code from the hub, which is not run; leave it out")
     half = any(name.endswith("EncoderModel") for name in config.architectures or [])
     return AutoModelForTextEncoding if half or getattr(config, "is_encoder_decoder", False) else AutoModel
-
-
-def _refuse_kernels(config: Any) -> None:
-    """An attention named `owner/name` would be fetched from the hub and run."""
-    name = str(getattr(config, "_attn_implementation", None))
-    if "/" in name:
-        raise DualencError(f"attn_implementation {name} is code from the hub, which is not run; leave it out")
-
-
-def _adopt_special_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Replace an architecture's usual special tokens where the vocabulary is too small to have them."""
-    for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
-        usual = getattr(config, name, None)
-        if isinstance(usual, int) and usual >= len(tokenizer):
-            setattr(config, name, getattr(tokenizer, name))
 
 
 def _without_pooler(model: PreTrainedModel) -> PreTrainedModel:

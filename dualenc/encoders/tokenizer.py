@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dualenc.encoders.load import first_line
 from dualenc.errors import DualencError
@@ -93,7 +93,19 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase) -> 
     Raises:
         DualencError: there is no tokenizer at the source, or it cannot pad.
     """
-    tokenizer = copy.deepcopy(source) if not isinstance(source, (str, os.PathLike)) else _from_pretrained(source)
+    from transformers import AutoTokenizer
+
+    if not isinstance(source, (str, os.PathLike)):
+        tokenizer = copy.deepcopy(source)
+    else:
+        told = "give a folder that has tokenizer.json"
+        if os.path.isdir(source) and not any(any(Path(source).glob(name)) for name in VOCABULARY_FILES):
+            # transformers would make an empty one
+            raise DualencError(f"{source}: no tokenizer loads from there; {told}")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
+        except Exception as error:
+            raise DualencError(f"{source}: no tokenizer loads from there ({first_line(error)}); {told}") from error
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise DualencError(f"tokenizer {source} has no padding token: set its pad_token and save it again")
@@ -117,17 +129,3 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, max_length:
         tokenizer.backend_tokenizer.no_padding()
         tokenizer.backend_tokenizer.no_truncation()
     tokenizer.save_pretrained(folder)
-
-
-def _from_pretrained(source: str | os.PathLike[str]) -> Any:
-    from transformers import AutoTokenizer
-
-    if os.path.isdir(source) and not any(any(Path(source).glob(name)) for name in VOCABULARY_FILES):
-        # transformers would make an empty one
-        raise DualencError(f"{source}: no tokenizer loads from there; give a folder that has tokenizer.json")
-    try:
-        return AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
-    except Exception as error:
-        raise DualencError(
-            f"{source}: no tokenizer loads from there ({first_line(error)}); give a folder that has tokenizer.json"
-        ) from error

@@ -46,29 +46,22 @@ LARGEST_PARAMETER = 2**24
 class Database:
     """N vectors as the metric wants them: float32, finite, of unit norm for "cosine".
 
-    Args:
-        embeddings: the vectors; those that say `normalized` in their meta are checked and taken as they are.
-        metric: "cosine" or "ip".
+    Vectors that say `normalized` in their meta are checked and taken as they are.
     """
 
     def __init__(self, embeddings: Embeddings, metric: Metric) -> None:
-        self.embeddings = embeddings
-        self.is_trusted = bool(embeddings.meta.get("normalized"))
-        self.metric = metric
+        self.embeddings, self.metric = embeddings, metric
+        self.are_unit = bool(embeddings.meta.get("normalized"))
 
     def __len__(self) -> int:
         return len(self.embeddings)
 
     def rows(self, rows: np.ndarray) -> np.ndarray:
-        """Some vectors, (n, D), in the order of `rows`.
-
-        Raises:
-            DualencError: a vector is not finite, or not of length one though it should be.
-        """
+        """Some vectors, (n, D), in the order of `rows`; a `DualencError` tells which is not fit, as `ready` does."""
         return self._ready(self.embeddings.vectors[rows], rows)
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """All vectors in order, a block at a time; raises as `rows`."""
+        """All vectors in order, a block at a time."""
         start = 0
         for block in self.embeddings.blocks():
             yield self._ready(block, range(start, start + len(block)))
@@ -80,7 +73,7 @@ class Database:
 
     def _ready(self, block: np.ndarray, rows: range | np.ndarray) -> np.ndarray:
         block = np.ascontiguousarray(block, dtype=np.float32)
-        return ready(block, self.metric, lambda i: repr(self.embeddings.ids[rows[i]]), self.is_trusted)
+        return ready(block, self.metric, lambda i: repr(self.embeddings.ids[rows[i]]), self.are_unit)
 
 
 def ready(
@@ -120,11 +113,7 @@ def ready(
 
 
 def as_queries(queries: np.ndarray, dim: int, metric: Metric) -> np.ndarray:
-    """Queries as (Q, D) contiguous float32, normalised for "cosine".
-
-    Raises:
-        DualencError: another dimension than the index's, or values that are not finite.
-    """
+    """Queries as (Q, D) contiguous float32, normalised for "cosine"; refused if not finite or of another dimension."""
     queries = np.ascontiguousarray(np.atleast_2d(np.asarray(queries)), dtype=np.float32)
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise DualencError(
@@ -145,10 +134,6 @@ def choose_factory(num_vectors: int, dim: int) -> str:
     ============================  =========================  ======================================
 
     n is the power of two nearest to 4√N, fewer where a list would get less than 39 training points.
-
-    Args:
-        num_vectors: N.
-        dim: D.
     """
     if num_vectors * dim <= EXACT_VALUES:
         return "Flat"
@@ -232,18 +217,11 @@ def reason(error: BaseException) -> str:
 
 
 class Probe(NamedTuple):
-    """Queries with the outcome of an exact search.
+    """Queries with the outcome of an exact search for k neighbours, the query itself not counted."""
 
-    Attributes:
-        queries: (Q, D) float32.
-        rows: (Q,) row of each query in the database, -1 for those from elsewhere.
-        threshold: (Q,) exact score of the k-th neighbour, the query itself not counted.
-        k: how many neighbours.
-    """
-
-    queries: np.ndarray
-    rows: np.ndarray
-    threshold: np.ndarray
+    queries: np.ndarray  # (Q, D) float32
+    rows: np.ndarray  # (Q,) of each query in the database, -1 for those from elsewhere
+    threshold: np.ndarray  # (Q,) exact score of the k-th neighbour
     k: int
 
 
@@ -268,13 +246,7 @@ def exact_probe(database: Database, queries: np.ndarray, rows: np.ndarray, k: in
 
 
 def recall(index: Any, database: Database, probe: Probe) -> float:
-    """The share of exact neighbours that the index finds; a tie with the k-th neighbour is as good as it.
-
-    Args:
-        index: a FAISS index of the database.
-        database: N vectors.
-        probe: queries and their exact k-th scores.
-    """
+    """The share of exact neighbours that the index finds; a tie with the k-th neighbour is as good as it."""
     _, found = index.search(probe.queries, probe.k + 1)
     found = np.where(found == probe.rows[:, None], -1, found)
     own_last = np.argsort(found < 0, axis=1, kind="stable")[:, : probe.k]
@@ -317,10 +289,7 @@ def tune(index: Any, database: Database, probe: Probe, target: float, least_gain
     """Double the search parameter until the recall reaches a target, or stops growing (quantized vectors).
 
     `faiss.ParameterSpace.explore` would time every value up to the largest, compares row numbers where scores may tie,
-    and knows of no query that is itself in the database.
-
-    Returns:
-        The parameter that is now set in the index, by name; empty if the index has none.
+    and knows of no query that is itself in the database. Returns what is now set in the index, by name.
     """
     parameter = parameter_range(index)
     if parameter is None:
@@ -342,17 +311,9 @@ def tune(index: Any, database: Database, probe: Probe, target: float, least_gain
 def build_faiss(
     database: Database, factory: str, *, train_rows: int | None, seed: int, progress: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Train a new index on a sample and add the database block by block.
+    """Train a new index on a sample and add the database block by block; with entries for its meta.json.
 
-    Args:
-        database: N vectors.
-        factory: "auto" or a FAISS factory string.
-        train_rows: how many vectors to train on; None follows the index (`training_rows`).
-        seed: of the sample.
-        progress: show a bar.
-
-    Returns:
-        The FAISS index, and what was done for its meta.json.
+    The arguments are those of `Index.build`; without `train_rows` a sample of `training_rows` is taken.
 
     Raises:
         DualencError: a factory string that FAISS refuses, cannot train on these vectors or cannot fill with them.
@@ -409,45 +370,3 @@ def _train(index: Any, vectors: np.ndarray, factory: str) -> None:
         ) from None
     if error is not None:
         raise error
-
-
-def measure(
-    index: Any,
-    database: Database,
-    queries: np.ndarray | None,
-    *,
-    recall_queries: int,
-    target_recall: float,
-    parameters: dict[str, int],
-    seed: int,
-) -> dict[str, Any]:
-    """Set the search parameters (tuned to a recall where none are given) and measure recall@10.
-
-    Args:
-        index: a filled FAISS index.
-        database: the vectors in it.
-        queries: (Q, D) to measure with; None takes vectors of the database, which are not to find themselves.
-        recall_queries: at most so many queries; 0 measures nothing.
-        target_recall: what tuning tries to reach.
-        parameters: search parameters by FAISS's names; empty to tune.
-        seed: of the sample of queries.
-
-    Returns:
-        Entries for meta.json.
-    """
-    for name, value in parameters.items():
-        set_parameter(index, name, value)
-    if queries is None:
-        rows = database.sample(recall_queries, seed + 1)
-        probe = exact_probe(database, database.rows(rows), rows)
-    else:
-        queries = as_queries(queries, database.embeddings.dim, database.metric)[:recall_queries]
-        probe = exact_probe(database, queries, np.full(len(queries), -1))
-    if probe is None:
-        return {"search_parameters": parameters}
-    return {
-        "search_parameters": parameters or tune(index, database, probe, target_recall),
-        "recall_at_10": round(recall(index, database, probe), 4),
-        "recall_queries": len(probe.queries),
-        "recall_queries_from": "database" if queries is None else "given",
-    }

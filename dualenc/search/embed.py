@@ -8,6 +8,7 @@ number of items alone: every number of workers and of processes computes the sam
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,9 +21,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dualenc import distributed
+from dualenc.encoders.dual import chunk_rows, take
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import removed_if_refused
-from dualenc.lengths import chunk_rows, take
 from dualenc.search.embeddings import Embeddings, EmbeddingWriter, Skipped, shard_ranges, skipped_entries
 from dualenc.types import Inputs, OnError, Output
 
@@ -33,37 +34,6 @@ if TYPE_CHECKING:
 TOKENS_PER_WINDOW = 2**21
 """Of a text window, padding included: 50 MB for BERT's three inputs."""
 USUAL_LENGTH = 512
-
-
-class _Windows(torch.utils.data.Dataset):
-    """Reads and prepares window after window; picklable, so that DataLoader workers can do it."""
-
-    def __init__(self, corpus: Corpus, prepare: Prepare, ranges: Sequence[range]) -> None:
-        self.corpus, self.prepare, self.ranges = corpus, prepare, ranges
-
-    def __len__(self) -> int:
-        return len(self.ranges)
-
-    def __getitem__(self, number: int) -> tuple[Inputs | None, Skipped]:
-        """Inputs of the rows that could be read, and why the others could not."""
-        items, skipped = [], []
-        for row in self.ranges[number]:
-            try:
-                items.append(self.corpus[row])
-            except BadSample as error:
-                # A worker's exception would arrive as a traceback in one string; a message arrives as it is.
-                skipped.append((row, str(error)))
-        return (self.prepare(items) if items else None), skipped
-
-    def one_ahead(self) -> Iterator[tuple[Inputs | None, Skipped]]:
-        """The windows in order, each prepared in a thread while the one before is encoded."""
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            coming = thread.submit(self.__getitem__, 0)
-            for following in range(1, len(self) + 1):
-                window = coming.result()
-                if following < len(self):
-                    coming = thread.submit(self.__getitem__, following)
-                yield window
 
 
 def embed(
@@ -120,9 +90,37 @@ def embed(
         raise DualencError(f"num_workers is {num_workers}; give 0 or more")
     encoder = _Encoder(tower, corpus, batch_size, output, autocast, num_workers, on_error)
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
-    if out is None:
-        return _in_memory(encoder, {**notes, **(identity or {})}, dtype, progress)
-    return _on_disk(encoder, out, identity or {}, notes, dtype, progress)
+    identity = {**(identity or {}), "output": output}
+    shows = progress and distributed.is_main()
+
+    if out is not None:
+        identity["model_checksum"] = tower_checksum(tower)
+        with removed_if_refused(out, "shard-*.npy") if distributed.is_main() else contextlib.nullcontext():
+            contents = functools.partial(_contents, corpus)
+            writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes, contents)
+            missing = writer.missing()
+            total = sum(len(writer.ranges[number]) for number in missing)
+            with tqdm(total=total, desc="embed", unit=" items", disable=not (shows and total)) as bar:
+                for number in missing:
+                    writer.write(number, *encoder.shard(writer.ranges[number], bar))
+            return writer.finish(corpus.text if corpus.modality == "text" else None)
+
+    # Without a folder each process takes its share of the shards, too, and gets the whole.
+    ids, ranges = corpus.ids, shard_ranges(len(corpus))
+    own = range(distributed.rank(), len(ranges), distributed.world_size())
+    total = sum(len(ranges[number]) for number in own)
+    with tqdm(total=total, desc="embed", unit=" items", disable=not (shows and total)) as bar:
+        mine = {number: encoder.shard(ranges[number], bar) for number in own}
+    by_number = {number: shard for part in distributed.gather_objects(mine) for number, shard in part.items()}
+    shards = [by_number[number] for number in range(len(ranges))]
+    skipped = [entry for _, bad in shards for entry in bad]
+    vectors = np.concatenate([part for part, _ in shards])
+    if not len(vectors):
+        raise DualencError(f"none of {len(ids)} items could be used; first: {skipped[0][1]}")
+    unread = {row for row, _ in skipped}
+    kept = [name for row, name in enumerate(ids) if row not in unread]
+    meta = {**notes, **identity, "dim": encoder.dim, "dtype": dtype, **skipped_entries(ids, skipped)}
+    return Embeddings(kept, vectors.astype(dtype, copy=False), meta)
 
 
 def tower_checksum(tower: Tower) -> str:
@@ -150,7 +148,6 @@ class _Encoder:
         on_error: OnError,
     ) -> None:
         self.tower, self.corpus, self.batch_size, self.on_error = tower, corpus, batch_size, on_error
-        self.output = output
         self.dim = tower.feature_dim if output == "features" else tower.dim
         self.forward: Callable[[Inputs], Tensor] = tower.features if output == "features" else tower
         self.device = next(tower.parameters()).device
@@ -209,48 +206,35 @@ class _Encoder:
         return vectors[torch.argsort(torch.cat(chunks))]
 
 
-def _bar(ranges: Sequence[range], progress: bool) -> tqdm:
-    total = sum(len(rows) for rows in ranges)
-    return tqdm(total=total, desc="embed", unit=" items", disable=not (progress and total and distributed.is_main()))
+class _Windows(torch.utils.data.Dataset):
+    """Reads and prepares window after window; picklable, so that DataLoader workers can do it."""
 
+    def __init__(self, corpus: Corpus, prepare: Prepare, ranges: Sequence[range]) -> None:
+        self.corpus, self.prepare, self.ranges = corpus, prepare, ranges
 
-def _on_disk(
-    encoder: _Encoder,
-    out: str | os.PathLike[str],
-    identity: dict[str, Any],
-    notes: dict[str, Any],
-    dtype: str,
-    progress: bool,
-) -> Embeddings:
-    """Encode what is missing in a folder; each process takes its share of the shards."""
-    corpus = encoder.corpus
-    identity = {**identity, "output": encoder.output, "model_checksum": tower_checksum(encoder.tower)}
-    with removed_if_refused(out, "shard-*.npy") if distributed.is_main() else contextlib.nullcontext():
-        writer = EmbeddingWriter(
-            out, corpus.ids, encoder.dim, dtype, identity, notes, lambda rows: _contents(corpus, rows)
-        )
-        missing = writer.missing()
-        with _bar([writer.ranges[number] for number in missing], progress) as bar:
-            for number in missing:
-                writer.write(number, *encoder.shard(writer.ranges[number], bar))
-        return writer.finish(corpus.text if corpus.modality == "text" else None)
+    def __len__(self) -> int:
+        return len(self.ranges)
 
+    def __getitem__(self, number: int) -> tuple[Inputs | None, Skipped]:
+        """Inputs of the rows that could be read, and why the others could not."""
+        items, skipped = [], []
+        for row in self.ranges[number]:
+            try:
+                items.append(self.corpus[row])
+            except BadSample as error:
+                # A worker's exception would arrive as a traceback in one string; a message arrives as it is.
+                skipped.append((row, str(error)))
+        return (self.prepare(items) if items else None), skipped
 
-def _in_memory(encoder: _Encoder, meta: dict[str, Any], dtype: str, progress: bool) -> Embeddings:
-    """Encode every shard's rows without a folder; each process takes its share and gets the whole."""
-    ids, ranges = encoder.corpus.ids, shard_ranges(len(encoder.corpus))
-    own = range(distributed.rank(), len(ranges), distributed.world_size())
-    with _bar([ranges[number] for number in own], progress) as bar:
-        mine = {number: encoder.shard(ranges[number], bar) for number in own}
-    shards = {number: shard for part in distributed.gather_objects(mine) for number, shard in part.items()}
-    skipped = [entry for number in sorted(shards) for entry in shards[number][1]]
-    vectors = np.concatenate([shards[number][0] for number in sorted(shards)])
-    if not len(vectors):
-        raise DualencError(f"none of {len(ids)} items could be used; first: {skipped[0][1]}")
-    bad = {row for row, _ in skipped}
-    meta = {**meta, "output": encoder.output, "dim": encoder.dim, "dtype": dtype, **skipped_entries(ids, skipped)}
-    kept = [name for row, name in enumerate(ids) if row not in bad]
-    return Embeddings(kept, vectors.astype(dtype, copy=False), meta)
+    def one_ahead(self) -> Iterator[tuple[Inputs | None, Skipped]]:
+        """The windows in order, each prepared in a thread while the one before is encoded."""
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            coming = thread.submit(self.__getitem__, 0)
+            for following in range(1, len(self) + 1):
+                window = coming.result()
+                if following < len(self):
+                    coming = thread.submit(self.__getitem__, following)
+                yield window
 
 
 def _contents(corpus: Corpus, rows: range) -> str:

@@ -37,6 +37,7 @@ from dualenc.files import (
     write_json,
 )
 
+FORMAT = "dualenc embeddings"
 FORMAT_VERSION = 2
 """1 had no checksums."""
 DTYPES = ("float16", "float32")
@@ -141,14 +142,11 @@ class ShardedVectors:
             return self[[int(rows)]][0]
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
-            if step != 1:
-                return self[np.arange(start, stop, step)]
-            pairs = zip(self.shards, self.offsets.tolist())
-            parts = [shard[max(0, start - first) : max(0, stop - first)] for shard, first in pairs if first < stop]
-            parts = [part for part in parts if len(part)]
-            if len(parts) == 1:
-                return parts[0]  # a view of the file
-            return np.concatenate(parts) if parts else np.empty((0, self.shape[1]), self.dtype)
+            number = int(np.searchsorted(self.offsets, start, side="right")) - 1
+            if step == 1 and start < stop <= self.offsets[number + 1]:
+                first = self.offsets[number]
+                return self.shards[number][start - first : stop - first]  # a view of the file
+            rows = np.arange(start, stop, step)
         rows = np.asarray(rows)
         rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
         wrong = (rows < -len(self)) | (rows >= len(self))
@@ -163,7 +161,7 @@ class ShardedVectors:
         return result
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self[:], dtype=dtype)
+        return np.asarray(np.concatenate(self.shards), dtype=dtype)
 
 
 class Snippets:
@@ -196,22 +194,14 @@ def write_snippets(path: Path, snippets: Iterator[str]) -> None:
 def is_embeddings(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds embeddings (finished or not), told by its meta.json."""
     path = Path(folder) / "meta.json"
-    return path.is_file() and read_json_object(path).get("format") == "dualenc embeddings"
+    return path.is_file() and read_json_object(path).get("format") == FORMAT
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The meta.json of a folder of embeddings.
-
-    Raises:
-        DualencError: it is missing, malformed, of another kind of folder or of another version.
-    """
+    """The meta.json of a folder of embeddings; a `DualencError` tells what is wrong with it."""
+    told = f"not a folder of embeddings; make one with `dualenc embed MODEL DATA --out {folder}`"
+    meta = read_head(folder, FORMAT, FORMAT_VERSION, told, "run the same `dualenc embed` into another folder")
     path = folder / "meta.json"
-    meta = read_json_object(path)
-    if meta.get("format") != "dualenc embeddings":
-        raise DualencError(
-            f"{folder}: not a folder of embeddings; make one with `dualenc embed MODEL DATA --out {folder}`"
-        )
-    check_version(folder, meta, FORMAT_VERSION, "run the same `dualenc embed` into another folder")
     kinds = {"complete": bool, "dim": int, "dtype": str}
     meta = read_json_object(path, kinds | ({"shard_rows": list, "files": dict} if meta.get("complete") is True else {}))
     rows = meta.get("shard_rows", [0])
@@ -222,12 +212,22 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def check_version(folder: Path, meta: dict[str, Any], version: int, mend: str) -> None:
-    """Insist that a folder is of the format that this dualenc writes.
+def read_head(folder: Path, wanted: str, version: int, told: str, mend: str) -> dict[str, Any]:
+    """The meta.json of a folder of the wanted format, in the version that this dualenc writes.
+
+    Args:
+        folder: of embeddings or of an index.
+        wanted: its format.
+        version: of that format.
+        told: what to say of a folder of another format.
+        mend: what to do about another version.
 
     Raises:
-        DualencError: it is of another one.
+        DualencError: the file is missing, malformed, of another format or of another version.
     """
+    meta = read_json_object(folder / "meta.json")
+    if meta.get("format") != wanted:
+        raise DualencError(f"{folder}: {told}")
     found = meta.get("version")
     if type(found) is not int:
         raise DualencError(f"{folder / 'meta.json'}: its version is {str(found)[:40]!r}, not a number; {mend}")
@@ -235,6 +235,7 @@ def check_version(folder: Path, meta: dict[str, Any], version: int, mend: str) -
         raise DualencError(f"{folder}: written by a newer dualenc (format {found}); update dualenc to read it")
     if found < version:
         raise DualencError(f"{folder}: written by an older dualenc (format {found}, without checksums); {mend}")
+    return meta
 
 
 def file_names(folder: Path, num_shards: int) -> list[str]:
@@ -249,11 +250,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def open_shard(path: Path, shape: tuple[int, int], dtype: str) -> np.ndarray:
-    """Map one shard into memory.
-
-    Raises:
-        DualencError: it is missing, truncated or not of the expected shape and dtype.
-    """
+    """Map one shard into memory, if it is whole and of this shape and dtype."""
     mend = "remove it and run the same `dualenc embed` again"
     if not path.is_file():
         raise DualencError(f"{path}: missing; run the same `dualenc embed` again")
@@ -271,11 +268,7 @@ def open_shard(path: Path, shape: tuple[int, int], dtype: str) -> np.ndarray:
 
 
 def check_ids(ids: Sequence[str]) -> None:
-    """Insist that ids can be told apart and written as lines of UTF-8.
-
-    Raises:
-        DualencError: an id is no text, contains a line break or half a character, or stands twice.
-    """
+    """Insist that ids can be told apart and written as lines of UTF-8."""
     for row, name in enumerate(ids):
         if not isinstance(name, str):
             raise DualencError(f"id {name!r} at row {row} is {type(name).__name__}, not a text; give str(id)")
@@ -295,11 +288,7 @@ def write_ids(path: Path, ids: Sequence[str]) -> None:
 
 
 def read_ids(path: Path, count: int) -> list[str]:
-    """Read an ids file.
-
-    Raises:
-        DualencError: it is missing, not UTF-8, or holds another number of ids than `count`.
-    """
+    """Read a file of `count` ids."""
     try:
         ids = path.read_bytes().decode("utf-8").split("\n")[:-1]
     except FileNotFoundError:
@@ -362,7 +351,15 @@ class EmbeddingWriter:
         self.notes = notes or {}
         self.contents = functools.cache(contents or (lambda _: ""))
         if self.folder.exists() and not (self.folder.is_dir() and not any(self.folder.iterdir())):
-            self._check_can_resume()
+            if not (self.folder / "meta.json").is_file():
+                raise DualencError(f"{self.folder}: exists and holds no embeddings; choose a new or empty folder")
+            found = read_meta(self.folder)
+            for key, value in self.identity.items():
+                if (stored := found.get(key)) != value:
+                    texts = str(stored), str(value)
+                    was, wanted = (f"{text[:12]}…" if len(text) > 40 else text for text in texts)
+                    remedy = "choose another folder or remove it"
+                    raise DualencError(f"{self.folder}: holds embeddings with {key} {was}, not {wanted}; {remedy}")
         distributed.barrier()
         if distributed.is_main():
             with full_disk_told(self.folder):
@@ -375,16 +372,6 @@ class EmbeddingWriter:
                     self.folder.rmdir()
                     raise
         distributed.barrier()
-
-    def _check_can_resume(self) -> None:
-        if not (self.folder / "meta.json").is_file():
-            raise DualencError(f"{self.folder}: exists and holds no embeddings; choose a new or empty folder")
-        found = read_meta(self.folder)
-        for key, value in self.identity.items():
-            if found.get(key) != value:
-                is_now, was = (f"{text[:12]}…" if len(text := str(v)) > 40 else text for v in (value, found.get(key)))
-                remedy = "choose another folder or remove it"
-                raise DualencError(f"{self.folder}: holds embeddings with {key} {was}, not {is_now}; {remedy}")
 
     def missing(self) -> list[int]:
         """Shards of this process that are absent, damaged, or made of items that have changed since.
@@ -472,15 +459,11 @@ class EmbeddingWriter:
         return Embeddings.open(self.folder, verify=False)
 
     def _write_meta(self, **state: Any) -> None:
-        head = {"format": "dualenc embeddings", "version": FORMAT_VERSION}
+        head = {"format": FORMAT, "version": FORMAT_VERSION}
         write_json(self.folder / "meta.json", {**head, **self.notes, **self.identity, **state})
 
     def _note(self, number: int) -> dict[str, Any]:
-        """What is written down of a shard: contents, sha256, skipped.
-
-        Raises:
-            DualencError: it is not there, or damaged.
-        """
+        """What is written down of a shard: contents, sha256, skipped."""
         path = shard_path(self.folder, number).with_suffix(".json")
         note = read_json_object(path, {"contents": str, "sha256": str, "skipped": list})
         for entry in note["skipped"]:

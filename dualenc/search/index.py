@@ -12,12 +12,22 @@ import numpy as np
 
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, checksums, read_json_object, recover, verify_checksums, write_json
-from dualenc.search.build import METRICS, Database, as_queries, build_faiss, measure, reason, set_parameter
+from dualenc.search.build import (
+    METRICS,
+    Database,
+    as_queries,
+    build_faiss,
+    exact_probe,
+    reason,
+    recall,
+    set_parameter,
+    tune,
+)
 from dualenc.search.embeddings import (
     Embeddings,
     Snippets,
     check_ids,
-    check_version,
+    read_head,
     read_ids,
     write_ids,
     write_snippets,
@@ -107,7 +117,14 @@ class Index:
                 finite, or not of length one where their meta says so, ids that stand twice, no vectors at all, a
                 number out of range, or a search parameter that the index does not have.
         """
-        embeddings = vectors if isinstance(vectors, Embeddings) else _embeddings(vectors, ids)
+        if isinstance(vectors, Embeddings):
+            embeddings = vectors
+        else:
+            vectors = np.asarray(vectors)
+            if vectors.ndim != 2 or not vectors.shape[1] or vectors.dtype.kind not in "fiu":
+                found = f"{vectors.dtype} of shape {vectors.shape}"
+                raise DualencError(f"vectors are {found}; give numbers as a matrix (N, D)")
+            embeddings = Embeddings([str(row) for row in range(len(vectors))] if ids is None else ids, vectors)
         if not len(embeddings):
             raise DualencError("no vectors to index; give at least one")
         check_ids(embeddings.ids)
@@ -120,11 +137,25 @@ class Index:
         database = Database(embeddings, metric)
         index, built = build_faiss(database, factory, train_rows=train_rows, seed=seed, progress=progress)
         parameters = {name: value for name, value in (("nprobe", nprobe), ("efSearch", ef_search)) if value}
-        goal: dict[str, Any] = {"recall_queries": recall_queries, "target_recall": target_recall}
-        measured = measure(index, database, queries, parameters=parameters, seed=seed, **goal)
+        for name, value in parameters.items():
+            set_parameter(index, name, value)
         meta = {key: embeddings.meta[key] for key in KEPT if key in embeddings.meta}
-        meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": metric}
-        return cls(index, embeddings.ids, {**meta, **built, **measured}, embeddings.snippets)
+        meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": metric, **built}
+
+        if queries is None:  # vectors of the database, which are not to find themselves
+            rows = database.sample(recall_queries, seed + 1)
+            asked = database.rows(rows)
+        else:
+            asked = as_queries(queries, embeddings.dim, metric)[:recall_queries]
+            rows = np.full(len(asked), -1)
+        probe = exact_probe(database, asked, rows)
+        if probe is not None:
+            parameters = parameters or tune(index, database, probe, target_recall)
+            meta["recall_at_10"] = round(recall(index, database, probe), 4)
+            meta["recall_queries"] = len(asked)
+            meta["recall_queries_from"] = "database" if queries is None else "given"
+        meta["search_parameters"] = parameters
+        return cls(index, embeddings.ids, meta, embeddings.snippets)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the folder: `index.faiss`, `ids.txt`, `meta.json`, and `snippets.jsonl` if there are any.
@@ -158,9 +189,21 @@ class Index:
         folder = Path(folder)
         recover(folder)
         if not folder.is_dir():
-            told = f"make an index with `dualenc index MODEL DATA --out {folder}`"
-            raise DualencError(f"{folder}: no such folder; {told}")
-        meta = _read_meta(folder)
+            raise DualencError(
+                f"{folder}: no such folder; make an index with `dualenc index MODEL DATA --out {folder}`"
+            )
+        path = folder / "meta.json"
+        told = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
+        read_head(folder, FORMAT, FORMAT_VERSION, told, REBUILD)
+        meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
+        allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
+        for name, values in allowed.items():
+            if name in meta and meta[name] not in values:
+                raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {REBUILD}")
+        for name in ("model", "model_checksum"):
+            if not isinstance(meta.get(name, ""), str):
+                raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {REBUILD}")
+
         path = folder / "index.faiss"
         snippets = folder / "snippets.jsonl"
         if verify:
@@ -258,32 +301,7 @@ def _write_faiss(index: Any, path: Path) -> None:
             raise
 
 
-def _read_meta(folder: Path) -> dict[str, Any]:
-    path = folder / "meta.json"
-    meta = read_json_object(path)
-    if meta.get("format") != FORMAT:
-        raise DualencError(f"{folder}: not an index; make one with `dualenc index MODEL DATA --out FOLDER`")
-    check_version(folder, meta, FORMAT_VERSION, REBUILD)
-    meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
-    allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
-    for name, values in allowed.items():
-        if name in meta and meta[name] not in values:
-            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {REBUILD}")
-    for name in ("model", "model_checksum"):
-        if not isinstance(meta.get(name, ""), str):
-            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {REBUILD}")
-    return meta
-
-
 def _check_at_least(least: int, **numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and number < least:
             raise DualencError(f"{name} is {number}; give at least {least}")
-
-
-def _embeddings(vectors: np.ndarray, ids: Sequence[str] | None) -> Embeddings:
-    vectors = np.asarray(vectors)
-    if vectors.ndim != 2 or not vectors.shape[1] or vectors.dtype.kind not in "fiu":
-        raise DualencError(f"vectors are {vectors.dtype} of shape {vectors.shape}; give numbers as a matrix (N, D)")
-    names = [str(row) for row in range(len(vectors))] if ids is None else ids
-    return Embeddings(names, vectors)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualenc.encoders.batchnorm import BatchStatistics, waits_for_others
-from dualenc.encoders.dual import DualEncoder
+from dualenc.encoders.dual import DualEncoder, chunk_rows, take
 from dualenc.errors import DualencError
-from dualenc.lengths import chunk_rows, take
 from dualenc.types import Inputs, Side
 
 Autocast = Callable[[], AbstractContextManager[None]]

@@ -1,4 +1,4 @@
-"""Items beside a batch are normalised as the batch was; without a batch, by running statistics, which stay."""
+"""Out-of-batch items are normalised as the batch was; without a batch, by running statistics, which stay."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_every_kind_of_layer_is_recorded(layer: type[nn.Module], arguments: dict
 
 def test_statistics_have_the_gradient_of_mean_and_variance() -> None:
     norm, statistics = nn.BatchNorm2d(3).double().train(), BatchStatistics()
-    batch, beside = images().requires_grad_(), images(2)
+    batch, outside = images().requires_grad_(), images(2)
     with statistics.recorded(norm):
         norm(batch)
     with statistics.applied(norm):
-        norm(beside).pow(3).sum().backward()
+        norm(outside).pow(3).sum().backward()
     by_hand = batch.detach().clone().requires_grad_()
     variance, mean = torch.var_mean(by_hand, dim=(0, 2, 3), correction=0, keepdim=True)
-    ((beside - mean) / (variance + norm.eps).sqrt()).pow(3).sum().backward()
+    ((outside - mean) / (variance + norm.eps).sqrt()).pow(3).sum().backward()
     torch.testing.assert_close(batch.grad, by_hand.grad)
 
 
@@ -138,8 +138,8 @@ def test_gradients_flow_through_both_forwards(network: nn.Sequential) -> None:
     with statistics.recorded(network):
         first, second = network(images()), network(images())
     with statistics.applied(network):
-        beside = network(images(2))
-    (first.square().sum() + second.square().sum() + beside.square().sum()).backward()
+        outside = network(images(2))
+    (first.square().sum() + second.square().sum() + outside.square().sum()).backward()
     assert network[1].weight.grad is not None
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders import DualEncoder, Prepare, TextEncoder, Tower
+from dualenc.encoders import DualEncoder, TextEncoder, Tower
 from dualenc.encoders.dual import unit_norm
 from dualenc.errors import DualencError
 
@@ -114,16 +114,6 @@ def test_interrupted_saving_keeps_the_old_model(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_unit_norm_returns_float32_of_length_one(dtype: torch.dtype) -> None:
-    vectors = unit_norm(torch.randn(5, 7).to(dtype))
-    assert vectors.dtype == torch.float32
-    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(5))
-
-
-def test_unit_norm_keeps_direction_and_survives_zero() -> None:
-    vectors = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    torch.testing.assert_close(unit_norm(vectors), torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
-
-
-def test_items_cost_the_same_unless_a_tower_knows_better() -> None:
-    assert Prepare().lengths(["a", "long"]) == [1, 1]
+def test_unit_norm_keeps_the_direction_in_float32_and_survives_zero(dtype: torch.dtype) -> None:
+    vectors = unit_norm(torch.tensor([[3.0, 4.0], [0.0, 0.0]]).to(dtype))
+    torch.testing.assert_close(vectors, torch.tensor([[0.6, 0.8], [0.0, 0.0]]))

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from dualenc.encoders import ImageEncoder, load_model
-from dualenc.encoders.image import ImagePrepare, Normalized, Seeded, seeded
-from dualenc.encoders.timm_folder import is_plain_resnet, replace_stem
+from dualenc.encoders.image import ImagePrepare, Normalized, Seeded, is_plain_resnet, replace_stem, seeded
 from dualenc.errors import DualencError
 
 SMALL: dict[str, Any] = {"backbone": "resnet10t", "image_size": 16, "backbone_args": {"stem_type": ""}}

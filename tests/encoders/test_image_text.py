@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -110,7 +109,6 @@ def test_prepare_travels_to_workers(model: ImageTextEncoder, images: list[Image.
     expected = model.left.prepare(images, seeds=[1, 2, 3])["image"]
     assert torch.equal(left(images[2:], seeds=[3])["image"], expected[2:])
     assert torch.equal(right(texts)["text"], model.right.prepare(texts)["text"])
-    assert right.lengths(texts) == [len(text) for text in texts]
 
 
 def test_image_size_and_context_length_can_be_set(clip: dict[str, Any], tmp_path: Path) -> None:
@@ -137,8 +135,8 @@ def test_checkpointed_activations_give_the_same_gradient(clip: dict[str, Any], i
 
 
 def test_registered_architecture_from_scratch() -> None:
-    model = ImageTextEncoder("ViT-B-32", image_size=32, context_length=8)
-    assert model.dim == 512
+    model = ImageTextEncoder("ViT-S-32-alt", image_size=32, context_length=8)
+    assert model.dim == 256
     assert model.config["vision_cfg"]["image_size"] == 32
 
 
@@ -183,21 +181,6 @@ def test_tokenizer_larger_than_the_configuration(clip: dict[str, Any], tokenizer
 def test_crop_scale_is_checked(clip: dict[str, Any]) -> None:
     with pytest.raises(DualencError, match="crop_scale"):
         ImageTextEncoder(config=clip, crop_scale=(0.9, 0.1))
-
-
-@pytest.mark.parametrize("place", ["open_clip_config.json", "tokenizer_config.json"])
-def test_a_tokenizer_made_of_code_is_refused(
-    clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path, place: str
-) -> None:
-    ImageTextEncoder(config=clip, tokenizer=tokenizer).save(tmp_path)
-    settings = json.loads((tmp_path / place).read_text())
-    if place == "open_clip_config.json":
-        settings["model_cfg"]["text_cfg"]["tokenizer_kwargs"] = {"trust_remote_code": True}
-    else:
-        settings["auto_map"] = {"AutoTokenizer": ["evil.Tokenizer", None]}
-    (tmp_path / place).write_text(json.dumps(settings))
-    with pytest.raises(DualencError, match="code of its own, which is not run"):
-        load_model(tmp_path)
 
 
 def test_missing_tokenizer(clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

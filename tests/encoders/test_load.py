@@ -9,7 +9,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder, load_model
@@ -58,16 +57,6 @@ def test_corrupt_weights(build: Callable[[str], Path], kind: str) -> None:
         load_model(path.parent)
     assert str(path.parent) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", list(WEIGHTS))
-def test_pickles_are_never_opened(build: Callable[[str], Path], kind: str) -> None:
-    folder = build(kind)
-    (folder / WEIGHTS[kind]).unlink()
-    for name in ("pytorch_model.bin", "open_clip_pytorch_model.bin", "model.pth"):
-        torch.save(torch.nn.Linear(1, 1), folder / name)
-    with pytest.raises(DualencError, match="convert its weights to safetensors first"):
-        load_model(folder)
 
 
 def test_corrupt_or_missing_projector(build: Callable[[str], Path]) -> None:

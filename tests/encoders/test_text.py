@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -117,7 +116,6 @@ def test_prepare_travels_to_workers_without_weights(model: TextEncoder, texts: l
     assert len(sent) < 100_000
     received = pickle.loads(sent)(texts, seeds=[1, 2, 3, 4])  # text ignores seeds
     assert all(torch.equal(received[name], value) for name, value in model.left.prepare(texts).items())
-    assert model.left.prepare.lengths(texts) == [len(text) for text in texts]
 
 
 def test_checkpointed_activations_give_the_same_gradient(
@@ -255,12 +253,6 @@ def test_weights_return_exactly_and_in_float32(folder: Path) -> None:
         torch.testing.assert_close(value, first.state_dict()[name], atol=1e-3, rtol=1e-3)
 
 
-def test_pickled_weights_are_never_opened(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(DualencError, match=r"no \*\.safetensors"):
-        load_transformer(folder)
-
-
 def test_truncated_weights(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -275,16 +267,6 @@ def test_missing_weights_are_not_made_up(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(DualencError, match=r"1 weights are missing, embeddings\.word_embeddings\.weight first"):
         load_transformer(folder)
-
-
-def test_code_in_the_folder_is_not_run(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "made-up", "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
-    with pytest.raises(DualencError, match="does not load"):
-        load_transformer(folder)
-    assert not (folder / "ran").exists()
 
 
 def test_no_configuration(tmp_path: Path) -> None:

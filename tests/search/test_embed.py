@@ -22,6 +22,12 @@ from dualenc.search.embeddings import Embeddings
 from tests.fake_towers import WORDS, LetterTower, PixelTower, corpus, images, texts
 
 
+@pytest.fixture
+def short_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 rows, so that a small corpus has several."""
+    monkeypatch.setattr("dualenc.search.embeddings.MIN_SHARD_ROWS", 100)
+
+
 @pytest.mark.parametrize("left_padding", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 def test_rows_are_those_of_one_text_at_a_time(left_padding: bool, batch_size: int) -> None:
@@ -56,15 +62,17 @@ def test_features_are_what_probes_use(tmp_path: Path) -> None:
         np.testing.assert_array_equal(embeddings.vectors[:][:, 6], [len(text) for text in texts(300)])
 
 
+@pytest.mark.usefixtures("short_shards")
 def test_memory_and_disk_agree(tmp_path: Path) -> None:
     tower = LetterTower()
-    kept = embed(tower, corpus(3000), progress=False)
-    written = embed(tower, corpus(3000), tmp_path / "emb", identity={"side": "left"}, progress=False)
+    kept = embed(tower, corpus(), progress=False)
+    written = embed(tower, corpus(), tmp_path / "emb", identity={"side": "left"}, progress=False)
+    assert len(list((tmp_path / "emb").glob("*.npy"))) == 3
     np.testing.assert_array_equal(np.asarray(written.vectors), kept.vectors)
     assert written.ids == kept.ids
     assert written.meta["side"] == "left"
     assert written.snippets is not None
-    assert written.snippets[2999] == corpus(3000).text(2999)
+    assert written.snippets[299] == corpus().text(299)
 
 
 @pytest.mark.parametrize("data", [corpus, images])
@@ -109,9 +117,9 @@ def test_nothing_usable(tmp_path: Path, on_disk: bool) -> None:
         embed(PixelTower(), images(4, broken=(0, 1, 2, 3)), tmp_path if on_disk else None, progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("short_shards")
 def test_a_run_with_bad_samples_resumes(tmp_path: Path) -> None:
-    data = images(2500, broken=(3, 2400))
+    data = images(250, broken=(3, 240))
     whole = embed(PixelTower(), data, tmp_path / "emb", progress=False)
     expected = np.asarray(whole.vectors).copy()
     (tmp_path / "emb" / "shard-00002.npy").unlink()
@@ -120,12 +128,12 @@ def test_a_run_with_bad_samples_resumes(tmp_path: Path) -> None:
     assert again.meta["skipped"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("short_shards")
 def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
     folder = tmp_path / "emb"
 
     def run_slowly() -> None:
-        embed(LetterTower(delay=0.05), corpus(3000), folder, progress=False)
+        embed(LetterTower(delay=0.05), corpus(), folder, progress=False)
 
     process = multiprocessing.get_context("fork").Process(target=run_slowly)
     process.start()
@@ -137,12 +145,10 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
     assert not (folder / "shard-00002.npy").exists()
     first = (folder / "shard-00000.npy").stat().st_mtime_ns
     tower = LetterTower()
-    resumed = embed(tower, corpus(3000), folder, progress=False)
+    resumed = embed(tower, corpus(), folder, progress=False)
     assert (folder / "shard-00000.npy").stat().st_mtime_ns == first
-    assert sum(rows for rows, _ in tower.widths) <= 2000
-    np.testing.assert_array_equal(
-        np.asarray(resumed.vectors), embed(LetterTower(), corpus(3000), progress=False).vectors
-    )
+    assert sum(rows for rows, _ in tower.widths) <= 200
+    np.testing.assert_array_equal(np.asarray(resumed.vectors), embed(LetterTower(), corpus(), progress=False).vectors)
 
 
 def test_a_finished_folder_costs_nothing_again(tmp_path: Path) -> None:
@@ -169,14 +175,14 @@ def test_embeddings_of_something_else_are_not_taken_for_done(tmp_path: Path, cha
         embed(out=tmp_path / "emb", progress=False, **{**usual, **change})
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("short_shards")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_images_replaced_under_the_same_names_are_embedded_again(tmp_path: Path, num_workers: int) -> None:
-    """A fourth of 1,100 image files changes, and one that did not decode is mended; size and time of most stay."""
+    """One image file changes, but not its size and time, and another that did not decode is mended."""
     (tmp_path / "images").mkdir()
-    for row in range(1100):
-        Image.new("RGB", (2, 2), (row % 256, row // 256, 7)).save(tmp_path / "images" / f"{row:04}.bmp")
-    (tmp_path / "images" / "1000.bmp").write_bytes(b"not an image")
+    for row in range(110):
+        Image.new("RGB", (2, 2), (row, row, 7)).save(tmp_path / "images" / f"{row:03}.bmp")
+    (tmp_path / "images" / "100.bmp").write_bytes(b"not an image")
 
     def run() -> tuple[Embeddings, int]:
         tower = PixelTower()
@@ -189,16 +195,16 @@ def test_images_replaced_under_the_same_names_are_embedded_again(tmp_path: Path,
 
     assert run()[0].meta["skipped"] == 1
     assert run()[1] == 0, "nothing has changed"
-    path = tmp_path / "images" / "0003.bmp"
+    path = tmp_path / "images" / "003.bmp"
     times = path.stat().st_atime_ns, path.stat().st_mtime_ns
     Image.new("RGB", (2, 2), (99, 99, 99)).save(path)
     os.utime(path, ns=times)
     assert run()[1] == 1, "the shard of the changed image"
-    Image.new("RGB", (2, 2), (50, 60, 70)).save(tmp_path / "images" / "1000.bmp")
+    Image.new("RGB", (2, 2), (50, 60, 70)).save(tmp_path / "images" / "100.bmp")
     embeddings, written = run()
     assert written == 1
     assert embeddings.meta["skipped"] == 0
-    assert embeddings.ids[1000] == "1000.bmp"
+    assert embeddings.ids[100] == "100.bmp"
 
 
 def test_large_sets_of_images_are_told_apart_by_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,16 +219,17 @@ def test_large_sets_of_images_are_told_apart_by_size_and_time(tmp_path: Path, mo
     np.testing.assert_allclose(np.asarray(again.vectors), embed(PixelTower(), data, progress=False).vectors)
 
 
+@pytest.mark.usefixtures("short_shards")
 def test_changed_texts_are_embedded_again(tmp_path: Path) -> None:
-    embed(LetterTower(), corpus(3000), tmp_path / "emb", progress=False)
-    changed = texts(3000)
-    changed[2999] += "!"
+    embed(LetterTower(), corpus(), tmp_path / "emb", progress=False)
+    changed = texts(300)
+    changed[299] += "!"
     tower = LetterTower()
-    again = embed(tower, Corpus(corpus(3000).ids, changed), tmp_path / "emb", progress=False)
-    assert sum(rows for rows, _ in tower.widths) == 1000, "one shard of three"
-    np.testing.assert_allclose(again.vectors[2999], LetterTower().slowly(changed[2999:])[0], atol=1e-6)
+    again = embed(tower, Corpus(corpus().ids, changed), tmp_path / "emb", progress=False)
+    assert sum(rows for rows, _ in tower.widths) == 100, "one shard of three"
+    np.testing.assert_allclose(again.vectors[299], LetterTower().slowly(changed[299:])[0], atol=1e-6)
     assert again.snippets is not None
-    assert again.snippets[2999].endswith("!")
+    assert again.snippets[299].endswith("!")
 
 
 def test_the_checksum_follows_weights_and_prompt() -> None:
@@ -233,27 +240,18 @@ def test_the_checksum_follows_weights_and_prompt() -> None:
     assert len(set(checksums)) == 3
 
 
-def test_the_wrong_side_of_a_model() -> None:
-    with pytest.raises(DualencError, match="the data is image, but this side of the model encodes text"):
-        embed(LetterTower(), images(), progress=False)
-
-
-def test_a_batch_of_nothing() -> None:
-    with pytest.raises(DualencError, match="batch_size is 0"):
-        embed(LetterTower(), corpus(), batch_size=0)
-
-
-def test_an_empty_corpus() -> None:
-    with pytest.raises(DualencError, match="no items"):
-        embed(LetterTower(), Corpus([], []), progress=False)
-
-
-def test_a_model_with_broken_weights(tmp_path: Path) -> None:
-    tower = LetterTower()
-    tower.letters.weight.data[ord("a")] = torch.nan
-    with pytest.raises(DualencError, match="not finite"):
-        embed(tower, corpus(), tmp_path / "emb", progress=False)
-    assert not (tmp_path / "emb").exists()
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (images(), {}, "the data is image, but this side of the model encodes text"),
+        (corpus(), {"batch_size": 0}, "batch_size is 0"),
+        (corpus(), {"num_workers": -1}, "num_workers is -1"),
+        (Corpus([], []), {}, "no items"),
+    ],
+)
+def test_arguments_that_do_not_fit(data: Corpus, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DualencError, match=message):
+        embed(LetterTower(), data, **options)
 
 
 def test_out_of_memory_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.lengths import chunk_rows, take
+from dualenc.encoders.dual import chunk_rows, take
 
 
 def padded(lengths, left=False):
