@@ -19,29 +19,18 @@ from dualenc.data.views import SimCLR
 from dualenc.encoders import load_model
 from dualenc.encoders.image import ImageEncoder
 from dualenc.errors import DualencError
-from dualenc.objectives import DCL
 from dualenc.training.loader import augmentation_seeds
-from dualenc.training.trainer import Trainer
 from tests.commands.image_models import replace_images, save_classes, save_image_model
-from tests.commands.processes import run_on_two
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_classes(tmp_path_factory.mktemp("data") / "images", per_class=6)
+@pytest.fixture
+def data(classes: Path) -> Path:
+    return classes
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
-    """A short training with checkpoints at steps 2, 4 and 6."""
-    torch.manual_seed(0)
-    model = ImageEncoder("test_resnet", image_size=32, projector_dim=16, augment=SimCLR(32))
-    folder = tmp_path_factory.mktemp("runs") / "short"
-    trainer = Trainer(
-        output=folder, batch_size=9, max_steps=6, save_every=2, keep_checkpoints=9, learning_rate=3e-3, progress=False
-    )
-    trainer.fit(model, ImageFolderViews(data), DCL(num_left=18, temperature=0.2, views=True))
-    return folder
+@pytest.fixture
+def run(short_run: Path) -> Path:
+    return short_run
 
 
 def evaluate(*words: object) -> int:
@@ -227,12 +216,3 @@ def test_texts_replaced_in_the_same_table_are_measured_anew(text_model: Path, tm
         assert evaluate(text_model, table, "--out", tmp_path / "out") == 0
     assert evaluate(text_model, table, "--out", tmp_path / "fresh") == 0
     assert points_of(tmp_path / "out") == points_of(tmp_path / "fresh")
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_models(run: Path, data: Path, tmp_path: Path) -> None:
-    given = (run, data, "--pairs", "8", "--out")
-    assert evaluate(*given, tmp_path / "one") == 0
-    run_on_two(tmp_path, "evaluate", "convergence", *given, tmp_path / "two", "--device", "cpu")
-    assert len(list((tmp_path / "two" / "finished").iterdir())) == 2, "both processes took a share"
-    assert points_of(tmp_path / "two") == points_of(tmp_path / "one")

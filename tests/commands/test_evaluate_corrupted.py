@@ -1,4 +1,4 @@
-"""`dualenc evaluate corrupted` as a user runs it: on the fly, from CIFAR-C, interrupted, and on two processes."""
+"""`dualenc evaluate corrupted` as a user runs it: on the fly, from CIFAR-C and interrupted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from PIL import Image
 
 from dualenc.cli import main
 from tests.commands.image_models import pad_images, replace_images, save_cifar_c, save_image_model, save_splits
-from tests.commands.processes import run_on_two
 
 FEW = ("--corruptions", "gaussian_noise,fog,pixelate")
 
@@ -117,15 +116,6 @@ def test_a_limit_takes_some_images_with_their_usual_noise(image_model: Path, dat
     ]
     assert len(values[1]) == 4
     assert values[1].items() <= values[0].items()
-
-
-@pytest.mark.slow
-def test_two_processes_find_what_one_finds(image_model: Path, data: Path, tmp_path: Path) -> None:
-    given = (image_model, data, *FEW, "--train", data, "--severities", "3")
-    assert evaluate(*given, "--out", tmp_path / "one") == 0
-    run_on_two(tmp_path, *words(*given, "--out", tmp_path / "two"))
-    assert len(list((tmp_path / "two" / "finished" / "versions").iterdir())) == 2, "both processes took a share"
-    assert metrics_of(tmp_path / "two") == metrics_of(tmp_path / "one")
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ from tests.commands.image_models import (
     save_image_model,
     save_splits,
 )
-from tests.commands.processes import run_on_two
 
 
 @pytest.fixture
@@ -209,12 +208,3 @@ def test_real_images_of_ten_classes(image_model: Path, shared_data: Path, tmp_pa
     assert evaluate(*words, "--out", tmp_path / "out") == 0
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert (metrics["train_images"], metrics["test_images"]) == (200, 60)
-
-
-@pytest.mark.slow
-def test_two_processes_find_what_one_finds(image_model: Path, data: Path, tmp_path: Path) -> None:
-    given = (image_model, data, "--shots", "1", "--num-workers", "0", "--device", "cpu", "--out")
-    assert main(["evaluate", "probe", *map(str, given), str(tmp_path / "one")]) == 0
-    run_on_two(tmp_path, "evaluate", "probe", *given, tmp_path / "two")
-    one, two = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "two"))
-    assert two == one

@@ -17,7 +17,6 @@ from dualenc.encoders import load_model
 from dualenc.search import Index
 from dualenc.search.embeddings import Embeddings
 from tests.commands import tiny
-from tests.commands.processes import run_on_two
 
 
 @pytest.fixture
@@ -174,23 +173,6 @@ def test_bad_images_are_left_out_and_reported(
         capsys, "embed", image_text_model, tmp_path / "images", "--out", tmp_path / "emb2", "--on-error", "raise"
     )
     assert "03.png" in told
-
-
-@pytest.mark.slow
-def test_two_processes_write_what_one_writes(tmp_path: Path, text_model: Path) -> None:
-    tiny.save_documents(tmp_path / "docs.jsonl", 2100)
-    run("embed", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "one", "--device", "cpu")
-    done = run_on_two(
-        tmp_path, "embed", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "two", "--device", "cpu"
-    )
-    assert "Traceback" not in done.stderr
-    assert "destroy_process_group" not in done.stderr
-    assert done.stdout.count("2,100 embeddings") == 1, "only the first of the two says so"
-    names = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == names
-    assert sum(name.endswith(".npy") for name in names) > 1
-    for name in names:
-        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes(), name
 
 
 def test_mistakes(
