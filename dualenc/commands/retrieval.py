@@ -20,7 +20,7 @@ from dualenc.commands.evaluation import (
 )
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
-from dualenc.evaluation.metrics import CUTOFFS, Run, Scores, compare_runs, remove_self_matches, score_queries
+from dualenc.evaluation.metrics import CUTOFFS, Run, Scores, compare_runs, score_queries
 from dualenc.evaluation.report import Figure, Gallery, Table, print_table, retrieval_galleries, write_report
 from dualenc.evaluation.retrieval import (
     HEADLINES,
@@ -102,8 +102,8 @@ def retrieval(
         if bm25 and distributed.is_main():
             texts = [queries[row] for row in range(len(queries))]
             documents = [corpus[row] for row in range(len(corpus))]
-            run = bm25_run(queries.ids, texts, corpus.ids, documents, depth if keep_self_matches else depth + 1)
-            runs[name][BM25] = run if keep_self_matches else first_documents(remove_self_matches(run), depth)
+            run = bm25_run(queries.ids, texts, corpus.ids, documents, depth + 1)
+            runs[name][BM25] = first_documents(run, depth, keep_self_matches=keep_self_matches)
     if distributed.is_main():
         results: list[Result] = []
         galleries: list[Gallery] = []

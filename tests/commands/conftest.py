@@ -12,24 +12,8 @@ from dualenc.data.views import SimCLR
 from dualenc.encoders.image import ImageEncoder
 from dualenc.objectives import DCL
 from dualenc.training.trainer import Trainer
-from tests.commands import tiny, toy
+from tests.commands import toy
 from tests.commands.image_models import save_classes, save_image_model
-
-
-@pytest.fixture(scope="session")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a query-document model."""
-    folder = tmp_path_factory.mktemp("models") / "text"
-    tiny.save_text_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def image_text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an image-text model."""
-    folder = tmp_path_factory.mktemp("models") / "clip"
-    tiny.save_image_text_model(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +26,7 @@ def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def toy_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a query-document model that knows the words of `toy.write_beir`."""
+    """A folder with a query-document model that knows the words of `toy`."""
     return toy.text_model(tmp_path_factory.mktemp("models") / "toy-text")
 
 

@@ -93,13 +93,13 @@ def test_folders_of_models_and_several_runs(run: Path, data: Path, tmp_path: Pat
     assert points_of(alone)["model-10"][0] == points["folders"][1] | {"step": 0}
 
 
-def test_pairs_of_texts_with_shared_documents(text_model: Path, tmp_path: Path) -> None:
+def test_pairs_of_texts_with_shared_documents(toy_text: Path, tmp_path: Path) -> None:
     rows = [{"query": f"ant {i} bee", "document": f"cat dog {i // 2} eel"} for i in range(10)]
     table = tmp_path / "pairs.jsonl"
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert evaluate(text_model, table, "--out", tmp_path / "out") == 0
-    (point,) = points_of(tmp_path / "out")["text"]
-    model = load_model(str(text_model))
+    assert evaluate(toy_text, table, "--out", tmp_path / "out") == 0
+    (point,) = points_of(tmp_path / "out")["toy-text"]
+    model = load_model(str(toy_text))
     left = model.encode("left", model.left.prepare([row["query"] for row in rows]))
     right = model.encode("right", model.right.prepare([row["document"] for row in rows]))
     similarities = (left @ right.T / 0.07).double()
@@ -121,20 +121,20 @@ def test_models_are_found_in_the_order_of_their_numbers(run: Path, data: Path, t
 
 
 def test_mistakes_are_one_line(
-    run: Path, data: Path, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, data: Path, toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert "--pairs is 1; it must be at least 2" in failure(capsys, run, data, "--out", out, "--pairs", "1")
     message = "--temperature is 0.0; it must lie"
     assert message in failure(capsys, run, data, "--out", out, "--temperature", "0", "--pairs", "4")
-    assert "model's left tower takes text" in failure(capsys, text_model, captioned(tmp_path), "--out", out)
+    assert "model's left tower takes text" in failure(capsys, toy_text, captioned(tmp_path), "--out", out)
     unfinished = tmp_path / "unfinished"
     (unfinished / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "step-00000002").rename(unfinished / "checkpoints" / "step-00000002")
     try:
         assert "no model folder yet" in failure(capsys, unfinished, data, "--out", out)
         save_image_model(unfinished / "model", image_size=32)
-        other = load_model(str(text_model))
+        other = load_model(str(toy_text))
         other.save(unfinished / "text")
         (unfinished / "model").rename(tmp_path / "gone")
         (unfinished / "text").rename(unfinished / "model")
@@ -208,11 +208,11 @@ def test_images_replaced_under_the_same_names_are_measured_anew(image_model: Pat
 
 
 @pytest.mark.slow
-def test_texts_replaced_in_the_same_table_are_measured_anew(text_model: Path, tmp_path: Path) -> None:
+def test_texts_replaced_in_the_same_table_are_measured_anew(toy_text: Path, tmp_path: Path) -> None:
     table = tmp_path / "pairs.jsonl"
     for document in ("cat", "dog"):
         rows = [{"query": f"ant {i} bee", "document": f"{document} {i} eel"} for i in range(6)]
         table.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert evaluate(text_model, table, "--out", tmp_path / "out") == 0
-    assert evaluate(text_model, table, "--out", tmp_path / "fresh") == 0
+        assert evaluate(toy_text, table, "--out", tmp_path / "out") == 0
+    assert evaluate(toy_text, table, "--out", tmp_path / "fresh") == 0
     assert points_of(tmp_path / "out") == points_of(tmp_path / "fresh")

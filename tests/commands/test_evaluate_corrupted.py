@@ -129,7 +129,7 @@ def test_real_images_of_64_pixels(shared_data: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_one_line(
-    image_model: Path, data: Path, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    image_model: Path, data: Path, toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     flat = tmp_path / "flat"
@@ -139,7 +139,7 @@ def test_mistakes_are_one_line(
     empty = tmp_path / "empty.json"
     empty.write_text("{}")
     for given, message in [
-        ((text_model, data), "is of kind query-document and encodes no images"),
+        ((toy_text, data), "is of kind query-document and encodes no images"),
         ((image_model, data, "--corruptions", "fogg"), "unknown corruption fogg; did you mean fog?"),
         ((image_model, data, "--severity", "6"), "severity 6: choose from 1, 2, 3, 4, 5"),
         ((image_model, data, "--severities", "1,9", "--train", data), "severity 9"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dualenc.cli import main
-from tests.commands import tiny, toy
+from tests.commands import toy
 from tests.commands.image_models import save_splits
 from tests.commands.processes import run_on_two
 
@@ -22,7 +22,6 @@ Written = tuple[Path, Path, subprocess.CompletedProcess[str]]
 def written(
     tmp_path_factory: pytest.TempPathFactory,
     toy_text: Path,
-    text_model: Path,
     image_model: Path,
     classes: Path,
     short_run: Path,
@@ -30,11 +29,11 @@ def written(
     """What one process wrote, what two wrote, and what the two said."""
     folder = tmp_path_factory.mktemp("two")
     beir = toy.write_beir(folder / "toy")
-    tiny.save_documents(folder / "docs.jsonl", 2100)
+    toy.save_documents(folder / "docs.jsonl", 2100)
     splits = save_splits(folder / "splits", test=3)
     corrupted: list[Any] = [image_model, splits, "--corruptions", "gaussian_noise,fog,pixelate"]
     commands: dict[str, list[Any]] = {
-        "embed": ["embed", text_model, folder / "docs.jsonl"],
+        "embed": ["embed", toy_text, folder / "docs.jsonl"],
         "retrieval": ["evaluate", "retrieval", toy_text, beir],
         "corrupted": ["evaluate", "corrupted", *corrupted, "--train", splits, "--severities", 3, "--num-workers", 0],
         "convergence": ["evaluate", "convergence", short_run, classes, "--pairs", 8],
