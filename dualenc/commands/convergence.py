@@ -43,17 +43,11 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Where one model of a run is.
+    """Where one model of a run is."""
 
-    Attributes:
-        step: optimizer steps done, or the model's number among the folders.
-        path: a model folder, or a checkpoint of the trainer.
-        base: with a checkpoint: the model folder of the same run, which tells the architecture.
-    """
-
-    step: int
-    path: Path
-    base: Path | None = None
+    step: int  # optimizer steps done, or the model's number among the folders
+    path: Path  # a model folder, or a checkpoint of the trainer
+    base: Path | None = None  # with a checkpoint: the model folder of the same run, which tells the architecture
 
     def contents(self) -> str:
         """Checksum of its files, and of the model folder it needs: another one for other weights. "" for a hub name."""
@@ -68,14 +62,9 @@ class Place(NamedTuple):
 
 
 def find_models(run: str) -> list[Place]:
-    """The models of a run in order.
+    """The models of a run in order: a training's checkpoints, a folder's models, or the one model (or hub name).
 
-    Args:
-        run: The output folder of a training (its checkpoints are taken), a folder of model folders (ordered by the
-            number in their names, then by name), or one model folder or name.
-
-    Raises:
-        DualencError: a training without a model folder yet, or a folder without a model.
+    Folders are ordered by the number in their names, then by name.
     """
     from dualenc.training.checkpoint import Checkpoints
 
@@ -98,11 +87,7 @@ def find_models(run: str) -> list[Place]:
 
 
 def load_models(places: list[Place], device: torch.device) -> Iterator[tuple[Place, DualEncoder]]:
-    """Load one model after another, in evaluation mode; those of one run may be the same object with other weights.
-
-    Raises:
-        DualencError: a model cannot be loaded, or a checkpoint does not fit its model folder.
-    """
+    """Load one model after another, in evaluation mode; those of one run may be the same object with other weights."""
     from dualenc.encoders import load_model
 
     base: DualEncoder | None = None
@@ -144,7 +129,7 @@ def open_set(
     found: Corpus | PairDataset
     if model.kind == "image":
         found = open_corpus(data, modality="image", split=split)
-        modalities = (found.modality,)
+        modalities: tuple[str, ...] = (found.modality,)
     else:
         found = open_pairs(data, left_column, right_column, split=split)
         modalities = (found.left_modality, found.right_modality)
@@ -161,11 +146,7 @@ def open_set(
 def prepare_set(
     model: DualEncoder, found: Corpus | PairDataset, pairs: int, augmentation: Augmentation, seed: int
 ) -> tuple[list[Inputs], list[Inputs], FiniteSet]:
-    """Choose the finite set and prepare it once for all models of a run.
-
-    Returns:
-        Inputs of the left and of the right items, chunk by chunk, and who belongs to whom.
-    """
+    """The finite set: prepared inputs of the left and of the right items, in chunks, and who belongs to whom."""
     from dualenc.data import Corpus
     from dualenc.training.loader import augmentation_seeds
 

@@ -58,7 +58,7 @@ from dualenc.evaluation.corruptions import (
     read_corrupted,
 )
 from dualenc.evaluation.ledger import Ledger
-from dualenc.evaluation.probe import fit_best
+from dualenc.evaluation.probe import linear_probe
 from dualenc.evaluation.report import Entry, Figure, Gallery, Item, Table
 from dualenc.files import remove, removed_if_refused
 from dualenc.terminal import printable
@@ -73,27 +73,15 @@ TRAIN_BATCH = 256
 
 
 class Setup(NamedTuple):
-    """What all parts work on.
-
-    Attributes:
-        tower: encodes the images.
-        prepare_views: images and seeds to augmented inputs of the tower.
-        source: their corrupted versions.
-        clean: the images without corruption, if they are at hand.
-        limit: how many images to use; all if it is None.
-        out: folder for unfinished work.
-        signature: model, data and seed, as plain values.
-        seed: of corruption and augmentation.
-        num_workers: processes that corrupt and augment.
-    """
+    """What all parts work on."""
 
     tower: Tower
-    prepare_views: Prepare
+    prepare_views: Prepare  # images and seeds to augmented inputs of the tower
     source: CorruptedImages
-    clean: CleanImages | None
-    limit: int | None
-    out: Path
-    signature: dict[str, Any]
+    clean: CleanImages | None  # the images without corruption, if they are at hand
+    limit: int | None  # how many images to use; all if it is None
+    out: Path  # for unfinished work
+    signature: dict[str, Any]  # model, data and seed, as plain values
     seed: int
     num_workers: int
 
@@ -195,7 +183,7 @@ def corrupted(
         add_plain(found, setup, images)
     if train is not None:
         fitted = labelled_features(tower, training, labels, setup.out / "train-features", TRAIN_BATCH, num_workers)
-        classifier = fit_best(fitted.features, fitted.labels)[0] if distributed.is_main() else None
+        classifier = linear_probe(fitted.features, fitted.labels).classifier if distributed.is_main() else None
         classifier = distributed.broadcast_object(classifier)  # the same on all processes
         add_robustness(found, setup, classifier, at, training.class_names, theirs)
     if distributed.is_main():
@@ -215,11 +203,7 @@ def corrupted(
 def _open(
     data: str, split: str, clean: str | None, corruptions: list[str], seed: int, label_column: str | None
 ) -> tuple[CorruptedImages, CleanImages | None]:
-    """The corrupted images, and the clean ones if they are at hand.
-
-    Raises:
-        DualencError: a wrong folder, or fewer than two corruptions: a version alone can only find itself.
-    """
+    """The corrupted images, and the clean ones if they are at hand."""
     if is_corrupted_folder(data):
         images = None if clean is None else open_images(clean, split, label_column=label_column)
         source = read_corrupted(data, corruptions)
@@ -231,6 +215,7 @@ def _open(
             images.items, corruptions or ALL, seed=seed, labels=images.labels, class_names=images.class_names
         )
     if len(set(source.corruptions)) < max(2, len(source.corruptions)):
+        # A version alone can only find itself.
         raise DualencError(f"--corruptions {','.join(source.corruptions)}: give two or more different ones")
     return source, None if images is None else CleanImages(images.items, images.labels, images.class_names)
 
@@ -244,7 +229,7 @@ def _identity(tower: Tower, source: CorruptedImages, images: CleanImages | None)
     def contents(of: CorruptedImages) -> str:
         if isinstance(of, CifarC | TinyImageNetC):
             return items_identity(ImageFiles(of.path, of.files), "image")
-        assert isinstance(of, CleanImages | GeneratedCorruptions)
+        assert isinstance(of, CleanImages)
         return items_identity(of.images, "image")
 
     found = [contents(source), "" if images is None else contents(images)] if distributed.is_main() else []
@@ -262,23 +247,20 @@ def measure(
     views: int = 0,
     depends_on: dict[str, str],
 ) -> dict[int, Any]:
-    """A value of each image from the features of its versions; resumes, and shares the images over processes.
+    """A plain value of each image from the features of its versions, on every process; the images are shared over them.
+
+    Finished values are kept in the folder of this part, where an interrupted run resumes. Images that cannot be read
+    are counted on stderr; where none can, that is an error and nothing is kept.
 
     Args:
         setup: What encodes, and which images.
         part: Names the folder of finished values.
         source: The images.
         conditions: Which versions of them.
-        value_of: Numbers (n) and features (n, V, C, D) of some images to one plain value for each.
+        value_of: Numbers (n) and features (n, V, C, D) of some images to one value for each.
         what: Names the progress bar.
         views: Of augmented images and their embeddings; 0 for the features of images as they are.
         depends_on: Whatever else the values depend on, beside the setup and the conditions.
-
-    Returns:
-        The value by number of every image that could be read, on every process. Others are counted on stderr.
-
-    Raises:
-        DualencError: none could be read; nothing is kept then.
     """
     prepare = setup.prepare_views if views else setup.tower.prepare
     versions = ImageVersions(source, conditions, prepare, views=views, seed=setup.seed)
@@ -404,11 +386,7 @@ def _digest(*arrays: np.ndarray) -> str:
 
 
 def tested_labels(source: CorruptedImages, class_names: Sequence[str] | None) -> np.ndarray:
-    """(N,) labels of the images to test, in the class numbers of the training images.
-
-    Raises:
-        DualencError: there are none, or a class that training has not.
-    """
+    """(N,) labels of the images to test, in the class numbers of the training images."""
     if source.labels is None:
         raise DualencError("the images to test have no labels, which the robustness table needs; give a label column")
     return align_labels(source.labels, source.class_names, class_names, "the images to test")

@@ -44,8 +44,7 @@ HIGHEST_SEED = (1 << 32) - 1
 def begin(task: str, model: str, data: str, out: str | None, device: str | None) -> tuple[Path, torch.device]:
     """Where an evaluation writes (OUT, or a folder named after task, model and data), and the device to work on.
 
-    Raises:
-        DualencError: the folder cannot be written, or there is no such device; found out before any work.
+    A folder that cannot be written and a device that is not there are errors before any work.
     """
     folder = Path(out or f"evaluations/{task}/{display_name(model)}-{Path(data).stem}")
     check_writable(folder)
@@ -76,11 +75,7 @@ def conclude(
 def start_processes(device: str | None = None) -> torch.device:
     """Join the other processes of `accelerate launch`, if there are any, and tell the device to work on.
 
-    Args:
-        device: Device by name; None takes this process's GPU, or the CPU where there is none.
-
-    Raises:
-        DualencError: there is no such device here, or one that cannot compute.
+    Without a name it is this process's GPU, or the CPU where there is none. A device that is not there is an error.
     """
     try:
         chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
@@ -98,16 +93,7 @@ def start_processes(device: str | None = None) -> torch.device:
 
 
 def check_range(least: float, most: float, **values: float | None) -> None:
-    """Make sure that numeric options lie in a range, before any work.
-
-    Args:
-        least: The smallest number allowed.
-        most: The largest one.
-        values: Numbers by the name of their option; None is not given and fine.
-
-    Raises:
-        DualencError: one is out of range, or NaN; tells which.
-    """
+    """Make sure that numeric options, by name, lie in a range: None is not given and fine, NaN in no range."""
     for name, value in values.items():
         if value is not None and not least <= value <= most:
             allowed = f"be at least {least:,}" if most == math.inf else f"lie between {least:,} and {most:,}"
@@ -139,16 +125,8 @@ def embed_into(
     """Embed into a folder below an evaluation's output; what another model or other data left there is replaced.
 
     Finished shards of an interrupted run are kept where weights and items are the same, by their contents: equal names
-    do not make equal data.
-
-    Args:
-        folder: Where to keep the embeddings.
-        tower: The side of a model that encodes.
-        corpus: What to encode.
-        batch_size: Items encoded at once.
-        side: Which side of the model it is, where there are two.
-        model: What the user calls the model, for the record.
-        how: What else `dualenc.search.embed.embed` takes.
+    do not make equal data. `side` is given for models with two; `model` is what the user calls it, for the record;
+    `how` is what else `dualenc.search.embed.embed` takes.
     """
     from dualenc.data.identity import digest_of
     from dualenc.search.embed import embed, tower_checksum
@@ -169,11 +147,7 @@ def embed_into(
 
 
 def check_writable(folder: Path) -> None:
-    """Make sure that a folder is there, or can be made, and takes files; nothing is left behind.
-
-    Raises:
-        DualencError: it is a file, or the system refuses.
-    """
+    """Make sure that a folder is there, or can be made, and takes files; nothing is left behind."""
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not there.is_dir():
@@ -200,11 +174,8 @@ def random_rows(total: int, limit: int | None) -> np.ndarray:
 def open_images(data: str, split: str, *, label_column: str | None = None, limit: int | None = None) -> Corpus:
     """The images of whatever `data.open_corpus` reads, with their labels if there are any.
 
-    Args:
-        data: Also a folder of images with a subfolder for each split.
-        split: Which split; a folder of images without such a subfolder is taken whole.
-        label_column: Of a table; by default `label`, if there is one.
-        limit: Take so many images, chosen at random, always the same ones.
+    `data` may also be a folder of images with a subfolder for each split; without such a subfolder it is taken whole.
+    `limit` takes so many images, chosen at random, always the same ones.
     """
     from dualenc.data import Corpus, open_corpus
     from dualenc.data.columns import Picked
@@ -257,18 +228,11 @@ def labelled_features(
 
 
 def align_labels(labels: np.ndarray, names: Sequence[str] | None, onto: Sequence[str] | None, what: str) -> np.ndarray:
-    """Class numbers of one source in the numbering of another, by the names of the classes.
+    """Class numbers (N,) of one source, with their names, in the numbering of another, by the names of the classes.
 
-    A name matches its equal, or one that begins with it as a word ("n01443537" and "n01443537 goldfish").
-
-    Args:
-        labels: (N,) class numbers.
-        names: The name of each class number; None leaves the numbers as they are.
-        onto: The names in the other numbering.
-        what: Names the source in the error.
-
-    Raises:
-        DualencError: a class that occurs is not among the others.
+    A name matches its equal, or one that begins with it as a word ("n01443537" and "n01443537 goldfish"). Where one
+    source has no names the numbers stay; a class that occurs and is not among the others is an error, which `what`
+    opens.
     """
     if names is None or onto is None or list(names) == list(onto):
         return labels
@@ -296,13 +260,9 @@ def open_image_tower(model: str, device: torch.device) -> Tower:
 
 
 class AugmentedPrepare:
-    """A tower's evaluation preprocessing, of images augmented before it; picklable.
+    """A tower's evaluation preprocessing, of images augmented before it: the same for all models; picklable.
 
-    Whatever preprocessing a model has, it sees the same augmentation.
-
-    Args:
-        prepare: The tower's.
-        augment: Image and seed to pixels (3, H, W) in [0, 1] or to an image.
+    `augment` takes an image and a seed to pixels (3, H, W) in [0, 1] or to an image.
     """
 
     def __init__(self, prepare: Prepare, augment: Callable[[Image.Image, int], Any]) -> None:

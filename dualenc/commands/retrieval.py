@@ -184,9 +184,6 @@ def compare(
         confidence: share of the resamples inside the interval.
         seed: of the resampling.
         out: folder for comparison.json and report.html; by default the table is only printed.
-
-    Raises:
-        DualencError: a run cannot be read, the runs have different queries, or no such metric.
     """
     check_range(1, MOST_SAMPLES, samples=samples)
     check_range(0, HIGHEST_SEED, seed=seed)
@@ -236,11 +233,7 @@ def _read_run(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Logs
 
 
 def _metrics(a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: str | None) -> list[str]:
-    """The metrics asked for, or the usual ones that both runs have, or all of those.
-
-    Raises:
-        DualencError: one that is asked for is not in every line of both runs.
-    """
+    """The metrics asked for, which must be in every line of both runs, or the usual ones of those that are, or all."""
     shared = [name for name in next(iter(a.values()), {}) if all(name in row for row in (*a.values(), *b.values()))]
     if not shared:
         raise DualencError("the runs have no metric in common; evaluate both with the same command")

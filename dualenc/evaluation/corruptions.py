@@ -49,29 +49,28 @@ class Images(Protocol):
     def __getitem__(self, index: int, /) -> Image.Image: ...
 
 
-class CorruptedImages(Protocol):
-    """Corrupted versions of the same N images, made or read one at a time."""
+class CorruptedImages:
+    """Corrupted versions of the same N images, made or read one at a time.
+
+    Attributes:
+        corruptions: Their names.
+        labels: (N,) class numbers, where they are known.
+        class_names: Name of each class number, where they are known.
+    """
 
     corruptions: tuple[str, ...]
+    labels: npt.NDArray[np.int64] | None = None
+    class_names: list[str] | None = None
 
-    @property
-    def class_names(self) -> list[str] | None:
-        """Name of each class number, where they are known."""
-        ...
-
-    @property
-    def labels(self) -> npt.NDArray[np.int64] | None:
-        """(N,) class numbers, where they are known."""
-        ...
-
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
         """Version of image `index` (0…N−1) under a corruption at a severity (1…5), RGB."""
-        ...
+        raise NotImplementedError
 
 
-class CleanImages:
+class CleanImages(CorruptedImages):
     """Images as they are, in the shape of a corrupted set: its one "corruption" is called "clean".
 
     Args:
@@ -90,12 +89,12 @@ class CleanImages:
     def __len__(self) -> int:
         return len(self.images)
 
-    def image(self, index: int, corruption: str = "clean", severity: int = 1) -> Image.Image:
+    def image(self, index: int, corruption: str, severity: int) -> Image.Image:
         """Image `index`, RGB."""
         return self.images[index].convert("RGB")
 
 
-class GeneratedCorruptions:
+class GeneratedCorruptions(CleanImages):
     """Corruptions made on the fly from clean images; picklable if `images` is.
 
     Args:
@@ -122,13 +121,9 @@ class GeneratedCorruptions:
             raise DualencError(f"{len(images)} images but {len(labels)} labels; give one label per image")
         for name in corruptions:
             _function(name)
-        self.images, self.corruptions, self.seed = images, tuple(corruptions), seed
-        self.labels: npt.NDArray[np.int64] | None = None if labels is None else np.asarray(labels, np.int64)
-        self.class_names = class_names
+        super().__init__(images, None if labels is None else np.asarray(labels, np.int64), class_names)
+        self.corruptions, self.seed = tuple(corruptions), seed
         self._last: tuple[int, Pixels] | None = None
-
-    def __len__(self) -> int:
-        return len(self.images)
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
         """Version of image `index` under a corruption at a severity, RGB."""
@@ -228,7 +223,7 @@ def read_corrupted(path: str | Path, corruptions: Sequence[str] = ()) -> Corrupt
     )
 
 
-class CifarC:
+class CifarC(CorruptedImages):
     """CIFAR-10-C or CIFAR-100-C: `<corruption>.npy` of (5N, 32, 32, 3) uint8, one block of N per severity.
 
     Pixels are memory-mapped; the object pickles to its paths.
@@ -244,7 +239,7 @@ class CifarC:
         DualencError: a file is missing or damaged, or lengths differ.
     """
 
-    class_names = None
+    labels: npt.NDArray[np.int64]
 
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
         self.path = Path(path)
@@ -272,7 +267,7 @@ class CifarC:
             raise DualencError(
                 f"{self.path}/labels.npy: the blocks of the severities differ; the file is not CIFAR-C's"
             )
-        self.labels: npt.NDArray[np.int64] = blocks[0].astype(np.int64)
+        self.labels = blocks[0].astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -283,7 +278,7 @@ class CifarC:
         return Image.fromarray(np.array(_read_npy(self.path / f"{corruption}.npy")[row]))
 
 
-class TinyImageNetC:
+class TinyImageNetC(CorruptedImages):
     """Tiny-ImageNet-C (and ImageNet-C): `<corruption>/<severity>/<class>/<name>.JPEG`.
 
     An image is known by `<class>/<name>` and must be in every corruption and severity; ids are positions in the
@@ -314,9 +309,9 @@ class TinyImageNetC:
                         f"{self.corruptions[0]}/1; {first} is in one only, download the folder again"
                     )
         self.files = [f"{c}/{s}/{name}" for c in self.corruptions for s in SEVERITIES for name in self.names]
-        self.class_names: list[str] | None = sorted({name.split("/")[0] for name in self.names})
+        self.class_names = sorted({name.split("/")[0] for name in self.names})
         number = {wnid: position for position, wnid in enumerate(self.class_names)}
-        self.labels: npt.NDArray[np.int64] = np.array([number[name.split("/")[0]] for name in self.names])
+        self.labels = np.array([number[name.split("/")[0]] for name in self.names])
 
     def __len__(self) -> int:
         return len(self.names)
