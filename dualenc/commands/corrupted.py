@@ -268,7 +268,7 @@ def measure(
     indices = random_rows(len(source), setup.limit).tolist()
     folder = setup.out / part
     with removed_if_refused(folder, "part-*.ndjson"):
-        ledger: Ledger[int] = Ledger(folder, {**setup.signature, **depends_on, "conditions": conditions})
+        ledger: Ledger[int] = Ledger(folder, {**setup.signature, "conditions": conditions, **depends_on})
         todo = ledger.missing(indices)
         with tqdm(total=len(todo), desc=what, unit=" images", disable=not (todo and distributed.is_main())) as bar:
             for block in encode_versions(versions, encode, indices=todo, num_workers=setup.num_workers):
