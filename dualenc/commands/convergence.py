@@ -43,17 +43,11 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Where one model of a run is.
+    """Where one model of a run is."""
 
-    Attributes:
-        step: optimizer steps done, or the model's number among the folders.
-        path: a model folder, or a checkpoint of the trainer.
-        base: with a checkpoint: the model folder of the same run, which tells the architecture.
-    """
-
-    step: int
-    path: Path
-    base: Path | None = None
+    step: int  # optimizer steps done, or the model's number among the folders
+    path: Path  # a model folder, or a checkpoint of the trainer
+    base: Path | None = None  # with a checkpoint: the model folder of the same run, which tells the architecture
 
     def contents(self) -> str:
         """Checksum of its files, and of the model folder it needs: another one for other weights. "" for a hub name."""
@@ -68,14 +62,9 @@ class Place(NamedTuple):
 
 
 def find_models(run: str) -> list[Place]:
-    """The models of a run in order.
+    """The models of a run in order: a training's checkpoints, a folder's models, or the one model (or hub name).
 
-    Args:
-        run: The output folder of a training (its checkpoints are taken), a folder of model folders (ordered by the
-            number in their names, then by name), or one model folder or name.
-
-    Raises:
-        DualencError: a training without a model folder yet, or a folder without a model.
+    Folders are ordered by the number in their names, then by name.
     """
     from dualenc.training.checkpoint import Checkpoints
 
@@ -98,11 +87,7 @@ def find_models(run: str) -> list[Place]:
 
 
 def load_models(places: list[Place], device: torch.device) -> Iterator[tuple[Place, DualEncoder]]:
-    """Load one model after another, in evaluation mode; those of one run may be the same object with other weights.
-
-    Raises:
-        DualencError: a model cannot be loaded, or a checkpoint does not fit its model folder.
-    """
+    """Load one model after another, in evaluation mode; those of one run may be the same object with other weights."""
     from dualenc.encoders import load_model
 
     base: DualEncoder | None = None
@@ -135,85 +120,62 @@ Augmentation = Literal["simclr", "model"]
 CHUNK = 64
 
 
-class Source(NamedTuple):
-    """Where the finite set comes from."""
-
-    data: str
-    split: str
-    left_column: str | None
-    right_column: str | None
-    pairs: int
-    augmentation: Augmentation
-    seed: int
-
-
-class Finite(NamedTuple):
-    """The finite set as a model takes it: prepared inputs of both sides, chunk by chunk, and who belongs to whom."""
-
-    left: list[Inputs]
-    right: list[Inputs]
-    pairs: FiniteSet
-
-
-def open_set(model: DualEncoder, source: Source) -> Corpus | PairDataset:
+def open_set(
+    model: DualEncoder, data: str, split: str, left_column: str | None, right_column: str | None
+) -> Corpus | PairDataset:
     """Open what a run is measured on: images for models of kind image, pairs for all others."""
     from dualenc.data import open_corpus, open_pairs
 
     found: Corpus | PairDataset
     if model.kind == "image":
-        found = open_corpus(source.data, modality="image", split=source.split)
-        kinds = {"left": found.modality}
+        found = open_corpus(data, modality="image", split=split)
+        modalities: tuple[str, ...] = (found.modality,)
     else:
-        columns = {"left_column": source.left_column, "right_column": source.right_column}
-        found = open_pairs(source.data, split=source.split, **columns)  # type: ignore[arg-type]
-        kinds = {"left": found.left_modality, "right": found.right_modality}
-    for side, modality in kinds.items():
-        wanted = model.tower(side).modality  # type: ignore[arg-type]
-        if modality != wanted:
+        found = open_pairs(data, left_column, right_column, split=split)
+        modalities = (found.left_modality, found.right_modality)
+    for side, tower, modality in zip(("left", "right"), (model.left, model.right), modalities):
+        if modality != tower.modality:
             raise DualencError(
-                f"{source.data}: its {side} items are {modality}, but the model's {side} tower takes {wanted}"
+                f"{data}: its {side} items are {modality}, but the model's {side} tower takes {tower.modality}"
             )
     if len(found) < 2:
-        raise DualencError(f"{source.data}: holds one item; a set of two or more is needed")
+        raise DualencError(f"{data}: holds one item; a set of two or more is needed")
     return found
 
 
-def prepare_set(model: DualEncoder, found: Corpus | PairDataset, source: Source) -> Finite:
-    """Choose the finite set and prepare it once for all models of a run."""
+def prepare_set(
+    model: DualEncoder, found: Corpus | PairDataset, pairs: int, augmentation: Augmentation, seed: int
+) -> tuple[list[Inputs], list[Inputs], FiniteSet]:
+    """The finite set: prepared inputs of the left and of the right items, in chunks, and who belongs to whom."""
     from dualenc.data import Corpus
     from dualenc.training.loader import augmentation_seeds
 
-    numbers = random_rows(len(found), source.pairs)
+    def chunks(prepare: Prepare, items: Sequence[Any], *seeds: Sequence[int]) -> list[Inputs]:
+        """Prepared with seeds (augmented), or without."""
+        parts = [slice(start, start + CHUNK) for start in range(0, len(items), CHUNK)]
+        return [prepare(items[part], *(numbers[part] for numbers in seeds)) for part in parts]
+
+    numbers = random_rows(len(found), pairs)
     if isinstance(found, Corpus):  # each image in two augmentations that are the same for every model
-        items = [found[number] for number in numbers.tolist()]
+        images = [found[number] for number in numbers.tolist()]
         prepare: Prepare = model.left.prepare
-        if source.augmentation == "simclr":
+        if augmentation == "simclr":
             prepare = simclr_prepare(prepare)
         left, right = (
-            _chunks(prepare, items, augmentation_seeds(source.seed, 0, numbers.tolist(), side))
-            for side in ("left", "right")
+            chunks(prepare, images, augmentation_seeds(seed, 0, numbers.tolist(), side)) for side in ("left", "right")
         )
-        ids = torch.arange(len(items))
-        return Finite(left, right, FiniteSet(ids, ids, views=True))
+        ids = torch.arange(len(images))
+        return left, right, FiniteSet(ids, ids, views=True)
     rows = [found[number] for number in numbers.tolist()]
     left_id, right_id = found.left_id[numbers], found.right_id[numbers]
-    return Finite(
-        _chunks(model.left.prepare, [row.left for row in rows]),
-        _chunks(model.right.prepare, [row.right for row in rows]),
-        FiniteSet(
-            torch.from_numpy(left_id),
-            torch.from_numpy(right_id),
-            left_positives=torch.from_numpy(found.positives("left", left_id)),
-            right_positives=torch.from_numpy(found.positives("right", right_id)),
-        ),
+    belonging = FiniteSet(
+        torch.from_numpy(left_id),
+        torch.from_numpy(right_id),
+        left_positives=torch.from_numpy(found.positives("left", left_id)),
+        right_positives=torch.from_numpy(found.positives("right", right_id)),
     )
-
-
-def _chunks(prepare: Prepare, items: Sequence[Any], seeds: Sequence[int] | None = None) -> list[Inputs]:
-    starts = range(0, len(items), CHUNK)
-    if seeds is None:
-        return [prepare(items[start : start + CHUNK]) for start in starts]
-    return [prepare(items[start : start + CHUNK], seeds[start : start + CHUNK]) for start in starts]
+    left = chunks(model.left.prepare, [row.left for row in rows])
+    return left, chunks(model.right.prepare, [row.right for row in rows]), belonging
 
 
 CURVES = {
@@ -231,14 +193,6 @@ SHORT = {
     "positive_cosine": "cos +",
     "negative_cosine": "cos −",
 }
-
-
-class _Point(NamedTuple):
-    """One model of a run, measured."""
-
-    step: int
-    metrics: dict[str, float]
-    histogram: SimilarityHistogram
 
 
 def convergence(
@@ -278,13 +232,15 @@ def convergence(
     check_range(1e-4, 1e4, temperature=temperature)
     check_range(0, HIGHEST_SEED, seed=seed)
     target, device_to_use = begin("convergence", run, data, out, device)
-    source = Source(data, split, left_column, right_column, pairs, augmentation, seed)
     # The last part of each run's path, or the whole where that is not distinct.
     short = [display_name(name) for name in (run, *more)]
     names = {name: last if short.count(last) == 1 else name for name, last in zip((run, *more), short)}
     found = {name: find_models(name) for name in (run, *more)}
     # The first model of each run tells what to read; whether it fits is known before anything is measured.
-    sets = {name: open_set(next(load_models(models[:1], device_to_use))[1], source) for name, models in found.items()}
+    sets = {}
+    for name, models in found.items():
+        _, first = next(load_models(models[:1], device_to_use))
+        sets[name] = open_set(first, data, split, left_column, right_column)
     contents = {name: set_of_run.identity() for name, set_of_run in sets.items()} if distributed.is_main() else {}
     contents = distributed.broadcast_object(contents)
     places = {
@@ -292,49 +248,64 @@ def convergence(
         for name, models in found.items()
         for place in models
     }
-    facts = {name: value for name, value in source._asdict().items() if value is not None}
-    facts["temperature"] = temperature
+    facts: dict[str, object] = {"data": data, "split": split}
+    facts |= {"left_column": left_column, "right_column": right_column}
+    facts |= {"pairs": pairs, "augmentation": augmentation, "seed": seed, "temperature": temperature}
+    facts = {name: value for name, value in facts.items() if value is not None}
     ledger: Ledger[str] = Ledger(target / "finished", facts)
     own = {key: places[key] for key in ledger.missing(places)}
     for name in dict.fromkeys(name for name, _ in own.values()):
         keys = {place: key for key, (owner, place) in own.items() if owner == name}
-        finite: Finite | None = None
+        finite = None
         for place, model in load_models(list(keys), device_to_use):
-            finite = finite or prepare_set(model, sets[name], source)
-            ledger.add({keys[place]: _measure(model, finite, temperature)})
+            finite = finite or prepare_set(model, sets[name], pairs, augmentation, seed)
+            ledger.add({keys[place]: _measure(model, *finite, temperature)})
     done = ledger.all_values()
     if distributed.is_main():
-        runs: dict[str, list[_Point]] = {}
+        runs: dict[str, list[dict[str, Any]]] = {names[name]: [] for name in found}
+        histograms: dict[str, list[SimilarityHistogram]] = {names[name]: [] for name in found}
         rows = []
         for key, (name, place) in places.items():
-            histogram = SimilarityHistogram.from_plain(done[key]["histogram"])
-            point = _Point(place.step, done[key]["metrics"], histogram)
-            runs.setdefault(names[name], []).append(point)
-            shown: dict[str, object] = {SHORT.get(metric, metric): value for metric, value in point.metrics.items()}
+            metrics = done[key]["metrics"]
+            runs[names[name]].append({"step": place.step, **metrics})
+            histograms[names[name]].append(SimilarityHistogram.from_plain(done[key]["histogram"]))
+            shown = {SHORT.get(metric, metric): value for metric, value in metrics.items()}
             # Gradient norms fall by orders of magnitude, and four decimals would show zeros.
-            shown["‖∇‖²"] = f"{point.metrics['squared_gradient_norm']:.3e}"
-            rows.append({"run": names[name], "step": point.step, **shown})
-        document = {name: [{"step": p.step, **p.metrics} for p in points] for name, points in runs.items()}
+            shown["‖∇‖²"] = f"{metrics['squared_gradient_norm']:.3e}"
+            rows.append({"run": names[name], "step": place.step, **shown})
+        figures = []
+        for metric, caption in CURVES.items():
+            curves = {name: ([p["step"] for p in own], [p[metric] for p in own]) for name, own in runs.items()}
+            log_y = metric == "squared_gradient_norm"
+            figures.append(Figure(caption, plots.lines(curves, xlabel="step", ylabel=metric, log_y=log_y)))
+        for name, points in runs.items():
+            for number in (0, -1)[: len(points)]:  # the first and the last model
+                histogram = histograms[name][number]
+                caption = f"{name}, step {points[number]['step']}: cosine of positive and negative pairs"
+                plot = plots.similarities(histogram, "positive pairs", "negative pairs")
+                figures.append(Figure(f"{caption}; overlap {histogram.overlap:.3f}", plot))
         conclude(
             target,
+            "convergence",
             f"Convergence: {', '.join(runs)} on {data}",
-            {"task": "convergence", **facts, "runs": document},
             facts,
+            {"runs": runs},
             [Table("On the finite set", rows)],
-            figures=_figures(runs),
+            figures=figures,
         )
     distributed.barrier()
 
 
-def _measure(model: DualEncoder, finite: Finite, temperature: float) -> dict[str, Any]:
+def _measure(
+    model: DualEncoder, left: list[Inputs], right: list[Inputs], pairs: FiniteSet, temperature: float
+) -> dict[str, Any]:
     """Metrics and the histogram of similarities of one model, as plain values."""
     device = next(model.parameters()).device
 
     def encode(side: str, inputs: Inputs) -> torch.Tensor:
         return model.encode(side, {name: tensor.to(device) for name, tensor in inputs.items()})  # type: ignore[arg-type]
 
-    found = exact_gradient(model, encode, finite.left, finite.right, finite.pairs, temperature)
-    pairs = finite.pairs
+    found = exact_gradient(model, encode, left, right, pairs, temperature)
     positives = None if pairs.left_positives is None else pairs.left_positives.numpy()
     histogram = pair_similarities(found.left, found.right, pairs.left_id.numpy(), pairs.right_id.numpy(), positives)
     sides = (found.left, found.right)
@@ -349,17 +320,3 @@ def _measure(model: DualEncoder, finite: Finite, temperature: float) -> dict[str
         "overlap": histogram.overlap,
     }
     return {"metrics": metrics, "histogram": histogram.to_plain()}
-
-
-def _figures(runs: dict[str, list[_Point]]) -> list[Figure]:
-    figures = []
-    for metric, caption in CURVES.items():
-        curves = {name: ([p.step for p in own], [p.metrics[metric] for p in own]) for name, own in runs.items()}
-        log_y = metric == "squared_gradient_norm"
-        figures.append(Figure(caption, plots.lines(curves, xlabel="step", ylabel=metric, log_y=log_y)))
-    for name, own in runs.items():
-        for point in (own[0], own[-1])[: len(own)]:
-            caption = f"{name}, step {point.step}: cosine of positive and negative pairs"
-            plot = plots.similarities(point.histogram, "positive pairs", "negative pairs")
-            figures.append(Figure(f"{caption}; overlap {point.histogram.overlap:.3f}", plot))
-    return figures

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from dualenc import distributed
 from dualenc.commands.evaluation import (
@@ -24,7 +26,6 @@ from dualenc.commands.evaluation import (
     open_image_tower,
     open_images,
     random_rows,
-    recorded,
     require_labels,
     simclr_prepare,
 )
@@ -32,18 +33,16 @@ from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.corrupted import (
     CLEAN,
-    CleanImages,
+    Condition,
     ImageVersions,
     Prepare,
-    as_mapping,
     confusions,
     encode_versions,
-    error_rates,
-    from_mapping,
     is_right,
     mean_corruption_error,
     nearest_images,
     nearest_versions,
+    read_baseline,
     robustness_rows,
     summarise,
 )
@@ -51,15 +50,18 @@ from dualenc.evaluation.corruptions import (
     ALL,
     SEVERITIES,
     CifarC,
+    CleanImages,
     CorruptedImages,
     GeneratedCorruptions,
     TinyImageNetC,
     is_corrupted_folder,
     read_corrupted,
 )
-from dualenc.evaluation.probe import fit_best
+from dualenc.evaluation.ledger import Ledger
+from dualenc.evaluation.probe import linear_probe
 from dualenc.evaluation.report import Entry, Figure, Gallery, Item, Table
-from dualenc.files import read_json_object
+from dualenc.files import remove, removed_if_refused
+from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
@@ -71,38 +73,35 @@ TRAIN_BATCH = 256
 
 
 class Setup(NamedTuple):
-    """What all parts work on.
-
-    Attributes:
-        tower: encodes the images.
-        prepare_views: images and seeds to augmented inputs of the tower.
-        source: their corrupted versions.
-        clean: the images without corruption, if they are at hand.
-        limit: how many images to use; all if it is None.
-        out: folder for unfinished work.
-        signature: model, data and seed, as plain values.
-        seed: of corruption and augmentation.
-        num_workers: processes that corrupt and augment.
-    """
+    """What all parts work on."""
 
     tower: Tower
-    prepare_views: Prepare
+    prepare_views: Prepare  # images and seeds to augmented inputs of the tower
     source: CorruptedImages
-    clean: CleanImages | None
-    limit: int | None
-    out: Path
-    signature: dict[str, Any]
+    clean: CleanImages | None  # the images without corruption, if they are at hand
+    limit: int | None  # how many images to use; all if it is None
+    out: Path  # for unfinished work
+    signature: dict[str, Any]  # model, data and seed, as plain values
     seed: int
     num_workers: int
 
 
-class Part(NamedTuple):
-    """What came out of a part: numbers for metrics.json, and what to show."""
+@dataclass
+class Findings:
+    """What the parts add to: numbers for metrics.json, and what to show."""
 
-    metrics: dict[str, Any]
-    tables: list[Table]
-    figures: Sequence[Figure] = ()
-    galleries: Sequence[Gallery] = ()
+    metrics: dict[str, Any] = field(default_factory=dict)
+    retrieval: list[dict[str, object]] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    galleries: list[Gallery] = field(default_factory=list)
+
+    def add_retrieval(self, part: str, task: str, images: int, metrics: dict[str, float], **more: object) -> None:
+        """A part that finds the other view of an image: its numbers, and its row in the table of both such parts."""
+        self.metrics[part] = {"images": images, **more, **metrics}
+        row: dict[str, object] = {"task": task, "images": images, "top-1": metrics["top1"]}
+        row |= {"first to second": metrics["top1_first_to_second"], "second to first": metrics["top1_second_to_first"]}
+        self.retrieval.append(row)
 
 
 def corrupted(
@@ -161,9 +160,7 @@ def corrupted(
     at = severities or list(SEVERITIES)
     if train is not None:
         training = open_images(train, train_split, label_column=label_column, limit=train_limit)
-        labels = require_labels(training, f"{train} ({train_split})")
-        if len(np.unique(labels)) < 2:
-            raise DualencError(f"{train} ({train_split}): all images are of one class; a probe needs two or more")
+        labels = require_labels(training, f"{train} ({train_split})", for_training=True)
     theirs = None if baseline is None else read_baseline(baseline, source.corruptions, at)
     if train is not None:
         tested_labels(source, training.class_names)  # as early as possible: classes that training has not
@@ -180,27 +177,25 @@ def corrupted(
         seed,
         num_workers,
     )
-    parts = {"corrupted": versions_part(setup, severity)}
+    found = Findings()
+    add_versions(found, setup, severity)
     if images is not None:
-        parts["plain"] = plain_part(setup, images)
+        add_plain(found, setup, images)
     if train is not None:
         fitted = labelled_features(tower, training, labels, setup.out / "train-features", TRAIN_BATCH, num_workers)
-        classifier = fit_best(fitted.features, fitted.labels)[0] if distributed.is_main() else None
+        classifier = linear_probe(fitted.features, fitted.labels).classifier if distributed.is_main() else None
         classifier = distributed.broadcast_object(classifier)  # the same on all processes
-        parts["robustness"] = robustness_part(setup, classifier, at, training.class_names, theirs)
+        add_robustness(found, setup, classifier, at, training.class_names, theirs)
     if distributed.is_main():
-        retrieved = [part for name, part in parts.items() if name != "robustness"]
-        tables = [Table("Retrieval of the other view", [row for part in retrieved for row in part.tables[0].rows])]
-        tables += [table for part in retrieved for table in part.tables[1:]]
-        tables += parts["robustness"].tables if "robustness" in parts else []
         conclude(
             target,
+            "corrupted",
             f"Corrupted images: {display_name(model)} on {data}",
-            {"task": "corrupted", "model": model, **facts, **{name: part.metrics for name, part in parts.items()}},
             {"model": model, **facts},
-            tables,
-            figures=[figure for part in parts.values() for figure in part.figures],
-            galleries=[gallery for part in parts.values() for gallery in part.galleries],
+            found.metrics,
+            [Table("Retrieval of the other view", found.retrieval), *found.tables],
+            figures=found.figures,
+            galleries=found.galleries,
         )
     distributed.barrier()
 
@@ -208,11 +203,7 @@ def corrupted(
 def _open(
     data: str, split: str, clean: str | None, corruptions: list[str], seed: int, label_column: str | None
 ) -> tuple[CorruptedImages, CleanImages | None]:
-    """The corrupted images, and the clean ones if they are at hand.
-
-    Raises:
-        DualencError: a wrong folder, or fewer than two corruptions: a version alone can only find itself.
-    """
+    """The corrupted images, and the clean ones if they are at hand."""
     if is_corrupted_folder(data):
         images = None if clean is None else open_images(clean, split, label_column=label_column)
         source = read_corrupted(data, corruptions)
@@ -224,61 +215,107 @@ def _open(
             images.items, corruptions or ALL, seed=seed, labels=images.labels, class_names=images.class_names
         )
     if len(set(source.corruptions)) < max(2, len(source.corruptions)):
+        # A version alone can only find itself.
         raise DualencError(f"--corruptions {','.join(source.corruptions)}: give two or more different ones")
     return source, None if images is None else CleanImages(images.items, images.labels, images.class_names)
 
 
 def _identity(tower: Tower, source: CorruptedImages, images: CleanImages | None) -> dict[str, Any]:
     """Weights and images by their contents, since names may stay while contents change."""
-    from dualenc.search.embed import tower_checksum
-
-    contents = [_contents(source), "" if images is None else _contents(images)] if distributed.is_main() else []
-    contents = distributed.broadcast_object(contents)
-    return {"images": len(source), "model": tower_checksum(tower), "contents": contents}
-
-
-def _contents(source: CorruptedImages | CleanImages) -> str:
     from dualenc.data.identity import items_identity
     from dualenc.data.images import ImageFiles
+    from dualenc.search.embed import tower_checksum
 
-    if isinstance(source, CifarC | TinyImageNetC):
-        return items_identity(ImageFiles(source.path, source.files), "image")
-    assert isinstance(source, CleanImages | GeneratedCorruptions)
-    return items_identity(source.images, "image")
+    def contents(of: CorruptedImages) -> str:
+        if isinstance(of, CifarC | TinyImageNetC):
+            return items_identity(ImageFiles(of.path, of.files), "image")
+        assert isinstance(of, CleanImages)
+        return items_identity(of.images, "image")
+
+    found = [contents(source), "" if images is None else contents(images)] if distributed.is_main() else []
+    return {"images": len(source), "model": tower_checksum(tower), "contents": distributed.broadcast_object(found)}
 
 
-def versions_part(setup: Setup, severity: int) -> Part:
+def measure(
+    setup: Setup,
+    part: str,
+    source: CorruptedImages,
+    conditions: list[Condition],
+    value_of: Callable[[list[int], np.ndarray], Sequence[Any]],
+    what: str,
+    *,
+    views: int = 0,
+    depends_on: dict[str, str],
+) -> dict[int, Any]:
+    """A plain value of each image from the features of its versions, on every process; the images are shared over them.
+
+    Finished values are kept in the folder of this part, where an interrupted run resumes. Images that cannot be read
+    are counted on stderr; where none can, that is an error and nothing is kept.
+
+    Args:
+        setup: What encodes, and which images.
+        part: Names the folder of finished values.
+        source: The images.
+        conditions: Which versions of them.
+        value_of: Numbers (n) and features (n, V, C, D) of some images to one value for each.
+        what: Names the progress bar.
+        views: Of augmented images and their embeddings; 0 for the features of images as they are.
+        depends_on: Whatever else the values depend on, beside the setup and the conditions.
+    """
+    prepare = setup.prepare_views if views else setup.tower.prepare
+    versions = ImageVersions(source, conditions, prepare, views=views, seed=setup.seed)
+    encode = encoder_of(setup.tower, "embedding" if views else "features")
+    indices = random_rows(len(source), setup.limit).tolist()
+    folder = setup.out / part
+    with removed_if_refused(folder, "part-*.ndjson"):
+        ledger: Ledger[int] = Ledger(folder, {**setup.signature, "conditions": conditions, **depends_on})
+        todo = ledger.missing(indices)
+        with tqdm(total=len(todo), desc=what, unit=" images", disable=not (todo and distributed.is_main())) as bar:
+            for block in encode_versions(versions, encode, indices=todo, num_workers=setup.num_workers):
+                values = value_of(block.indices, block.features) if block.indices else []
+                ledger.add(dict(zip(block.indices, values, strict=True)) | {index: None for index, _ in block.bad})
+                bar.update(len(block.indices) + len(block.bad))
+                if block.bad:
+                    tqdm.write(printable(f"{what}: left out {block.bad[0][1]}"))
+        done = {index: value for index, value in ledger.all_values().items() if value is not None}
+        if not done:
+            if distributed.is_main():
+                remove(folder)
+            raise DualencError(f"{what}: none of {len(indices)} images can be read; check the data")
+    return done
+
+
+def add_versions(found: Findings, setup: Setup, severity: int) -> None:
     """Retrieval of the other view among the corrupted versions of the same image."""
     names = setup.source.corruptions
-    conditions = [(name, severity) for name in names]
-    done = recorded(
-        setup.out / "versions",
-        {**setup.signature, "conditions": conditions, "task": "versions"},
-        ImageVersions(setup.source, conditions, setup.prepare_views, views=2, seed=setup.seed),
-        encoder_of(setup.tower, "embedding"),
+    done = measure(
+        setup,
+        "versions",
+        setup.source,
+        [(name, severity) for name in names],
         lambda indices, features: nearest_versions(features).tolist(),
-        indices=random_rows(len(setup.source), setup.limit).tolist(),
-        num_workers=setup.num_workers,
-        what="corrupted retrieval",
+        "corrupted retrieval",
+        views=2,
+        depends_on={"task": "versions"},
     )
-    found = np.array(list(done.values()), dtype=np.int64)
-    metrics = summarise(found, names)
-    rates = confusions(found)
+    nearest = np.array(list(done.values()), dtype=np.int64)
+    task = f"among {len(names)} versions of the image"
+    found.add_retrieval("corrupted", task, len(nearest), summarise(nearest, names), severity=severity)
+    rates = confusions(nearest)
     mistaken = []  # of each version, how often it is found, and what it is most often taken for
     for number, name in enumerate(names):
         others = np.where(np.arange(len(names)) == number, -1.0, rates[number])
         other = int(others.argmax())
         row = {"corruption": name, "top-1": float(rates[number, number])}
         mistaken.append({**row, "most often taken for": names[other], "share": float(others[other])})
-    return Part(
-        {"images": len(found), "severity": severity, **metrics},
-        [_headline(f"among {len(names)} versions of the image", len(found), metrics), Table("By corruption", mistaken)],
-        [Figure("What the views of each version (row) find", plots.heat(rates, names, names, xlabel="version found"))],
-        _galleries(setup.source, list(done), found, severity) if distributed.is_main() else [],
-    )
+    found.tables.append(Table("By corruption", mistaken))
+    plot = plots.heat(rates, names, names, xlabel="version found")
+    found.figures.append(Figure("What the views of each version (row) find", plot))
+    if distributed.is_main():
+        found.galleries += _galleries(setup.source, list(done), nearest, severity)
 
 
-def plain_part(setup: Setup, images: CleanImages) -> Part:
+def add_plain(found: Findings, setup: Setup, images: CleanImages) -> None:
     """Retrieval of the other view among all clean images."""
     versions = ImageVersions(images, [CLEAN], setup.prepare_views, views=2, seed=setup.seed)
     rows = random_rows(len(images), setup.limit).tolist()
@@ -292,93 +329,64 @@ def plain_part(setup: Setup, images: CleanImages) -> Part:
     everything = [block for part in distributed.gather_objects(blocks) for block in part]
     if not everything:
         raise DualencError("none of the clean images can be read; check the data")
-    found = nearest_images(np.concatenate(everything))
-    metrics = summarise(found)
-    return Part({"images": len(found), **metrics}, [_headline("among all images, not corrupted", len(found), metrics)])
+    nearest = nearest_images(np.concatenate(everything))
+    found.add_retrieval("plain", "among all images, not corrupted", len(nearest), summarise(nearest))
 
 
-def _headline(task: str, images: int, metrics: dict[str, float]) -> Table:
-    row = {
-        "task": task,
-        "images": images,
-        "top-1": metrics["top1"],
-        "first to second": metrics["top1_first_to_second"],
-        "second to first": metrics["top1_second_to_first"],
-    }
-    return Table("Retrieval of the other view", [row])
-
-
-def robustness_part(
+def add_robustness(
+    found: Findings,
     setup: Setup,
     classifier: Pipeline,
     severities: Sequence[int],
     class_names: Sequence[str] | None,
     baseline: np.ndarray | None,
-) -> Part:
+) -> None:
     """Accuracy of a linear probe, fit on clean features, under every corruption at every severity.
 
     `baseline` holds the (C, S) errors of another model, to divide by.
     """
+    scaler, regression = (step for _, step in classifier.steps)
+    parameters = (regression.coef_, regression.intercept_, scaler.mean_, scaler.scale_)
+
+    def rightly(source: CorruptedImages, conditions: list[Condition], part: str, what: str) -> np.ndarray:
+        """(n, C) whether the classifier is right about each image under each condition."""
+        labels = tested_labels(source, class_names)
+
+        def right_of(indices: list[int], features: np.ndarray) -> list[list[int]]:
+            predicted = classifier.predict(features.reshape(-1, features.shape[-1])).reshape(len(indices), -1)
+            return (predicted == labels[indices][:, None]).astype(int).tolist()
+
+        digests = {"classifier": _digest(*parameters), "labels": _digest(labels)}
+        done = measure(setup, part, source, conditions, right_of, what, depends_on={**digests, "task": "robustness"})
+        return np.array(list(done.values()), dtype=bool)
+
     names = setup.source.corruptions
     conditions = [(name, severity) for name in names for severity in severities]
-    right = _right(setup, setup.source, conditions, classifier, class_names)
-    errors = error_rates(right.reshape(len(right), len(names), len(severities)))
+    right = rightly(setup.source, conditions, "robustness", "robustness")
+    errors = 1 - right.reshape(len(right), len(names), len(severities)).mean(axis=0)
     metrics: dict[str, Any] = {"images": len(right), "mean_corruption_error": mean_corruption_error(errors)}
     if setup.clean is not None and setup.clean.labels is not None:
-        metrics["clean_accuracy"] = float(_right(setup, setup.clean, [CLEAN], classifier, class_names).mean())
+        metrics["clean_accuracy"] = float(rightly(setup.clean, [CLEAN], "clean", "clean images").mean())
     if baseline is not None:
         metrics["relative_to_baseline"] = mean_corruption_error(errors, baseline)
-    summary = Table("Robustness of a linear probe", [dict(metrics)])
-    table = Table("Accuracy by corruption and severity", robustness_rows(errors, names, severities))
-    plot = plots.heat(1 - errors, names, [str(severity) for severity in severities], xlabel="severity")
-    figures = [Figure("Accuracy of a linear probe by corruption and severity", plot)]
-    return Part({**metrics, "errors": as_mapping(errors, names, severities)}, [summary, table], figures)
+    found.tables.append(Table("Robustness of a linear probe", [dict(metrics)]))
+    found.tables.append(Table("Accuracy by corruption and severity", robustness_rows(errors, names, severities)))
+    columns = [str(severity) for severity in severities]
+    plot = plots.heat(1 - errors, names, columns, xlabel="severity")
+    found.figures.append(Figure("Accuracy of a linear probe by corruption and severity", plot))
+    metrics["errors"] = {name: dict(zip(columns, row)) for name, row in zip(names, errors.tolist())}
+    found.metrics["robustness"] = metrics
 
 
-def _right(
-    setup: Setup,
-    source: CorruptedImages | CleanImages,
-    conditions: list[tuple[str, int]],
-    classifier: Pipeline,
-    class_names: Sequence[str] | None,
-) -> np.ndarray:
-    """(n, C) whether the classifier is right about each image under each condition."""
-    labels = tested_labels(source, class_names)
-    scaler, regression = (step for _, step in classifier.steps)
+def _digest(*arrays: np.ndarray) -> str:
     digest = hashlib.sha256()
-    for values in (regression.coef_, regression.intercept_, scaler.mean_, scaler.scale_):
+    for values in arrays:
         digest.update(np.ascontiguousarray(values).tobytes())
-
-    def is_correct(indices: list[int], features: np.ndarray) -> list[list[int]]:
-        predicted = classifier.predict(features.reshape(-1, features.shape[-1])).reshape(len(indices), -1)
-        return (predicted == labels[indices][:, None]).astype(int).tolist()
-
-    clean = conditions == [CLEAN]
-    found = recorded(
-        setup.out / ("clean" if clean else "robustness"),
-        {
-            **setup.signature,
-            "conditions": conditions,
-            "classifier": digest.hexdigest(),
-            "labels": hashlib.sha256(np.ascontiguousarray(labels).tobytes()).hexdigest(),
-            "task": "robustness",
-        },
-        ImageVersions(source, conditions, setup.tower.prepare),
-        encoder_of(setup.tower, "features"),
-        is_correct,
-        indices=random_rows(len(source), setup.limit).tolist(),
-        num_workers=setup.num_workers,
-        what="clean images" if clean else "robustness",
-    )
-    return np.array(list(found.values()), dtype=bool)
+    return digest.hexdigest()
 
 
-def tested_labels(source: CorruptedImages | CleanImages, class_names: Sequence[str] | None) -> np.ndarray:
-    """(N,) labels of the images to test, in the class numbers of the training images.
-
-    Raises:
-        DualencError: there are none, or a class that training has not.
-    """
+def tested_labels(source: CorruptedImages, class_names: Sequence[str] | None) -> np.ndarray:
+    """(N,) labels of the images to test, in the class numbers of the training images."""
     if source.labels is None:
         raise DualencError("the images to test have no labels, which the robustness table needs; give a label column")
     return align_labels(source.labels, source.class_names, class_names, "the images to test")
@@ -408,26 +416,3 @@ def _galleries(source: CorruptedImages, rows: list[int], found: np.ndarray, seve
         Gallery("Images whose versions are told apart best", [entry(int(place)) for place in order[:count]]),
         Gallery("Images whose versions are told apart worst", [entry(int(place)) for place in order[::-1][:count]]),
     ]
-
-
-def read_baseline(path: str, corruptions: Sequence[str], severities: Sequence[int]) -> np.ndarray:
-    """(C, S) errors of another model under the same corruptions and severities.
-
-    Args:
-        path: metrics.json of its evaluation.
-        corruptions: Their C names.
-        severities: The S of them.
-
-    Raises:
-        DualencError: the file holds no such errors, or none at all under a corruption: they cannot be divided by.
-    """
-    found = read_json_object(path)
-    robustness = found.get("robustness")
-    errors = robustness.get("errors") if isinstance(robustness, dict) else None
-    if not isinstance(errors, dict) or not all(isinstance(row, dict) for row in errors.values()):
-        raise DualencError(f"{path}: holds no corruption errors; give the metrics.json of an evaluation with --train")
-    theirs = from_mapping(errors, corruptions, severities)
-    for name, row in zip(corruptions, theirs):
-        if not row.sum() > 0:
-            raise DualencError(f"{path}: the baseline makes no error under {name}, which cannot be divided by")
-    return theirs

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from tqdm.auto import tqdm
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.evaluation.corrupted import EncodeInputs, ImageVersions, Prepare, encode_versions
+from dualenc.evaluation.corrupted import EncodeInputs, Prepare
 from dualenc.evaluation.corruptions import Images
-from dualenc.evaluation.ledger import Ledger
 from dualenc.evaluation.report import Figure, Gallery, Table, print_table, write_report
-from dualenc.files import read_json, remove, removed_if_refused, write_json
+from dualenc.files import read_json, remove, write_json
 from dualenc.terminal import printable
 from dualenc.types import Inputs, Output
 
@@ -46,8 +44,7 @@ HIGHEST_SEED = (1 << 32) - 1
 def begin(task: str, model: str, data: str, out: str | None, device: str | None) -> tuple[Path, torch.device]:
     """Where an evaluation writes (OUT, or a folder named after task, model and data), and the device to work on.
 
-    Raises:
-        DualencError: the folder cannot be written, or there is no such device; found out before any work.
+    A folder that cannot be written and a device that is not there are errors before any work.
     """
     folder = Path(out or f"evaluations/{task}/{display_name(model)}-{Path(data).stem}")
     check_writable(folder)
@@ -56,20 +53,21 @@ def begin(task: str, model: str, data: str, out: str | None, device: str | None)
 
 def conclude(
     out: Path,
+    task: str,
     title: str,
-    document: Mapping[str, object],
     facts: Mapping[str, object],
+    results: Mapping[str, object],
     tables: Sequence[Table],
     *,
-    printed: Sequence[Table] | None = None,
+    printed: int | None = None,
     figures: Sequence[Figure] = (),
     galleries: Sequence[Gallery] = (),
     wrote: str = "metrics and report.html",
 ) -> None:
-    """Write metrics.json and report.html; print the tables (or those of `printed`) and where the files are."""
-    write_json(out / "metrics.json", document)
+    """Write metrics.json (facts and results) and report.html; print the first tables and where the files are."""
+    write_json(out / "metrics.json", {"task": task, **facts, **results})
     write_report(out / "report.html", title, facts=facts, tables=tables, figures=figures, galleries=galleries)
-    for table in tables if printed is None else printed:
+    for table in tables[:printed]:
         print_table(table)
     print(printable(f"{wrote} are in {out}"))
 
@@ -77,11 +75,7 @@ def conclude(
 def start_processes(device: str | None = None) -> torch.device:
     """Join the other processes of `accelerate launch`, if there are any, and tell the device to work on.
 
-    Args:
-        device: Device by name; None takes this process's GPU, or the CPU where there is none.
-
-    Raises:
-        DualencError: there is no such device here, or one that cannot compute.
+    Without a name it is this process's GPU, or the CPU where there is none. A device that is not there is an error.
     """
     try:
         chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
@@ -99,16 +93,7 @@ def start_processes(device: str | None = None) -> torch.device:
 
 
 def check_range(least: float, most: float, **values: float | None) -> None:
-    """Make sure that numeric options lie in a range, before any work.
-
-    Args:
-        least: The smallest number allowed.
-        most: The largest one.
-        values: Numbers by the name of their option; None is not given and fine.
-
-    Raises:
-        DualencError: one is out of range, or NaN; tells which.
-    """
+    """Make sure that numeric options, by name, lie in a range: None is not given and fine, NaN in no range."""
     for name, value in values.items():
         if value is not None and not least <= value <= most:
             allowed = f"be at least {least:,}" if most == math.inf else f"lie between {least:,} and {most:,}"
@@ -128,31 +113,26 @@ def open_model(model: str, kind: str, device: torch.device) -> DualEncoder:
 
 
 def embed_into(
-    folder: Path, encoder: DualEncoder, side: Side, corpus: Corpus, model: str, batch_size: int
+    folder: Path,
+    tower: Tower,
+    corpus: Corpus,
+    batch_size: int,
+    *,
+    side: Side | None = None,
+    model: str = "",
+    **how: Any,
 ) -> Embeddings:
-    """Embed one side of what the user calls `model` into a folder of the evaluation, as `keep_embeddings` does."""
-    tower = encoder.tower(side)
-    return keep_embeddings(folder, tower, corpus, {"side": side}, batch_size=batch_size, notes={"model": model})
-
-
-def keep_embeddings(folder: Path, tower: Tower, corpus: Corpus, identity: dict[str, str], **how: Any) -> Embeddings:
     """Embed into a folder below an evaluation's output; what another model or other data left there is replaced.
 
     Finished shards of an interrupted run are kept where weights and items are the same, by their contents: equal names
-    do not make equal data.
-
-    Args:
-        folder: Where to keep the embeddings.
-        tower: The side of a model that encodes.
-        corpus: What to encode.
-        identity: Further entries that must be the same.
-        how: What else `dualenc.search.embed.embed` takes.
+    do not make equal data. `side` is given for models with two; `model` is what the user calls it, for the record;
+    `how` is what else `dualenc.search.embed.embed` takes.
     """
     from dualenc.data.identity import digest_of
     from dualenc.search.embed import embed, tower_checksum
 
     # Changed items under the same ids are noticed by `embed` itself; of other ids it would keep nothing either.
-    identity = {**identity, "ids": digest_of(corpus.ids)}
+    identity = ({} if side is None else {"side": side}) | {"ids": digest_of(corpus.ids)}
     if distributed.is_main() and (folder / "meta.json").is_file():
         try:
             meta = read_json(folder / "meta.json")
@@ -162,15 +142,12 @@ def keep_embeddings(folder: Path, tower: Tower, corpus: Corpus, identity: dict[s
         if not isinstance(meta, dict) or any(meta.get(name) != value for name, value in wanted.items()):
             remove(folder)
     distributed.barrier()
-    return embed(tower, corpus, folder, identity=identity, progress=distributed.is_main(), **how)
+    how |= {"identity": identity, "notes": {"model": model} if model else None}
+    return embed(tower, corpus, folder, batch_size=batch_size, progress=distributed.is_main(), **how)
 
 
 def check_writable(folder: Path) -> None:
-    """Make sure that a folder is there, or can be made, and takes files; nothing is left behind.
-
-    Raises:
-        DualencError: it is a file, or the system refuses.
-    """
+    """Make sure that a folder is there, or can be made, and takes files; nothing is left behind."""
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not there.is_dir():
@@ -197,11 +174,8 @@ def random_rows(total: int, limit: int | None) -> np.ndarray:
 def open_images(data: str, split: str, *, label_column: str | None = None, limit: int | None = None) -> Corpus:
     """The images of whatever `data.open_corpus` reads, with their labels if there are any.
 
-    Args:
-        data: Also a folder of images with a subfolder for each split.
-        split: Which split; a folder of images without such a subfolder is taken whole.
-        label_column: Of a table; by default `label`, if there is one.
-        limit: Take so many images, chosen at random, always the same ones.
+    `data` may also be a folder of images with a subfolder for each split; without such a subfolder it is taken whole.
+    `limit` takes so many images, chosen at random, always the same ones.
     """
     from dualenc.data import Corpus, open_corpus
     from dualenc.data.columns import Picked
@@ -222,12 +196,14 @@ def open_images(data: str, split: str, *, label_column: str | None = None, limit
     return Corpus(ids, Picked(images.items, rows), "image", labels=labels, class_names=images.class_names)
 
 
-def require_labels(corpus: Corpus, what: str) -> np.ndarray:
-    """The (N,) labels of a corpus, which every image must have."""
+def require_labels(corpus: Corpus, what: str, *, for_training: bool = False) -> np.ndarray:
+    """The (N,) labels of a corpus, which every image must have; for training two classes or more."""
     if corpus.labels is None:
         raise DualencError(f"{what}: there are no labels; name their column with --label-column, or use class folders")
     if (corpus.labels < 0).any():
         raise DualencError(f"{what}: image {int(np.argmax(corpus.labels < 0))} has no label; give every image one")
+    if for_training and len(np.unique(corpus.labels)) < 2:
+        raise DualencError(f"{what}: all images are of one class; a probe needs two or more")
     return corpus.labels
 
 
@@ -245,27 +221,18 @@ def labelled_features(
     """What probes are fit on and tested with; features are kept in `folder`, from which an interrupted run resumes."""
     from dualenc.data.columns import Picked
 
-    embeddings = keep_embeddings(
-        folder, tower, corpus, {}, batch_size=batch_size, output="features", num_workers=num_workers
-    )
+    embeddings = embed_into(folder, tower, corpus, batch_size, output="features", num_workers=num_workers)
     row_of = {name: row for row, name in enumerate(corpus.ids)}
     rows = np.array([row_of[name] for name in embeddings.ids])
     return Labelled(Picked(corpus.items, rows), np.asarray(embeddings.vectors, np.float32), labels[rows])
 
 
 def align_labels(labels: np.ndarray, names: Sequence[str] | None, onto: Sequence[str] | None, what: str) -> np.ndarray:
-    """Class numbers of one source in the numbering of another, by the names of the classes.
+    """Class numbers (N,) of one source, with their names, in the numbering of another, by the names of the classes.
 
-    A name matches its equal, or one that begins with it as a word ("n01443537" and "n01443537 goldfish").
-
-    Args:
-        labels: (N,) class numbers.
-        names: The name of each class number; None leaves the numbers as they are.
-        onto: The names in the other numbering.
-        what: Names the source in the error.
-
-    Raises:
-        DualencError: a class that occurs is not among the others.
+    A name matches its equal, or one that begins with it as a word ("n01443537" and "n01443537 goldfish"). Where one
+    source has no names the numbers stay; a class that occurs and is not among the others is an error, which `what`
+    opens.
     """
     if names is None or onto is None or list(names) == list(onto):
         return labels
@@ -293,13 +260,9 @@ def open_image_tower(model: str, device: torch.device) -> Tower:
 
 
 class AugmentedPrepare:
-    """A tower's evaluation preprocessing, of images augmented before it; picklable.
+    """A tower's evaluation preprocessing, of images augmented before it: the same for all models; picklable.
 
-    Whatever preprocessing a model has, it sees the same augmentation; a loaded model does not know how it was trained.
-
-    Args:
-        prepare: The tower's.
-        augment: Image and seed to pixels (3, H, W) in [0, 1] or to an image.
+    `augment` takes an image and a seed to pixels (3, H, W) in [0, 1] or to an image.
     """
 
     def __init__(self, prepare: Prepare, augment: Callable[[Image.Image, int], Any]) -> None:
@@ -309,7 +272,11 @@ class AugmentedPrepare:
         if seeds is None:
             return self.prepare(items)
         views = [self.augment(item, seed) for item, seed in zip(items, seeds, strict=True)]
-        return self.prepare([view if isinstance(view, Image.Image) else _as_image(view) for view in views])
+        for place, view in enumerate(views):
+            if isinstance(view, torch.Tensor):
+                pixels = (view.permute(1, 2, 0) * 255).round().clamp(0, 255).to(torch.uint8)
+                views[place] = Image.fromarray(pixels.numpy())
+        return self.prepare(views)
 
 
 def simclr_prepare(prepare: Prepare) -> AugmentedPrepare:
@@ -331,55 +298,3 @@ def encoder_of(tower: Tower, output: Output) -> EncodeInputs:
         return vectors.float().cpu().numpy()
 
     return encode
-
-
-def recorded(
-    folder: Path,
-    signature: dict[str, Any],
-    versions: ImageVersions,
-    encode: EncodeInputs,
-    value_of: Callable[[list[int], np.ndarray], Sequence[Any]],
-    *,
-    indices: Sequence[int],
-    num_workers: int,
-    what: str,
-) -> dict[int, Any]:
-    """A value of each image from the features of its versions; resumes, and shares the images over processes.
-
-    Args:
-        folder: Where finished values are kept.
-        signature: Everything the values depend on.
-        versions: Of the images.
-        encode: Inputs to features.
-        value_of: Numbers (n) and features (n, V, C, D) of some images to one plain value for each.
-        indices: Numbers of the images to do.
-        num_workers: Processes that prepare.
-        what: Names the progress bar.
-
-    Returns:
-        The value by number of every image that could be read, on every process. Others are counted on stderr.
-
-    Raises:
-        DualencError: none could be read; nothing is kept then.
-    """
-    with removed_if_refused(folder, "part-*.ndjson"):
-        ledger: Ledger[int] = Ledger(folder, signature)
-        todo = ledger.missing(indices)
-        bar = tqdm(total=len(todo), desc=what, unit=" images", disable=not (todo and distributed.is_main()))
-        with bar:
-            for block in encode_versions(versions, encode, indices=todo, num_workers=num_workers):
-                values = value_of(block.indices, block.features) if block.indices else []
-                ledger.add(dict(zip(block.indices, values, strict=True)) | {index: None for index, _ in block.bad})
-                bar.update(len(block.indices) + len(block.bad))
-                if block.bad:
-                    tqdm.write(printable(f"{what}: left out {block.bad[0][1]}"))
-        done = {index: value for index, value in ledger.all_values().items() if value is not None}
-        if not done:
-            if distributed.is_main():
-                remove(folder)
-            raise DualencError(f"{what}: none of {len(indices)} images can be read; check the data")
-    return done
-
-
-def _as_image(view: torch.Tensor) -> Image.Image:
-    return Image.fromarray((view.permute(1, 2, 0) * 255).round().clamp(0, 255).to(torch.uint8).numpy())

@@ -44,9 +44,6 @@ def image_text(
             name.
         batch_size: items encoded at once.
         device: such as cpu or cuda:0; by default a GPU if there is one.
-
-    Raises:
-        DualencError: the model is of another kind, or the data has no such split or columns.
     """
     from dualenc.data import Corpus, open_pairs
 
@@ -63,8 +60,8 @@ def image_text(
     left = Corpus([str(number) for number in range(len(pairs.left_items))], pairs.left_items, "image")
     right = Corpus([str(number) for number in range(len(pairs.right_items))], pairs.right_items, "text")
     found = [
-        embed_into(folder / f"images-{split}", encoder, "left", left, model, batch_size),
-        embed_into(folder / f"texts-{split}", encoder, "right", right, model, batch_size),
+        embed_into(folder / f"images-{split}", encoder.left, left, batch_size, side="left", model=model),
+        embed_into(folder / f"texts-{split}", encoder.right, right, batch_size, side="right", model=model),
     ]
     image_ids, text_ids = ([int(name) for name in side.ids] for side in found)
     matched = match_captions(pairs.left_id, pairs.right_id, image_ids, text_ids)
@@ -104,9 +101,10 @@ def image_text(
         facts |= {"images": len(ranks["image_to_text"]), "texts": len(ranks["text_to_image"])}
         conclude(
             target,
+            "image-text",
             f"Image-text retrieval: {display_name(model)} on {display_name(data)}",
-            {"task": "image-text", **facts, "metrics": both_ways_recall(ranks, CUTOFFS)},
             facts,
+            {"metrics": both_ways_recall(ranks, CUTOFFS)},
             [Table("Image-text retrieval", rows)],
             figures=[Figure("Recall among the first k", plots.lines(curves, xlabel="k", ylabel="recall@k"))],
             galleries=galleries,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -28,11 +27,10 @@ from dualenc.commands.evaluation import (
     open_images,
     require_labels,
 )
-from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.convergence import effective_rank, label_similarities, uniformity
-from dualenc.evaluation.corrupted import CLEAN, CleanImages, ImageVersions, encode_versions
-from dualenc.evaluation.corruptions import stable_seed
+from dualenc.evaluation.corrupted import CLEAN, ImageVersions, encode_versions
+from dualenc.evaluation.corruptions import CleanImages, stable_seed
 from dualenc.evaluation.probe import (
     L2_SWEEP,
     Batches,
@@ -48,12 +46,9 @@ from dualenc.evaluation.probe import (
 from dualenc.evaluation.report import Figure, Table
 
 if TYPE_CHECKING:
-    from dualenc.data import Corpus
     from dualenc.encoders import Tower
 
 Row = dict[str, object]
-Source = tuple[str, str, int | None]
-"""Data, split and the number of images to take."""
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 SHOTS, DRAWS = (1, 5, 10), 5
@@ -112,52 +107,52 @@ def probe(
         check_range(1e-30, 1e30, l2=value)
     target, device_to_use = begin("probe", model, data, out, device)
     sources = {"train": (train or data, train_split, train_limit), "test": (data, split, limit)}
-    opened = _open(sources, label_column)
+    images, labels = {}, {}
+    for part, (place, of, most) in sources.items():
+        images[part] = open_images(place, of, label_column=label_column, limit=most)
+        labels[part] = require_labels(images[part], f"{place} ({of})", for_training=part == "train")
+    # The class numbers are those of the training images.
+    names = images["test"].class_names, images["train"].class_names
+    labels["test"] = align_labels(labels["test"], *names, f"{data} ({split})")
     for count in shots or ():
-        draw_per_class(opened["train"][1], count, np.random.default_rng(seed))
+        draw_per_class(labels["train"], count, np.random.default_rng(seed))
     tower = open_image_tower(model, device_to_use)
     fitted, tested = (
-        labelled_features(tower, *opened[part], target / "features" / part, batch_size, num_workers)
+        labelled_features(tower, images[part], labels[part], target / "features" / part, batch_size, num_workers)
         for part in ("train", "test")
     )
     if distributed.is_main():
-        rows = _fit_all(fitted, tested, l2, shots, seed)
+        rows = _fit_features(fitted, tested, l2, shots, seed)
         if sgd != "no":
             rows.append(_sgd(tower, fitted, tested, sgd == "images", sgd_epochs, seed, num_workers))
-        facts: Row = {"model": model, "data": data, "split": split, "train": train or data, "train_split": train_split}
-        facts |= {"train_images": len(fitted.labels), "test_images": len(tested.labels)}
-        shape, figures = _shape(tested)
         named = {str(row["probe"]): {key: value for key, value in row.items() if key != "probe"} for row in rows}
         heights = {"accuracy": {str(row["probe"]): float(str(row["accuracy"])) for row in rows}}
+        figures = [Figure("Accuracy by probe", plots.bars(heights, ylabel="accuracy"))]
+        shape: Row = {"effective_rank": effective_rank(tested.features), "uniformity": uniformity(tested.features)}
+        if len(np.unique(tested.labels)) > 1:
+            similar = label_similarities(tested.features, tested.labels)
+            shape |= {"same_label_cosine": similar.positive_mean, "different_label_cosine": similar.negative_mean}
+            shape |= {"overlap": similar.overlap}
+            plot = plots.similarities(similar, "same label", "different label")
+            figures.append(Figure(f"Cosine of pairs of test images; overlap {similar.overlap:.3f}", plot))
+        facts: Row = {"model": model, "data": data, "split": split, "train": train or data, "train_split": train_split}
+        facts |= {"train_images": len(fitted.labels), "test_images": len(tested.labels)}
         conclude(
             target,
+            "probe",
             f"Probes: {display_name(model)} on {data}",
-            {"task": "probe", **facts, "accuracy": named, "features": shape},
             facts,
+            {"accuracy": named, "features": shape},
             [Table("Probes", rows), Table("Features of the test images", [shape])],
-            figures=[Figure("Accuracy by probe", plots.bars(heights, ylabel="accuracy")), *figures],
+            figures=figures,
         )
     distributed.barrier()
 
 
-def _open(sources: dict[str, Source], label_column: str | None) -> dict[str, tuple[Corpus, np.ndarray]]:
-    """Images and labels of both parts, in the class numbers of the training images."""
-    images = {
-        part: open_images(data, split, label_column=label_column, limit=limit)
-        for part, (data, split, limit) in sources.items()
-    }
-    names = {part: f"{data} ({split})" for part, (data, split, _) in sources.items()}
-    labels = {part: require_labels(images[part], names[part]) for part in images}
-    if len(np.unique(labels["train"])) < 2:
-        raise DualencError(f"{names['train']}: all images are of one class; a probe needs two or more")
-    labels["test"] = align_labels(
-        labels["test"], images["test"].class_names, images["train"].class_names, names["test"]
-    )  # fmt: skip
-    return {part: (images[part], labels[part]) for part in images}
-
-
-def _fit_all(train: Labelled, test: Labelled, l2: list[float] | None, shots: list[int] | None, seed: int) -> list[Row]:
-    """Accuracy of the probes that need features alone."""
+def _fit_features(
+    train: Labelled, test: Labelled, l2: list[float] | None, shots: list[int] | None, seed: int
+) -> list[Row]:
+    """Accuracy of the probes that features alone settle."""
     data = (train.features, train.labels, test.features)
     k = min(NEIGHBOURS, len(train.labels))
     votes = {"1-NN": knn_predict(*data, k=1), f"{k}-NN, weighted": knn_predict(*data, k=k, temperature=TEMPERATURE)}
@@ -178,12 +173,19 @@ def _sgd(
     tower: Tower, train: Labelled, test: Labelled, on_images: bool, epochs: int, seed: int, num_workers: int
 ) -> Row:
     """A linear layer trained by SGD, as papers on self-supervised learning report it."""
-    if on_images:
-        batches = _augmented_batches(tower, train, seed, num_workers)
-    else:
-        batches = feature_batches(train.features, train.labels, batch_size=SGD_BATCH, seed=seed)
+    encode = encoder_of(tower, "features")
+    prepare = AugmentedPrepare(tower.prepare, crop_and_flip)
+
+    def augmented(epoch: int) -> Batches:
+        """Features of the training images, augmented anew in each epoch."""
+        order = np.random.default_rng((seed, epoch)).permutation(len(train.labels)).tolist()
+        versions = ImageVersions(CleanImages(train.items), [CLEAN], prepare, views=1, seed=stable_seed(seed, epoch))
+        how: dict[str, Any] = {"indices": order, "num_workers": num_workers, "images_at_once": SGD_BATCH}
+        for block in encode_versions(versions, encode, **how):
+            yield torch.from_numpy(block.features[:, 0, 0]), torch.from_numpy(train.labels[block.indices])
+
     classifier = sgd_probe(
-        batches,
+        augmented if on_images else feature_batches(train.features, train.labels, batch_size=SGD_BATCH, seed=seed),
         train.features.shape[1],
         int(train.labels.max()) + 1,
         steps_per_epoch=-(-len(train.labels) // SGD_BATCH),
@@ -193,24 +195,6 @@ def _sgd(
     found = accuracy(predict(classifier, test.features), test.labels)
     what = "crops and flips" if on_images else "fixed features"
     return {"probe": "linear, SGD", "accuracy": found, "note": f"{epochs} epochs, {what}"}
-
-
-def _augmented_batches(tower: Tower, train: Labelled, seed: int, num_workers: int) -> Callable[[int], Batches]:
-    """Features of freshly augmented training images for each epoch."""
-    encode = encoder_of(tower, "features")
-    prepare = AugmentedPrepare(tower.prepare, crop_and_flip)
-
-    def batches(epoch: int) -> Batches:
-        order = np.random.default_rng((seed, epoch)).permutation(len(train.labels))
-        images = CleanImages(train.items)
-        versions = ImageVersions(images, [CLEAN], prepare, views=1, seed=stable_seed(seed, epoch))
-        stream = encode_versions(
-            versions, encode, indices=order.tolist(), num_workers=num_workers, images_at_once=SGD_BATCH
-        )
-        for block in stream:
-            yield torch.from_numpy(block.features[:, 0, 0]), torch.from_numpy(train.labels[block.indices])
-
-    return batches
 
 
 def crop_and_flip(image: Image.Image, seed: int) -> Image.Image:
@@ -224,18 +208,3 @@ def crop_and_flip(image: Image.Image, seed: int) -> Image.Image:
     box = (left, top, left + width, top + height)
     view = image.resize(image.size, Image.Resampling.BICUBIC, box=box)
     return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if draw() < 0.5 else view
-
-
-def _shape(test: Labelled) -> tuple[Row, list[Figure]]:
-    """How the features of the test images lie, and the cosines within and between classes."""
-    shape: Row = {"effective_rank": effective_rank(test.features), "uniformity": uniformity(test.features)}
-    if len(np.unique(test.labels)) < 2:
-        return shape, []
-    similar = label_similarities(test.features, test.labels)
-    shape |= {
-        "same_label_cosine": similar.positive_mean,
-        "different_label_cosine": similar.negative_mean,
-        "overlap": similar.overlap,
-    }
-    plot = plots.similarities(similar, "same label", "different label")
-    return shape, [Figure(f"Cosine of pairs of test images; overlap {similar.overlap:.3f}", plot)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from dualenc.commands.evaluation import (
 )
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
-from dualenc.evaluation.metrics import CUTOFFS, Run, Scores, compare_runs, remove_self_matches, score_queries
+from dualenc.evaluation.metrics import CUTOFFS, Run, Scores, compare_runs, score_queries
 from dualenc.evaluation.report import Figure, Gallery, Table, print_table, retrieval_galleries, write_report
 from dualenc.evaluation.retrieval import (
     HEADLINES,
@@ -73,33 +73,37 @@ def retrieval(
         keep_self_matches: keep a document whose id is the query's; by default it is removed, as BEIR does.
         batch_size: texts encoded at once.
         device: such as cpu or cuda:0; by default a GPU if there is one.
-
-    Raises:
-        DualencError: the model is of another kind, a folder or split is missing, or nothing is judged.
     """
+    from dualenc.data.beir import read_beir
+
     check_range(1, MOST_ITEMS, depth=depth, batch_size=batch_size)
     if depth < max(CUTOFFS):
         raise DualencError(f"depth={depth}: the metrics look at {max(CUTOFFS)} documents; retrieve that many or more")
     target, device_to_use = begin("retrieval", model, data, out, device)
-    collections = _read_collections((data, *more), split, titles)
+    collections: dict[str, RetrievalSet] = {}  # by the name of their folder
+    for folder in (data, *more):
+        name = Path(folder).resolve().name
+        if name in collections:
+            raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
+        collections[name] = read_beir(folder, split, titles=titles)
+        check_trec_names(collections[name].queries.ids, f"{folder}: query id")
+        check_trec_names(collections[name].corpus.ids, f"{folder}: document id")
     encoder = open_model(model, "query-document", device_to_use)
     places = {name: target / name if more else target for name in collections}
     runs: dict[str, dict[str, Run]] = {}  # by collection and system
     for name, collection in collections.items():
-        folder = places[name] / "embeddings"
-        queries = embed_into(folder / f"queries-{split}", encoder, "left", collection.queries, model, batch_size)
-        documents = embed_into(folder / "documents", encoder, "right", collection.corpus, model, batch_size)
+        kept, queries, corpus = places[name] / "embeddings", collection.queries, collection.corpus
+        left = embed_into(kept / f"queries-{split}", encoder.left, queries, batch_size, side="left", model=model)
+        right = embed_into(kept / "documents", encoder.right, corpus, batch_size, side="right", model=model)
         found = retrieve(
-            queries.ids,
-            queries.vectors,
-            documents.ids,
-            documents.vectors,
-            depth=depth,
-            keep_self_matches=keep_self_matches,
+            left.ids, left.vectors, right.ids, right.vectors, depth=depth, keep_self_matches=keep_self_matches
         )
         runs[name] = {display_name(model): found}
         if bm25 and distributed.is_main():
-            runs[name][BM25] = _bm25(collection, depth, keep_self_matches)
+            texts = [queries[row] for row in range(len(queries))]
+            documents = [corpus[row] for row in range(len(corpus))]
+            run = bm25_run(queries.ids, texts, corpus.ids, documents, depth + 1)
+            runs[name][BM25] = first_documents(run, depth, keep_self_matches=keep_self_matches)
     if distributed.is_main():
         results: list[Result] = []
         galleries: list[Gallery] = []
@@ -112,44 +116,19 @@ def retrieval(
                 result.write(places[name] / "bm25" if result.system == BM25 else places[name])
             results += scored
             galleries += _galleries(scored[0], collection)
-        facts = {"model": model, "split": split, "depth": depth, "keep_self_matches": keep_self_matches}
-        summary = Table("Retrieval", summary_rows(results))
         conclude(
             target,
+            "retrieval",
             f"Retrieval: {display_name(model)} on {', '.join(collections)}",
-            {"task": "retrieval", **facts, "systems": metrics_document(results)},
-            facts,
-            [summary, Table("All metrics", cutoff_rows(results))],
-            printed=[summary],
+            {"model": model, "split": split, "depth": depth, "keep_self_matches": keep_self_matches},
+            {"systems": metrics_document(results)},
+            [Table("Retrieval", summary_rows(results)), Table("All metrics", cutoff_rows(results))],
+            printed=1,
             figures=_figures(by_system(results)),
             galleries=galleries,
             wrote="metrics, run files and report.html",
         )
     distributed.barrier()
-
-
-def _read_collections(folders: Sequence[str], split: str, titles: bool) -> dict[str, RetrievalSet]:
-    """The collections by the name of their folder, read before anything is encoded, so that mistakes show at once."""
-    from dualenc.data.beir import read_beir
-
-    collections: dict[str, RetrievalSet] = {}
-    for folder in folders:
-        name = Path(folder).resolve().name
-        if name in collections:
-            raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
-        collections[name] = read_beir(folder, split, titles=titles)
-        check_trec_names(collections[name].queries.ids, f"{folder}: query id")
-        check_trec_names(collections[name].corpus.ids, f"{folder}: document id")
-    return collections
-
-
-def _bm25(collection: RetrievalSet, depth: int, keep_self_matches: bool) -> Run:
-    queries, corpus = collection.queries, collection.corpus
-    texts = [queries[row] for row in range(len(queries))]
-    documents = [corpus[row] for row in range(len(corpus))]
-    if keep_self_matches:
-        return bm25_run(queries.ids, texts, corpus.ids, documents, depth)
-    return first_documents(remove_self_matches(bm25_run(queries.ids, texts, corpus.ids, documents, depth + 1)), depth)
 
 
 def _figures(systems: dict[str, list[Result]]) -> list[Figure]:
@@ -205,9 +184,6 @@ def compare(
         confidence: share of the resamples inside the interval.
         seed: of the resampling.
         out: folder for comparison.json and report.html; by default the table is only printed.
-
-    Raises:
-        DualencError: a run cannot be read, the runs have different queries, or no such metric.
     """
     check_range(1, MOST_SAMPLES, samples=samples)
     check_range(0, HIGHEST_SEED, seed=seed)
@@ -261,11 +237,7 @@ def _read_run(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Logs
 
 
 def _metrics(a: Mapping[str, Scores], b: Mapping[str, Scores], metrics: str | None) -> list[str]:
-    """The metrics asked for, or the usual ones that both runs have, or all of those.
-
-    Raises:
-        DualencError: one that is asked for is not in every line of both runs.
-    """
+    """The metrics asked for, which must be in every line of both runs, or the usual ones of those that are, or all."""
     shared = [name for name in next(iter(a.values()), {}) if all(name in row for row in (*a.values(), *b.values()))]
     if not shared:
         raise DualencError("the runs have no metric in common; evaluate both with the same command")

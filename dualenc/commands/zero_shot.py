@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +32,6 @@ from dualenc.evaluation.zero_shot import (
     zero_shot_accuracy,
     zero_shot_ranks,
 )
-
-if TYPE_CHECKING:
-    from dualenc.data import Corpus
 
 CUTOFFS = (1, 5)
 
@@ -65,9 +63,6 @@ def zero_shot(
         templates: text file with prompt templates, one on a line, {} for the class; by default a set of eight.
         batch_size: items encoded at once.
         device: such as cpu or cuda:0; by default a GPU if there is one.
-
-    Raises:
-        DualencError: the model is of another kind, or labels, class names or templates are missing.
     """
     from dualenc.data import Corpus
 
@@ -76,13 +71,24 @@ def zero_shot(
     filled = TEMPLATES if templates is None else read_templates(templates)
     images = open_images(data, split, label_column=label_column)
     labels = require_labels(images, f"{data}, {split}")
-    names = _class_names(images, data, class_names)
+    names = images.class_names
+    if class_names is not None:
+        names = [line.strip() for _, line in read_lines(class_names)]
+        if not names:
+            raise DualencError(f"{class_names}: holds no class name; write one on each line")
+    if names is None or all(name.isdecimal() for name in names):
+        raise DualencError(f"{data}: the classes have no names; give them with --class_names FILE, one on each line")
+    if labels.max(initial=-1) >= len(names):
+        raise DualencError(
+            f"{class_names or data}: {len(names)} class names, but there is a label {labels.max()}; name every class"
+        )
+    names = [readable_class(name) for name in names]
     prompts = class_prompts(names, filled)
     encoder = open_model(model, "image-text", device_to_use)
     folder = target / "embeddings"
-    found = embed_into(folder / f"images-{split}", encoder, "left", images, model, batch_size)
+    found = embed_into(folder / f"images-{split}", encoder.left, images, batch_size, side="left", model=model)
     corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")
-    of_prompts = embed_into(folder / "prompts", encoder, "right", corpus, model, batch_size)
+    of_prompts = embed_into(folder / "prompts", encoder.right, corpus, batch_size, side="right", model=model)
     classes = class_embeddings(np.asarray(of_prompts.vectors, np.float32), len(names))
     # The images that could be read, by their rows in the data.
     row_of = {name: row for row, name in enumerate(images.ids)}
@@ -110,37 +116,19 @@ def zero_shot(
         }
         write_per_query(target / "per_query.ndjson", per_image, display_name(data))
         scores = zero_shot_accuracy(ranks, labels, len(names), CUTOFFS)
-        facts = {"model": model, "data": data, "split": split}
         sizes = {"images": len(ranks), "classes": len(names)}
         summary = Table("Zero-shot classification", [{"data": display_name(data), **sizes, **scores}])
-        hardest_first = sorted(by_class, key=lambda row: float(row["top@1"]))
-        hardest = Table("By class, hardest first", hardest_first)
+        hardest = Table("By class, hardest first", sorted(by_class, key=itemgetter("top@1")))
         spread = plots.histograms({"top@1": [row["top@1"] for row in by_class]}, xlabel="top@1 of a class", bins=20)
         conclude(
             target,
+            "zero-shot",
             f"Zero-shot classification: {display_name(model)} on {display_name(data)}",
-            {"task": "zero-shot", **facts, **sizes, "metrics": scores, "per_class": by_class},
-            facts,
+            {"model": model, "data": data, "split": split},
+            {**sizes, "metrics": scores, "per_class": by_class},
             [summary, hardest],
-            printed=[summary],
+            printed=1,
             figures=[Figure("Accuracy over classes", spread)],
             galleries=galleries,
         )
     distributed.barrier()
-
-
-def _class_names(images: Corpus, data: str, file: str | None) -> list[str]:
-    """Readable names, one for each class number."""
-    names = images.class_names
-    if file is not None:
-        names = [line.strip() for _, line in read_lines(file)]
-        if not names:
-            raise DualencError(f"{file}: holds no class name; write one on each line")
-    if names is None or all(name.isdecimal() for name in names):
-        raise DualencError(f"{data}: the classes have no names; give them with --class_names FILE, one on each line")
-    highest = -1 if images.labels is None else int(images.labels.max(initial=-1))
-    if highest >= len(names):
-        raise DualencError(
-            f"{file or data}: {len(names)} class names, but there is a label {highest}; name every class"
-        )
-    return [readable_class(name) for name in names]

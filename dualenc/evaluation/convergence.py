@@ -1,8 +1,7 @@
-"""The exact global loss of a model on a finite set of pairs, and the squared norm of its gradient.
+"""The exact global loss of a model on a finite set of pairs, the squared norm of its gradient, and its embeddings.
 
 Source: Yau et al. 2024 (arXiv:2404.10575), Eq. 1, Eq. 4 and §4.5 (Figure 7). Every anchor is compared with all
-negatives of the set, in chunks: neither the similarities nor the encoder's activations of the whole set are in
-memory at once.
+negatives of the set, in chunks: neither all similarities nor all activations are in memory at once.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -144,15 +143,18 @@ def pair_similarities(
     rows, columns = unit_rows(left, "left embeddings"), unit_rows(right, "right embeddings")
     groups = [np.arange(len(rows)) if ids is None else np.asarray(ids) for ids in (left_id, right_id)]
     listed = np.empty((len(rows), 0), np.int64) if left_positives is None else np.asarray(left_positives)
-    counts = _Counts()
-    counts.add("positive", np.sum(rows * columns, axis=1))
-    for start in range(0, len(rows), _BLOCK):
-        block = slice(start, start + _BLOCK)
-        same = (groups[0][block, None] == groups[0]) | (groups[1][block, None] == groups[1])
-        for column in listed[block].T:
-            same |= column[:, None] == groups[1]
-        counts.add("negative", (rows[block] @ columns.T)[~same])
-    return counts.histogram()
+    none = np.zeros(0, np.float32)
+
+    def parts() -> Iterator[tuple[Features, Features]]:
+        yield np.sum(rows * columns, axis=1), none
+        for start in range(0, len(rows), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            same = (groups[0][block, None] == groups[0]) | (groups[1][block, None] == groups[1])
+            for column in listed[block].T:
+                same |= column[:, None] == groups[1]
+            yield none, (rows[block] @ columns.T)[~same]
+
+    return _histogram(parts())
 
 
 def label_similarities(embeddings: Features, labels: Labels) -> SimilarityHistogram:
@@ -169,37 +171,30 @@ def label_similarities(embeddings: Features, labels: Labels) -> SimilarityHistog
     """
     classes = check_labels(embeddings, labels, "test")
     rows = unit_rows(embeddings, "embeddings")
-    counts = _Counts()
-    for start, similarities in _similarity_blocks(rows):
-        numbers = np.arange(start, start + len(similarities))
-        later = np.arange(len(rows))[None, :] > numbers[:, None]  # every pair once
-        same = classes[numbers][:, None] == classes[None, :]
-        counts.add("positive", similarities[later & same])
-        counts.add("negative", similarities[later & ~same])
-    return counts.histogram()
+
+    def parts() -> Iterator[tuple[Features, Features]]:
+        for start, similarities in _similarity_blocks(rows):
+            numbers = np.arange(start, start + len(similarities))
+            later = np.arange(len(rows))[None, :] > numbers[:, None]  # every pair once
+            same = classes[numbers][:, None] == classes[None, :]
+            yield similarities[later & same], similarities[later & ~same]
+
+    return _histogram(parts())
 
 
-class _Counts:
-    """Similarities counted into bins, block by block."""
-
-    def __init__(self) -> None:
-        self.bins = {kind: np.zeros(len(BIN_EDGES) - 1, np.int64) for kind in ("positive", "negative")}
-        self.sums = {"positive": 0.0, "negative": 0.0}
-
-    def add(self, kind: str, similarities: Features) -> None:
-        # Rounding takes a cosine beyond ±1, out of the last bin.
-        self.bins[kind] += np.histogram(np.clip(similarities, -1, 1), BIN_EDGES)[0]
-        self.sums[kind] += float(similarities.sum(dtype=np.float64))
-
-    def histogram(self) -> SimilarityHistogram:
-        totals = {kind: int(bins.sum()) for kind, bins in self.bins.items()}
-        for kind, total in totals.items():
-            if total == 0:
-                raise DualencError(f"there is no {kind} pair among these embeddings; give more images or classes")
-        means = {kind: self.sums[kind] / totals[kind] for kind in totals}
-        return SimilarityHistogram(
-            BIN_EDGES, self.bins["positive"], self.bins["negative"], means["positive"], means["negative"]
-        )
+def _histogram(parts: Iterable[tuple[Features, Features]]) -> SimilarityHistogram:
+    """Counts similarities of positive and of negative pairs, some at a time."""
+    counts, sums = np.zeros((2, len(BIN_EDGES) - 1), np.int64), np.zeros(2)
+    for part in parts:
+        for kind, similarities in enumerate(part):
+            # Rounding takes a cosine beyond ±1, out of the last bin.
+            counts[kind] += np.histogram(np.clip(similarities, -1, 1), BIN_EDGES)[0]
+            sums[kind] += similarities.sum(dtype=np.float64)
+    totals = counts.sum(axis=1)
+    for name, total in zip(("positive", "negative"), totals):
+        if total == 0:
+            raise DualencError(f"there is no {name} pair among these embeddings; give more images or classes")
+    return SimilarityHistogram(BIN_EDGES, *counts, *(sums / totals).tolist())
 
 
 def _similarity_blocks(rows: npt.NDArray[np.float32]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
@@ -272,13 +267,50 @@ def exact_loss(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float
     left = left.detach().double().requires_grad_()
     right = right.detach().double().requires_grad_()
     total = 0.0
-    for losses in _anchor_losses(left, right, pairs, temperature):
-        part = losses.sum() / (2 * len(pairs))
-        part.backward()
-        total += part.item()
+    directions = (
+        (left, right, pairs.left_positives, pairs.right_id),
+        (right, left, pairs.right_positives, pairs.left_id),
+    )
+    for rows in torch.arange(len(pairs), device=pairs.left_id.device).split(_ANCHORS_AT_ONCE):
+        same = (pairs.left_id[rows, None] == pairs.left_id) | (pairs.right_id[rows, None] == pairs.right_id)
+        for anchors, others, listed, ids in directions:
+            excluded = same.clone()  # (n, M) whether the other item of each pair is no negative of these anchors
+            for column in () if listed is None else listed[rows].unbind(dim=1):
+                excluded |= column[:, None] == ids[None, :]
+            if excluded.all(dim=1).any():
+                row = int(rows[excluded.all(dim=1)][0])
+                raise DualencError(
+                    f"pair {row} has no negative in this set: all others are its positives; give more pairs"
+                )
+            own = rows.to(left.device)
+            positive = (anchors[own] * others[own]).sum(dim=1) / temperature
+            # With views an image's own side brings negatives too: the same views of other images.
+            candidates = torch.cat([others, anchors]) if pairs.views else others
+            excluded = torch.cat([excluded, excluded], dim=1) if pairs.views else excluded
+            logits = anchors[own] @ candidates.T / temperature
+            losses = torch.logsumexp(logits.masked_fill(excluded.to(left.device), -torch.inf), dim=1) - positive
+            part = losses.sum() / (2 * len(pairs))
+            part.backward()
+            total += part.item()
     assert left.grad is not None
     assert right.grad is not None
     return total, left.grad, right.grad
+
+
+class ExactPoint(NamedTuple):
+    """One model on the curve of a run.
+
+    Attributes:
+        loss: L(θ).
+        squared_gradient_norm: ‖∇L(θ)‖².
+        left: (M, D) embeddings of the left items.
+        right: (M, D) of the right items.
+    """
+
+    loss: float
+    squared_gradient_norm: float
+    left: npt.NDArray[np.float32]
+    right: npt.NDArray[np.float32]
 
 
 def exact_gradient(
@@ -291,9 +323,8 @@ def exact_gradient(
 ) -> ExactPoint:
     """The exact loss of a model and the squared norm of its gradient with respect to the trainable weights.
 
-    The set is encoded without a graph; the loss gives the gradient on the embeddings; then chunk after chunk is
-    encoded once more and the gradient sent through. The model is used as it is: put it into evaluation mode, so that
-    no item's embedding depends on the items beside it.
+    The set is encoded without a graph, and then once more chunk by chunk, with the loss's gradient on the embeddings
+    sent through. Put the model into evaluation mode, so that no item's embedding depends on the items beside it.
 
     Args:
         model: Whose weights; their gradients are cleared.
@@ -318,56 +349,7 @@ def exact_gradient(
             if embeddings.requires_grad:  # not so for a tower whose weights are all fixed
                 embeddings.backward(gradient[start : start + len(embeddings)].to(embeddings))
             start += len(embeddings)
-    squared = squared_norm(parameter.grad for parameter in model.parameters())
+    weights = [p.grad.double() for p in model.parameters() if p.grad is not None]
+    squared = sum(float(gradient.square().sum()) for gradient in weights)
     model.zero_grad(set_to_none=True)
     return ExactPoint(loss, squared, left.float().cpu().numpy(), right.float().cpu().numpy())
-
-
-@dataclass(frozen=True)
-class ExactPoint:
-    """One model on the curve of a run.
-
-    Attributes:
-        loss: L(θ).
-        squared_gradient_norm: ‖∇L(θ)‖².
-        left: (M, D) embeddings of the left items.
-        right: (M, D) of the right items.
-    """
-
-    loss: float
-    squared_gradient_norm: float
-    left: npt.NDArray[np.float32]
-    right: npt.NDArray[np.float32]
-
-
-def squared_norm(gradients: Iterable[Tensor | None]) -> float:
-    """Sum of the squares of all entries, in float64; a missing gradient counts as zero."""
-    return sum(float(gradient.double().square().sum()) for gradient in gradients if gradient is not None)
-
-
-def _anchor_losses(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float) -> Iterator[Tensor]:
-    """Losses of all 2M anchors, some at a time, each with its own graph down to the embeddings."""
-    for rows in torch.arange(len(pairs), device=left.device).split(_ANCHORS_AT_ONCE):
-        negative = _negatives(pairs, rows.to(pairs.left_id.device)).to(left.device)
-        for anchors, others, is_negative in ((left, right, negative[0]), (right, left, negative[1])):
-            positive = (anchors[rows] * others[rows]).sum(dim=1) / temperature
-            # With views an image's own side brings negatives too: the same views of other images.
-            candidates = torch.cat([others, anchors]) if pairs.views else others
-            logits = anchors[rows] @ candidates.T / temperature
-            allowed = torch.cat([is_negative, is_negative], dim=1) if pairs.views else is_negative
-            yield torch.logsumexp(logits.masked_fill(~allowed, -torch.inf), dim=1) - positive
-
-
-def _negatives(pairs: FiniteSet, rows: Tensor) -> Tensor:
-    """(2, n, M): whether each pair's right item is a negative of these left anchors, and the reverse."""
-    same = (pairs.left_id[rows, None] == pairs.left_id) | (pairs.right_id[rows, None] == pairs.right_id)
-    masks = []
-    for listed, ids in ((pairs.left_positives, pairs.right_id), (pairs.right_positives, pairs.left_id)):
-        positive = same.clone()
-        for column in () if listed is None else listed[rows].unbind(dim=1):
-            positive |= column[:, None] == ids[None, :]
-        if positive.all(dim=1).any():
-            row = int(rows[positive.all(dim=1)][0])
-            raise DualencError(f"pair {row} has no negative in this set: all others are its positives; give more pairs")
-        masks.append(~positive)
-    return torch.stack(masks)

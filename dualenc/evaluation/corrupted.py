@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import faiss
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from dualenc.errors import BadSample, DualencError
-from dualenc.evaluation.corruptions import CorruptedImages, Images, stable_seed
+from dualenc.evaluation.corruptions import CorruptedImages, stable_seed
 from dualenc.evaluation.probe import Features, unit_rows
+from dualenc.files import read_json_object
 from dualenc.types import Inputs
 
 Prepare = Callable[..., Inputs]
-EncodeInputs = Callable[["Inputs"], npt.NDArray[np.floating]]
+EncodeInputs = Callable[[Inputs], npt.NDArray[np.floating]]
 Condition = tuple[str, int]
 """A corruption and its severity."""
 
 CLEAN: Condition = ("clean", 1)
 _VERSIONS_PER_FORWARD = 256
-
-
-class CleanImages:
-    """Images as they are, in the shape of a corrupted set: its one "corruption" is called "clean".
-
-    Args:
-        images: The N images, RGB.
-        labels: (N,) class numbers, where there are any.
-        class_names: Name of each class number.
-    """
-
-    corruptions = (CLEAN[0],)
-    severities = (CLEAN[1],)
-
-    def __init__(
-        self, images: Images, labels: npt.NDArray[np.int64] | None = None, class_names: list[str] | None = None
-    ):
-        self.images, self.labels, self.class_names = images, labels, class_names
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def image(self, index: int, corruption: str = CLEAN[0], severity: int = CLEAN[1]) -> Image.Image:
-        """Image `index`, RGB."""
-        return self.images[index].convert("RGB")
 
 
 class ImageVersions(Dataset[Any]):
@@ -64,7 +40,7 @@ class ImageVersions(Dataset[Any]):
 
     def __init__(
         self,
-        source: CorruptedImages | CleanImages,
+        source: CorruptedImages,
         conditions: Sequence[Condition],
         prepare: Prepare,
         *,
@@ -140,15 +116,10 @@ def encode_versions(
     for numbers, inputs, bad, mistake in loader:
         if mistake is not None:
             raise mistake
-        if numbers:
-            features = np.asarray(encode(inputs))
-            if features.ndim != 2 or len(features) != len(numbers) * shape[0] * shape[1]:
-                raise DualencError(
-                    f"encode gave shape {features.shape} for {len(numbers) * shape[0] * shape[1]} images"
-                )
-            yield Encoded(numbers, features.reshape(len(numbers), *shape, -1), bad)
-        elif bad:
-            yield Encoded([], np.zeros((0, *shape, 0)), bad)
+        features = np.asarray(encode(inputs)) if numbers else np.zeros((0, 0))
+        if features.ndim != 2 or len(features) != len(numbers) * shape[0] * shape[1]:
+            raise DualencError(f"encode gave shape {features.shape} for {len(numbers) * shape[0] * shape[1]} images")
+        yield Encoded(numbers, features.reshape(len(numbers), *shape, features.shape[1]), bad)
 
 
 def _collate(
@@ -267,17 +238,6 @@ def confusions(found: Found) -> npt.NDArray[np.float64]:
 Errors = npt.NDArray[np.floating]
 
 
-def error_rates(right: npt.NDArray[np.bool_]) -> Errors:
-    """Share of images classified wrongly, of each condition.
-
-    Args:
-        right: (N, ...) whether image i is classified rightly under each condition.
-    """
-    if len(right) == 0:
-        raise DualencError("no image was classified; the data is empty or every image is bad")
-    return 1 - right.mean(axis=0)
-
-
 def mean_corruption_error(errors: Errors, baseline: Errors | None = None) -> float:
     """Mean corruption error, unnormalised or relative to a baseline (Hendrycks & Dietterich 2019, §4.1).
 
@@ -321,29 +281,33 @@ def robustness_rows(
     return rows
 
 
-def as_mapping(errors: Errors, corruptions: Sequence[str], severities: Sequence[int]) -> dict[str, dict[str, float]]:
-    """(K, S) numbers by corruption and severity, as `metrics.json` keeps them."""
-    return {
-        name: {str(severity): float(value) for severity, value in zip(severities, row)}
-        for name, row in zip(corruptions, errors)
-    }
+def read_baseline(path: str | os.PathLike[str], corruptions: Sequence[str], severities: Sequence[int]) -> Errors:
+    """(K, S) errors of another model under the same corruptions and severities, to divide by.
 
-
-def from_mapping(
-    found: Mapping[str, Mapping[str, float]], corruptions: Sequence[str], severities: Sequence[int]
-) -> Errors:
-    """The (K, S) numbers back from `as_mapping`, in this order.
+    Args:
+        path: metrics.json of its evaluation: errors by corruption and severity.
+        corruptions: K names.
+        severities: S numbers.
 
     Raises:
-        DualencError: a corruption or a severity is not there, or its number is no rate.
+        DualencError: the file lacks such an error or holds none at all, one is no rate, or all under a corruption are
+            0: they cannot be divided by.
     """
-    for name in corruptions:
-        for severity in severities:
-            value = found.get(name, {}).get(str(severity))
+    robustness = read_json_object(path).get("robustness")
+    errors = robustness.get("errors") if isinstance(robustness, dict) else None
+    if not isinstance(errors, dict) or not all(isinstance(row, dict) for row in errors.values()):
+        raise DualencError(f"{path}: holds no corruption errors; give the metrics.json of an evaluation with --train")
+    theirs = np.zeros((len(corruptions), len(severities)))
+    for row, name in enumerate(corruptions):
+        for column, severity in enumerate(severities):
+            value = errors.get(name, {}).get(str(severity))
             if value is None:
                 raise DualencError(
                     f"the baseline has no error of {name} at severity {severity}; evaluate it on the same"
                 )
             if not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise DualencError(f"the baseline's error of {name} at severity {severity} is no rate from 0 to 1")
-    return np.array([[found[name][str(severity)] for severity in severities] for name in corruptions], float)
+            theirs[row, column] = value
+        if not theirs[row].sum() > 0:
+            raise DualencError(f"{path}: the baseline makes no error under {name}, which cannot be divided by")
+    return theirs

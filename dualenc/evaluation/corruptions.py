@@ -1,13 +1,7 @@
 """Image corruptions (Hendrycks & Dietterich 2019), each a pure function of image, name, severity and seed.
 
-The package `imagecorruptions-imaug` (extra `corruptions`) draws from the global generator of numpy, from
-fresh generators of scikit-image and numpy, and from numba's own; `corrupt` seeds all of them from its
-arguments and puts the global one of numpy back, so order, worker count and other users of randomness make no
-difference. (Numba's, which nothing else here uses, stays seeded.)
-
-The strengths are those of ImageNet-C, made for 224 px. The CIFAR-C and Tiny-ImageNet-C files were made with
-weaker ones for their smaller images: compare with published numbers on those files
-(`dualenc.evaluation.corruptions`), not on images corrupted here.
+The strengths are those of ImageNet-C, made for 224 px. CIFAR-C and Tiny-ImageNet-C were made with weaker ones for
+their smaller images: compare with published numbers on those files (`read_corrupted`), not on images corrupted here.
 """
 
 from __future__ import annotations
@@ -15,8 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,30 +49,52 @@ class Images(Protocol):
     def __getitem__(self, index: int, /) -> Image.Image: ...
 
 
-class CorruptedImages(Protocol):
-    """Corrupted versions of the same N images, made or read one at a time."""
+class CorruptedImages:
+    """Corrupted versions of the same N images, made or read one at a time.
+
+    Attributes:
+        corruptions: Their names.
+        labels: (N,) class numbers, where they are known.
+        class_names: Name of each class number, where they are known.
+    """
 
     corruptions: tuple[str, ...]
-    severities: tuple[int, ...]
+    labels: npt.NDArray[np.int64] | None = None
+    class_names: list[str] | None = None
 
-    @property
-    def class_names(self) -> list[str] | None:
-        """Name of each class number, where they are known."""
-        ...
-
-    @property
-    def labels(self) -> npt.NDArray[np.int64] | None:
-        """(N,) class numbers, where they are known."""
-        ...
-
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
         """Version of image `index` (0…N−1) under a corruption at a severity (1…5), RGB."""
-        ...
+        raise NotImplementedError
 
 
-class GeneratedCorruptions:
+class CleanImages(CorruptedImages):
+    """Images as they are, in the shape of a corrupted set: its one "corruption" is called "clean".
+
+    Args:
+        images: The N images, RGB.
+        labels: (N,) class numbers, where there are any.
+        class_names: Name of each class number.
+    """
+
+    corruptions: tuple[str, ...] = ("clean",)
+
+    def __init__(
+        self, images: Images, labels: npt.NDArray[np.int64] | None = None, class_names: list[str] | None = None
+    ):
+        self.images, self.labels, self.class_names = images, labels, class_names
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def image(self, index: int, corruption: str, severity: int) -> Image.Image:
+        """Image `index`, RGB."""
+        return self.images[index].convert("RGB")
+
+
+class GeneratedCorruptions(CleanImages):
     """Corruptions made on the fly from clean images; picklable if `images` is.
 
     Args:
@@ -92,8 +107,6 @@ class GeneratedCorruptions:
     Raises:
         DualencError: unknown corruption, labels of another length, or the library is not installed.
     """
-
-    severities = SEVERITIES
 
     def __init__(
         self,
@@ -108,28 +121,23 @@ class GeneratedCorruptions:
             raise DualencError(f"{len(images)} images but {len(labels)} labels; give one label per image")
         for name in corruptions:
             _function(name)
-        self.images, self.corruptions, self.seed = images, tuple(corruptions), seed
-        self.labels: npt.NDArray[np.int64] | None = None if labels is None else np.asarray(labels, np.int64)
-        self.class_names = class_names
+        super().__init__(images, None if labels is None else np.asarray(labels, np.int64), class_names)
+        self.corruptions, self.seed = tuple(corruptions), seed
         self._last: tuple[int, Pixels] | None = None
-
-    def __len__(self) -> int:
-        return len(self.images)
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
         """Version of image `index` under a corruption at a severity, RGB."""
-        pixels = self._pixels(index)
-        return Image.fromarray(corrupt(pixels, corruption, severity, image_id=index, seed=self.seed))
-
-    def _pixels(self, index: int) -> Pixels:
-        """The clean image, decoded once for all its corruptions."""
-        if self._last is None or self._last[0] != index:
+        if self._last is None or self._last[0] != index:  # decoded once for all its corruptions
             self._last = (index, np.asarray(self.images[index].convert("RGB")))
-        return self._last[1]
+        return Image.fromarray(corrupt(self._last[1], corruption, severity, image_id=index, seed=self.seed))
 
 
 def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int | str = 0, seed: int = 0) -> Pixels:
     """One corrupted version of an image, always the same for the same arguments.
+
+    The package `imagecorruptions-imaug` (extra `corruptions`) draws from numpy's global generator, from fresh ones of
+    scikit-image and numpy, and from numba's own. All are seeded here and the global one put back afterwards, so order,
+    worker count and other users of randomness make no difference. (Numba's, which nothing else uses, stays seeded.)
 
     Args:
         image: (H, W, 3) uint8 RGB pixels; both sides at least 32.
@@ -155,9 +163,13 @@ def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int 
         raise DualencError(f"image {image_id} is {width}x{height}; corruptions need 32x32, resize the images first")
     own_seed = stable_seed(seed, image_id, corruption, severity)
     keywords = {"seed": own_seed} if corruption in _OWN_GENERATOR else {}
-    # Spatter divides by the largest drop; with no drop at all (small images) that is 0/0.
-    with _global_generator(own_seed), np.errstate(divide="ignore", invalid="ignore"):
-        values = np.asarray(function(Image.fromarray(image), severity, **keywords))
+    with _LOCK, np.errstate(divide="ignore", invalid="ignore"):  # spatter without a drop (small images) is 0/0
+        before = np.random.get_state()  # noqa: NPY002
+        np.random.seed(own_seed)  # noqa: NPY002
+        try:
+            values = np.asarray(function(Image.fromarray(image), severity, **keywords))
+        finally:
+            np.random.set_state(before)  # noqa: NPY002
     return np.where(np.isfinite(values), values, image).astype(np.uint8)
 
 
@@ -167,14 +179,13 @@ def stable_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(repr(plain).encode(), digest_size=4).digest(), "little")
 
 
-def check_corruptions(corruptions: Sequence[str], known: Sequence[str] = ALL) -> tuple[str, ...]:
-    """The names as a tuple; an unknown one raises a `DualencError` that tells the nearest known one."""
+def check_corruptions(corruptions: Sequence[str]) -> None:
+    """Make sure that all names are known; of another one the error tells the nearest."""
     for name in corruptions:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+        if name not in ALL:
+            near = difflib.get_close_matches(name, ALL, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(ALL)}"
             raise DualencError(f"unknown corruption {name}; {hint}")
-    return tuple(corruptions)
 
 
 def _function(corruption: str) -> Callable[..., Any]:
@@ -186,18 +197,6 @@ def _function(corruption: str) -> Callable[..., Any]:
             "making corrupted images needs the package imagecorruptions-imaug: pip install 'dualenc[corruptions]'"
         ) from None
     return imagecorruptions.corruption_dict[corruption]
-
-
-@contextmanager
-def _global_generator(seed: int) -> Iterator[None]:
-    """numpy's global generator seeded, and put back as it was afterwards."""
-    with _LOCK:
-        before = np.random.get_state()  # noqa: NPY002
-        np.random.seed(seed)  # noqa: NPY002
-        try:
-            yield
-        finally:
-            np.random.set_state(before)  # noqa: NPY002
 
 
 def is_corrupted_folder(path: str | Path) -> bool:
@@ -224,7 +223,7 @@ def read_corrupted(path: str | Path, corruptions: Sequence[str] = ()) -> Corrupt
     )
 
 
-class CifarC:
+class CifarC(CorruptedImages):
     """CIFAR-10-C or CIFAR-100-C: `<corruption>.npy` of (5N, 32, 32, 3) uint8, one block of N per severity.
 
     Pixels are memory-mapped; the object pickles to its paths.
@@ -240,8 +239,7 @@ class CifarC:
         DualencError: a file is missing or damaged, or lengths differ.
     """
 
-    severities = SEVERITIES
-    class_names = None
+    labels: npt.NDArray[np.int64]
 
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
         self.path = Path(path)
@@ -255,13 +253,21 @@ class CifarC:
                 f"{self.path}/labels.npy: {len(labels)} labels; five equal blocks, one per severity, belong"
             )
         for name in self.corruptions:
-            self._check(name, len(labels))
+            pixels = _read_npy(self.path / f"{name}.npy")
+            if pixels.ndim != 4 or pixels.shape[3] != 3 or pixels.dtype != np.uint8:
+                raise DualencError(
+                    f"{self.path}/{name}.npy: {pixels.dtype} of shape {pixels.shape}; uint8 (5N, H, W, 3) belongs"
+                )
+            if len(pixels) != len(labels):
+                raise DualencError(
+                    f"{self.path}/{name}.npy: {len(pixels)} images but labels.npy has {len(labels)}; download again"
+                )
         blocks = labels.reshape(len(SEVERITIES), -1)
         if (blocks != blocks[0]).any():
             raise DualencError(
                 f"{self.path}/labels.npy: the blocks of the severities differ; the file is not CIFAR-C's"
             )
-        self.labels: npt.NDArray[np.int64] = blocks[0].astype(np.int64)
+        self.labels = blocks[0].astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -271,19 +277,8 @@ class CifarC:
         row = (severity - 1) * len(self) + range(len(self))[index]
         return Image.fromarray(np.array(_read_npy(self.path / f"{corruption}.npy")[row]))
 
-    def _check(self, name: str, length: int) -> None:
-        pixels = _read_npy(self.path / f"{name}.npy")
-        if pixels.ndim != 4 or pixels.shape[3] != 3 or pixels.dtype != np.uint8:
-            raise DualencError(
-                f"{self.path}/{name}.npy: {pixels.dtype} of shape {pixels.shape}; uint8 (5N, H, W, 3) belongs"
-            )
-        if len(pixels) != length:
-            raise DualencError(
-                f"{self.path}/{name}.npy: {len(pixels)} images but labels.npy has {length}; download again"
-            )
 
-
-class TinyImageNetC:
+class TinyImageNetC(CorruptedImages):
     """Tiny-ImageNet-C (and ImageNet-C): `<corruption>/<severity>/<class>/<name>.JPEG`.
 
     An image is known by `<class>/<name>` and must be in every corruption and severity; ids are positions in the
@@ -300,19 +295,23 @@ class TinyImageNetC:
         DualencError: a folder is missing or empty, or two folders do not hold the same images.
     """
 
-    severities = SEVERITIES
-
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
         self.path = Path(path)
         self.corruptions = _choose(self.path, "", corruptions)
         self.names = self._names(self.corruptions[0], SEVERITIES[0])
         for corruption in self.corruptions:
             for severity in SEVERITIES:
-                self._compare(corruption, severity)
+                names = self._names(corruption, severity)
+                if names != self.names:
+                    first = min(set(names) ^ set(self.names))
+                    raise DualencError(
+                        f"{self.path}/{corruption}/{severity}: {len(names)} images, {len(self.names)} in "
+                        f"{self.corruptions[0]}/1; {first} is in one only, download the folder again"
+                    )
         self.files = [f"{c}/{s}/{name}" for c in self.corruptions for s in SEVERITIES for name in self.names]
-        self.class_names: list[str] | None = sorted({name.split("/")[0] for name in self.names})
+        self.class_names = sorted({name.split("/")[0] for name in self.names})
         number = {wnid: position for position, wnid in enumerate(self.class_names)}
-        self.labels: npt.NDArray[np.int64] = np.array([number[name.split("/")[0]] for name in self.names])
+        self.labels = np.array([number[name.split("/")[0]] for name in self.names])
 
     def __len__(self) -> int:
         return len(self.names)
@@ -323,23 +322,11 @@ class TinyImageNetC:
 
     def _names(self, corruption: str, severity: int) -> list[str]:
         folder = self.path / corruption / str(severity)
-        names = sorted(f"{file.parent.name}/{file.name}" for file in folder.glob("*/*") if _is_image(file))
+        files = [file for file in folder.glob("*/*") if file.suffix.lower() in (".jpeg", ".jpg", ".png")]
+        names = sorted(f"{file.parent.name}/{file.name}" for file in files)
         if not names:
             raise DualencError(f"{folder}: no <class>/<name>.JPEG files; download the folder again")
         return names
-
-    def _compare(self, corruption: str, severity: int) -> None:
-        names = self._names(corruption, severity)
-        if names != self.names:
-            first = min(set(names) ^ set(self.names))
-            raise DualencError(
-                f"{self.path}/{corruption}/{severity}: {len(names)} images, {len(self.names)} in "
-                f"{self.corruptions[0]}/1; {first} is in one only, download the folder again"
-            )
-
-
-def _is_image(file: Path) -> bool:
-    return file.suffix.lower() in (".jpeg", ".jpg", ".png")
 
 
 def _known(folder: Path, suffix: str) -> list[str]:
@@ -354,7 +341,8 @@ def _known(folder: Path, suffix: str) -> list[str]:
 
 def _choose(folder: Path, suffix: str, wanted: Sequence[str]) -> tuple[str, ...]:
     there = _known(folder, suffix)
-    for name in check_corruptions(wanted):
+    check_corruptions(wanted)
+    for name in wanted:
         if name not in there:
             raise DualencError(
                 f"{folder}/{name}{suffix}: no such file or folder; there are {', '.join(there) or 'none'}"

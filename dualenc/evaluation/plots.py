@@ -23,12 +23,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], *, ylabel: str = "") -> Figure:
-    """Bars side by side.
-
-    Args:
-        groups: Height by label, for each series; every series has the same labels.
-        ylabel: What the heights are.
-    """
+    """Bars side by side: for each series the heights by label; every series has the same labels."""
     figure, axes = _axes(ylabel=ylabel)
     labels = list(next(iter(groups.values()), {}))
     width = 0.8 / max(len(groups), 1)
@@ -50,14 +45,7 @@ def lines(
     ylabel: str = "",
     log_y: bool = False,
 ) -> Figure:
-    """Curves of (x, y) points.
-
-    Args:
-        series: The x and the y values by name of the curve.
-        xlabel: What x is.
-        ylabel: What y is.
-        log_y: Draw y on a logarithmic scale.
-    """
+    """Curves of (x, y) points by name."""
     figure, axes = _axes(xlabel=xlabel, ylabel=ylabel)
     for number, (name, (x, y)) in enumerate(series.items()):
         axes.plot(x, y, label=literal(name), color=_colour(number), marker="o" if len(x) <= 30 else None, markersize=4)
@@ -70,14 +58,7 @@ def lines(
 def histograms(
     values: Mapping[str, Sequence[float]], *, xlabel: str = "", ylabel: str = "share", bins: int = 40
 ) -> Figure:
-    """Histograms over one another on common bins, each of total height 1, so that sets of different size compare.
-
-    Args:
-        values: The numbers by name of the set; empty sets are left out.
-        xlabel: What the numbers are.
-        ylabel: What the heights are.
-        bins: Number of bins over the range of all sets.
-    """
+    """Histograms over one another on common bins, each of total height 1, so that sets of different size compare."""
     figure, axes = _axes(xlabel=xlabel, ylabel=ylabel)
     kept = {name: np.asarray(numbers, float) for name, numbers in values.items() if len(numbers)}
     if kept:
@@ -90,13 +71,7 @@ def histograms(
 
 
 def similarities(found: SimilarityHistogram, positives: str, negatives: str) -> Figure:
-    """Histograms of similarities of positive and negative pairs over one another, each of total height 1.
-
-    Args:
-        found: The counts.
-        positives: What the positive pairs are.
-        negatives: What the negative pairs are.
-    """
+    """Histograms of similarities of positive and negative pairs over one another, each of total height 1."""
     figure, axes = _axes(xlabel="cosine", ylabel="share of pairs")
     for name, counts, colour in ((positives, found.positives, COLOURS[0]), (negatives, found.negatives, COLOURS[1])):
         axes.stairs(counts / counts.sum(), found.edges, fill=True, alpha=0.55, label=name, color=colour)
@@ -107,14 +82,7 @@ def similarities(found: SimilarityHistogram, positives: str, negatives: str) -> 
 
 
 def heat(values: npt.NDArray[np.floating], rows: Sequence[str], columns: Sequence[str], *, xlabel: str = "") -> Figure:
-    """A matrix of numbers from 0 as colours, darker for higher, with the numbers in it where there is room.
-
-    Args:
-        values: (R, C).
-        rows: R names.
-        columns: C names.
-        xlabel: What the columns are.
-    """
+    """A matrix (R, C) of numbers from 0 as colours, darker for higher, with the numbers in it where there is room."""
     figure, axes = _axes(xlabel=xlabel)
     figure.set_figheight(max(1.5, 0.26 * len(rows) + 1.2))
     axes.grid(visible=False)

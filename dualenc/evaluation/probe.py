@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import faiss
 import numpy as np
@@ -117,28 +117,27 @@ L2_SWEEP: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 _VALIDATION_SHARE = 0.1
 
 
-@dataclass(frozen=True)
-class LinearProbe:
+class LinearProbe(NamedTuple):
     """What `linear_probe` found.
 
     Attributes:
-        accuracy: on the test images.
-        l2: the λ chosen.
+        classifier: fit on all training images with the λ chosen.
+        l2: that λ.
         validation: accuracy on held-out training images by λ; empty with a single λ.
-        classifier: fit on all training images with that λ.
+        accuracy: on the test images; NaN without any.
     """
 
-    accuracy: float
+    classifier: Pipeline
     l2: float
     validation: dict[float, float]
-    classifier: Pipeline
+    accuracy: float
 
 
 def linear_probe(
     train: Features,
     train_labels: Labels,
-    test: Features,
-    test_labels: Labels,
+    test: Features | None = None,
+    test_labels: Labels | None = None,
     *,
     l2: Sequence[float] = L2_SWEEP,
     max_iterations: int = 500,
@@ -152,7 +151,7 @@ def linear_probe(
     Args:
         train: (N, D) features.
         train_labels: (N,) class numbers from 0.
-        test: (A, D) features.
+        test: (A, D) features, if there are any to test with.
         test_labels: (A,) class numbers.
         l2: The λ to try, of λ/2·‖W‖² beside the mean cross-entropy.
         max_iterations: Of L-BFGS, for each λ.
@@ -161,18 +160,11 @@ def linear_probe(
     Raises:
         DualencError: lengths or dimensions differ, a label is missing, there is one class only, or λ is not positive.
     """
-    test_labels = check_labels(test, test_labels, "test")
-    classifier, best, validation = fit_best(train, train_labels, l2, max_iterations=max_iterations, seed=seed)
-    if test.ndim != 2 or test.shape[1] != train.shape[1]:
-        raise DualencError(f"features of shape {test.shape}; the classifier was fit on dimension {train.shape[1]}")
-    return LinearProbe(accuracy(classifier.predict(test), test_labels), best, validation, classifier)
-
-
-def fit_best(
-    features: Features, labels: Labels, l2: Sequence[float] = L2_SWEEP, *, max_iterations: int = 500, seed: int = 0
-) -> tuple[Pipeline, float, dict[float, float]]:
-    """The classifier of `linear_probe`, with the λ chosen and the validation accuracy of each."""
-    labels = check_labels(features, labels, "train")
+    labels = check_labels(train, train_labels, "train")
+    if test is not None:
+        test_labels = check_labels(test, np.zeros(0, np.int64) if test_labels is None else test_labels, "test")
+        if test.ndim != 2 or test.shape[1] != train.shape[1]:
+            raise DualencError(f"features of shape {test.shape}; the classifier was fit on dimension {train.shape[1]}")
     if not l2 or min(l2) <= 0:
         raise DualencError(f"l2={list(l2)}: give one or more numbers above 0")
     validation: dict[float, float] = {}
@@ -184,17 +176,15 @@ def fit_best(
                 f"{len(labels)} training images are too few to choose λ of {len(l2)}; give one value as l2"
             )
         # Every class must be in the part that is fit; a class of one image cannot be in both.
-        fit, check = train_test_split(
-            np.arange(len(labels)),
-            test_size=held_out,
-            random_state=seed,
-            stratify=labels if sizes.min() > 1 else None,
-        )
+        stratify = labels if sizes.min() > 1 else None
+        fit, check = train_test_split(np.arange(len(labels)), test_size=held_out, random_state=seed, stratify=stratify)
         for value in l2:
-            classifier = fit_linear(features[fit], labels[fit], value, max_iterations)
-            validation[value] = accuracy(classifier.predict(features[check]), labels[check])
+            classifier = fit_linear(train[fit], labels[fit], value, max_iterations)
+            validation[value] = accuracy(classifier.predict(train[check]), labels[check])
     best = max(sorted(l2), key=lambda value: (validation.get(value, 0.0), value))
-    return fit_linear(features, labels, best, max_iterations), best, validation
+    classifier = fit_linear(train, labels, best, max_iterations)
+    tested = math.nan if test is None or test_labels is None else accuracy(classifier.predict(test), test_labels)
+    return LinearProbe(classifier, best, validation, tested)
 
 
 def fit_linear(

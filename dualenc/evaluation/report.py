@@ -22,7 +22,6 @@ from dualenc.files import atomic_path
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
-    import jinja2
     import matplotlib.figure
     from PIL import Image
 
@@ -47,6 +46,11 @@ class Table(NamedTuple):
         """The rows as text, one cell for each column; what a row lacks is empty."""
         return [[as_text(row.get(name, "")) for name in self.columns] for row in self.rows]
 
+    def is_numeric(self, name: str) -> bool:
+        """Whether a column holds a number, and is set flush right."""
+        values = [row.get(name) for row in self.rows]
+        return any(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
 
 def as_text(value: object) -> str:
     """A value as a reader wants it: four decimals for a fraction, thousands separated, None as a dash."""
@@ -55,11 +59,6 @@ def as_text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def is_number(value: object) -> bool:
-    """Whether a column of such values is set flush right."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def print_table(table: Table) -> None:
@@ -75,7 +74,7 @@ def print_table(table: Table) -> None:
     drawn.pad_edge, drawn.collapse_padding = False, True
     cells = [[printable(cell) for cell in row] for row in table.cells()]
     for name, values in zip(table.columns, zip(*cells)):
-        numeric = any(is_number(row.get(name)) for row in table.rows)
+        numeric = table.is_numeric(name)
         least = max(map(len, values)) if numeric else None
         drawn.add_column(printable(name), justify="right" if numeric else "left", overflow="fold", min_width=least)
     for row in cells:
@@ -83,10 +82,6 @@ def print_table(table: Table) -> None:
     # A pipe or a log file has no width of its own; rich would assume 80 columns.
     width = None if sys.stdout.isatty() else 1000
     Console(width=width, markup=False, emoji=False, highlight=False).print(drawn)
-
-
-_THUMBNAIL_PIXELS = 160
-_SNIPPET_CHARACTERS = 400
 
 
 class Figure(NamedTuple):
@@ -141,18 +136,20 @@ def write_report(
         path: The file to write, replaced as a whole.
         title: Heading of the page.
         facts: What was evaluated on what, by name, shown under the heading.
-        tables: Tables, in order.
-        figures: Plots, in order.
-        galleries: Groups of queries with their results, in order.
-
-    Returns:
-        The path of the page.
+        tables: First on the page.
+        figures: Plots below them.
+        galleries: Groups of queries with their results, last.
     """
-    page = _template().render(
+    import jinja2
+
+    # Texts of strangers are shown without control characters; what is HTML in them is escaped.
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
+    environment.filters.update(snippet=snippet, thumbnail=thumbnail)
+    page = environment.from_string(_PAGE).render(
         title=title,
         facts={name: as_text(value) for name, value in (facts or {}).items()},
-        tables=[(table, _alignments(table)) for table in tables],
-        figures=[(figure.caption, _svg_uri(figure.plot)) for figure in figures],
+        tables=[(table, ["number" if table.is_numeric(name) else "" for name in table.columns]) for table in tables],
+        figures=[(figure.caption, _data_uri("image/svg+xml", as_svg(figure.plot).encode())) for figure in figures],
         galleries=galleries,
     )
     with atomic_path(path) as beside:
@@ -160,7 +157,7 @@ def write_report(
     return Path(path)
 
 
-def snippet(text: str, characters: int = _SNIPPET_CHARACTERS) -> str:
+def snippet(text: str, characters: int = 400) -> str:
     """The beginning of a text in one line, cut at a word where it is too long."""
     line = " ".join(text.split())
     if len(line) <= characters:
@@ -168,7 +165,7 @@ def snippet(text: str, characters: int = _SNIPPET_CHARACTERS) -> str:
     return line[:characters].rsplit(" ", 1)[0] + " …"
 
 
-def thumbnail(image: Image.Image, pixels: int = _THUMBNAIL_PIXELS) -> str:
+def thumbnail(image: Image.Image, pixels: int = 160) -> str:
     """A data URI of the picture as JPEG, no side longer than `pixels`; tiny pictures are enlarged, not smoothed."""
     from PIL import Image
 
@@ -180,29 +177,12 @@ def thumbnail(image: Image.Image, pixels: int = _THUMBNAIL_PIXELS) -> str:
     return _data_uri("image/jpeg", stream.getvalue())
 
 
-def _alignments(table: Table) -> list[str]:
-    return ["number" if any(is_number(row.get(name)) for row in table.rows) else "" for name in table.columns]
-
-
-def _svg_uri(plot: matplotlib.figure.Figure) -> str:
-    return _data_uri("image/svg+xml", as_svg(plot).encode())
+def _visible(value: object) -> object:
+    return printable(value) if type(value) is str else value
 
 
 def _data_uri(media_type: str, content: bytes) -> str:
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
-
-
-def _template() -> jinja2.Template:
-    import jinja2
-    import markupsafe
-
-    def shown(value: object) -> object:
-        """Texts of strangers without control characters; what is HTML in them is escaped afterwards."""
-        return printable(value) if isinstance(value, str) and not isinstance(value, markupsafe.Markup) else value
-
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=shown)
-    environment.filters.update(snippet=snippet, thumbnail=thumbnail)
-    return environment.from_string(_PAGE)
 
 
 _PAGE = """<!doctype html>
@@ -246,7 +226,7 @@ _PAGE = """<!doctype html>
 {% endmacro %}
 <h1>{{ title }}</h1>
 <dl>
-{% for name, value in facts.items() %}
+{% for name, value in (facts or {}).items() %}
   <dt>{{ name }}</dt><dd>{{ value }}</dd>
 {% endfor %}
 </dl>
@@ -287,14 +267,13 @@ _PAGE = """<!doctype html>
 """
 
 
-Show = Callable[[str], str]
 ShowItem = Callable[[int], Item]
 
 
 def retrieval_galleries(
     result: Result,
-    show_query: Show,
-    show_document: Show,
+    show_query: Callable[[str], str],
+    show_document: Callable[[str], str],
     *,
     metric: str = "ndcg@10",
     entries: int = 5,
@@ -310,12 +289,23 @@ def retrieval_galleries(
         entries: Queries in each gallery, fewer if there are not twice as many.
         documents: Retrieved documents shown for each query.
     """
-    best, worst = best_and_worst(result.per_query, metric, entries)
 
     def entry(query: str) -> Entry:
-        shown = Item(show_query(query), note=f"query {query} · {metric} {result.per_query[query][metric]:.3f}")
-        return Entry(shown, _documents(result, query, show_document, documents))
+        found, grades = result.run.get(query, {}), result.qrels[query]
+        rank_of = {document: rank for rank, document in enumerate(ranked(found), start=1)}
+        items = [
+            Item(show_document(name), note=f"{rank}. {name} · {found[name]:.3f}", relevant=grades.get(name, 0) > 0)
+            for name, rank in islice(rank_of.items(), documents)
+        ]
+        relevant = [name for name, grade in grades.items() if grade > 0]
+        first = min(relevant, key=lambda name: rank_of.get(name, len(rank_of) + 1), default=None)
+        if first is not None and rank_of.get(first, documents + 1) > documents:
+            where = f"rank {rank_of[first]}" if first in rank_of else f"not in the first {len(rank_of)}"
+            items.append(Item(show_document(first), note=f"relevant, missed: {first} · {where}", relevant=True))
+        score = result.per_query[query][metric]
+        return Entry(Item(show_query(query), note=f"query {query} · {metric} {score:.3f}"), items)
 
+    best, worst = best_and_worst(result.per_query, metric, entries)
     where = f"{result.dataset}, {result.system}, by {metric}"
     return [
         Gallery(f"Best queries ({where})", [entry(query) for query in best]),
@@ -374,24 +364,3 @@ def rank_galleries(
         Gallery(f"{what}: best", [entry(int(row)) for row in best]),
         Gallery(f"{what}: worst", [entry(int(row)) for row in worst]),
     ]
-
-
-def _documents(result: Result, query: str, show_document: Show, count: int) -> list[Item]:
-    found = result.run.get(query, {})
-    grades = result.qrels[query]
-    order = ranked(found)
-    items = [
-        Item(
-            show_document(document),
-            note=f"{rank}. {document} · {found[document]:.3f}",
-            relevant=grades.get(document, 0) > 0,
-        )
-        for rank, document in enumerate(order[:count], start=1)
-    ]
-    place = {document: rank for rank, document in enumerate(order, start=1)}
-    relevant = sorted((d for d, grade in grades.items() if grade > 0), key=lambda d: place.get(d, len(order) + 1))
-    if relevant and place.get(relevant[0], count + 1) > count:
-        rank = place.get(relevant[0])
-        note = f"relevant, missed: {relevant[0]} · " + (f"rank {rank}" if rank else f"not in the first {len(order)}")
-        items.append(Item(show_document(relevant[0]), note=note, relevant=True))
-    return items

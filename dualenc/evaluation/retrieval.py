@@ -119,19 +119,6 @@ def _float32(vectors: Vectors, what: str) -> npt.NDArray[np.float32]:
     return rows
 
 
-def as_run(
-    query_ids: Sequence[str],
-    document_ids: Sequence[str],
-    scores: npt.NDArray[np.float32],
-    columns: npt.NDArray[np.int64],
-) -> dict[str, dict[str, float]]:
-    """The result of `exact_search` as a run: score of each found document by query id."""
-    return {
-        query: {document_ids[column]: score for column, score in zip(found.tolist(), values.tolist())}
-        for query, found, values in zip(query_ids, columns, scores, strict=True)
-    }
-
-
 def retrieve(
     query_ids: Sequence[str],
     queries: npt.NDArray[Any],
@@ -157,17 +144,21 @@ def retrieve(
     Raises:
         DualencError: the shapes do not fit, there is no document, or an embedding is not finite.
     """
-    if keep_self_matches:
-        return as_run(query_ids, document_ids, *exact_search(queries, documents, depth, document_ids=document_ids))
-    found = exact_search(queries, documents, depth + 1, document_ids=document_ids)
-    return first_documents(remove_self_matches(as_run(query_ids, document_ids, *found)), depth)
+    # One document more than wanted takes the place of a self-match.
+    scores, columns = exact_search(queries, documents, depth + 1, document_ids=document_ids)
+    run = {
+        query: {document_ids[column]: score for column, score in zip(found.tolist(), values.tolist())}
+        for query, found, values in zip(query_ids, columns, scores, strict=True)
+    }
+    return first_documents(run, depth, keep_self_matches=keep_self_matches)
 
 
-def first_documents(run: Run, depth: int) -> dict[str, dict[str, float]]:
-    """The run cut to the `depth` best documents of each query."""
+def first_documents(run: Run, depth: int, *, keep_self_matches: bool = False) -> dict[str, dict[str, float]]:
+    """The run cut to the `depth` best documents of each query, self-matches removed unless they are kept."""
+    kept = run if keep_self_matches else remove_self_matches(run)
     return {
         query: {document: documents[document] for document in ranked(documents)[:depth]}
-        for query, documents in run.items()
+        for query, documents in kept.items()
     }
 
 
@@ -260,25 +251,24 @@ class Result:
         """Mean over the judged queries of each metric, by name."""
         return mean_scores(self.per_query)
 
-    def row(self, metrics: Sequence[str] = HEADLINES) -> dict[str, object]:
-        """The line of this result in a table."""
-        sizes = {"queries": len(self.per_query), "documents": self.num_documents}
-        return {"data": self.dataset, "system": self.system, **sizes, **{name: self.means[name] for name in metrics}}
-
     def write(self, folder: Path) -> None:
         """Write the TREC run file and the log of per-query scores."""
         write_trec(folder / "run.trec", self.run, tag="-".join(self.system.split()) or "dualenc")
         write_per_query(folder / "per_query.ndjson", self.per_query, self.dataset)
 
 
-def summary_rows(results: Sequence[Result], metrics: Sequence[str] = HEADLINES) -> list[dict[str, object]]:
+def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:
     """A table row for each result and, with several collections, the mean of each system over them."""
-    rows = [result.row(metrics) for result in results]
+    rows: list[dict[str, object]] = []
+    for result in results:
+        sizes = {"queries": len(result.per_query), "documents": result.num_documents}
+        scores = {name: result.means[name] for name in HEADLINES}
+        rows.append({"data": result.dataset, "system": result.system, **sizes, **scores})
     if len({result.dataset for result in results}) > 1:
-        rows += [
-            {"data": "mean", "system": system, "queries": None, "documents": None, **means_over_datasets(own, metrics)}
-            for system, own in by_system(results).items()
-        ]
+        for system, own in by_system(results).items():
+            means = means_over_datasets(own)
+            scores = {name: means[name] for name in HEADLINES}
+            rows.append({"data": "mean", "system": system, "queries": None, "documents": None, **scores})
     return rows
 
 
@@ -292,13 +282,11 @@ def cutoff_rows(results: Sequence[Result]) -> list[dict[str, object]]:
     ]
 
 
-def means_over_datasets(results: Sequence[Result], metrics: Sequence[str] | None = None) -> Scores:
+def means_over_datasets(results: Sequence[Result]) -> Scores:
     """The mean over collections, each weighing the same, of each metric of one system."""
     if not results:
         raise DualencError("no collection was evaluated; give a BEIR folder")
-    return mean_scores(
-        {result.dataset: {name: result.means[name] for name in metrics or result.means} for result in results}
-    )
+    return mean_scores({result.dataset: result.means for result in results})
 
 
 def metrics_document(results: Sequence[Result]) -> dict[str, Any]:

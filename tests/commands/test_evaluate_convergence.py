@@ -19,29 +19,18 @@ from dualenc.data.views import SimCLR
 from dualenc.encoders import load_model
 from dualenc.encoders.image import ImageEncoder
 from dualenc.errors import DualencError
-from dualenc.objectives import DCL
 from dualenc.training.loader import augmentation_seeds
-from dualenc.training.trainer import Trainer
 from tests.commands.image_models import replace_images, save_classes, save_image_model
-from tests.commands.processes import run_on_two
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_classes(tmp_path_factory.mktemp("data") / "images", per_class=6)
+@pytest.fixture
+def data(classes: Path) -> Path:
+    return classes
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
-    """A short training with checkpoints at steps 2, 4 and 6."""
-    torch.manual_seed(0)
-    model = ImageEncoder("test_resnet", image_size=32, projector_dim=16, augment=SimCLR(32))
-    folder = tmp_path_factory.mktemp("runs") / "short"
-    trainer = Trainer(
-        output=folder, batch_size=9, max_steps=6, save_every=2, keep_checkpoints=9, learning_rate=3e-3, progress=False
-    )
-    trainer.fit(model, ImageFolderViews(data), DCL(num_left=18, temperature=0.2, views=True))
-    return folder
+@pytest.fixture
+def run(short_run: Path) -> Path:
+    return short_run
 
 
 def evaluate(*words: object) -> int:
@@ -104,13 +93,13 @@ def test_folders_of_models_and_several_runs(run: Path, data: Path, tmp_path: Pat
     assert points_of(alone)["model-10"][0] == points["folders"][1] | {"step": 0}
 
 
-def test_pairs_of_texts_with_shared_documents(text_model: Path, tmp_path: Path) -> None:
+def test_pairs_of_texts_with_shared_documents(toy_text: Path, tmp_path: Path) -> None:
     rows = [{"query": f"ant {i} bee", "document": f"cat dog {i // 2} eel"} for i in range(10)]
     table = tmp_path / "pairs.jsonl"
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert evaluate(text_model, table, "--out", tmp_path / "out") == 0
-    (point,) = points_of(tmp_path / "out")["text"]
-    model = load_model(str(text_model))
+    assert evaluate(toy_text, table, "--out", tmp_path / "out") == 0
+    (point,) = points_of(tmp_path / "out")["toy-text"]
+    model = load_model(str(toy_text))
     left = model.encode("left", model.left.prepare([row["query"] for row in rows]))
     right = model.encode("right", model.right.prepare([row["document"] for row in rows]))
     similarities = (left @ right.T / 0.07).double()
@@ -132,20 +121,20 @@ def test_models_are_found_in_the_order_of_their_numbers(run: Path, data: Path, t
 
 
 def test_mistakes_are_one_line(
-    run: Path, data: Path, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, data: Path, toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert "--pairs is 1; it must be at least 2" in failure(capsys, run, data, "--out", out, "--pairs", "1")
     message = "--temperature is 0.0; it must lie"
     assert message in failure(capsys, run, data, "--out", out, "--temperature", "0", "--pairs", "4")
-    assert "model's left tower takes text" in failure(capsys, text_model, captioned(tmp_path), "--out", out)
+    assert "model's left tower takes text" in failure(capsys, toy_text, captioned(tmp_path), "--out", out)
     unfinished = tmp_path / "unfinished"
     (unfinished / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "step-00000002").rename(unfinished / "checkpoints" / "step-00000002")
     try:
         assert "no model folder yet" in failure(capsys, unfinished, data, "--out", out)
         save_image_model(unfinished / "model", image_size=32)
-        other = load_model(str(text_model))
+        other = load_model(str(toy_text))
         other.save(unfinished / "text")
         (unfinished / "model").rename(tmp_path / "gone")
         (unfinished / "text").rename(unfinished / "model")
@@ -219,20 +208,11 @@ def test_images_replaced_under_the_same_names_are_measured_anew(image_model: Pat
 
 
 @pytest.mark.slow
-def test_texts_replaced_in_the_same_table_are_measured_anew(text_model: Path, tmp_path: Path) -> None:
+def test_texts_replaced_in_the_same_table_are_measured_anew(toy_text: Path, tmp_path: Path) -> None:
     table = tmp_path / "pairs.jsonl"
     for document in ("cat", "dog"):
         rows = [{"query": f"ant {i} bee", "document": f"{document} {i} eel"} for i in range(6)]
         table.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert evaluate(text_model, table, "--out", tmp_path / "out") == 0
-    assert evaluate(text_model, table, "--out", tmp_path / "fresh") == 0
+        assert evaluate(toy_text, table, "--out", tmp_path / "out") == 0
+    assert evaluate(toy_text, table, "--out", tmp_path / "fresh") == 0
     assert points_of(tmp_path / "out") == points_of(tmp_path / "fresh")
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_models(run: Path, data: Path, tmp_path: Path) -> None:
-    given = (run, data, "--pairs", "8", "--out")
-    assert evaluate(*given, tmp_path / "one") == 0
-    run_on_two(tmp_path, "evaluate", "convergence", *given, tmp_path / "two", "--device", "cpu")
-    assert len(list((tmp_path / "two" / "finished").iterdir())) == 2, "both processes took a share"
-    assert points_of(tmp_path / "two") == points_of(tmp_path / "one")

@@ -1,4 +1,4 @@
-"""`dualenc evaluate corrupted` as a user runs it: on the fly, from CIFAR-C, interrupted, and on two processes."""
+"""`dualenc evaluate corrupted` as a user runs it: on the fly, from CIFAR-C and interrupted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from PIL import Image
 
 from dualenc.cli import main
 from tests.commands.image_models import pad_images, replace_images, save_cifar_c, save_image_model, save_splits
-from tests.commands.processes import run_on_two
 
 FEW = ("--corruptions", "gaussian_noise,fog,pixelate")
 
@@ -120,15 +119,6 @@ def test_a_limit_takes_some_images_with_their_usual_noise(image_model: Path, dat
 
 
 @pytest.mark.slow
-def test_two_processes_find_what_one_finds(image_model: Path, data: Path, tmp_path: Path) -> None:
-    given = (image_model, data, *FEW, "--train", data, "--severities", "3")
-    assert evaluate(*given, "--out", tmp_path / "one") == 0
-    run_on_two(tmp_path, *words(*given, "--out", tmp_path / "two"))
-    assert len(list((tmp_path / "two" / "finished" / "versions").iterdir())) == 2, "both processes took a share"
-    assert metrics_of(tmp_path / "two") == metrics_of(tmp_path / "one")
-
-
-@pytest.mark.slow
 def test_real_images_of_64_pixels(shared_data: Path, tmp_path: Path) -> None:
     save_image_model(tmp_path / "model", image_size=64)
     given = (tmp_path / "model", shared_data / "tiny_imagenet100", "--split", "val", "--limit", "3")
@@ -139,7 +129,7 @@ def test_real_images_of_64_pixels(shared_data: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_one_line(
-    image_model: Path, data: Path, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    image_model: Path, data: Path, toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     flat = tmp_path / "flat"
@@ -149,7 +139,7 @@ def test_mistakes_are_one_line(
     empty = tmp_path / "empty.json"
     empty.write_text("{}")
     for given, message in [
-        ((text_model, data), "is of kind query-document and encodes no images"),
+        ((toy_text, data), "is of kind query-document and encodes no images"),
         ((image_model, data, "--corruptions", "fogg"), "unknown corruption fogg; did you mean fog?"),
         ((image_model, data, "--severity", "6"), "severity 6: choose from 1, 2, 3, 4, 5"),
         ((image_model, data, "--severities", "1,9", "--train", data), "severity 9"),

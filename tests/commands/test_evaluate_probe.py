@@ -23,7 +23,6 @@ from tests.commands.image_models import (
     save_image_model,
     save_splits,
 )
-from tests.commands.processes import run_on_two
 
 
 @pytest.fixture
@@ -93,8 +92,8 @@ def test_an_image_that_does_not_decode_is_left_out(image_model: Path, data: Path
     assert json.loads((out / "metrics.json").read_text())["train_images"] == 29
 
 
-def test_an_image_text_model_is_probed_by_its_image_tower(image_text_model: Path, data: Path, tmp_path: Path) -> None:
-    assert evaluate(image_text_model, data, "--out", tmp_path / "out") == 0
+def test_an_image_text_model_is_probed_by_its_image_tower(toy_clip: Path, data: Path, tmp_path: Path) -> None:
+    assert evaluate(toy_clip, data, "--out", tmp_path / "out") == 0
 
 
 def test_classes_are_matched_by_name(image_model: Path, tmp_path: Path) -> None:
@@ -107,10 +106,10 @@ def test_classes_are_matched_by_name(image_model: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_one_line(
-    image_model: Path, data: Path, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    image_model: Path, data: Path, toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert "is of kind query-document and encodes no images" in failure(capsys, text_model, data, "--out", out)
+    assert "is of kind query-document and encodes no images" in failure(capsys, toy_text, data, "--out", out)
     flat = tmp_path / "flat"
     flat.mkdir()
     for seed in range(3):
@@ -209,12 +208,3 @@ def test_real_images_of_ten_classes(image_model: Path, shared_data: Path, tmp_pa
     assert evaluate(*words, "--out", tmp_path / "out") == 0
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert (metrics["train_images"], metrics["test_images"]) == (200, 60)
-
-
-@pytest.mark.slow
-def test_two_processes_find_what_one_finds(image_model: Path, data: Path, tmp_path: Path) -> None:
-    given = (image_model, data, "--shots", "1", "--num-workers", "0", "--device", "cpu", "--out")
-    assert main(["evaluate", "probe", *map(str, given), str(tmp_path / "one")]) == 0
-    run_on_two(tmp_path, "evaluate", "probe", *given, tmp_path / "two")
-    one, two = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "two"))
-    assert two == one

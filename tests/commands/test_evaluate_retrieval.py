@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -83,24 +79,6 @@ def test_finished_embeddings_are_not_computed_again(
     assert evaluate(model, data, "--out", tmp_path) == 0
     assert len(encoded) == 1  # the queries, not the documents
     assert (tmp_path / "run.trec").read_bytes() == first
-
-
-@pytest.mark.slow
-def test_two_processes_write_what_one_writes(model: Path, data: Path, tmp_path: Path) -> None:
-    assert evaluate(model, data, "--out", tmp_path / "one") == 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["evaluate", "retrieval", str(model), str(data), "--out", str(tmp_path / "two"), "--device", "cpu"]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared["ACCELERATE_USE_CPU"] = "true"
-    processes = [
-        subprocess.Popen([sys.executable, "-m", "dualenc", *words], env={**shared, "RANK": rank, "LOCAL_RANK": rank})
-        for rank in ("0", "1")
-    ]
-    assert [process.wait(timeout=240) for process in processes] == [0, 0]
-    for name in ("run.trec", "per_query.ndjson"):
-        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 
 def test_mistakes_are_told_in_one_line_and_leave_nothing(

@@ -16,21 +16,20 @@ from dualenc.cli import main
 from dualenc.encoders import load_model
 from dualenc.search import Index
 from dualenc.search.embeddings import Embeddings
-from tests.commands import tiny
-from tests.commands.processes import run_on_two
+from tests.commands import toy
 
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
     """A table of 60 texts."""
-    tiny.save_documents(tmp_path / "docs.jsonl", 60)
+    toy.save_documents(tmp_path / "docs.jsonl", 60)
     return tmp_path / "docs.jsonl"
 
 
 @pytest.fixture
-def index(tmp_path: Path, text_model: Path, documents: Path) -> Path:
+def index(tmp_path: Path, toy_text: Path, documents: Path) -> Path:
     """An index of the table."""
-    run("index", text_model, documents, "--out", tmp_path / "index")
+    run("index", toy_text, documents, "--out", tmp_path / "index")
     return tmp_path / "index"
 
 
@@ -60,23 +59,23 @@ def encoded(model: Path, side: Any, items: list[Any]) -> np.ndarray:
 
 
 def test_embed_writes_what_the_model_says(
-    tmp_path: Path, text_model: Path, documents: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("embed", text_model, documents, "--out", tmp_path / "emb", "--batch-size", 7)
+    run("embed", toy_text, documents, "--out", tmp_path / "emb", "--batch-size", 7)
     assert "60 embeddings of dimension 32 (right side)" in capsys.readouterr().out
     embeddings = Embeddings.open(tmp_path / "emb")
     assert embeddings.ids == [f"d{i}" for i in range(60)]
-    np.testing.assert_allclose(embeddings.vectors[:], encoded(text_model, "right", tiny.texts(60)), atol=1e-5)
-    assert embeddings.meta["model"] == str(text_model)
-    run("embed", text_model, documents, "--side", "left", "--out", tmp_path / "queries")
+    np.testing.assert_allclose(embeddings.vectors[:], encoded(toy_text, "right", toy.texts(60)), atol=1e-5)
+    assert embeddings.meta["model"] == str(toy_text)
+    run("embed", toy_text, documents, "--side", "left", "--out", tmp_path / "queries")
     queries = Embeddings.open(tmp_path / "queries").vectors[:]
-    np.testing.assert_allclose(queries, encoded(text_model, "left", tiny.texts(60)), atol=1e-5)
+    np.testing.assert_allclose(queries, encoded(toy_text, "left", toy.texts(60)), atol=1e-5)
 
 
 def test_index_of_a_model_and_of_its_embeddings_are_the_same(
-    tmp_path: Path, text_model: Path, documents: Path, index: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, toy_text: Path, documents: Path, index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("embed", text_model, documents, "--out", tmp_path / "emb")
+    run("embed", toy_text, documents, "--out", tmp_path / "emb")
     capsys.readouterr()
     run("index", tmp_path / "emb", "--out", tmp_path / "index2")
     shown = capsys.readouterr().out
@@ -91,10 +90,10 @@ def test_index_of_a_model_and_of_its_embeddings_are_the_same(
 
 
 def test_index_with_a_factory_string_keeps_embeddings_on_request(
-    tmp_path: Path, text_model: Path, documents: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, kept = tmp_path / "index", tmp_path / "emb"
-    run("index", text_model, documents, "--out", out, "--factory", "IVF2,Flat", "--nprobe", 2, "--embeddings", kept)
+    run("index", toy_text, documents, "--out", out, "--factory", "IVF2,Flat", "--nprobe", 2, "--embeddings", kept)
     assert "(IVF2,Flat, nprobe=2, cosine)" in capsys.readouterr().out
     assert len(Embeddings.open(kept)) == 60
     run("index", kept, "--out", tmp_path / "hnsw", "--factory", "HNSW8", "--queries", kept, "--recall-queries", 20)
@@ -104,16 +103,16 @@ def test_index_with_a_factory_string_keeps_embeddings_on_request(
 
 
 def test_search_is_the_exact_ranking_of_the_query_side(
-    index: Path, text_model: Path, capsys: pytest.CaptureFixture[str]
+    index: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     query = "fox dog"
-    scores = encoded(text_model, "left", [query]) @ encoded(text_model, "right", tiny.texts(60)).T
+    scores = encoded(toy_text, "left", [query]) @ encoded(toy_text, "right", toy.texts(60)).T
     best = np.argsort(-scores[0])[:3]
     results = found(capsys, index, query, "-k", 3)
     assert [result["id"] for result in results] == [f"d{i}" for i in best]
     assert [result["rank"] for result in results] == [1, 2, 3]
     np.testing.assert_allclose([result["score"] for result in results], scores[0][best], atol=1e-5)
-    assert [result["snippet"] for result in results] == [tiny.texts(60)[i] for i in best]
+    assert [result["snippet"] for result in results] == [toy.texts(60)[i] for i in best]
 
 
 def test_search_prints_a_table(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,9 +123,9 @@ def test_search_prints_a_table(index: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_search_finds_a_model_that_moved_along(
-    tmp_path: Path, text_model: Path, documents: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(text_model, tmp_path / "a" / "model")
+    shutil.copytree(toy_text, tmp_path / "a" / "model")
     run("index", tmp_path / "a" / "model", documents, "--out", tmp_path / "a" / "index")
     (tmp_path / "a").rename(tmp_path / "b")
     before = found(capsys, tmp_path / "b" / "index", "fox")
@@ -137,73 +136,54 @@ def test_search_finds_a_model_that_moved_along(
 
 
 def test_images_are_found_by_image_and_by_text(
-    tmp_path: Path, image_text_model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, toy_clip: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    images = tiny.save_images(tmp_path / "images", 12)
-    run("index", image_text_model, tmp_path / "images", "--out", tmp_path / "index")
+    images = toy.save_images(tmp_path / "images", 12)
+    run("index", toy_clip, tmp_path / "images", "--out", tmp_path / "index")
     assert Index.open(tmp_path / "index").meta["side"] == "left"
     by_image = found(capsys, tmp_path / "index", tmp_path / "images" / "07.png", "-k", 1)
     assert by_image[0]["id"] == "07.png"
     assert by_image[0]["score"] == pytest.approx(1, abs=1e-4)
-    database = encoded(image_text_model, "left", images)
-    scores = encoded(image_text_model, "right", ["a fox"]) @ database.T
+    database = encoded(toy_clip, "left", images)
+    scores = encoded(toy_clip, "right", ["a fox"]) @ database.T
     by_text = found(capsys, tmp_path / "index", "a fox", "-k", 12)
     assert [result["id"] for result in by_text] == [f"{i:02d}.png" for i in np.argsort(-scores[0])]
 
 
 def test_texts_are_found_by_image(
-    tmp_path: Path, image_text_model: Path, documents: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, toy_clip: Path, documents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    images = tiny.save_images(tmp_path / "images", 1)
-    run("index", image_text_model, documents, "--out", tmp_path / "index")
-    scores = encoded(image_text_model, "left", images) @ encoded(image_text_model, "right", tiny.texts(60)).T
+    images = toy.save_images(tmp_path / "images", 1)
+    run("index", toy_clip, documents, "--out", tmp_path / "index")
+    scores = encoded(toy_clip, "left", images) @ encoded(toy_clip, "right", toy.texts(60)).T
     results = found(capsys, tmp_path / "index", tmp_path / "images" / "00.png", "-k", 1)
     assert results[0]["id"] == f"d{scores[0].argmax()}"
 
 
 def test_bad_images_are_left_out_and_reported(
-    tmp_path: Path, image_text_model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, toy_clip: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny.save_images(tmp_path / "images", 5)
+    toy.save_images(tmp_path / "images", 5)
     (tmp_path / "images" / "03.png").write_bytes(b"no image at all")
-    run("embed", image_text_model, tmp_path / "images", "--out", tmp_path / "emb")
+    run("embed", toy_clip, tmp_path / "images", "--out", tmp_path / "emb")
     captured = capsys.readouterr()
     assert "4 embeddings" in captured.out
     assert "left out 1 of 5 items; the first, 03.png:" in captured.err
-    told = failure(
-        capsys, "embed", image_text_model, tmp_path / "images", "--out", tmp_path / "emb2", "--on-error", "raise"
-    )
+    told = failure(capsys, "embed", toy_clip, tmp_path / "images", "--out", tmp_path / "emb2", "--on-error", "raise")
     assert "03.png" in told
 
 
-@pytest.mark.slow
-def test_two_processes_write_what_one_writes(tmp_path: Path, text_model: Path) -> None:
-    tiny.save_documents(tmp_path / "docs.jsonl", 2100)
-    run("embed", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "one", "--device", "cpu")
-    done = run_on_two(
-        tmp_path, "embed", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "two", "--device", "cpu"
-    )
-    assert "Traceback" not in done.stderr
-    assert "destroy_process_group" not in done.stderr
-    assert done.stdout.count("2,100 embeddings") == 1, "only the first of the two says so"
-    names = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == names
-    assert sum(name.endswith(".npy") for name in names) > 1
-    for name in names:
-        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes(), name
-
-
 def test_mistakes(
-    tmp_path: Path, text_model: Path, documents: Path, index: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, toy_text: Path, documents: Path, index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     cases = [
-        (("embed", text_model, tmp_path / "no.jsonl", "--out", out), "no.jsonl"),
+        (("embed", toy_text, tmp_path / "no.jsonl", "--out", out), "no.jsonl"),
         (("embed", tmp_path / "no" / "model", documents, "--out", out), "no such folder; give the folder of a model"),
-        (("embed", text_model, documents, "--out", index), "not a folder of embeddings"),
-        (("index", text_model, "--out", out), "holds no embeddings; if it is a model, name the data too"),
-        (("index", text_model, documents, "--out", text_model), "exists and holds no index"),
-        (("index", text_model, documents, "--out", out, "--factory", "IVFx"), "could not parse index string IVFx"),
+        (("embed", toy_text, documents, "--out", index), "not a folder of embeddings"),
+        (("index", toy_text, "--out", out), "holds no embeddings; if it is a model, name the data too"),
+        (("index", toy_text, documents, "--out", toy_text), "exists and holds no index"),
+        (("index", toy_text, documents, "--out", out, "--factory", "IVFx"), "could not parse index string IVFx"),
         (("search", index, "fox", "-k", "0"), "k is 0"),
         (("search", index, "fox", "--nprobe", "3"), "nprobe=3 does not apply"),
         (("search", tmp_path / "nowhere", "fox"), "nowhere: no such folder; make an index"),
@@ -214,17 +194,17 @@ def test_mistakes(
 
 
 def test_an_image_model_wants_an_image_that_exists(
-    tmp_path: Path, image_text_model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, toy_clip: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny.save_images(tmp_path / "images", 3)
-    run("index", image_text_model, tmp_path / "images", "--out", tmp_path / "index")
+    toy.save_images(tmp_path / "images", 3)
+    run("index", toy_clip, tmp_path / "images", "--out", tmp_path / "index")
     assert "missing.jpg: image cannot be read" in failure(capsys, "search", tmp_path / "index", "missing.jpg")
 
 
 def test_a_model_that_changed_since(
-    tmp_path: Path, text_model: Path, documents: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tiny.save_text_model(tmp_path / "model")
+    model = load_model(toy.text_model(tmp_path / "model"))
     run("index", tmp_path / "model", documents, "--out", tmp_path / "index")
     with torch.no_grad():
         next(model.parameters()).add_(0.01)
@@ -244,12 +224,12 @@ def controls(text: str) -> set[str]:
 
 
 def test_ids_and_snippets_do_not_command_the_terminal(
-    tmp_path: Path, text_model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "\x1b]0;owned\x07\x9b2J\x7f\u202efox"
     rows = [{"_id": f"{evil}{row}", "text": f"{evil} {row}"} for row in range(5)]
     (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run("index", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "index")
+    run("index", toy_text, tmp_path / "docs.jsonl", "--out", tmp_path / "index")
     capsys.readouterr()
     run("search", tmp_path / "index", f"fox {evil}", "-k", 3)
     shown = capsys.readouterr().out
@@ -290,14 +270,14 @@ def test_ids_and_snippets_do_not_command_the_terminal(
 )
 def test_arguments_out_of_range_are_refused_before_any_work(
     tmp_path: Path,
-    text_model: Path,
+    toy_text: Path,
     documents: Path,
     capsys: pytest.CaptureFixture[str],
     words: list[str],
     told: str,
 ) -> None:
     command, *options = words
-    assert told in failure(capsys, command, text_model, documents, "--out", tmp_path / "out", *options)
+    assert told in failure(capsys, command, toy_text, documents, "--out", tmp_path / "out", *options)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
 
@@ -329,26 +309,24 @@ def test_a_file_that_was_changed_is_refused(index: Path, capsys: pytest.CaptureF
 
 
 def test_an_image_that_is_missing_and_a_model_of_another_kind(
-    tmp_path: Path, image_text_model: Path, text_model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, toy_clip: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny.save_images(tmp_path / "images", 12)
-    run("index", image_text_model, tmp_path / "images", "--out", tmp_path / "index")
+    toy.save_images(tmp_path / "images", 12)
+    run("index", toy_clip, tmp_path / "images", "--out", tmp_path / "index")
     assert "missing.jpg" in failure(capsys, "search", tmp_path / "index", tmp_path / "missing.jpg")
-    told = failure(capsys, "search", tmp_path / "index", "fox", "--model", text_model)
+    told = failure(capsys, "search", tmp_path / "index", "fox", "--model", toy_text)
     assert "was built with other weights than the model has" in told
 
 
-def test_a_replaced_image_is_embedded_again(
-    tmp_path: Path, image_text_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    images = tiny.save_images(tmp_path / "images", 12)
+def test_a_replaced_image_is_embedded_again(tmp_path: Path, toy_clip: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = toy.save_images(tmp_path / "images", 12)
     (tmp_path / "images" / "03.png").write_bytes(b"not an image")
-    run("embed", image_text_model, tmp_path / "images", "--out", tmp_path / "emb")
+    run("embed", toy_clip, tmp_path / "images", "--out", tmp_path / "emb")
     assert "left out 1 of 12 items" in capsys.readouterr().err
     images[3].save(tmp_path / "images" / "03.png")
     images[5] = images[0]
     images[5].save(tmp_path / "images" / "05.png")
-    run("embed", image_text_model, tmp_path / "images", "--out", tmp_path / "emb")
+    run("embed", toy_clip, tmp_path / "images", "--out", tmp_path / "emb")
     embeddings = Embeddings.open(tmp_path / "emb")
     assert len(embeddings) == 12
-    np.testing.assert_allclose(embeddings.vectors[:], encoded(image_text_model, "left", images), atol=1e-5)
+    np.testing.assert_allclose(embeddings.vectors[:], encoded(toy_clip, "left", images), atol=1e-5)

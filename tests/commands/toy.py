@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
+from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import ImageTextEncoder, TextEncoder, train_tokenizer
 
 WORDS = ("wing", "flow", "shock", "heat", "plate", "layer", "slip", "stream", "cone", "drag", "lift", "jet")
+ANIMALS = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen")
 COLOURS = {"red": (220, 30, 30), "green": (30, 220, 30), "blue": (30, 30, 220)}
 
 
@@ -28,6 +31,29 @@ def write_beir(folder: Path, documents: int = 40, queries: int = 8, split: str =
     lines = [f"d{i}\td{document}\t1" for i, document in enumerate(chosen)]
     (folder / "qrels" / f"{split}.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]) + "\n")
     return folder
+
+
+def texts(count: int) -> list[str]:
+    """Lines of 3 to 12 animals."""
+    random = np.random.default_rng(0)
+    return [" ".join(random.choice(ANIMALS, size=random.integers(3, 13))) for _ in range(count)]
+
+
+def save_documents(path: Path, count: int) -> list[str]:
+    """A jsonl table with columns _id and text."""
+    _write_lines(path, [{"_id": f"d{i}", "text": text} for i, text in enumerate(texts(count))])
+    return texts(count)
+
+
+def save_images(folder: Path, count: int) -> list[Image.Image]:
+    """A folder of noise."""
+    folder.mkdir()
+    images = []
+    for i in range(count):
+        pixels = np.random.default_rng(i).integers(0, 255, (40, 40, 3), np.uint8)
+        images.append(Image.fromarray(pixels))
+        images[-1].save(folder / f"{i:02d}.png")
+    return images
 
 
 def write_captioned(folder: Path, images: int = 6) -> Path:
@@ -54,7 +80,7 @@ def write_classes(folder: Path, per_class: int = 4) -> Path:
 
 
 def text_model(folder: Path, seed: int = 0) -> Path:
-    """A query-document model with random weights, as a model folder."""
+    """A query-document model with random weights, as a model folder; queries and documents differ by their prompts."""
     torch.manual_seed(seed)
     config = {
         "model_type": "bert",
@@ -64,7 +90,8 @@ def text_model(folder: Path, seed: int = 0) -> Path:
         "intermediate_size": 64,
         "max_position_embeddings": 64,
     }
-    TextEncoder(config=config, tokenizer=_tokenizer(), max_length=32).save(folder)
+    prompts = {"query_prompt": "query: ", "document_prompt": "passage: "}
+    TextEncoder(config=config, tokenizer=_tokenizer(), max_length=64, **prompts).save(folder)
     return folder
 
 
@@ -81,14 +108,13 @@ def image_text_model(folder: Path) -> Path:
     return folder
 
 
-def _tokenizer():  # type: ignore[no-untyped-def]
-    texts = [" ".join(WORDS), "title picture plain number a of the photo", " ".join(COLOURS), "0 1 2 3 4 5 6 7 8 9"]
-    return train_tokenizer(texts, 300, max_length=32, min_frequency=1)
+def _tokenizer() -> PreTrainedTokenizerBase:
+    animals = [" ".join(ANIMALS), "query: passage: "] * 5
+    words = [" ".join(WORDS), "title picture plain number a of the photo", " ".join(COLOURS), "0 1 2 3 4 5 6 7 8 9"]
+    return train_tokenizer([*words, *animals], 400, max_length=64, min_frequency=1)
 
 
-def _picture(rgb: tuple[int, int, int], seed: int):  # type: ignore[no-untyped-def]
-    from PIL import Image
-
+def _picture(rgb: tuple[int, int, int], seed: int) -> Image.Image:
     noise = np.random.default_rng(seed).integers(-30, 30, (32, 32, 3))
     return Image.fromarray(np.clip(np.array(rgb) + noise, 0, 255).astype(np.uint8))
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dualenc.errors import DualencError
 from dualenc.evaluation import convergence
-from dualenc.evaluation import convergence as geometry
 from dualenc.evaluation.convergence import (
     FiniteSet,
     alignment,
@@ -23,7 +22,6 @@ from dualenc.evaluation.convergence import (
     exact_loss,
     label_similarities,
     pair_similarities,
-    squared_norm,
     uniformity,
 )
 from dualenc.objectives import ExactGlobal
@@ -32,6 +30,7 @@ from dualenc.objectives import ExactGlobal
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convergence, "_ANCHORS_AT_ONCE", 3)
+    monkeypatch.setattr(convergence, "_BLOCK", 4)
 
 
 def unit(count: int, seed: int, dim: int = 4) -> Tensor:
@@ -151,10 +150,6 @@ def test_a_tower_with_fixed_weights_adds_nothing() -> None:
     )
 
 
-def test_squared_norm_counts_a_missing_gradient_as_zero() -> None:
-    assert squared_norm([torch.tensor([3.0, 4.0]), None]) == 25.0
-
-
 def test_mistakes_are_one_line() -> None:
     ids, rows = torch.arange(3), unit(3, 0)
     with pytest.raises(DualencError, match="pair 0 has no negative"):
@@ -177,11 +172,6 @@ def vectors(count: int, dim: int, seed: int) -> np.ndarray:
 
 def unit_row(vector: np.ndarray) -> np.ndarray:
     return vector / np.linalg.norm(vector)
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(geometry, "_BLOCK", 4)
 
 
 @given(seed=st.integers(0, 999), power=st.sampled_from([1, 2, 3]))

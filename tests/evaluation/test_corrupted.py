@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -14,21 +17,18 @@ from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation import corrupted as image_versions
 from dualenc.evaluation.corrupted import (
     CLEAN,
-    CleanImages,
     ImageVersions,
-    as_mapping,
     confusions,
     encode_versions,
-    error_rates,
-    from_mapping,
     is_right,
     mean_corruption_error,
     nearest_images,
     nearest_versions,
+    read_baseline,
     robustness_rows,
     summarise,
 )
-from dualenc.evaluation.corruptions import GeneratedCorruptions, stable_seed
+from dualenc.evaluation.corruptions import CleanImages, GeneratedCorruptions, stable_seed
 
 
 def cosine(x: np.ndarray, y: np.ndarray) -> float:
@@ -199,11 +199,6 @@ ERRORS = np.array([[0.1, 0.3], [0.2, 0.6]])
 BASELINE = np.array([[0.4, 0.4], [0.5, 0.5]])
 
 
-def test_errors_are_shares_of_wrong_images() -> None:
-    right = np.array([[[True, False]], [[True, True]], [[False, False]], [[True, False]]])
-    assert error_rates(right).tolist() == [[0.25, 0.75]]
-
-
 def test_the_mean_error_is_plain_or_relative_to_a_baseline() -> None:
     assert mean_corruption_error(ERRORS) == pytest.approx(0.3)
     assert mean_corruption_error(ERRORS, BASELINE) == pytest.approx((0.4 / 0.8 + 0.8 / 1.0) / 2)
@@ -218,17 +213,16 @@ def test_rows_show_accuracy_and_means() -> None:
     assert rows[2]["mean"] == pytest.approx(0.7)
 
 
-def test_errors_survive_metrics_json_in_any_order() -> None:
-    kept = as_mapping(ERRORS, ["fog", "snow"], [1, 5])
-    assert kept == {"fog": {"1": 0.1, "5": 0.3}, "snow": {"1": 0.2, "5": 0.6}}
-    assert from_mapping(kept, ["snow", "fog"], [5, 1]).tolist() == [[0.6, 0.2], [0.3, 0.1]]
+def test_a_baseline_is_read_in_any_order(tmp_path: Path) -> None:
+    errors = {"fog": {"1": 0.1, "5": 0.3}, "snow": {"1": 0.2, "5": 0.6}}
+    path = tmp_path / "metrics.json"
+    path.write_text(json.dumps({"robustness": {"errors": errors}}))
+    assert read_baseline(path, ["snow", "fog"], [5, 1]).tolist() == [[0.6, 0.2], [0.3, 0.1]]
     with pytest.raises(DualencError, match="no error of fog at severity 3"):
-        from_mapping(kept, ["fog"], [3])
+        read_baseline(path, ["fog"], [3])
 
 
 def test_mistakes_are_one_line() -> None:
-    with pytest.raises(DualencError, match="no image was classified"):
-        error_rates(np.zeros((0, 2, 2), bool))
     with pytest.raises(DualencError, match="makes no error under corruption 1"):
         mean_corruption_error(ERRORS, BASELINE * [[1], [0]])
     with pytest.raises(DualencError, match=r"the baseline's errors have shape \(1, 2\)"):

@@ -23,7 +23,6 @@ from dualenc.evaluation.corruptions import (
     CifarC,
     GeneratedCorruptions,
     TinyImageNetC,
-    check_corruptions,
     corrupt,
     is_corrupted_folder,
     read_corrupted,
@@ -155,12 +154,6 @@ def test_a_missing_library_and_a_wrong_number_of_labels_are_one_line(monkeypatch
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)
     with pytest.raises(DualencError, match=r"pip install 'dualenc\[corruptions\]'"):
         GeneratedCorruptions([Image.new("RGB", (32, 32))])
-
-
-def test_only_known_names_pass() -> None:
-    assert check_corruptions(["fog", "snow"]) == ("fog", "snow")
-    with pytest.raises(DualencError, match="did you mean fog"):
-        check_corruptions(["fogg"], known=("fog",))
 
 
 NAMES = ("gaussian_noise", "fog", "saturate")

@@ -17,7 +17,6 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.evaluation.retrieval import (
     Result,
-    as_run,
     bm25_run,
     cutoff_rows,
     exact_search,
@@ -80,7 +79,7 @@ def test_the_summary_has_a_mean_row_for_each_system_over_several_collections() -
     run = {"q": {"d": 1.0}}
     good, bad = Result("model", "one", run, {"q": {"d": 1}}, 1), Result("model", "two", run, {"q": {"e": 1}}, 1)
     bm25 = [Result("BM25", name, run, {"q": {"d": 1}}, 1) for name in ("one", "two")]
-    rows = summary_rows([good, bm25[0], bad, bm25[1]], ["ndcg@10"])
+    rows = summary_rows([good, bm25[0], bad, bm25[1]])
     assert [(row["data"], row["system"], row["ndcg@10"]) for row in rows] == [
         ("one", "model", 1.0),
         ("one", "BM25", 1.0),
@@ -155,11 +154,6 @@ def test_processes_share_the_queries_and_get_the_same_bits(world: int, monkeypat
     for part in (0, 1):
         together = np.concatenate([block[part] for share in shares for block in share])
         assert together.tobytes() == alone[part].tobytes()
-
-
-def test_as_a_run() -> None:
-    scores, columns = np.array([[0.5, 0.25]], np.float32), np.array([[1, 0]])
-    assert as_run(["q"], ["a", "b"], scores, columns) == {"q": {"b": 0.5, "a": 0.25}}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""Two processes write what one writes: every command that shares its work, in one pair of processes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualenc.cli import main
+from tests.commands import toy
+from tests.commands.image_models import save_splits
+from tests.commands.processes import run_on_two
+
+pytestmark = pytest.mark.slow
+
+Written = tuple[Path, Path, subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def written(
+    tmp_path_factory: pytest.TempPathFactory,
+    toy_text: Path,
+    image_model: Path,
+    classes: Path,
+    short_run: Path,
+) -> Written:
+    """What one process wrote, what two wrote, and what the two said."""
+    folder = tmp_path_factory.mktemp("two")
+    beir = toy.write_beir(folder / "toy")
+    toy.save_documents(folder / "docs.jsonl", 2100)
+    splits = save_splits(folder / "splits", test=3)
+    corrupted: list[Any] = [image_model, splits, "--corruptions", "gaussian_noise,fog,pixelate"]
+    commands: dict[str, list[Any]] = {
+        "embed": ["embed", toy_text, folder / "docs.jsonl"],
+        "retrieval": ["evaluate", "retrieval", toy_text, beir],
+        "corrupted": ["evaluate", "corrupted", *corrupted, "--train", splits, "--severities", 3, "--num-workers", 0],
+        "convergence": ["evaluate", "convergence", short_run, classes, "--pairs", 8],
+        "probe": ["evaluate", "probe", image_model, splits, "--shots", 1, "--num-workers", 0],
+    }
+
+    def into(out: Path) -> list[list[str]]:
+        return [[*map(str, words), "--out", str(out / name), "--device", "cpu"] for name, words in commands.items()]
+
+    assert [main(words) for words in into(folder / "one")] == [0] * len(commands)
+    return folder / "one", folder / "two", run_on_two(folder, *into(folder / "two"))
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        ("retrieval", ["run.trec", "per_query.ndjson", "metrics.json"]),
+        ("corrupted", ["metrics.json"]),
+        ("convergence", ["metrics.json"]),
+        ("probe", ["metrics.json"]),
+    ],
+)
+def test_an_evaluation_finds_the_same(written: Written, command: str, names: list[str]) -> None:
+    one, two, _ = written
+    for name in names:
+        assert (two / command / name).read_bytes() == (one / command / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("folder", ["corrupted/finished/versions", "convergence/finished"])
+def test_both_processes_take_a_share(written: Written, folder: str) -> None:
+    assert len(list((written[1] / folder).iterdir())) == 2
+
+
+def test_embeddings_are_the_same_files(written: Written) -> None:
+    one, two, done = written
+    assert "Traceback" not in done.stderr
+    assert "destroy_process_group" not in done.stderr
+    assert done.stdout.count("2,100 embeddings") == 1, "only the first of the two says so"
+    names = sorted(path.name for path in (one / "embed").iterdir())
+    assert sorted(path.name for path in (two / "embed").iterdir()) == names
+    assert sum(name.endswith(".npy") for name in names) > 1
+    for name in names:
+        assert (two / "embed" / name).read_bytes() == (one / "embed" / name).read_bytes(), name
