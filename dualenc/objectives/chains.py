@@ -453,12 +453,12 @@ class ChainObjective(Objective):
         """Take in the batch's embeddings; where the anchors' chains are, and what is proposed to them."""
         chains = self.left_chains if anchors.side == "left" else self.right_chains
         recent = self.recent_right if anchors.candidate_side == "right" else self.recent_left
-        items = candidate_items(anchors)[: anchors.num_in_batch]
+        items = candidate_items(anchors)[: anchors.num_global]
         # Two views come in no pair.
         partners = torch.full_like(items, NO_STATE) if self.views else distributed.gather(anchors.ids, anchors.sizes)
         if self.updates_state and recent.num_slots:
-            recent.add(items, partners, anchors.candidates[: anchors.num_in_batch])
-            if recent.visited(anchors.num_in_batch):
+            recent.add(items, partners, anchors.candidates[: anchors.num_global])
+            if recent.visited(anchors.num_global):
                 # Chains that began while little was there begin anew.
                 chains.forget()
         own = anchors.ids
@@ -466,7 +466,8 @@ class ChainObjective(Objective):
             # The second views are the second half of all anchors.
             own = 2 * anchors.ids + (anchors.rows >= anchors.num_global // 2)
         state = chains.state[own]
-        usable = anchors.is_negative(ids_of(state, self.views)[:, None])[:, 0] & (state != NO_STATE)
+        barred = (ids_of(state, self.views)[:, None] == anchors.positive_ids).any(dim=1)
+        usable = ~barred & (state != NO_STATE)
         item, partner, similarity, log_mean = recent.look(anchors, usable, self.random)
         state = torch.where(usable, state, item)
         mixture = Mixture(self.num_items(anchors.candidate_side) or 1, anchors.embeddings.detach())
@@ -494,7 +495,7 @@ class ChainObjective(Objective):
     def embed_proposals(self, anchors: Anchors, visit: Visit, wanted: Tensor, encode: Encode) -> tuple[Tensor, Tensor]:
         """(C, D) the proposals, and (n, D) this rank's wanted items (n,), each encoded once."""
         if self.proposals == "batch":
-            return anchors.candidates[: anchors.num_in_batch], embed(wanted, encode, anchors)
+            return anchors.candidates[: anchors.num_global], embed(wanted, encode, anchors)
         own, sizes = distributed.share(visit.items)
         embeddings = embed(torch.cat([own, wanted]), encode, anchors)
         proposed = distributed.gather_with_grad(embeddings[: len(own)], sizes)
@@ -505,7 +506,7 @@ class ChainObjective(Objective):
     def compare(self, anchors: Anchors, visit: Visit, proposed: Tensor) -> tuple[Tensor, Tensor]:
         """(A, C) similarities with the proposals (C, D), and (A, C) whether these are negatives of the anchors."""
         if self.proposals == "batch":
-            own = slice(anchors.num_in_batch)
+            own = slice(anchors.num_global)
             return anchors.similarities[:, own], anchors.allowed[:, own]
         return anchors.embeddings @ proposed.T, anchors.is_negative(ids_of(visit.items, self.views))
 

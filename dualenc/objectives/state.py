@@ -29,8 +29,7 @@ class SharedRandom(nn.Module):
     def uniform(self, *shape: int, like: Tensor) -> Tensor:
         """Draws in the open interval (0, 1) of the given shape, with the device and precision of `like`."""
         draws = torch.rand(shape, generator=self._next(like.device), device=like.device)
-        # log(0) and 1.0 must not appear; float32 is drawn whatever the precision, so that both see the same numbers.
-        tiny = 2.0**-24
+        tiny = 2.0**-24  # log(0) and 1.0 must not appear; float32 is drawn whatever the precision
         return draws.clamp_(tiny, 1 - tiny).to(like.dtype)
 
     def integers(self, high: int, *shape: int, device: torch.device) -> Tensor:
@@ -161,28 +160,17 @@ class LogAverages(nn.Module):
         if distinct:
             # What a row without negatives writes is what was there.
             self.log_u[ids] = stored.to(self.log_u)
-        else:
-            self._store_mean(ids, torch.where(usable, stored, torch.nan))
-        return updated
-
-    def _store_mean(self, ids: Tensor, log_u: Tensor) -> None:
-        """Write the mean (of u, not of log u) over the usable rows of each item."""
-        usable = torch.isfinite(log_u)
-        log_u = log_u.masked_fill(~usable, -torch.inf)
-        # Every row is scaled by the peak of the batch's rows for its item, so that exp stays in range.
+            return updated
+        # The mean of u, not of log u, over an item's rows, each scaled by their peak so that exp stays in range.
+        usable = usable & torch.isfinite(stored)
+        stored = stored.masked_fill(~usable, -torch.inf)
         items, row_item = torch.unique(ids, return_inverse=True)
-        peak = log_u.new_full((len(items),), -torch.inf).scatter_reduce(0, row_item, log_u, reduce="amax")
-        scaled = torch.exp(log_u - peak[row_item]).masked_fill(~usable, 0.0)
+        peak = stored.new_full((len(items),), -torch.inf).scatter_reduce(0, row_item, stored, reduce="amax")
+        scaled = torch.exp(stored - peak[row_item]).masked_fill(~usable, 0.0)
         total, count = (torch.zeros_like(peak).index_add(0, row_item, rows.to(peak)) for rows in (scaled, usable))
         mean = (peak + (total / count).log()).to(self.log_u)
         self.log_u[items] = torch.where(count > 0, mean, self.log_u[items])
-
-
-def mean_per_item(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct items of the rows (A,), and the mean of the rows' values for each: a row order that ranks agree on."""
-    items, row_item, count = torch.unique(ids, return_inverse=True, return_counts=True)
-    total = torch.zeros_like(values[: len(items)]).index_add(0, row_item, values)
-    return items, total / count
+        return updated
 
 
 def first_rows(ids: Tensor) -> Tensor:
