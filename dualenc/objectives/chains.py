@@ -7,7 +7,7 @@ as 2·id and its right view as 2·id + 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -196,11 +196,6 @@ def ids_of(items: Tensor, views: bool) -> Tensor:
     return items // 2 if views else items
 
 
-def left_view(items: Tensor) -> Tensor:
-    """The left view of each item's image; -1 stays."""
-    return torch.where(items < 0, items, items // 2 * 2)
-
-
 def items_of(ids: Tensor, views: bool) -> Tensor:
     """(A, K) lists of ids padded with -1 -> the same as items (A, K), or with views both of each image (A, 2K)."""
     if not views:
@@ -277,48 +272,6 @@ class Neighbors(nn.Module):
 
 
 @dataclass
-class Mixture:
-    """Ids in [0, N): uniform, or with some probability from a list.
-
-    Attributes:
-        corpus_size: N.
-        like: device and precision of the densities.
-        near: (L,) sorted ids, each as likely as it is often listed.
-        share: probability that a draw comes from the list.
-    """
-
-    corpus_size: int
-    like: Tensor
-    near: Tensor | None = None
-    share: float = 0.0
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all ids are equally likely."""
-        return self.near is None
-
-    def with_list(self, near: Tensor, share: float) -> Mixture:
-        """The same with a share from a list; an empty one changes nothing."""
-        return replace(self, near=near, share=share) if len(near) else self
-
-    def draw(self, count: int, random: SharedRandom) -> Tensor:
-        """(count,) independent draws."""
-        device = self.like.device
-        ids = random.integers(self.corpus_size, count, device=device)
-        if self.near is None:
-            return ids
-        from_list = random.uniform(count, like=self.like) < self.share
-        return torch.where(from_list, self.near[random.integers(len(self.near), count, device=device)], ids)
-
-    def log_density(self, ids: Tensor) -> Tensor:
-        """(n,) log of the probability of each id, over that of a uniform draw."""
-        if self.near is None:
-            return self.like.new_zeros(len(ids))
-        listed = torch.searchsorted(self.near, ids, right=True) - torch.searchsorted(self.near, ids)
-        return torch.log(1 - self.share + self.share * self.corpus_size / len(self.near) * listed.to(self.like))
-
-
-@dataclass
 class Visit:
     """Where some anchors' chains are, and what is proposed to them.
 
@@ -329,7 +282,8 @@ class Visit:
         state: (A,) the item that each chain comes with, -1 for none.
         partner, similarity, log_mean: (A,) what `RecentItems.look` gives; the first two for what starts anew.
         items, partners: (C,) the proposals, and the other ids of the pairs that they come from, -1 if from none.
-        mixture: what the proposals are drawn from.
+        near: (L,) sorted ids that `neighbor_share` of the draws come from, each as likely as it is often listed; None
+            where all are uniform.
     """
 
     chains: Chains
@@ -342,7 +296,7 @@ class Visit:
     log_mean: Tensor
     items: Tensor
     partners: Tensor
-    mixture: Mixture
+    near: Tensor | None
 
 
 class ChainObjective(Objective):
@@ -470,27 +424,29 @@ class ChainObjective(Objective):
         usable = ~barred & (state != NO_STATE)
         item, partner, similarity, log_mean = recent.look(anchors, usable, self.random)
         state = torch.where(usable, state, item)
-        mixture = Mixture(self.num_items(anchors.candidate_side) or 1, anchors.embeddings.detach())
+        near = None
         if self.proposals != "batch":
             neighbors = self.left_neighbors if anchors.side == "left" else self.right_neighbors
             if self.neighbor_share and len(neighbors.ids):
-                near = neighbors.near(distributed.gather(anchors.ids, anchors.sizes))
-                mixture = mixture.with_list(near, self.neighbor_share)
-            items = self.items_drawn(mixture.draw(self.proposals, self.random))
+                listed = neighbors.near(distributed.gather(anchors.ids, anchors.sizes))
+                near = listed if len(listed) else None
+            size, count, device = self.num_items(anchors.candidate_side) or 1, self.proposals, items.device
+            drawn = self.random.integers(size, count, device=device)
+            if near is not None:
+                from_list = self.random.uniform(count, like=anchors.embeddings) < self.neighbor_share
+                drawn = torch.where(from_list, near[self.random.integers(len(near), count, device=device)], drawn)
+            items = self.items_drawn(drawn)
             partners = torch.full_like(items, NO_STATE)
-        return Visit(
-            chains=chains,
-            recent=recent,
-            own=own,
-            usable=usable,
-            state=state,
-            partner=partner,
-            similarity=similarity,
-            log_mean=log_mean,
-            items=items,
-            partners=partners,
-            mixture=mixture,
-        )
+        return Visit(chains, recent, own, usable, state, partner, similarity, log_mean, items, partners, near)
+
+    def log_density(self, anchors: Anchors, visit: Visit, items: Tensor) -> Tensor:
+        """(n,) log of the probability that a proposal is one of some items (n,), over that of a uniform draw."""
+        if visit.near is None:
+            return anchors.embeddings.new_zeros(len(items))
+        ids, size = ids_of(items, self.views), self.num_items(anchors.candidate_side) or 1
+        listed = torch.searchsorted(visit.near, ids, right=True) - torch.searchsorted(visit.near, ids)
+        boost = self.neighbor_share * size / len(visit.near) * listed.to(anchors.embeddings)
+        return torch.log(1 - self.neighbor_share + boost)
 
     def embed_proposals(self, anchors: Anchors, visit: Visit, wanted: Tensor, encode: Encode) -> tuple[Tensor, Tensor]:
         """(C, D) the proposals, and (n, D) this rank's wanted items (n,), each encoded once."""
@@ -499,7 +455,7 @@ class ChainObjective(Objective):
         own, sizes = distributed.share(visit.items)
         embeddings = embed(torch.cat([own, wanted]), encode, anchors)
         proposed = distributed.gather_with_grad(embeddings[: len(own)], sizes)
-        if self.updates_state and visit.recent.num_slots and visit.mixture.is_uniform:
+        if self.updates_state and visit.recent.num_slots and visit.near is None:
             visit.recent.add(visit.items, visit.partners, proposed)
         return proposed, embeddings[len(own) :]
 

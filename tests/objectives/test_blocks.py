@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from dualenc.objectives import Objective, anchors
 from dualenc.objectives import state as row_draws
-from dualenc.objectives.state import ROWS_PER_DRAW, RowDraws, SharedRandom
+from dualenc.objectives.state import ROWS_PER_DRAW, SharedRandom
 from tests.objectives.every import SETTINGS, Run, Setting
 
 # A few anchors per block; the chains of EMC², which hold more per anchor, get one.
@@ -99,10 +99,10 @@ def large(setting: Setting, batch_size: int) -> Objective:
 def test_rows_of_draws_do_not_depend_on_what_they_are_looked_at_with() -> None:
     num_rows, like = 2 * ROWS_PER_DRAW + 10, torch.zeros(0, dtype=torch.float64)
     random = SharedRandom(3)
-    draws = RowDraws(random, num_rows, width=5)
+    draws_of = random.rows(num_rows, width=5)
     assert random.draws == 3
-    every = draws.of(torch.arange(num_rows), like)
+    every = draws_of(torch.arange(num_rows), like)
     assert every.unique().numel() > 0.99 * every.numel()
     chosen = torch.tensor([num_rows - 1, 0, ROWS_PER_DRAW, ROWS_PER_DRAW - 1])
-    assert torch.equal(draws.of(chosen, like), every[chosen])
+    assert torch.equal(draws_of(chosen, like), every[chosen])
     assert torch.equal(every[:ROWS_PER_DRAW], SharedRandom(3).uniform(ROWS_PER_DRAW, 5, like=like))

@@ -251,12 +251,12 @@ def test_equals_the_loop_bit_by_bit(
     seed: int, num_anchors: int, num_proposals: int, tau: float, dtype: torch.dtype
 ) -> None:
     scores, thresholds, start, burn_in = problem(seed, num_anchors, num_proposals, tau, dtype)
-    found = walk(scores, thresholds, start, burn_in)
+    found_visits, found_stays, found_last = walk(scores, thresholds, start, burn_in)
     for a in range(num_anchors):
         visits, stays, last = slow_walk(scores[a], thresholds[a], float(start[a]), int(burn_in[a]))
-        assert found.visits[a].tolist() == visits
-        assert int(found.stays[a]) == stays
-        assert int(found.last[a]) == last
+        assert found_visits[a].tolist() == visits
+        assert int(found_stays[a]) == stays
+        assert int(found_last[a]) == last
 
 
 class Count(TorchDispatchMode):
