@@ -400,7 +400,7 @@ class Objective(nn.Module):
         alone, sizes = not distributed.is_initialized(), distributed.rank_sizes(len(left), left.device)
         with torch.no_grad():
             both = torch.stack([left_id, right_id])
-            both = both if alone else distributed.gather(both.T, sizes).T
+            both = both if alone else distributed.gather(both.T, sizes).T.contiguous()
             rows = torch.cat(list(given.values()))
             left_copies, right_copies = self._look(given, rows, both, known)
             parts = rows.split([len(tensor) for tensor in given.values()])
