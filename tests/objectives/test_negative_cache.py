@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualenc.errors import DualencError
 from dualenc.objectives import NegativeCache
 from dualenc.objectives import negative_cache as feature_cache
 from dualenc.objectives.negative_cache import FeatureCache
 from dualenc.objectives.state import SharedRandom
-from tests.objectives.slow import Case, make_case
+from tests.objectives.every import Dispatched
+from tests.objectives.slow import Case, gradients, make_case
 from tests.objectives.slow_chains import Corpus, Item, _anchors, _barred, _batch, _vector
 
 
@@ -38,12 +38,6 @@ def drawn_negatives(criterion: NegativeCache, case: Case, corpus: Corpus) -> tup
         patch.setattr(FeatureCache, "draw", spy)
         loss = criterion(**case.arguments(), encode=corpus.encode).loss
     return gradients(loss, case, corpus), drawn
-
-
-def gradients(loss: torch.Tensor, case: Case, corpus: Corpus) -> torch.Tensor:
-    inputs = [case.left, case.right, corpus.left, corpus.right]
-    found = torch.autograd.grad(loss, inputs, allow_unused=True)
-    return torch.cat([torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs)])
 
 
 @settings(max_examples=15, deadline=None)
@@ -213,25 +207,13 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(whole[1], chunked[1])
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest result."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.size = max(self.size, result.numel())
-        return result
-
-
 def test_never_holds_a_similarity_per_item_and_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_cache, "MAX_ELEMENTS", 2**12)
     cache = FeatureCache(6400)
     cache.write(torch.arange(6400), torch.ones(6400, 2))
-    with Largest() as largest:
+    with Dispatched() as watched:
         draw(cache, (torch.ones(50, 2) / TAU, torch.zeros(50, 1, dtype=torch.long)))
-    assert largest.size <= 2 * 6400  # the cache itself, of dimension 2
+    assert watched.largest <= 2 * 6400  # the cache itself, of dimension 2
 
 
 def test_an_empty_cache_draws_nothing() -> None:
