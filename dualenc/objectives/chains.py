@@ -107,11 +107,6 @@ class RecentItems(nn.Module):
         self.items[slots], self.partners[slots] = items, partners[rows]
         self.embeddings[slots] = embeddings[rows].detach().to(self.embeddings)
 
-    def visited(self, count: int) -> bool:
-        """Note that batches brought so many items; true once, when all of a small corpus or most slots have come."""
-        seen, self.num_seen = self.num_seen, self.num_seen + count
-        return seen < self.enough <= self.num_seen
-
     @property
     def hold_the_corpus(self) -> bool:
         """Whether every item keeps its own embedding, and some have come."""
@@ -182,9 +177,7 @@ def at(values: Tensor, column: Tensor) -> Tensor:
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """(A,) a column drawn from each row of weights (A, C) ≥ 0, which need not sum to 1; any for rows of zeros.
 
-    Args:
-        weights: (A, C).
-        uniform: (A,) draws in (0, 1); they never lead to a column of weight 0.
+    Draws (A,) of `uniform` in (0, 1) never lead to a column of weight 0.
     """
     cumulative = weights.cumsum(dim=1)
     drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
@@ -233,8 +226,7 @@ def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
     for view, side in enumerate(sides):
         place = (distinct % 2 == view).nonzero()[:, 0]
         if len(place):
-            ids = ids_of(distinct[place], views=True)
-            embeddings = embeddings.index_put((place,), encode(side, ids))
+            embeddings = embeddings.index_put((place,), encode(side, distinct[place] // 2))
     return embeddings[row]
 
 
@@ -246,23 +238,6 @@ class Neighbors(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("ids", torch.zeros(0, 0, dtype=torch.long))
-
-    def set(self, ids: Tensor, num_anchors: int, num_items: int) -> None:
-        """Replace the lists by ids (m, k) in [0, num_items), padded with -1.
-
-        Raises:
-            DualencError: another shape, no integers, or ids out of range.
-        """
-        if ids.dim() != 2 or len(ids) != num_anchors or ids.is_floating_point():
-            raise DualencError(f"neighbours have shape {tuple(ids.shape)}; they must be integers ({num_anchors}, k)")
-        if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= num_items):
-            raise DualencError(f"neighbours lie in [{int(ids.min())}, {int(ids.max())}]; ids end at {num_items}")
-        self.ids = ids.to(self.ids.device, torch.long)
-
-    def near(self, anchors: Tensor) -> Tensor:
-        """(L,) the ids near any of the anchors (A,), sorted, each as often as it is listed."""
-        listed = self.ids[anchors].flatten().sort().values
-        return listed[listed >= 0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(prefix + "ids")
@@ -302,16 +277,14 @@ class Visit:
 class ChainObjective(Objective):
     """Base of the objectives whose negatives come from a Markov chain per anchor that is kept from step to step.
 
-    Where a chain starts never changes its law, but it decides when the law is reached. On an anchor's first visit the
-    chain starts on a draw from the softmax over the latest embeddings of up to `recent` items; once these are there
-    for the first time (after an epoch, or 2·`recent` items of a larger corpus) every chain starts anew. Where the
-    corpus is much larger than `recent`, a start is as good as a softmax over so many negatives, and chains mix on
-    from there.
+    Where a chain starts never changes its law, but decides when the law is reached. On an anchor's first visit it
+    starts on a draw from the softmax over the latest embeddings of up to `recent` items; once these are there for the
+    first time (after an epoch, or 2·`recent` items of a larger corpus) every chain starts anew.
 
     Chains give the gradient of the loss and not its value. Where the corpus has no more than `recent` items, the value
-    takes the partition function from their latest embeddings: at fixed parameters it is exact from the second epoch
-    on. Of a larger corpus they are a sample, which errs low by nats at small τ: `reports_loss` is False then, and the
-    number in `loss` is only that of the surrogate that carries the gradient.
+    takes the partition function from their latest embeddings: exact at fixed parameters from the second epoch on. Of
+    a larger corpus they are a sample, which errs low by nats at small τ: `reports_loss` is False then, and `loss` has
+    only the value of the surrogate.
 
     Mined negatives are no uniform proposals and take no part. In-batch proposals are uniform only if batches are
     random: with selected batches draw them from the corpus (`proposals=64`).
@@ -353,8 +326,8 @@ class ChainObjective(Objective):
         if proposals != "batch" and (not isinstance(proposals, int) or proposals < 1):
             self._fail("proposals", f'is {proposals!r}; it must be "batch" or a number of draws, at least 1')
         if not 0 <= neighbor_share < 1 or (neighbor_share and proposals == "batch"):
-            problem = f"is {neighbor_share}; it must lie in [0, 1), and needs proposals to be a number"
-            self._fail("neighbor_share", problem)
+            must = "it must lie in [0, 1), and needs proposals to be a number"
+            self._fail("neighbor_share", f"is {neighbor_share}; {must}")
         if neighbors < 1:
             self._fail("neighbors", f"is {neighbors}; it must be at least 1")
         if recent < 0:
@@ -380,11 +353,18 @@ class ChainObjective(Objective):
         Args:
             side: of the anchors, "left" or "right".
             ids: (m, k) ids of the other side's items (with views: of images), padded with -1; row i is for anchor i.
+
+        Raises:
+            DualencError: another shape, no integers, or ids out of range.
         """
-        if side == "left":
-            self.left_neighbors.set(ids, self.num_left or 1, self.num_right or 1)
-        else:
-            self.right_neighbors.set(ids, self.num_right or 1, self.num_left or 1)
+        num_anchors, num_items, table = self.num_left, self.num_right, self.left_neighbors
+        if side == "right":
+            num_anchors, num_items, table = self.num_right, self.num_left, self.right_neighbors
+        if ids.dim() != 2 or len(ids) != num_anchors or ids.is_floating_point():
+            raise DualencError(f"neighbours have shape {tuple(ids.shape)}; they must be integers ({num_anchors}, k)")
+        if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= (num_items or 1)):
+            raise DualencError(f"neighbours lie in [{int(ids.min())}, {int(ids.max())}]; ids end at {num_items}")
+        table.ids = ids.to(table.ids.device, torch.long)
 
     @property
     def needs_uniform_batches(self) -> str | None:
@@ -412,8 +392,9 @@ class ChainObjective(Objective):
         partners = torch.full_like(items, NO_STATE) if self.views else distributed.gather(anchors.ids, anchors.sizes)
         if self.updates_state and recent.num_slots:
             recent.add(items, partners, anchors.candidates[: anchors.num_global])
-            if recent.visited(anchors.num_global):
-                # Chains that began while little was there begin anew.
+            seen, recent.num_seen = recent.num_seen, recent.num_seen + anchors.num_global
+            if seen < recent.enough <= recent.num_seen:
+                # All of a small corpus or most slots have come: chains that began while little was there begin anew.
                 chains.forget()
         own = anchors.ids
         if not self.shared_chain:
@@ -428,7 +409,8 @@ class ChainObjective(Objective):
         if self.proposals != "batch":
             neighbors = self.left_neighbors if anchors.side == "left" else self.right_neighbors
             if self.neighbor_share and len(neighbors.ids):
-                listed = neighbors.near(distributed.gather(anchors.ids, anchors.sizes))
+                listed = neighbors.ids[distributed.gather(anchors.ids, anchors.sizes)].flatten().sort().values
+                listed = listed[listed >= 0]
                 near = listed if len(listed) else None
             size, count, device = self.num_items(anchors.candidate_side) or 1, self.proposals, items.device
             drawn = self.random.integers(size, count, device=device)

@@ -112,7 +112,6 @@ class ISogCLR(SogCLR):
         self.bounds = (min_temperature, max_temperature)
         start = float(self.temperature)
         self.left_temperatures = AnchorTemperatures(self.num_left or 1, start)
-        # With views both sides are one.
         self.right_temperatures = self.left_temperatures
         if not self.views:
             self.right_temperatures = AnchorTemperatures(self.num_right or 1, start)
@@ -133,9 +132,15 @@ class ISogCLR(SogCLR):
             pull = torch.exp(log_mean - log_u) * mean_similarity
             rows = (anchors.ids, log_u + self.radius - pull / tau, anchors.num_negatives)
             ids, slope, count = (distributed.gather(values, anchors.sizes) for values in rows)
-            some = count > 0
+            ids, slope = ids[count > 0], slope[count > 0]
+            # v ← momentum·v + (1 − momentum)·slope, of an item that stands in several rows their mean; τ ← τ − rate·v.
+            items, row_item, copies = torch.unique(ids, return_inverse=True, return_counts=True)
+            slope = torch.zeros_like(slope[: len(items)]).index_add(0, row_item, slope) / copies
             table = self.left_temperatures if anchors.side == "left" else self.right_temperatures
-            table.step(ids[some], slope[some], self.temperature_rate, self.temperature_momentum, self.bounds)
+            kept = self.temperature_momentum
+            velocity = kept * table.momentum[items] + (1 - kept) * slope.to(table.momentum)
+            table.momentum[items] = velocity
+            table.tau[items] = (table.tau[items] - self.temperature_rate * velocity).clamp(*self.bounds)
         return tau, log_u
 
     def losses(self, block: Anchors, *known: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,12 +157,7 @@ def _own_logits(block: Anchors, tau: Tensor) -> Tensor:
 
 
 class AnchorTemperatures(nn.Module):
-    """τ and the momentum of its gradient per item.
-
-    Args:
-        num_items: N.
-        start: τ of every item.
-    """
+    """τ, at first `start`, and the momentum of its gradient for each of N items."""
 
     tau: Tensor
     momentum: Tensor
@@ -166,11 +166,3 @@ class AnchorTemperatures(nn.Module):
         super().__init__()
         self.register_buffer("tau", torch.full((num_items,), start))
         self.register_buffer("momentum", torch.zeros(num_items))
-
-    def step(self, ids: Tensor, slope: Tensor, rate: float, momentum: float, bounds: tuple[float, float]) -> None:
-        """v ← momentum·v + (1 − momentum)·slope; τ ← clamp(τ − rate·v), for the items of the global batch (A,)."""
-        items, row_item, count = torch.unique(ids, return_inverse=True, return_counts=True)
-        slope = torch.zeros_like(slope[: len(items)]).index_add(0, row_item, slope) / count
-        velocity = momentum * self.momentum[items] + (1 - momentum) * slope.to(self.momentum)
-        self.momentum[items] = velocity
-        self.tau[items] = (self.tau[items] - rate * velocity).clamp(*bounds)

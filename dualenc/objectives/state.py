@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from dualenc import distributed
 from dualenc.errors import DualencError
 
-
 ROWS_PER_DRAW = 256
 
 
