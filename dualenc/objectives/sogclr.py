@@ -132,7 +132,8 @@ class ISogCLR(SogCLR):
             pull = torch.exp(log_mean - log_u) * mean_similarity
             rows = (anchors.ids, log_u + self.radius - pull / tau, anchors.num_negatives)
             ids, slope, count = (distributed.gather(values, anchors.sizes) for values in rows)
-            ids, slope = ids[count > 0], slope[count > 0]
+            some = count > 0
+            ids, slope = ids[some], slope[some]
             # v ← momentum·v + (1 − momentum)·slope, of an item that stands in several rows their mean; τ ← τ − rate·v.
             items, row_item, copies = torch.unique(ids, return_inverse=True, return_counts=True)
             slope = torch.zeros_like(slope[: len(items)]).index_add(0, row_item, slope) / copies
