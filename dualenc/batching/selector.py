@@ -91,31 +91,28 @@ class BatchSelector(ABC):
 
     def check_embeddings(self, left: np.ndarray, right: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Both sides as finite float32 (N, D)."""
-        checked_left = self._finite_rows("left", left)
-        if right is None or right is left:
-            return checked_left, checked_left
-        checked_right = self._finite_rows("right", right)
-        if checked_left.shape != checked_right.shape:
+        checked: list[np.ndarray] = []
+        for side, given in (("left", left), ("right", right)):
+            if checked and (given is None or given is left):
+                return checked[0], checked[0]
+            rows = np.asarray(given, dtype=np.float32)
+            if rows.ndim != 2 or len(rows) != self.num_pairs or rows.shape[1] == 0:
+                expected = f"({self.num_pairs}, D), one row per training pair"
+                raise DualencError(f"{side} embeddings have shape {rows.shape}; expected {expected}")
+            for start in range(0, len(rows), 65536):
+                broken = ~np.isfinite(rows[start : start + 65536]).all(axis=1)
+                if broken.any():
+                    raise DualencError(
+                        f"{side} embeddings hold a NaN or an infinity in row {start + int(broken.argmax())}; "
+                        "has the training diverged?"
+                    )
+            checked.append(rows)
+        if checked[0].shape != checked[1].shape:
             raise DualencError(
-                f"left embeddings have shape {checked_left.shape} and right {checked_right.shape}; "
+                f"left embeddings have shape {checked[0].shape} and right {checked[1].shape}; "
                 "both towers must give vectors of one dimension"
             )
-        return checked_left, checked_right
-
-    def _finite_rows(self, side: str, embeddings: np.ndarray) -> np.ndarray:
-        rows = np.asarray(embeddings, dtype=np.float32)
-        if rows.ndim != 2 or len(rows) != self.num_pairs or rows.shape[1] == 0:
-            raise DualencError(
-                f"{side} embeddings have shape {rows.shape}; expected ({self.num_pairs}, D), one row per training pair"
-            )
-        for start in range(0, len(rows), 65536):
-            broken = ~np.isfinite(rows[start : start + 65536]).all(axis=1)
-            if broken.any():
-                raise DualencError(
-                    f"{side} embeddings hold a NaN or an infinity in row {start + int(broken.argmax())}; "
-                    "has the training diverged?"
-                )
-        return rows
+        return checked[0], checked[1]
 
 
 def check_at_least(lowest: float, **arguments: float) -> None:
@@ -139,11 +136,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def batch_losses(
-    left: np.ndarray,
-    right: np.ndarray,
-    batches: np.ndarray,
-    temperature: float,
-    chunk_bytes: int = 1 << 24,
+    left: np.ndarray, right: np.ndarray, batches: np.ndarray, temperature: float, chunk_bytes: int = 1 << 24
 ) -> np.ndarray:
     """Loss of each batch: the `InfoNCE` objective of its pairs; `.mean()` is that of the epoch.
 
@@ -151,8 +144,7 @@ def batch_losses(
     batches at a time, since batching stands beside the objectives and imports none.
 
     Args:
-        left: (N, D) unit-norm embeddings.
-        right: (N, D) unit-norm embeddings.
+        left, right: (N, D) unit-norm embeddings.
         batches: (num_batches, B) pair indices.
         temperature: τ > 0.
         chunk_bytes: about how much memory to work in.
@@ -205,15 +197,12 @@ class OSGDBatches(BatchSelector):
     Source: Cho et al. 2023, arXiv:2307.05906, Algorithms 5 and 6; Kawaguchi and Lu 2020, arXiv:1907.04371.
 
     Args:
-        num_pairs: N, the number of training pairs.
-        batch_size: B, pairs in each (global) batch.
-        seed: of the partitions.
+        num_pairs, batch_size, seed, remainder: as of `BatchSelector`.
         k: batches to choose from, as in the paper; a window of fewer (the last, or all if k > N/B) gives in
             proportion. Unused if exhaustive.
         q: batches to choose, at most k.
         temperature: τ of the loss.
         exhaustive: Algorithm 5 instead of 6.
-        remainder: of the partition, when B does not divide N: "drop" or "wrap".
 
     Raises:
         DualencError: an argument is out of its range, or C(N, B) exceeds a million.
@@ -260,15 +249,15 @@ class OSGDBatches(BatchSelector):
         if self.exhaustive:
             pairs = itertools.combinations(range(self.num_pairs), self.batch_size)
             candidates = np.array(list(pairs), dtype=np.int64)
-        order = np.argsort(-batch_losses(left, right, candidates, self.temperature), kind="stable")
-        if self.exhaustive:
-            chosen = candidates[order[: self.q]]
-        else:
-            window_of = order // self.k
-            windows = (order[window_of == w] for w in range(math.ceil(len(order) / self.k)))
-            chosen = candidates[np.concatenate([w[: self._share_of(len(w))] for w in windows])]
-        logger.info("epoch %d leaves out %d of %d pairs", epoch, self.left_out(chosen), self.num_pairs)
-        return chosen
+        losses = batch_losses(left, right, candidates, self.temperature)
+        chosen = []
+        window = len(candidates) if self.exhaustive else self.k
+        for start in range(0, len(candidates), window):
+            order = np.argsort(-losses[start : start + window], kind="stable")
+            chosen.append(candidates[start + order[: self.q if self.exhaustive else self._share_of(len(order))]])
+        selected = np.concatenate(chosen)
+        logger.info("epoch %d leaves out %d of %d pairs", epoch, self.left_out(selected), self.num_pairs)
+        return selected
 
     def _share_of(self, window: int) -> int:
         return math.ceil(self.q * window / self.k)

@@ -42,9 +42,7 @@ class SpectralBatches(BatchSelector):
       2023, arXiv:2210.12874).
 
     Args:
-        num_pairs: N, the number of training pairs.
-        batch_size: B, pairs in each (global) batch.
-        seed: of all random choices.
+        num_pairs, batch_size, seed, remainder: as of `BatchSelector`.
         method: how to partition.
         temperature: τ of the affinity ("spectral").
         k: batches in a random group ("spectral"): the time grows with k²·B²·N.
@@ -52,8 +50,6 @@ class SpectralBatches(BatchSelector):
         neighbors: edges from each pair ("bandwidth"); by default 8, or B − 1 if that is less.
         share: of the batches that are selected, in [0, 1]; the pairs of the others meet at random, which
             limits how often false negatives meet.
-        remainder: when B does not divide N: "drop" leaves N mod B random pairs out of the epoch; "wrap" adds
-            one random batch of them, filled up with other random pairs.
 
     Raises:
         DualencError: an argument is out of its range.
@@ -101,16 +97,17 @@ class SpectralBatches(BatchSelector):
             selected = rows[bandwidth_batches(left[rows], right[rows], self.batch_size, self.neighbors)]
         else:
             groups = [batches[first : min(first + self.k, whole)].ravel() for first in range(0, whole, self.k)]
-            selected = np.concatenate([group[self._spectral(left[group], right[group], draw)] for group in groups])
+            parts = []
+            for group in groups:
+                seed = int(draw.integers(2**31))
+                given = (self.batch_size, self.temperature, seed, self.laplacian)
+                parts.append(group[spectral_batches(left[group], right[group], *given)])
+            selected = np.concatenate(parts)
         # A random share of the batches is kept; the pairs of the others meet at random.
         order = draw.permutation(whole)
         kept, others = np.split(selected[order], [round(self.share * whole)])
         mixed = draw.permutation(others.ravel()).reshape(others.shape)
         return draw.permutation(np.concatenate([kept, mixed, batches[whole:]]))
-
-    def _spectral(self, left: np.ndarray, right: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-        seed = int(draw.integers(2**31))
-        return spectral_batches(left, right, self.batch_size, self.temperature, seed, self.laplacian)
 
 
 def bisection_batches(points: np.ndarray, batch_size: int, draw: np.random.Generator) -> np.ndarray:
@@ -184,8 +181,7 @@ def affinity(left: np.ndarray, right: np.ndarray, batch_size: int, temperature: 
     `batch_losses` gives.
 
     Args:
-        left: (n, D) unit-norm embeddings u.
-        right: (n, D) unit-norm embeddings v.
+        left, right: (n, D) unit-norm embeddings u and v.
         batch_size: B.
         temperature: τ.
 
@@ -258,8 +254,7 @@ def spectral_batches(
     """Partition n pairs, B divides n, into batches of large loss: Algorithm 1 of Cho et al. 2023, in O(n³).
 
     Args:
-        left: (n, D) unit-norm embeddings.
-        right: (n, D) unit-norm embeddings.
+        left, right: (n, D) unit-norm embeddings.
         batch_size: B.
         temperature: τ.
         seed: of k-means.
@@ -282,8 +277,7 @@ def bandwidth_batches(left: np.ndarray, right: np.ndarray, batch_size: int, neig
     arXiv:2210.12874.
 
     Args:
-        left: (N, D) float32 unit-norm embeddings, B divides N.
-        right: (N, D) float32 unit-norm embeddings.
+        left, right: (N, D) float32 unit-norm embeddings, B divides N.
         batch_size: B.
         neighbors: edges from each pair; by default 8, or B − 1 if that is less: batches smaller than a
             neighbourhood would otherwise be strung together.

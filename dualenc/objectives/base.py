@@ -1,7 +1,7 @@
 """What all objectives share: checking, precision, both directions or views, scaling over ranks, metrics.
 
-An objective's own file holds its equation. The base cuts the anchors of a large batch into blocks of rows, so that
-(A, C) matrices exist for one block at a time, forward and backward; an objective sees a block, and what it keeps:
+An objective's own file holds its equation. Large batches are cut into blocks of rows, so that (A, C) matrices exist
+for one block at a time, forward and backward; an objective sees a block, and what it keeps:
 
     statistics(block)            without gradient, per block: what the state needs to know
     update(anchors, *found)      once for all anchors of this rank: collectives and state
@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import PADDING, Anchors, Batch, pair_anchors, view_anchors
+from dualenc.objectives.anchors import PADDING, Anchors, Pairs, pair_anchors, view_anchors
 from dualenc.objectives.state import SharedRandom
 from dualenc.types import Side
 
@@ -133,20 +134,16 @@ class Objective(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
         if isinstance(temperature, Tensor):
-            raise DualencError(
-                f"{name}: temperature is a tensor; pass a number, and learnable_temperature=True to have it learned"
-            )
+            self._fail("temperature", "is a tensor; pass a number, and learnable_temperature=True to have it learned")
         if not (temperature >= MIN_TEMPERATURE and math.isfinite(temperature)):
-            raise DualencError(
-                f"{name}: temperature is {temperature}; it must be a number such as 0.07, at least {MIN_TEMPERATURE}"
-            )
+            least = f"it must be a number such as 0.07, at least {MIN_TEMPERATURE}"
+            self._fail("temperature", f"is {temperature}; {least}")
         if self.needs_num_left and num_left is None:
-            raise DualencError(f"{name}: num_left is missing; pass the number of left items, e.g. len(pairs)")
+            self._fail("num_left", "is missing; pass the number of left items, e.g. len(pairs)")
         for argument, value in (("num_left", num_left), ("num_right", num_right)):
             if value is not None and value < 1:
-                raise DualencError(f"{name}: {argument} is {value}; it must be at least 1")
+                self._fail(argument, f"is {value}; it must be at least 1")
         self.num_left = num_left
         self.num_right = num_left if num_right is None or views else num_right
         self.views = views
@@ -205,18 +202,44 @@ class Objective(nn.Module):
             "right_positives": right_positives,
             "negative_id": negative_id,
         }
-        batch, copies = self._checked({"left": left, "right": right, "negatives": negatives}, ids)
+        pairs, copies = self._checked({"left": left, "right": right, "negatives": negatives}, ids)
         if self.needs_encode and encode is None:
-            raise DualencError(
-                f"{type(self).__name__}: encode is missing; pass encode(side, ids) -> (n, D) that embeds items by id"
-            )
-        encode = None if encode is None else _guarded(encode, batch.left, torch.is_autocast_enabled(left.device.type))
-        with torch.autocast(left.device.type, enabled=False), self._draws_kept():
-            temperature = self.temperature.to(batch.left.dtype)
+            self._fail("encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
+        like, device = pairs.left, left.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+        def ask(side: Side, ids: Tensor) -> Tensor:
+            assert encode is not None
+            # Objectives compute in full precision, encoders in the caller's.
+            with nullcontext() if autocast is None else torch.autocast(device, dtype=autocast):
+                found = encode(side, ids)
+            if found.shape != (expected := (len(ids), like.shape[1])):
+                raise DualencError(f"encode gave shape {tuple(found.shape)} for {len(ids)} ids; it must be {expected}")
+            with torch.no_grad():
+                # A norm is finite when all entries are, and takes one pass.
+                norm = float(torch.linalg.vector_norm(found, dtype=torch.float64))
+            if not math.isfinite(norm):
+                raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
+            return found.to(like)
+
+        # Outside of training, random draws are made but not counted.
+        sources = [] if self.updates_state else [(m, m.draws) for m in self.modules() if isinstance(m, SharedRandom)]
+        with torch.autocast(device, enabled=False):
+            temperature = self.temperature.to(like.dtype)
+            asked = None if encode is None else ask
             # One direction after the other: what the first one held is gone before the second begins.
-            losses = [self.anchor_losses(anchors, encode) for anchors in self._anchors(batch, temperature)]
-            loss = self._mean(losses, sum(batch.sizes))
-        watched, temperature = batch.detached(*copies), temperature.detach()
+            losses = [self.anchor_losses(anchors, asked) for anchors in self._anchors(pairs, temperature)]
+            # Over all anchors of the global batch, so that the average over ranks is the global loss.
+            scale = distributed.world_size() / max(2 * sum(pairs.sizes), 1)
+            loss = torch.cat([of.surrogate for of in losses]).sum() * scale
+            if any(of.value is not None for of in losses):
+                with torch.no_grad():
+                    values = [of.surrogate if of.value is None else of.value for of in losses]
+                    difference = torch.cat(values).sum() * scale - loss
+                loss = loss + difference
+        for random, draws in sources:
+            random.draws = draws
+        watched, temperature = pairs.detached(*copies), temperature.detach()
         return ObjectiveOutput(loss, Metrics(lambda: self._metrics(watched, temperature)))
 
     def statistics(self, block: Anchors) -> tuple[Tensor, ...]:
@@ -284,11 +307,6 @@ class Objective(nn.Module):
 
     def log_corpus_size(self, anchors: Anchors) -> Tensor:
         """(A,) log of the number of negatives an anchor has in the whole corpus; in the batch, if N is unknown."""
-        if anchors.log_corpus_size is None:
-            anchors.log_corpus_size = self._log_corpus_size(anchors)
-        return anchors.log_corpus_size
-
-    def _log_corpus_size(self, anchors: Anchors) -> Tensor:
         total, counts = self.corpus_size(anchors.candidate_side), self.counts(anchors.candidate_side)
         positives, num_views = anchors.positive_ids, 2 if anchors.views else 1
         if total is None:
@@ -308,7 +326,6 @@ class Objective(nn.Module):
         Raises:
             DualencError: a table has another size, or is missing.
         """
-        name = type(self).__name__
         for prefix, module in self.named_modules():
             # Modules with a way of their own to load know their sizes themselves.
             if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
@@ -316,48 +333,32 @@ class Objective(nn.Module):
             for key, here in [*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)]:
                 saved = state_dict.get(key)
                 if saved is not None and saved.shape != here.shape:
-                    raise DualencError(
-                        f"{name}: {key} has shape {tuple(saved.shape)} in the saved state, {tuple(here.shape)} here; "
-                        "load it into an objective with the same num_left, num_right, views and options"
+                    self._fail(
+                        key,
+                        f"has shape {tuple(saved.shape)} in the saved state, {tuple(here.shape)} here; "
+                        "load it into an objective with the same num_left, num_right, views and options",
                     )
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except RuntimeError as error:
-            raise DualencError(f"{name}: {' '.join(str(error).split())}") from error
+            raise DualencError(f"{type(self).__name__}: {' '.join(str(error).split())}") from error
 
-    def _anchors(self, batch: Batch, temperature: Tensor) -> Iterator[Anchors]:
-        return (view_anchors if self.views else pair_anchors)(batch, temperature)
-
-    def _mean(self, losses: list[AnchorLosses], num_pairs: int) -> Tensor:
-        """Over all anchors of the global batch, so that the average over ranks is the global loss."""
-        scale = distributed.world_size() / max(2 * num_pairs, 1)
-        surrogate = torch.cat([of.surrogate for of in losses]).sum() * scale
-        if all(of.value is None for of in losses):
-            return surrogate
-        with torch.no_grad():
-            values = [of.surrogate if of.value is None else of.value for of in losses]
-            difference = torch.cat(values).sum() * scale - surrogate
-        return surrogate + difference
-
-    @contextmanager
-    def _draws_kept(self) -> Iterator[None]:
-        """Outside of training, random draws are made but not counted."""
-        if self.updates_state:
-            yield
-            return
-        positions = [(module, module.draws) for module in self.modules() if isinstance(module, SharedRandom)]
-        yield
-        for random, draws in positions:
-            random.draws = draws
+    def _anchors(self, pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
+        return (view_anchors if self.views else pair_anchors)(pairs, temperature)
 
     @torch.no_grad()
-    def _metrics(self, batch: Batch, temperature: Tensor) -> dict[str, Tensor]:
+    def _metrics(self, pairs: Pairs, temperature: Tensor) -> dict[str, Tensor]:
         """The same for every objective, so that runs can be compared: in-batch estimates of L(θ) and accuracy."""
+
+        def mean_and_hardest(block: Anchors) -> tuple[Tensor, ...]:
+            logits = block.logits
+            return block.log_mean_exp, logits.amax(dim=1) if logits.shape[1] else block.positive_logits
+
         found = []
-        with torch.autocast(batch.left.device.type, enabled=False):
-            for anchors in self._anchors(batch, temperature):
+        with torch.autocast(pairs.left.device.type, enabled=False):
+            for anchors in self._anchors(pairs, temperature):
                 positive, has_negatives = anchors.positive_logits, anchors.num_negatives > 0
-                log_mean, hardest = anchors.by_rows(_mean_and_hardest)
+                log_mean, hardest = anchors.by_rows(mean_and_hardest)
                 estimate = torch.where(has_negatives, -positive + log_mean + self.log_corpus_size(anchors), 0.0)
                 of_batch = estimate.sum() / has_negatives.sum().clamp(min=1)
                 accuracy = (positive > hardest).to(positive.dtype).mean().nan_to_num()
@@ -367,68 +368,65 @@ class Objective(nn.Module):
 
     def _checked(
         self, embeddings: Mapping[str, Tensor | None], ids: Mapping[str, Tensor | None]
-    ) -> tuple[Batch, tuple[Tensor, Tensor]]:
-        """The batch, and copies of this rank's embeddings that nobody changes later."""
+    ) -> tuple[Pairs, tuple[Tensor, Tensor]]:
+        """The pairs of all ranks, once all shapes, types and values are right; and copies of this rank's embeddings
+        that nobody changes later."""
         given = {name: tensor for name, tensor in embeddings.items() if tensor is not None}
-        left, right = given["left"], given["right"]
+        left, right, negatives = given["left"], given["right"], given.get("negatives")
         for name, tensor in given.items():
-            self._check_embeddings(name, tensor)
-        wrong_width = [name for name, tensor in given.items() if tensor.shape[1:] != left.shape[1:]]
-        if left.shape != right.shape or wrong_width:
+            if tensor.dim() != 2 or not tensor.is_floating_point():
+                what = f"has shape {tuple(tensor.shape)} ({tensor.dtype})"
+                self._fail(name, f"{what}; it must be a float (b, D) tensor")
+        if left.shape != right.shape or any(tensor.shape[1] != left.shape[1] for tensor in given.values()):
             self._fail("left, right", f"have shapes {tuple(left.shape)}, {tuple(right.shape)}; both must be (b, D)")
-        if self.views and "negatives" in given:
+        if self.views and negatives is not None:
             self._fail("negatives", "do not go with views=True, where every other image is a negative; leave them out")
-        if ("negatives" in given) != (ids["negative_id"] is not None):
+        if (negatives is None) != (ids["negative_id"] is None):
             self._fail("negatives", "and negative_id must be given together, (n, D) and (n,)")
-        of = {"negative_id": given.get("negatives", left)}
-        known = {n: self._checked_ids(n, t, of.get(n, left)) for n, t in ids.items() if t is not None}
-        alone = not distributed.is_initialized()
-        sizes = distributed.rank_sizes(len(left), left.device)
+        known: dict[str, Tensor] = {}
+        for name, some in ids.items():
+            if some is None:
+                continue
+            of = negatives if name == "negative_id" and negatives is not None else left
+            lists = name.endswith("positives")
+            fits = some.shape[:1] == of.shape[:1] and some.dim() == (2 if lists else 1)
+            if not fits or some.is_floating_point() or some.is_complex() or some.dtype == torch.bool:
+                what = f"({len(of)}, K) integer ids" if lists else f"{len(of)} integer ids"
+                self._fail(name, f"has shape {tuple(some.shape)} ({some.dtype}); it must hold {what}")
+            if some.device != of.device:
+                self._fail(name, f"is on {some.device}, the embeddings are on {of.device}; move it there")
+            known[name] = some.long()
+        left_id, right_id = known["left_id"], known["right_id"]
+        alone, sizes = not distributed.is_initialized(), distributed.rank_sizes(len(left), left.device)
         with torch.no_grad():
-            both = torch.stack([known["left_id"], known["right_id"]])
-            both = both if alone else distributed.gather(both.T, sizes).T
+            both = torch.stack([left_id, right_id])
+            both = both if alone else distributed.gather(both.T, sizes).T.contiguous()
             rows = torch.cat(list(given.values()))
-            numbers = self._look(given, rows, both, known)
+            left_copies, right_copies = self._look(given, rows, both, known)
             parts = rows.split([len(tensor) for tensor in given.values()])
         precision = torch.float64 if left.dtype == torch.float64 else torch.float32
         left, right = left.to(precision), right.to(precision)
-        negatives = given["negatives"].to(precision) if "negatives" in given else right[:0]
-        negative_id = known.get("negative_id", known["right_id"][:0])
+        negatives = right[:0] if negatives is None else negatives.to(precision)
+        negative_id = known.get("negative_id", right_id[:0])
         mined = distributed.rank_sizes(len(negatives), left.device)
-        batch = Batch(
+        pairs = Pairs(
             left=left,
             right=right,
-            left_id=known["left_id"],
-            right_id=known["right_id"],
+            left_id=left_id,
+            right_id=right_id,
             left_positives=known.get("left_positives"),
             right_positives=known.get("right_positives"),
             all_left=distributed.gather_with_grad(left, sizes),
             all_right=distributed.gather_with_grad(right, sizes),
-            all_left_id=known["left_id"] if alone else both[0],
-            all_right_id=known["right_id"] if alone else both[1],
+            all_left_id=left_id if alone else both[0],
+            all_right_id=right_id if alone else both[1],
             negatives=distributed.gather_with_grad(negatives, mined) if any(mined) else negatives,
             negative_id=distributed.gather(negative_id, mined) if any(mined) else negative_id,
             sizes=sizes,
-            left_copies=numbers[0],
-            right_copies=numbers[1],
+            left_copies=left_copies,
+            right_copies=right_copies,
         )
-        return batch, (parts[0].to(precision), parts[1].to(precision))
-
-    def _check_embeddings(self, name: str, tensor: Tensor) -> None:
-        if tensor.dim() != 2 or not tensor.is_floating_point():
-            what = f"has shape {tuple(tensor.shape)} ({tensor.dtype})"
-            self._fail(name, f"{what}; it must be a float (b, D) tensor")
-
-    def _checked_ids(self, name: str, ids: Tensor, of: Tensor) -> Tensor:
-        """Ids of any integer type as int64: one per row of the embeddings, or a list per row."""
-        is_list = name.endswith("positives")
-        fits = ids.shape[:1] == of.shape[:1] and ids.dim() == (2 if is_list else 1)
-        if not fits or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            what = f"({len(of)}, K) integer ids" if is_list else f"{len(of)} integer ids"
-            self._fail(name, f"has shape {tuple(ids.shape)} ({ids.dtype}); it must hold {what}")
-        if ids.device != of.device:
-            self._fail(name, f"is on {ids.device}, the embeddings are on {of.device}; move it there")
-        return ids.long()
+        return pairs, (parts[0].to(precision), parts[1].to(precision))
 
     def _look(
         self, embeddings: dict[str, Tensor], rows: Tensor, both: Tensor, ids: dict[str, Tensor]
@@ -444,80 +442,47 @@ class Objective(nn.Module):
         Returns:
             How many pairs share one left item at most, and one right item.
         """
-        bounds: dict[str, tuple[Tensor, ...]] = {}
+        seen: dict[str, tuple[Tensor, ...]] = {}
         if len(rows):
             norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-            bounds["norms"] = norms.aminmax(dim=0, keepdim=True)
+            seen["norms"] = norms.aminmax(dim=0, keepdim=True)
         if both.shape[1]:
             ordered = both.sort(dim=1).values
             copies = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
-            bounds["pairs"] = (copies.amax(dim=1), *both.aminmax(dim=1))
+            seen["pairs"] = (copies.amax(dim=1), *both.aminmax(dim=1))
         for name in ("left_positives", "right_positives", "negative_id"):
             if name in ids and ids[name].numel():
-                bounds[name] = ids[name].flatten().aminmax(dim=0, keepdim=True)
+                seen[name] = ids[name].flatten().aminmax(dim=0, keepdim=True)
         if self.views and ids["left_id"] is not ids["right_id"] and len(ids["left_id"]):
-            bounds["differ"] = ((ids["left_id"] != ids["right_id"]).any()[None],)
-        numbers = torch.cat([part for parts in bounds.values() for part in parts]).tolist() if bounds else []
-        found = {}
-        for name, parts in bounds.items():
-            count = sum(len(part) for part in parts)
-            found[name], numbers = numbers[:count], numbers[count:]
-        self._check_norms(embeddings, *found.get("norms", (1.0, 1.0)))
-        left_copies, right_copies, *ends = found.get("pairs", [0] * 6)
-        self._check_range("left_id", ends[0], ends[2], self.num_left)
-        self._check_range("right_id", ends[1], ends[3], self.num_right)
-        limits = {"left_positives": self.num_right, "right_positives": self.num_left, "negative_id": self.num_right}
-        for name, limit in limits.items():
-            if name in found:
-                low, high = found[name]
-                self._check_range(name, low, high, limit, padded=name != "negative_id")
+            seen["differ"] = ((ids["left_id"] != ids["right_id"]).any()[None],)
+        numbers = iter(torch.cat([part for parts in seen.values() for part in parts]).tolist() if seen else [])
+        found = {name: list(islice(numbers, sum(map(len, parts)))) for name, parts in seen.items()}
+
+        if not all(abs(norm - 1) <= NORM_TOLERANCE for norm in found.get("norms", [])):
+            for name, tensor in embeddings.items():
+                norms = torch.linalg.vector_norm(tensor.detach(), dim=1, dtype=torch.float64)
+                if not bool(torch.isfinite(norms).all()):
+                    self._fail(name, "holds NaN or infinite values; lower the learning rate or check the encoder")
+                if len(norms) and float((norms - 1).abs().max()) > NORM_TOLERANCE:
+                    ends = f"[{float(norms.min()):.4g}, {float(norms.max()):.4g}]"
+                    self._fail(name, f"has rows of norm in {ends}; they must be unit vectors: normalise them")
+        left_copies, right_copies, *ends_of_both = found.get("pairs", [0] * 6)
+        found["left_id"], found["right_id"] = ends_of_both[0::2], ends_of_both[1::2]
+        for name, side in (
+            ("left_id", "left"),
+            ("right_id", "right"),
+            ("left_positives", "right"),
+            ("right_positives", "left"),
+            ("negative_id", "right"),
+        ):
+            low, high = found.get(name, (0, 0))
+            limit, padded = self.num_left if side == "left" else self.num_right, name.endswith("positives")
+            if low < (PADDING if padded else 0) or (limit is not None and high >= limit):
+                most, padding = "N" if limit is None else limit, " (-1 is padding)" if padded else ""
+                self._fail(name, f"holds ids in [{low:.0f}, {high:.0f}]; they must lie in [0, {most}){padding}")
         if any(found.get("differ", [])):
             self._fail("right_id", "differs from left_id; with views=True both views carry the image's id")
         return int(left_copies), int(right_copies)
 
-    def _check_norms(self, embeddings: dict[str, Tensor], lowest: float, highest: float) -> None:
-        if abs(lowest - 1) <= NORM_TOLERANCE and abs(highest - 1) <= NORM_TOLERANCE:
-            return
-        for name, tensor in embeddings.items():
-            norms = torch.linalg.vector_norm(tensor.detach(), dim=1, dtype=torch.float64)
-            if not bool(torch.isfinite(norms).all()):
-                self._fail(name, "holds NaN or infinite values; lower the learning rate or check the encoder")
-            if len(norms) and float((norms - 1).abs().max()) > NORM_TOLERANCE:
-                ends = f"[{float(norms.min()):.4g}, {float(norms.max()):.4g}]"
-                self._fail(name, f"has rows of norm in {ends}; they must be unit vectors: normalise them")
-
-    def _check_range(self, name: str, low: float, high: float, limit: int | None, padded: bool = False) -> None:
-        if low < (PADDING if padded else 0) or (limit is not None and high >= limit):
-            most, padding = limit if limit is not None else "N", " (-1 is padding)" if padded else ""
-            self._fail(name, f"holds ids in [{low:.0f}, {high:.0f}]; they must lie in [0, {most}){padding}")
-
-    def _fail(self, argument: str, problem: str) -> None:
+    def _fail(self, argument: str, problem: str) -> NoReturn:
         raise DualencError(f"{type(self).__name__}: {argument} {problem}")
-
-
-def _mean_and_hardest(anchors: Anchors) -> tuple[Tensor, ...]:
-    """(A,) log of the mean of exp(s/τ) over the negatives, and (A,) the largest s/τ."""
-    logits = anchors.logits
-    return anchors.log_mean_exp, logits.amax(dim=1) if logits.shape[1] else anchors.positive_logits
-
-
-def _guarded(encode: Encode, like: Tensor, autocast: bool) -> Encode:
-    """`encode` under the autocast setting of the caller, since objectives compute in full precision and encoders do
-    not; with its result checked, and in the precision and on the device of `like` (b, D)."""
-    device = like.device.type
-    dtype = torch.get_autocast_dtype(device) if autocast else None
-
-    def guarded(side: Side, ids: Tensor) -> Tensor:
-        with torch.autocast(device, dtype=dtype) if autocast else nullcontext():
-            embeddings = encode(side, ids)
-        expected = (len(ids), like.shape[1])
-        if embeddings.shape != expected:
-            raise DualencError(f"encode gave shape {tuple(embeddings.shape)} for {len(ids)} ids; it must be {expected}")
-        with torch.no_grad():
-            # A norm is finite when all entries are, and takes one pass.
-            norm = float(torch.linalg.vector_norm(embeddings, dtype=torch.float64))
-        if not math.isfinite(norm):
-            raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
-        return embeddings.to(like)
-
-    return guarded

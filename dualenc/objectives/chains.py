@@ -7,7 +7,7 @@ as 2·id and its right view as 2·id + 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -107,11 +107,6 @@ class RecentItems(nn.Module):
         self.items[slots], self.partners[slots] = items, partners[rows]
         self.embeddings[slots] = embeddings[rows].detach().to(self.embeddings)
 
-    def visited(self, count: int) -> bool:
-        """Note that batches brought so many items; true once, when all of a small corpus or most slots have come."""
-        seen, self.num_seen = self.num_seen, self.num_seen + count
-        return seen < self.enough <= self.num_seen
-
     @property
     def hold_the_corpus(self) -> bool:
         """Whether every item keeps its own embedding, and some have come."""
@@ -182,9 +177,7 @@ def at(values: Tensor, column: Tensor) -> Tensor:
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """(A,) a column drawn from each row of weights (A, C) ≥ 0, which need not sum to 1; any for rows of zeros.
 
-    Args:
-        weights: (A, C).
-        uniform: (A,) draws in (0, 1); they never lead to a column of weight 0.
+    Draws (A,) of `uniform` in (0, 1) never lead to a column of weight 0.
     """
     cumulative = weights.cumsum(dim=1)
     drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
@@ -194,11 +187,6 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
 def ids_of(items: Tensor, views: bool) -> Tensor:
     """The ids of items, of any shape."""
     return items // 2 if views else items
-
-
-def left_view(items: Tensor) -> Tensor:
-    """The left view of each item's image; -1 stays."""
-    return torch.where(items < 0, items, items // 2 * 2)
 
 
 def items_of(ids: Tensor, views: bool) -> Tensor:
@@ -238,8 +226,7 @@ def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
     for view, side in enumerate(sides):
         place = (distinct % 2 == view).nonzero()[:, 0]
         if len(place):
-            ids = ids_of(distinct[place], views=True)
-            embeddings = embeddings.index_put((place,), encode(side, ids))
+            embeddings = embeddings.index_put((place,), encode(side, distinct[place] // 2))
     return embeddings[row]
 
 
@@ -252,70 +239,11 @@ class Neighbors(nn.Module):
         super().__init__()
         self.register_buffer("ids", torch.zeros(0, 0, dtype=torch.long))
 
-    def set(self, ids: Tensor, num_anchors: int, num_items: int) -> None:
-        """Replace the lists by ids (m, k) in [0, num_items), padded with -1.
-
-        Raises:
-            DualencError: another shape, no integers, or ids out of range.
-        """
-        if ids.dim() != 2 or len(ids) != num_anchors or ids.is_floating_point():
-            raise DualencError(f"neighbours have shape {tuple(ids.shape)}; they must be integers ({num_anchors}, k)")
-        if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= num_items):
-            raise DualencError(f"neighbours lie in [{int(ids.min())}, {int(ids.max())}]; ids end at {num_items}")
-        self.ids = ids.to(self.ids.device, torch.long)
-
-    def near(self, anchors: Tensor) -> Tensor:
-        """(L,) the ids near any of the anchors (A,), sorted, each as often as it is listed."""
-        listed = self.ids[anchors].flatten().sort().values
-        return listed[listed >= 0]
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(prefix + "ids")
         if saved is not None:
             self.ids = self.ids.new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-@dataclass
-class Mixture:
-    """Ids in [0, N): uniform, or with some probability from a list.
-
-    Attributes:
-        corpus_size: N.
-        like: device and precision of the densities.
-        near: (L,) sorted ids, each as likely as it is often listed.
-        share: probability that a draw comes from the list.
-    """
-
-    corpus_size: int
-    like: Tensor
-    near: Tensor | None = None
-    share: float = 0.0
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all ids are equally likely."""
-        return self.near is None
-
-    def with_list(self, near: Tensor, share: float) -> Mixture:
-        """The same with a share from a list; an empty one changes nothing."""
-        return replace(self, near=near, share=share) if len(near) else self
-
-    def draw(self, count: int, random: SharedRandom) -> Tensor:
-        """(count,) independent draws."""
-        device = self.like.device
-        ids = random.integers(self.corpus_size, count, device=device)
-        if self.near is None:
-            return ids
-        from_list = random.uniform(count, like=self.like) < self.share
-        return torch.where(from_list, self.near[random.integers(len(self.near), count, device=device)], ids)
-
-    def log_density(self, ids: Tensor) -> Tensor:
-        """(n,) log of the probability of each id, over that of a uniform draw."""
-        if self.near is None:
-            return self.like.new_zeros(len(ids))
-        listed = torch.searchsorted(self.near, ids, right=True) - torch.searchsorted(self.near, ids)
-        return torch.log(1 - self.share + self.share * self.corpus_size / len(self.near) * listed.to(self.like))
 
 
 @dataclass
@@ -329,7 +257,8 @@ class Visit:
         state: (A,) the item that each chain comes with, -1 for none.
         partner, similarity, log_mean: (A,) what `RecentItems.look` gives; the first two for what starts anew.
         items, partners: (C,) the proposals, and the other ids of the pairs that they come from, -1 if from none.
-        mixture: what the proposals are drawn from.
+        near: (L,) sorted ids that `neighbor_share` of the draws come from, each as likely as it is often listed; None
+            where all are uniform.
     """
 
     chains: Chains
@@ -342,22 +271,20 @@ class Visit:
     log_mean: Tensor
     items: Tensor
     partners: Tensor
-    mixture: Mixture
+    near: Tensor | None
 
 
 class ChainObjective(Objective):
     """Base of the objectives whose negatives come from a Markov chain per anchor that is kept from step to step.
 
-    Where a chain starts never changes its law, but it decides when the law is reached. On an anchor's first visit the
-    chain starts on a draw from the softmax over the latest embeddings of up to `recent` items; once these are there
-    for the first time (after an epoch, or 2·`recent` items of a larger corpus) every chain starts anew. Where the
-    corpus is much larger than `recent`, a start is as good as a softmax over so many negatives, and chains mix on
-    from there.
+    Where a chain starts never changes its law, but decides when the law is reached. On an anchor's first visit it
+    starts on a draw from the softmax over the latest embeddings of up to `recent` items; once these are there for the
+    first time (after an epoch, or 2·`recent` items of a larger corpus) every chain starts anew.
 
     Chains give the gradient of the loss and not its value. Where the corpus has no more than `recent` items, the value
-    takes the partition function from their latest embeddings: at fixed parameters it is exact from the second epoch
-    on. Of a larger corpus they are a sample, which errs low by nats at small τ: `reports_loss` is False then, and the
-    number in `loss` is only that of the surrogate that carries the gradient.
+    takes the partition function from their latest embeddings: exact at fixed parameters from the second epoch on. Of
+    a larger corpus they are a sample, which errs low by nats at small τ: `reports_loss` is False then, and `loss` has
+    only the value of the surrogate.
 
     Mined negatives are no uniform proposals and take no part. In-batch proposals are uniform only if batches are
     random: with selected batches draw them from the corpus (`proposals=64`).
@@ -399,8 +326,8 @@ class ChainObjective(Objective):
         if proposals != "batch" and (not isinstance(proposals, int) or proposals < 1):
             self._fail("proposals", f'is {proposals!r}; it must be "batch" or a number of draws, at least 1')
         if not 0 <= neighbor_share < 1 or (neighbor_share and proposals == "batch"):
-            problem = f"is {neighbor_share}; it must lie in [0, 1), and needs proposals to be a number"
-            self._fail("neighbor_share", problem)
+            must = "it must lie in [0, 1), and needs proposals to be a number"
+            self._fail("neighbor_share", f"is {neighbor_share}; {must}")
         if neighbors < 1:
             self._fail("neighbors", f"is {neighbors}; it must be at least 1")
         if recent < 0:
@@ -426,11 +353,18 @@ class ChainObjective(Objective):
         Args:
             side: of the anchors, "left" or "right".
             ids: (m, k) ids of the other side's items (with views: of images), padded with -1; row i is for anchor i.
+
+        Raises:
+            DualencError: another shape, no integers, or ids out of range.
         """
-        if side == "left":
-            self.left_neighbors.set(ids, self.num_left or 1, self.num_right or 1)
-        else:
-            self.right_neighbors.set(ids, self.num_right or 1, self.num_left or 1)
+        num_anchors, num_items, table = self.num_left, self.num_right, self.left_neighbors
+        if side == "right":
+            num_anchors, num_items, table = self.num_right, self.num_left, self.right_neighbors
+        if ids.dim() != 2 or len(ids) != num_anchors or ids.is_floating_point():
+            raise DualencError(f"neighbours have shape {tuple(ids.shape)}; they must be integers ({num_anchors}, k)")
+        if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= (num_items or 1)):
+            raise DualencError(f"neighbours lie in [{int(ids.min())}, {int(ids.max())}]; ids end at {num_items}")
+        table.ids = ids.to(table.ids.device, torch.long)
 
     @property
     def needs_uniform_batches(self) -> str | None:
@@ -453,59 +387,64 @@ class ChainObjective(Objective):
         """Take in the batch's embeddings; where the anchors' chains are, and what is proposed to them."""
         chains = self.left_chains if anchors.side == "left" else self.right_chains
         recent = self.recent_right if anchors.candidate_side == "right" else self.recent_left
-        items = candidate_items(anchors)[: anchors.num_in_batch]
+        items = candidate_items(anchors)[: anchors.num_global]
         # Two views come in no pair.
         partners = torch.full_like(items, NO_STATE) if self.views else distributed.gather(anchors.ids, anchors.sizes)
         if self.updates_state and recent.num_slots:
-            recent.add(items, partners, anchors.candidates[: anchors.num_in_batch])
-            if recent.visited(anchors.num_in_batch):
-                # Chains that began while little was there begin anew.
+            recent.add(items, partners, anchors.candidates[: anchors.num_global])
+            seen, recent.num_seen = recent.num_seen, recent.num_seen + anchors.num_global
+            if seen < recent.enough <= recent.num_seen:
+                # All of a small corpus or most slots have come: chains that began while little was there begin anew.
                 chains.forget()
         own = anchors.ids
         if not self.shared_chain:
             # The second views are the second half of all anchors.
             own = 2 * anchors.ids + (anchors.rows >= anchors.num_global // 2)
         state = chains.state[own]
-        usable = anchors.is_negative(ids_of(state, self.views)[:, None])[:, 0] & (state != NO_STATE)
+        barred = (ids_of(state, self.views)[:, None] == anchors.positive_ids).any(dim=1)
+        usable = ~barred & (state != NO_STATE)
         item, partner, similarity, log_mean = recent.look(anchors, usable, self.random)
         state = torch.where(usable, state, item)
-        mixture = Mixture(self.num_items(anchors.candidate_side) or 1, anchors.embeddings.detach())
+        near = None
         if self.proposals != "batch":
             neighbors = self.left_neighbors if anchors.side == "left" else self.right_neighbors
             if self.neighbor_share and len(neighbors.ids):
-                near = neighbors.near(distributed.gather(anchors.ids, anchors.sizes))
-                mixture = mixture.with_list(near, self.neighbor_share)
-            items = self.items_drawn(mixture.draw(self.proposals, self.random))
+                listed = neighbors.ids[distributed.gather(anchors.ids, anchors.sizes)].flatten().sort().values
+                listed = listed[listed >= 0]
+                near = listed if len(listed) else None
+            size, count, device = self.num_items(anchors.candidate_side) or 1, self.proposals, items.device
+            drawn = self.random.integers(size, count, device=device)
+            if near is not None:
+                from_list = self.random.uniform(count, like=anchors.embeddings) < self.neighbor_share
+                drawn = torch.where(from_list, near[self.random.integers(len(near), count, device=device)], drawn)
+            items = self.items_drawn(drawn)
             partners = torch.full_like(items, NO_STATE)
-        return Visit(
-            chains=chains,
-            recent=recent,
-            own=own,
-            usable=usable,
-            state=state,
-            partner=partner,
-            similarity=similarity,
-            log_mean=log_mean,
-            items=items,
-            partners=partners,
-            mixture=mixture,
-        )
+        return Visit(chains, recent, own, usable, state, partner, similarity, log_mean, items, partners, near)
+
+    def log_density(self, anchors: Anchors, visit: Visit, items: Tensor) -> Tensor:
+        """(n,) log of the probability that a proposal is one of some items (n,), over that of a uniform draw."""
+        if visit.near is None:
+            return anchors.embeddings.new_zeros(len(items))
+        ids, size = ids_of(items, self.views), self.num_items(anchors.candidate_side) or 1
+        listed = torch.searchsorted(visit.near, ids, right=True) - torch.searchsorted(visit.near, ids)
+        boost = self.neighbor_share * size / len(visit.near) * listed.to(anchors.embeddings)
+        return torch.log(1 - self.neighbor_share + boost)
 
     def embed_proposals(self, anchors: Anchors, visit: Visit, wanted: Tensor, encode: Encode) -> tuple[Tensor, Tensor]:
         """(C, D) the proposals, and (n, D) this rank's wanted items (n,), each encoded once."""
         if self.proposals == "batch":
-            return anchors.candidates[: anchors.num_in_batch], embed(wanted, encode, anchors)
+            return anchors.candidates[: anchors.num_global], embed(wanted, encode, anchors)
         own, sizes = distributed.share(visit.items)
         embeddings = embed(torch.cat([own, wanted]), encode, anchors)
         proposed = distributed.gather_with_grad(embeddings[: len(own)], sizes)
-        if self.updates_state and visit.recent.num_slots and visit.mixture.is_uniform:
+        if self.updates_state and visit.recent.num_slots and visit.near is None:
             visit.recent.add(visit.items, visit.partners, proposed)
         return proposed, embeddings[len(own) :]
 
     def compare(self, anchors: Anchors, visit: Visit, proposed: Tensor) -> tuple[Tensor, Tensor]:
         """(A, C) similarities with the proposals (C, D), and (A, C) whether these are negatives of the anchors."""
         if self.proposals == "batch":
-            own = slice(anchors.num_in_batch)
+            own = slice(anchors.num_global)
             return anchors.similarities[:, own], anchors.allowed[:, own]
         return anchors.embeddings @ proposed.T, anchors.is_negative(ids_of(visit.items, self.views))
 

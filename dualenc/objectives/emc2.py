@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode
-from dualenc.objectives.chains import (
-    NO_STATE,
-    ChainObjective,
-    at,
-    embed,
-    find,
-    ids_of,
-)
-from dualenc.objectives.state import RowDraws
+from dualenc.objectives.chains import NO_STATE, ChainObjective, at, embed, find
 
 
 class EMC2(ChainObjective):
@@ -72,8 +64,8 @@ class EMC2(ChainObjective):
         outside = outside.index_put((asked,), (anchors.embeddings[asked] * embeddings).sum(dim=1))
         if self.score == "fresh":
             score = score.index_put((asked,), outside[asked].detach())
-        log_q, state_log_q = (visit.mixture.log_density(ids_of(some, self.views)) for some in (items, state))
-        draws = RowDraws(self.random, anchors.num_global, len(items))
+        log_q, state_log_q = (self.log_density(anchors, visit, some) for some in (items, state))
+        draws_of = self.random.rows(anchors.num_global, len(items))
         order = self.random.permutation(len(items), device=items.device)
 
         def walk_rows(some: Anchors, place: Tensor, score: Tensor, state_log_q: Tensor) -> tuple[Tensor, ...]:
@@ -84,7 +76,7 @@ class EMC2(ChainObjective):
                     score = torch.where(there, at(similarities, place.clamp(min=0)), score)
                 # The chain compares s − τ·log q + τ·log(1/uniform) of a proposal with s − τ·log q of its state.
                 targets = (similarities - some.temperature * log_q)[:, order]
-                uniform = draws.of(some.rows, like=similarities)
+                uniform = draws_of(some.rows, similarities)
                 thresholds = (targets - some.temperature * uniform.log()).masked_fill(~allowed[:, order], -torch.inf)
                 num_proposals = allowed.sum(dim=1)
                 # The small term keeps a product such as 0.29·100 from falling short of its integer.
@@ -103,8 +95,8 @@ class EMC2(ChainObjective):
             return in_batch, torch.where(there, 0.0, state_weight), column, next_score
 
         # The jumps of the walk hold some four matrices at once.
-        found = anchors.by_rows(walk_rows, place, score, state_log_q, row_entries=4 * len(items))
-        negatives, state_weight, column, next_score = found
+        rows = (place, score, state_log_q)
+        negatives, state_weight, column, next_score = anchors.by_rows(walk_rows, *rows, row_entries=4 * len(items))
         if self.updates_state:
             next_state = torch.where(column >= 0, items[column.clamp(min=0)], state)
             visit.chains.store(anchors, visit.own, next_state, score=next_score)
@@ -114,81 +106,57 @@ class EMC2(ChainObjective):
             if len(late):
                 embeddings = embed(state[late], encode, anchors)
                 outside = outside.index_put((late,), (anchors.embeddings[late] * embeddings).sum(dim=1))
-        negatives = negatives + state_weight * outside
-        return self.global_loss(anchors, visit, negatives)
+        return self.global_loss(anchors, visit, negatives + state_weight * outside)
 
 
-class Walk(NamedTuple):
-    """What chains did.
-
-    visits: (A, R) counted steps spent on each proposal.
-    stays: (A,) counted steps spent on the state that the chain came with.
-    last: (A,) proposal the chain ends on, -1 for the state it came with.
-    """
-
-    visits: Tensor
-    stays: Tensor
-    last: Tensor
-
-
-def walk(scores: Tensor, thresholds: Tensor, start: Tensor, burn_in: Tensor) -> Walk:
-    """Run each chain through its row of proposals.
+def walk(scores: Tensor, thresholds: Tensor, start: Tensor, burn_in: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Run each chain through its row of proposals, in a number of operations that grows with log R.
 
     Args:
         scores: (A, R) score of each proposal (any increasing function of its log density).
         thresholds: (A, R) a chain whose score is below accepts the proposal; -inf is no proposal and no step.
         start: (A,) scores of the states the chains come with; -inf accepts the first proposal.
         burn_in: (A,) number of steps that do not count.
+
+    Returns:
+        (A, R) counted steps spent on each proposal; (A,) counted steps spent on the state that the chain came with; and
+        (A,) the proposal that the chain ends on, -1 for the state it came with.
     """
+    # Nodes: 0 the state a chain comes with, 1…R the proposals, R+1 the end.
     num_anchors, num_proposals = scores.shape
     end = num_proposals + 1
-    successor = _successors(torch.cat([start[:, None], scores], dim=1), thresholds)
-    path = _path(successor, num_proposals)
-    following = torch.cat([path[:, 1:], path.new_full((num_anchors, 1), end)], dim=1)
-    counted = _counted_steps(thresholds, burn_in)
-    spent = counted.gather(1, following - 1) - counted.gather(1, (path - 1).clamp(min=0))
-    visits = spent.new_zeros(num_anchors, end + 1).scatter_add_(1, path, spent)
-    last = torch.where(path < end, path, 0).amax(dim=1) - 1
-    return Walk(visits[:, 1:end], visits[:, 0], last)
+    scores = torch.cat([start[:, None], scores], dim=1)
 
-
-def _successors(scores: Tensor, thresholds: Tensor) -> Tensor:
-    """(A, R+2) where a chain goes from each node: 0 the state it came with, 1…R the proposals, R+1 the end.
-
-    Args:
-        scores: (A, R+1) scores of nodes 0…R.
-        thresholds: (A, R) thresholds of nodes 1…R.
-    """
-    num_anchors, num_nodes = scores.shape
+    # From each node a chain goes to the first later one whose threshold is above the node's score: found by bisection.
     peaks = [torch.cat([thresholds, thresholds.new_full((num_anchors, 1), torch.inf)], dim=1)]
     width = 1
-    while 2 * width <= num_nodes:
+    while 2 * width <= end:
         # peaks[k][:, p] is the maximum of the 2^k thresholds from p on; windows beyond the end are infinite.
         peak = peaks[-1].clone()
         torch.maximum(peaks[-1][:, :-width], peaks[-1][:, width:], out=peak[:, :-width])
         peaks.append(peak)
         width *= 2
-    position = torch.arange(num_nodes, device=scores.device).repeat(num_anchors, 1)
+    position = torch.arange(end, device=scores.device).repeat(num_anchors, 1)
     for peak in reversed(peaks):
         position.add_(peak.gather(1, position) <= scores, alpha=width)
         width //= 2
-    return torch.cat([position + 1, position.new_full((num_anchors, 1), num_nodes)], dim=1)
+    del peaks, peak  # as much memory as what follows needs
+    jump = torch.cat([position + 1, position.new_full((num_anchors, 1), end)], dim=1)
 
-
-def _path(successor: Tensor, num_proposals: int) -> Tensor:
-    """(A, L) nodes visited from node 0 on, L > R; the end repeats itself."""
-    path = torch.zeros_like(successor[:, :1])
-    jump = successor
+    # (A, L > R) the nodes visited from node 0 on; the end repeats itself.
+    path = torch.zeros_like(jump[:, :1])
     while True:
         # The path so far, and the same path as many jumps later.
         path = torch.cat([path, jump.gather(1, path)], dim=1)
         if path.shape[1] > num_proposals:
-            return path
+            break
         jump = jump.gather(1, jump)
 
-
-def _counted_steps(thresholds: Tensor, burn_in: Tensor) -> Tensor:
-    """(A, R+1) how many of the first 0…R proposals count."""
-    steps = torch.isfinite(thresholds).cumsum(dim=1)
-    counted = (steps - burn_in[:, None]).clamp(min=0)
-    return torch.cat([torch.zeros_like(burn_in)[:, None], counted], dim=1)
+    # (A, R+1) how many of the first 0…R proposals count.
+    counted = (torch.isfinite(thresholds).cumsum(dim=1) - burn_in[:, None]).clamp(min=0)
+    counted = torch.cat([torch.zeros_like(burn_in)[:, None], counted], dim=1)
+    following = torch.cat([path[:, 1:], path.new_full((num_anchors, 1), end)], dim=1)
+    spent = counted.gather(1, following - 1) - counted.gather(1, (path - 1).clamp(min=0))
+    visits = spent.new_zeros(num_anchors, end + 1).scatter_add_(1, path, spent)
+    last = torch.where(path < end, path, 0).amax(dim=1) - 1
+    return visits[:, 1:end], visits[:, 0], last

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors, weighted_sum
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
 from dualenc.types import Side
@@ -36,40 +34,35 @@ class ExactGlobal(Objective):
     def __init__(self, *, corpus_chunk_size: int = 1024, **common: Any) -> None:
         super().__init__(**common)
         if corpus_chunk_size < 1:
-            raise DualencError(f"ExactGlobal: corpus_chunk_size is {corpus_chunk_size}; it must be at least 1")
+            self._fail("corpus_chunk_size", f"is {corpus_chunk_size}; it must be at least 1")
         self.corpus_chunk_size = corpus_chunk_size
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         assert encode is not None
-        log_partition = self._log_partition(anchors, encode)
-        surrogate = -anchors.positive_logits
-        for ids in self._chunks(anchors):
-            term = checkpoint(self._chunk_term, anchors, encode, ids, log_partition, use_reentrant=False)
-            surrogate = surrogate + term
-        return AnchorLosses(surrogate, (log_partition - anchors.positive_logits).detach())
-
-    @torch.no_grad()
-    def _log_partition(self, anchors: Anchors, encode: Encode) -> Tensor:
-        log_partition = torch.full_like(anchors.positive_logits, -torch.inf)
-        for ids in self._chunks(anchors):
-            logits = self._chunk_logits(anchors, encode, ids)
-            log_partition = torch.logaddexp(log_partition, torch.logsumexp(logits, dim=1))
-        return log_partition
-
-    def _chunk_term(self, anchors: Anchors, encode: Encode, ids: Tensor, log_partition: Tensor) -> Tensor:
-        logits = self._chunk_logits(anchors, encode, ids)
-        return weighted_sum(torch.exp(logits - log_partition[:, None]), logits.masked_fill(torch.isneginf(logits), 0.0))
-
-    def _chunk_logits(self, anchors: Anchors, encode: Encode, ids: Tensor) -> Tensor:
-        """(A, n) s/τ plus the log of each item's count, -inf at positives; with views (A, 2n)."""
         sides: tuple[Side, ...] = ("left", "right") if anchors.views else (anchors.candidate_side,)
-        logits = anchors.outside_logits(torch.cat([encode(side, ids) for side in sides]))
-        ids, counts = ids.repeat(len(sides)), self.counts(anchors.candidate_side)
-        if counts is not None:
-            logits = logits + counts[ids].log().to(logits)
-        return logits.masked_fill(~anchors.is_negative(ids), -torch.inf)
+        counts = self.counts(anchors.candidate_side)
+        corpus = torch.arange(self.num_items(anchors.candidate_side) or 0, device=anchors.ids.device)
+        chunks = corpus.split(self.corpus_chunk_size)
 
-    def _chunks(self, anchors: Anchors) -> Iterator[Tensor]:
-        total = self.num_items(anchors.candidate_side) or 0
-        for start in range(0, total, self.corpus_chunk_size):
-            yield torch.arange(start, min(start + self.corpus_chunk_size, total), device=anchors.ids.device)
+        def logits_of(ids: Tensor) -> Tensor:
+            """(A, n) s/τ plus the log of each item's count, -inf at positives; with views (A, 2n)."""
+            embeddings = torch.cat([encode(side, ids) for side in sides])
+            logits, ids = anchors.embeddings @ embeddings.T / anchors.temperature, ids.repeat(len(sides))
+            if counts is not None:
+                logits = logits + counts[ids].log().to(logits)
+            return logits.masked_fill(~anchors.is_negative(ids), -torch.inf)
+
+        log_partition = torch.full_like(anchors.positive_logits, -torch.inf)
+        with torch.no_grad():
+            for ids in chunks:
+                log_partition = torch.logaddexp(log_partition, torch.logsumexp(logits_of(ids), dim=1))
+
+        def weighted_logits(ids: Tensor) -> Tensor:
+            logits = logits_of(ids)
+            weights = torch.exp(logits - log_partition[:, None])
+            return weighted_sum(weights, logits.masked_fill(torch.isneginf(logits), 0.0))
+
+        surrogate = -anchors.positive_logits
+        for ids in chunks:
+            surrogate = surrogate + checkpoint(weighted_logits, ids, use_reentrant=False)
+        return AnchorLosses(surrogate, (log_partition - anchors.positive_logits).detach())

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors, log_mean_exp
 from dualenc.objectives.base import Objective
 
@@ -57,15 +56,13 @@ class HCL(Objective):
     ) -> None:
         super().__init__(**common)
         if hardness < 0:
-            raise DualencError(f"HCL: hardness is {hardness}; it must be 0 or more")
+            self._fail("hardness", f"is {hardness}; it must be 0 or more")
         if not 0 <= class_prior < 1:
-            raise DualencError(f"HCL: class_prior is {class_prior}; it must lie in [0, 1)")
+            self._fail("class_prior", f"is {class_prior}; it must lie in [0, 1)")
         if annealing_steps < 0:
-            raise DualencError(f"HCL: annealing_steps is {annealing_steps}; it must be 0 or more")
-        self.initial_hardness = hardness
-        self.hardness = hardness
-        self.class_prior = class_prior
-        self.annealing_steps = annealing_steps
+            self._fail("annealing_steps", f"is {annealing_steps}; it must be 0 or more")
+        self.initial_hardness = self.hardness = hardness
+        self.class_prior, self.annealing_steps = class_prior, annealing_steps
 
     def set_progress(self, fraction: float) -> None:
         if self.annealing_steps:
@@ -73,45 +70,49 @@ class HCL(Objective):
             self.hardness = self.initial_hardness * (1 - passed / self.annealing_steps)
 
     def losses(self, block: Anchors, *known: Tensor) -> Tensor:
-        positive = block.positive_logits
+        positive, scores, prior = block.positive_logits, block.scores, self.class_prior
         alone = block.num_negatives == 0
         masked = block.excluded & ~alone[:, None]
-        scores = block.scores
         importance = (self.hardness * scores).masked_fill(masked, -torch.inf)
         weighted = ((1 + self.hardness) * scores).masked_fill(masked, -torch.inf)
-        hard = torch.logsumexp(weighted, dim=1) - log_mean_exp(importance, block.num_negatives)
-        log_negatives = self._debiased(hard, positive, block)
-        loss = torch.logaddexp(positive, log_negatives) - positive
+        log_sum = torch.logsumexp(weighted, dim=1) - log_mean_exp(importance, block.num_negatives)
+        if prior:
+            # log G: the difference of exponentials in the log domain, where it exceeds the floor.
+            log_count = block.num_negatives.clamp(min=1).to(positive.dtype).log()
+            gap = log_count + math.log(prior) + positive - log_sum
+            above = gap < 0
+            # The inner where keeps log1p finite on rows that take the floor, so that their gradient is 0, not NaN.
+            shrink = torch.log1p(-torch.exp(torch.where(above, gap, -torch.ones_like(gap))))
+            difference = log_sum + shrink - math.log1p(-prior)
+            floor = log_count - 1 / block.temperature
+            log_sum = torch.where(above & (difference > floor), difference, floor)
+        loss = torch.logaddexp(positive, log_sum) - positive
         return torch.where(alone, positive - positive, loss)
-
-    def _debiased(self, log_sum: Tensor, positive: Tensor, block: Anchors) -> Tensor:
-        """log G in the log domain: the difference of exponentials only where it exceeds the floor."""
-        if self.class_prior == 0:
-            return log_sum
-        log_count = block.num_negatives.clamp(min=1).to(positive.dtype).log()
-        log_hidden = log_count + math.log(self.class_prior) + positive
-        gap = log_hidden - log_sum
-        above = gap < 0
-        # The inner where keeps log1p finite on rows that take the floor, so that their gradient is 0, not NaN.
-        shrink = torch.log1p(-torch.exp(torch.where(above, gap, -torch.ones_like(gap))))
-        difference = log_sum + shrink - math.log1p(-self.class_prior)
-        floor = log_count - 1 / block.temperature
-        return torch.where(above & (difference > floor), difference, floor)
 
 
 class SigLIP(Objective):
     """−log σ(s⁺/τ + b) − Σ_c log σ(−(s_c/τ + b)) per anchor (Zhai et al. 2023, Algorithm 1), for comparison.
 
-    Not an estimate of the global contrastive loss. Temperature and bias are learned unless told otherwise.
+    Not an estimate of the global contrastive loss.
 
     Args:
+        temperature: starting value of τ.
+        learnable_temperature: learn log τ with the model.
         bias: starting value of b.
         learnable_bias: learn b with the model.
         **common: see `Objective`.
     """
 
-    def __init__(self, *, bias: float = -10.0, learnable_bias: bool = True, **common: Any) -> None:
-        super().__init__(**{"temperature": 0.1, "learnable_temperature": True, **common})
+    def __init__(
+        self,
+        *,
+        temperature: float = 0.1,
+        learnable_temperature: bool = True,
+        bias: float = -10.0,
+        learnable_bias: bool = True,
+        **common: Any,
+    ) -> None:
+        super().__init__(temperature=temperature, learnable_temperature=learnable_temperature, **common)
         self.bias = nn.Parameter(torch.tensor(float(bias)), requires_grad=learnable_bias)
 
     def losses(self, block: Anchors, *known: Tensor) -> Tensor:

@@ -9,15 +9,7 @@ from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode
-from dualenc.objectives.chains import (
-    NO_STATE,
-    ChainObjective,
-    at,
-    find,
-    ids_of,
-    inverse_cdf,
-    left_view,
-)
+from dualenc.objectives.chains import NO_STATE, ChainObjective, at, find, inverse_cdf
 
 
 class ISIR(ChainObjective):
@@ -51,8 +43,9 @@ class ISIR(ChainObjective):
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         assert encode is not None
         visit = self.visit(anchors)
-        items, num_views = visit.items, 2 if self.views else 1
-        state = left_view(visit.state) if self.views else visit.state
+        items, state, num_views = visit.items, visit.state, 2 if self.views else 1
+        if self.views:
+            state = torch.where(state < 0, state, state // 2 * 2)
         partner = torch.where(visit.usable, visit.chains.partner[visit.own], visit.partner)
         place = find(items, state)
         away = ((state != NO_STATE) & (place < 0)).nonzero()[:, 0]
@@ -64,8 +57,8 @@ class ISIR(ChainObjective):
         outside = anchors.embeddings.new_full(places.shape, -torch.inf)
         embeddings = embeddings.view(len(away), num_views, anchors.embeddings.shape[1])
         outside = outside.index_put((away,), torch.einsum("ad,asd->as", anchors.embeddings[away], embeddings))
-        log_q, state_log_q = (visit.mixture.log_density(ids_of(some, self.views)) for some in (items, state))
-        if not visit.mixture.is_uniform:
+        log_q, state_log_q = (self.log_density(anchors, visit, some) for some in (items, state))
+        if visit.near is not None:
             # Draws of unequal density cannot stand for the state: it counts apart.
             stands_for_state = torch.zeros_like(place, dtype=torch.bool)
         elif self.proposals == "batch" and not self.views:
@@ -74,7 +67,8 @@ class ISIR(ChainObjective):
             same_pair = find(items * width + visit.partners, state * width + partner) >= 0
             stands_for_state = same_pair | ((partner < 0) & (place >= 0))
         else:
-            log_q = log_q + log_copies(items)
+            _, own, copies = torch.unique(items, return_inverse=True, return_counts=True)
+            log_q = log_q + copies[own].log()
             stands_for_state = place >= 0
         state_log_weight = (-state_log_q).masked_fill((state == NO_STATE) | stands_for_state, -torch.inf)
         uniform = self.random.uniform(anchors.num_global, like=anchors.embeddings)[anchors.rows]
@@ -98,8 +92,7 @@ class ISIR(ChainObjective):
             return (weights * similarities).sum(dim=1), outside_weights, column
 
         rows = (uniform, places, outside.detach(), state_log_weight)
-        found = anchors.by_rows(weigh, *rows, row_entries=2 * len(items))
-        negatives, outside_weights, column = found
+        negatives, outside_weights, column = anchors.by_rows(weigh, *rows, row_entries=2 * len(items))
         if self.updates_state:
             moved, column = column >= 0, column.clamp(min=0)
             next_partner = torch.where(moved, visit.partners[column], partner)
@@ -124,9 +117,3 @@ def iterated_sir(proposed: Tensor, outside: Tensor, uniform: Tensor) -> tuple[Te
     drawn = inverse_cdf(weights, uniform)
     moves = (drawn < proposed.shape[1]) & (at(weights, drawn) > 0)
     return weights, torch.where(moves, drawn, -1)
-
-
-def log_copies(items: Tensor) -> Tensor:
-    """(C,) log of how many of the items (C,) equal each one."""
-    _, place, count = torch.unique(items, return_inverse=True, return_counts=True)
-    return count[place].log()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dualenc import distributed
-from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
 from dualenc.objectives.state import LogAverages, SharedRandom
@@ -65,86 +64,69 @@ class SACLR(Objective):
     ) -> None:
         super().__init__(**common)
         if not 0 <= alpha <= 1:
-            raise DualencError(f"SACLR: alpha is {alpha}; it must lie in [0, 1]")
+            self._fail("alpha", f"is {alpha}; it must lie in [0, 1]")
         if not 0 <= rho < 1:
-            raise DualencError(f"SACLR: rho is {rho}; it must lie in [0, 1)")
+            self._fail("rho", f"is {rho}; it must lie in [0, 1)")
         self.form, self.negatives, self.alpha, self.rho, self.kernel = form, negatives, alpha, rho, kernel
         self.variant = variant
         # The authors' scales are kept as 1/(s·n), a mean of kernels, since n differs between anchors.
         start = math.log(0.01) if variant == "authors" else math.nan
         self.left_scales = LogAverages(self.num_left or 1 if form == "row" else 1, start)
-        self.right_scales = LogAverages(self.num_right or 1 if form == "row" else 1, start)
-        if self.views:
-            self.right_scales = self.left_scales
+        self.right_scales = self.left_scales
+        if not self.views:
+            self.right_scales = LogAverages(self.num_right or 1 if form == "row" else 1, start)
         self.random = SharedRandom(self.seed)
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        log_positive = self._log_kernel(anchors.positive_similarities, anchors.temperature)
-        draws = []
+        def log_kernel(similarities: Tensor) -> Tensor:
+            # On the unit sphere ‖x − z‖²/2 = 1 − s.
+            distance = (1 - similarities) / anchors.temperature
+            return -distance if self.kernel == "gaussian" else -torch.log1p(distance.clamp(min=0))
+
+        def mean_of_negatives(block: Anchors, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            """(a,) log of the mean of q over the sampled negatives, very small without any; (a,) if there are."""
+            log_q, sampled = log_kernel(block.similarities), block.allowed
+            if draws is not None:
+                # One negative pair per anchor; with views, both views of one image.
+                allowed = sampled[:, : block.num_global // 2] if block.views else sampled
+                count = allowed.sum(dim=1)
+                place = (draws * count).long().clamp(max=(count - 1).clamp(min=0))
+                drawn = allowed & (allowed.cumsum(dim=1) - 1 == place[:, None])
+                sampled = sampled & (torch.cat([drawn, drawn], dim=1) if block.views else drawn)
+            count = sampled.sum(dim=1)
+            # A finite floor: a row of -inf has a NaN gradient.
+            log_sum = torch.logsumexp(log_q.masked_fill(~sampled, -1e4), dim=1)
+            return log_sum - count.clamp(min=1).log().to(log_q), count > 0
+
+        log_positive, draws = log_kernel(anchors.positive_similarities), []
         if self.negatives == 1:
             draws = [self.random.uniform(anchors.num_global, like=anchors.embeddings)[anchors.rows]]
-        log_mean, some = anchors.by_rows(self._log_mean_of_negatives, *draws)
+        log_mean, some = anchors.by_rows(mean_of_negatives, *draws)
         log_count = torch.where(some, self.log_corpus_size(anchors), 0.0)
-        authors = self.variant == "authors"
+
+        # log ξ, or in the authors' variant log ξ/n.
+        positive, negatives, authors = log_positive.detach(), log_mean.detach(), self.variant == "authors"
+        if authors:
+            terms = ((self.alpha, positive), (1 - self.alpha, negatives))
+            shares = [log_q + math.log(share) for share, log_q in terms if share]
+            log_new = torch.logsumexp(torch.stack(shares), dim=0)
+        else:
+            total = self.corpus_size(anchors.candidate_side) or 1
+            log_new = positive + math.log(self.alpha * total + 1 - self.alpha)
+            if self.alpha < 1:
+                log_new = torch.logaddexp(log_new, negatives + log_count + math.log1p(-self.alpha))
+        table, ids = self.left_scales if anchors.side == "left" else self.right_scales, anchors.ids
+        if self.form == "matrix":
+            everyone, ids = distributed.gather(log_new, anchors.sizes), torch.zeros_like(ids)
+            mean = torch.logsumexp(everyone, dim=0) - math.log(max(anchors.num_global, 1))
+            log_new = mean.expand_as(log_new)
+        old = table.log_u[ids].to(log_new) if authors else None
+        log_scale = table.track(ids, log_new, 1 - self.rho, anchors.sizes, store=self.updates_state)
+        if old is not None:
+            log_scale = old
+
         log_sum = log_mean if authors else torch.logaddexp(log_positive, log_mean + log_count)
-        scale = self._authors_scale if authors else self._scale
-        log_scale = scale(anchors, log_positive.detach(), log_mean.detach(), log_count)
         repulsion = torch.exp(log_sum - log_scale)
         # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1 (Eq. 13).
         value = log_scale + (log_count if authors else 0.0) + repulsion - 1 - log_positive
         return AnchorLosses(repulsion - log_positive, value.detach())
-
-    def _log_kernel(self, similarities: Tensor, temperature: Tensor) -> Tensor:
-        """log q; on the unit sphere ‖x − z‖²/2 = 1 − s."""
-        distance = (1 - similarities) / temperature
-        return -distance if self.kernel == "gaussian" else -torch.log1p(distance.clamp(min=0))
-
-    def _log_mean_of_negatives(self, anchors: Anchors, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(A,) log of the mean of q over the anchor's sampled negatives, very small without any; (A,) if there are."""
-        log_q = self._log_kernel(anchors.similarities, anchors.temperature)
-        sampled = anchors.allowed if draws is None else anchors.allowed & _one_each(anchors, draws)
-        count = sampled.sum(dim=1)
-        # A finite floor: a row of -inf has a NaN gradient.
-        log_sum = torch.logsumexp(log_q.masked_fill(~sampled, -1e4), dim=1)
-        return log_sum - count.clamp(min=1).log().to(log_q), count > 0
-
-    def _scale(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_count: Tensor) -> Tensor:
-        """(A,) log(1/s), this step's ξ counted in."""
-        total = self.corpus_size(anchors.candidate_side) or 1
-        log_new = log_positive + math.log(self.alpha * total + 1 - self.alpha)
-        if self.alpha < 1:
-            log_new = torch.logaddexp(log_new, log_mean + log_count + math.log1p(-self.alpha))
-        table, ids, log_new = self._tracked(anchors, log_new)
-        return table.track(ids, log_new, 1 - self.rho, anchors.sizes, store=self.updates_state)
-
-    def _authors_scale(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_count: Tensor) -> Tensor:
-        """(A,) log(1/(s·n)) as it was before this step's ξ/n, which it then takes up."""
-        terms = [(self.alpha, log_positive), (1 - self.alpha, log_mean)]
-        shares = [log_q + math.log(share) for share, log_q in terms if share]
-        table, ids, log_new = self._tracked(anchors, torch.logsumexp(torch.stack(shares), dim=0))
-        old = table.log_u[ids].to(log_new)
-        table.track(ids, log_new, 1 - self.rho, anchors.sizes, store=self.updates_state)
-        return old
-
-    def _tracked(self, anchors: Anchors, log_new: Tensor) -> tuple[LogAverages, Tensor, Tensor]:
-        """The table of scales, the places (A,) of the anchors' own, and what (A,) they take up."""
-        table = self.left_scales if anchors.side == "left" else self.right_scales
-        if self.form == "row":
-            return table, anchors.ids, log_new
-        return table, torch.zeros_like(anchors.ids), _mean_over_anchors(log_new, anchors)
-
-
-def _one_each(anchors: Anchors, draws: Tensor) -> Tensor:
-    """(A, C): one negative pair per anchor, drawn by (A,) numbers in (0, 1); with views, both views of one image."""
-    pairs = anchors.num_in_batch // 2 if anchors.views else anchors.allowed.shape[1]
-    allowed = anchors.allowed[:, :pairs]
-    count = allowed.sum(dim=1)
-    rank_of_drawn = (draws * count).long().clamp(max=(count - 1).clamp(min=0))
-    drawn = allowed & (allowed.cumsum(dim=1) - 1 == rank_of_drawn[:, None])
-    return torch.cat([drawn, drawn], dim=1) if anchors.views else drawn
-
-
-def _mean_over_anchors(log_values: Tensor, anchors: Anchors) -> Tensor:
-    """(A,) every entry the log of the mean of exp over the anchors of all ranks."""
-    everyone = distributed.gather(log_values, anchors.sizes)
-    return (torch.logsumexp(everyone, dim=0) - math.log(max(anchors.num_global, 1))).expand_as(log_values)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dualenc import distributed
-from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors, log_mean_exp, weighted_sum
 from dualenc.objectives.base import Objective
-from dualenc.objectives.state import LogAverages, mean_per_item
+from dualenc.objectives.state import LogAverages
 
 
 class SogCLR(Objective):
@@ -30,17 +29,12 @@ class SogCLR(Objective):
     needs_num_left = True
 
     def __init__(
-        self,
-        *,
-        gamma: float = 0.9,
-        gamma_schedule: Literal["constant", "cosine"] = "constant",
-        **common: Any,
+        self, *, gamma: float = 0.9, gamma_schedule: Literal["constant", "cosine"] = "constant", **common: Any
     ) -> None:
         super().__init__(**common)
         if not 0 < gamma <= 1:
-            raise DualencError(f"{type(self).__name__}: gamma is {gamma}; it must lie in (0, 1]")
-        self.final_gamma = gamma
-        self.gamma_schedule = gamma_schedule
+            self._fail("gamma", f"is {gamma}; it must lie in (0, 1]")
+        self.final_gamma, self.gamma_schedule = gamma, gamma_schedule
         self.gamma = gamma if gamma_schedule == "constant" else 1.0
         self.left_averages = LogAverages(self.num_left or 1)
         self.right_averages = self.left_averages if self.views else LogAverages(self.num_right or 1)
@@ -104,26 +98,23 @@ class ISogCLR(SogCLR):
     ) -> None:
         super().__init__(**common)
         if radius < 0 or temperature_rate < 0 or not 0 <= temperature_momentum < 1:
-            raise DualencError(
-                "ISogCLR: radius and temperature_rate must be 0 or more, temperature_momentum in [0, 1); "
-                f"they are {radius}, {temperature_rate}, {temperature_momentum}"
+            self._fail(
+                "radius and temperature_rate",
+                "must be 0 or more, temperature_momentum in [0, 1); "
+                f"they are {radius}, {temperature_rate}, {temperature_momentum}",
             )
         if not 0 < min_temperature <= max_temperature:
-            raise DualencError(
-                f"ISogCLR: min_temperature {min_temperature} and max_temperature {max_temperature} "
-                "must satisfy 0 < min ≤ max"
-            )
+            ends = f"{min_temperature} and max_temperature {max_temperature}"
+            self._fail("min_temperature", f"{ends} must satisfy 0 < min ≤ max")
         if self.log_temperature.requires_grad:
-            raise DualencError("ISogCLR: learnable_temperature does not apply; every anchor learns its own temperature")
-        self.radius = radius
-        self.temperature_rate = temperature_rate
-        self.temperature_momentum = temperature_momentum
+            self._fail("learnable_temperature", "does not apply; every anchor learns its own temperature")
+        self.radius, self.temperature_rate, self.temperature_momentum = radius, temperature_rate, temperature_momentum
         self.bounds = (min_temperature, max_temperature)
         start = float(self.temperature)
         self.left_temperatures = AnchorTemperatures(self.num_left or 1, start)
-        self.right_temperatures = (
-            self.left_temperatures if self.views else AnchorTemperatures(self.num_right or 1, start)
-        )
+        self.right_temperatures = self.left_temperatures
+        if not self.views:
+            self.right_temperatures = AnchorTemperatures(self.num_right or 1, start)
 
     def statistics(self, block: Anchors) -> tuple[Tensor, ...]:
         table = self.left_temperatures if block.side == "left" else self.right_temperatures
@@ -142,8 +133,15 @@ class ISogCLR(SogCLR):
             rows = (anchors.ids, log_u + self.radius - pull / tau, anchors.num_negatives)
             ids, slope, count = (distributed.gather(values, anchors.sizes) for values in rows)
             some = count > 0
+            ids, slope = ids[some], slope[some]
+            # v ← momentum·v + (1 − momentum)·slope, of an item that stands in several rows their mean; τ ← τ − rate·v.
+            items, row_item, copies = torch.unique(ids, return_inverse=True, return_counts=True)
+            slope = torch.zeros_like(slope[: len(items)]).index_add(0, row_item, slope) / copies
             table = self.left_temperatures if anchors.side == "left" else self.right_temperatures
-            table.step(ids[some], slope[some], self.temperature_rate, self.temperature_momentum, self.bounds)
+            kept = self.temperature_momentum
+            velocity = kept * table.momentum[items] + (1 - kept) * slope.to(table.momentum)
+            table.momentum[items] = velocity
+            table.tau[items] = (table.tau[items] - self.temperature_rate * velocity).clamp(*self.bounds)
         return tau, log_u
 
     def losses(self, block: Anchors, *known: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,12 +158,7 @@ def _own_logits(block: Anchors, tau: Tensor) -> Tensor:
 
 
 class AnchorTemperatures(nn.Module):
-    """τ and the momentum of its gradient per item.
-
-    Args:
-        num_items: N.
-        start: τ of every item.
-    """
+    """τ, at first `start`, and the momentum of its gradient for each of N items."""
 
     tau: Tensor
     momentum: Tensor
@@ -174,10 +167,3 @@ class AnchorTemperatures(nn.Module):
         super().__init__()
         self.register_buffer("tau", torch.full((num_items,), start))
         self.register_buffer("momentum", torch.zeros(num_items))
-
-    def step(self, ids: Tensor, slope: Tensor, rate: float, momentum: float, bounds: tuple[float, float]) -> None:
-        """v ← momentum·v + (1 − momentum)·slope; τ ← clamp(τ − rate·v), for the items of the global batch (A,)."""
-        items, slope = mean_per_item(ids, slope)
-        velocity = momentum * self.momentum[items] + (1 - momentum) * slope.to(self.momentum)
-        self.momentum[items] = velocity
-        self.tau[items] = (self.tau[items] - rate * velocity).clamp(*bounds)

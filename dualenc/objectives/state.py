@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
+
+ROWS_PER_DRAW = 256
 
 
 class SharedRandom(nn.Module):
@@ -29,9 +32,36 @@ class SharedRandom(nn.Module):
     def uniform(self, *shape: int, like: Tensor) -> Tensor:
         """Draws in the open interval (0, 1) of the given shape, with the device and precision of `like`."""
         draws = torch.rand(shape, generator=self._next(like.device), device=like.device)
-        # log(0) and 1.0 must not appear; float32 is drawn whatever the precision, so that both see the same numbers.
-        tiny = 2.0**-24
+        tiny = 2.0**-24  # log(0) and 1.0 must not appear; float32 is drawn whatever the precision
         return draws.clamp_(tiny, 1 - tiny).to(like.dtype)
+
+    def rows(self, num_rows: int, width: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """(num_rows, width) draws in (0, 1), given out by row: never the whole matrix of a large batch at once.
+
+        Every run of 256 rows of the global batch has its own numbered draw. So a row's numbers depend neither on the
+        rank that holds it nor on the rows it is looked at with, and looking again gives the same ones.
+
+        Returns:
+            A function of rows (n,) and a tensor with the wanted device and precision, which gives (n, width).
+        """
+        first = self.draws
+        self.draws += max(1, -(-num_rows // ROWS_PER_DRAW))
+
+        def run(number: int, like: Tensor) -> Tensor:
+            random = SharedRandom(self.seed)
+            random.draws = first + number
+            return random.uniform(min(ROWS_PER_DRAW, num_rows - number * ROWS_PER_DRAW), width, like=like)
+
+        def draws_of(rows: Tensor, like: Tensor) -> Tensor:
+            if num_rows <= ROWS_PER_DRAW:
+                return run(0, like)[rows]
+            draws, number_of = like.new_empty(len(rows), width), rows // ROWS_PER_DRAW
+            for number in number_of.unique().tolist():
+                place = (number_of == number).nonzero()[:, 0]
+                draws[place] = run(number, like)[rows[place] - number * ROWS_PER_DRAW]
+            return draws
+
+        return draws_of
 
     def integers(self, high: int, *shape: int, device: torch.device) -> Tensor:
         """Integers in [0, high) of the given shape."""
@@ -64,44 +94,6 @@ def _mixed(number: int) -> int:
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & mask
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & mask
     return (number ^ (number >> 31)) >> 1
-
-
-ROWS_PER_DRAW = 256
-
-
-class RowDraws:
-    """(A, C) uniform draws in (0, 1), given out row by row: never the whole matrix at once.
-
-    Every run of 256 rows of the global batch has its own numbered draw. So a row's numbers depend neither on the rank
-    that holds it nor on the rows it is looked at with, and looking again gives the same ones.
-
-    Args:
-        random: moves on by the number of draws taken.
-        num_rows: anchors of the global batch.
-        width: C.
-    """
-
-    def __init__(self, random: SharedRandom, num_rows: int, width: int) -> None:
-        self.seed, self.first = random.seed, random.draws
-        self.num_rows, self.width = num_rows, width
-        random.draws += max(1, -(-num_rows // ROWS_PER_DRAW))
-
-    def of(self, rows: Tensor, like: Tensor) -> Tensor:
-        """(n, C) the numbers of some rows (n,), with the device and precision of `like`."""
-        if self.num_rows <= ROWS_PER_DRAW:
-            return self._draw(0, like)[rows]
-        numbers = like.new_empty(len(rows), self.width)
-        draw_of_row = rows // ROWS_PER_DRAW
-        for draw in draw_of_row.unique().tolist():
-            place = (draw_of_row == draw).nonzero()[:, 0]
-            numbers[place] = self._draw(draw, like)[rows[place] - draw * ROWS_PER_DRAW]
-        return numbers
-
-    def _draw(self, number: int, like: Tensor) -> Tensor:
-        random = SharedRandom(self.seed)
-        random.draws = self.first + number
-        height = min(ROWS_PER_DRAW, self.num_rows - number * ROWS_PER_DRAW)
-        return random.uniform(height, self.width, like=like)
 
 
 class LogAverages(nn.Module):
@@ -161,28 +153,17 @@ class LogAverages(nn.Module):
         if distinct:
             # What a row without negatives writes is what was there.
             self.log_u[ids] = stored.to(self.log_u)
-        else:
-            self._store_mean(ids, torch.where(usable, stored, torch.nan))
-        return updated
-
-    def _store_mean(self, ids: Tensor, log_u: Tensor) -> None:
-        """Write the mean (of u, not of log u) over the usable rows of each item."""
-        usable = torch.isfinite(log_u)
-        log_u = log_u.masked_fill(~usable, -torch.inf)
-        # Every row is scaled by the peak of the batch's rows for its item, so that exp stays in range.
+            return updated
+        # The mean of u, not of log u, over an item's rows, each scaled by their peak so that exp stays in range.
+        usable = usable & torch.isfinite(stored)
+        stored = stored.masked_fill(~usable, -torch.inf)
         items, row_item = torch.unique(ids, return_inverse=True)
-        peak = log_u.new_full((len(items),), -torch.inf).scatter_reduce(0, row_item, log_u, reduce="amax")
-        scaled = torch.exp(log_u - peak[row_item]).masked_fill(~usable, 0.0)
+        peak = stored.new_full((len(items),), -torch.inf).scatter_reduce(0, row_item, stored, reduce="amax")
+        scaled = torch.exp(stored - peak[row_item]).masked_fill(~usable, 0.0)
         total, count = (torch.zeros_like(peak).index_add(0, row_item, rows.to(peak)) for rows in (scaled, usable))
         mean = (peak + (total / count).log()).to(self.log_u)
         self.log_u[items] = torch.where(count > 0, mean, self.log_u[items])
-
-
-def mean_per_item(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct items of the rows (A,), and the mean of the rows' values for each: a row order that ranks agree on."""
-    items, row_item, count = torch.unique(ids, return_inverse=True, return_counts=True)
-    total = torch.zeros_like(values[: len(items)]).index_add(0, row_item, values)
-    return items, total / count
+        return updated
 
 
 def first_rows(ids: Tensor) -> Tensor:

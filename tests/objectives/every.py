@@ -7,10 +7,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import dualenc.objectives
 from dualenc import distributed
 from dualenc.objectives import Objective
+
+
+class Dispatched(TorchDispatchMode):
+    """Watches every operation, forward and backward, while it is on.
+
+    Attributes:
+        count: how many operations: on an accelerator, each is a kernel launch or a view.
+        largest: entries of the largest tensor that one of them made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            # Views that repeat entries take no memory.
+            if isinstance(leaf, Tensor) and 0 not in leaf.stride():
+                self.largest = max(self.largest, leaf.numel())
+        return result
+
 
 NUM_LEFT, NUM_RIGHT, STEPS = 20, 70, 5
 # Uneven for 2 and 3 ranks; in the last batch a third rank has nothing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,13 @@ def make_case(seed: int, size: int, views: bool, dtype: torch.dtype = torch.floa
     right_id = torch.randint(0, 12, (size,), generator=draw).tolist()
     relevant = {(left_id[i], right_id[(i * 3 + 1) % size]) for i in range(0, size, 3)}
     return Case(unit(), unit(), left_id, right_id, views=False, relevant=relevant)
+
+
+def gradients(loss: Tensor, *of: Any) -> Tensor:
+    """The gradients of a loss with respect to the left and right embeddings of a case, and of a corpus."""
+    inputs = [tensor for embeddings in of for tensor in (embeddings.left, embeddings.right)]
+    found = torch.autograd.grad(loss, inputs, allow_unused=True)
+    return torch.cat([torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs)])
 
 
 @dataclass

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dualenc.objectives import Objective, anchors
 from dualenc.objectives import state as row_draws
-from dualenc.objectives.state import ROWS_PER_DRAW, RowDraws, SharedRandom
-from tests.objectives.every import SETTINGS, Run, Setting
+from dualenc.objectives.state import ROWS_PER_DRAW, SharedRandom
+from tests.objectives.every import SETTINGS, Dispatched, Run, Setting
 
 # A few anchors per block; the chains of EMC², which hold more per anchor, get one.
 FEW_ENTRIES = 40
@@ -42,20 +41,6 @@ def test_blocks_give_what_the_whole_gives(setting: Setting, monkeypatch: pytest.
             torch.testing.assert_close(state[key], expected, rtol=1e-10, atol=1e-10, equal_nan=True, msg=key)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Watches every tensor that an operation makes, forward and backward."""
-
-    num_entries = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            # Views that repeat entries take no memory.
-            if isinstance(leaf, torch.Tensor) and 0 not in leaf.stride():
-                self.num_entries = max(self.num_entries, leaf.numel())
-        return result
-
-
 IN_BATCH = [s for s in SETTINGS if s.objective.__name__ not in ("ExactGlobal", "NegativeCache")]
 
 
@@ -71,9 +56,9 @@ def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monke
     def encode(side: str, ids: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.normalize(torch.ones(len(ids), 4).requires_grad_(), dim=1)
 
-    with LargestTensor() as largest:
+    with Dispatched() as watched:
         criterion(left, right, torch.arange(batch_size), encode=encode).loss.backward()
-    assert left.numel() <= largest.num_entries <= 2 * block < batch_size**2
+    assert left.numel() <= watched.largest <= 2 * block < batch_size**2
 
 
 @pytest.mark.parametrize("setting", IN_BATCH, ids=lambda s: s.name)
@@ -99,10 +84,10 @@ def large(setting: Setting, batch_size: int) -> Objective:
 def test_rows_of_draws_do_not_depend_on_what_they_are_looked_at_with() -> None:
     num_rows, like = 2 * ROWS_PER_DRAW + 10, torch.zeros(0, dtype=torch.float64)
     random = SharedRandom(3)
-    draws = RowDraws(random, num_rows, width=5)
+    draws_of = random.rows(num_rows, width=5)
     assert random.draws == 3
-    every = draws.of(torch.arange(num_rows), like)
+    every = draws_of(torch.arange(num_rows), like)
     assert every.unique().numel() > 0.99 * every.numel()
     chosen = torch.tensor([num_rows - 1, 0, ROWS_PER_DRAW, ROWS_PER_DRAW - 1])
-    assert torch.equal(draws.of(chosen, like), every[chosen])
+    assert torch.equal(draws_of(chosen, like), every[chosen])
     assert torch.equal(every[:ROWS_PER_DRAW], SharedRandom(3).uniform(ROWS_PER_DRAW, 5, like=like))

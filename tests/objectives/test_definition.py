@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dualenc.objectives import DCL, HCL, InfoNCE, Objective, SigLIP
 from tests.objectives import slow
+from tests.objectives.slow import gradients
 
 FORMULAS = {
     "InfoNCE": (lambda **a: InfoNCE(**a), lambda row, tau: slow.info_nce(row, tau)),
@@ -20,10 +21,6 @@ FORMULAS = {
         lambda row, tau: slow.siglip(row, tau, -2.0),
     ),
 }
-
-
-def gradients(loss: torch.Tensor, case: slow.Case) -> torch.Tensor:
-    return torch.cat(torch.autograd.grad(loss, [case.left, case.right]))
 
 
 @pytest.mark.parametrize("name", FORMULAS)

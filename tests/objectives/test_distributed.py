@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.objectives import ranks
 from tests.objectives.every import SETTINGS, SETTINGS_AT, STEPS, Run
 
 pytestmark = pytest.mark.slow
@@ -17,19 +17,50 @@ CASES = pytest.mark.parametrize(
     ("world_size", "name"), [(size, setting.name) for size, settings in SETTINGS_AT.items() for setting in settings]
 )
 Results = dict[str, dict[str, Any]]
+RESUMED_AT = 4
+
+
+def work(rank: int, folder: Path, one: Results) -> None:
+    """Run the settings at every world size that this rank takes part in, and continue those of one process; leave the
+    results in the folder."""
+    torch.set_num_threads(1)
+    for world_size in SETTINGS_AT:
+        if rank >= world_size:
+            continue
+        meeting = f"file://{folder}/meeting-{world_size}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
+        settings = SETTINGS_AT[world_size]
+        results = {s.name: {"run": run(Run(s)), "resumed": resumed(Run(s), one[s.name])} for s in settings}
+        torch.save(results, folder / f"{world_size}-{rank}.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def run(training: Run) -> dict[str, list[Any]]:
+    """All steps from the start: gradients, and the state after each step."""
+    gradients, states = [], []
+    for step in range(STEPS):
+        gradients.append(training.step(step))
+        states.append(training.state())
+    return {"gradients": gradients, "states": states}
+
+
+def resumed(training: Run, saved: dict[str, list[Any]]) -> list[torch.Tensor]:
+    """Gradients of the last steps, continued from the state of one process."""
+    training.load(saved["states"][RESUMED_AT - 1])
+    return [training.step(step) for step in range(RESUMED_AT, STEPS)]
 
 
 @pytest.fixture(scope="module")
 def one() -> Results:
-    return {setting.name: ranks.run(Run(setting)) for setting in SETTINGS}
+    return {setting.name: run(Run(setting)) for setting in SETTINGS}
 
 
 @pytest.fixture(scope="module")
 def many(one: Results, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Results]]:
-    """Results of every rank, by world size: processes are started once, for all objectives."""
+    """Results of every rank, by world size: processes are started once, for all objectives, and import nothing."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    torch.save(one, folder / "one.pt")
-    mp.start_processes(ranks.work, (folder,), nprocs=max(SETTINGS_AT), start_method="spawn")
+    mp.start_processes(work, (folder, one), nprocs=max(SETTINGS_AT), start_method="fork")
     return {size: [torch.load(folder / f"{size}-{rank}.pt") for rank in range(size)] for size in SETTINGS_AT}
 
 
@@ -65,12 +96,12 @@ def test_state_is_the_same_on_every_rank_and_that_of_one_process(
 def test_another_number_of_processes_continues_the_run(name: str, world_size: int, one: Results, many: Any) -> None:
     for rank in range(world_size):
         for i, found in enumerate(many[world_size][rank][name]["resumed"]):
-            assert_same_gradient(found, one[name]["gradients"][ranks.RESUMED_AT + i])
+            assert_same_gradient(found, one[name]["gradients"][RESUMED_AT + i])
 
 
 def test_state_of_many_processes_continues_in_one(one: Results, many: Any) -> None:
     for setting in SETTINGS:
         training = Run(setting)
-        training.load(many[3][2][setting.name]["run"]["states"][ranks.RESUMED_AT - 1])
-        for step in range(ranks.RESUMED_AT, STEPS):
+        training.load(many[3][2][setting.name]["run"]["states"][RESUMED_AT - 1])
+        for step in range(RESUMED_AT, STEPS):
             assert_same_gradient(training.step(step), one[setting.name]["gradients"][step])

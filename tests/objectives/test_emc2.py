@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualenc.errors import DualencError
 from dualenc.objectives import DCL, EMC2, ISIR
 from dualenc.objectives.emc2 import walk
-from tests.objectives.slow import Case, make_case
+from tests.objectives.every import Dispatched
+from tests.objectives.slow import gradients, make_case
 from tests.objectives.slow_chains import NUM_ITEMS, Corpus, SlowChains
 
 SETTINGS = {
@@ -34,12 +34,6 @@ def build(setting: str, burn_in: float = 0.5, **common: Any) -> EMC2 | ISIR:
     if kind is EMC2:
         arguments = {"burn_in": burn_in, **arguments}
     return kind(num_left=NUM_ITEMS, **common, **arguments)
-
-
-def gradients(loss: torch.Tensor, case: Case, corpus: Corpus) -> torch.Tensor:
-    inputs = [case.left, case.right, corpus.left, corpus.right]
-    found = torch.autograd.grad(loss, inputs, allow_unused=True)
-    return torch.cat([torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs)])
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -251,30 +245,20 @@ def test_equals_the_loop_bit_by_bit(
     seed: int, num_anchors: int, num_proposals: int, tau: float, dtype: torch.dtype
 ) -> None:
     scores, thresholds, start, burn_in = problem(seed, num_anchors, num_proposals, tau, dtype)
-    found = walk(scores, thresholds, start, burn_in)
+    found_visits, found_stays, found_last = walk(scores, thresholds, start, burn_in)
     for a in range(num_anchors):
         visits, stays, last = slow_walk(scores[a], thresholds[a], float(start[a]), int(burn_in[a]))
-        assert found.visits[a].tolist() == visits
-        assert int(found.stays[a]) == stays
-        assert int(found.last[a]) == last
-
-
-class Count(TorchDispatchMode):
-    """Counts operations: on an accelerator, each is a kernel launch or a view."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
+        assert found_visits[a].tolist() == visits
+        assert int(found_stays[a]) == stays
+        assert int(found_last[a]) == last
 
 
 def test_number_of_operations_grows_with_the_logarithm_of_the_proposals() -> None:
     calls = {}
     for num_proposals in (64, 128, 1024):
-        with Count() as counting:
+        with Dispatched() as watched:
             walk(*problem(0, 3, num_proposals, 0.07, torch.float32))
-        calls[num_proposals] = counting.calls
+        calls[num_proposals] = watched.count
     per_doubling = calls[128] - calls[64]
     assert calls[1024] == calls[128] + 3 * per_doubling
     assert calls[1024] < 1024 / 4

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dualenc.objectives import SACLR, ISogCLR, SogCLR
 from tests.objectives import slow, slow_state
+from tests.objectives.slow import gradients
 
 STEPS = 4
 many = settings(max_examples=10, deadline=None)
@@ -18,10 +19,6 @@ many = settings(max_examples=10, deadline=None)
 
 def cases(seed: int, size: int, views: bool) -> list[slow.Case]:
     return [slow.make_case(seed * STEPS + step, size, views) for step in range(STEPS)]
-
-
-def gradients(loss: torch.Tensor, case: slow.Case) -> torch.Tensor:
-    return torch.cat(torch.autograd.grad(loss, [case.left, case.right]))
 
 
 def assert_same_step(criterion: torch.nn.Module, case: slow.Case, expected: torch.Tensor) -> None:

@@ -10,39 +10,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualenc.errors import DualencError
 from dualenc.objectives import NegativeCache
 from dualenc.objectives import negative_cache as feature_cache
-from dualenc.objectives.negative_cache import FeatureCache, Query
+from dualenc.objectives.negative_cache import FeatureCache
 from dualenc.objectives.state import SharedRandom
-from tests.objectives.slow import Case, make_case
+from tests.objectives.every import Dispatched
+from tests.objectives.slow import Case, gradients, make_case
 from tests.objectives.slow_chains import Corpus, Item, _anchors, _barred, _batch, _vector
 
 
 def drawn_negatives(criterion: NegativeCache, case: Case, corpus: Corpus) -> tuple[torch.Tensor, list[Item | None]]:
     """Run the criterion; the gradient, and for each anchor the item whose similarity it pushes down."""
     drawn: list[Item | None] = []
-    original = criterion._draw
+    original = FeatureCache.draw
 
-    def spy(cache, anchors):  # type: ignore[no-untyped-def]
-        items, log_mean = original(cache, anchors)
+    def spy(cache: FeatureCache, *query: Tensor) -> tuple[Tensor, Tensor]:
+        items, log_mean = original(cache, *query)
         for item in items.tolist():
-            side = ("left", "right")[item % 2] if case.views else anchors.candidate_side
+            view = ("left", "right")[item % 2]
+            side = view if case.views else "left" if cache is criterion.left_cache else "right"
             drawn.append(None if item < 0 else Item(side, item // 2 if case.views else item))
         return items, log_mean
 
-    criterion._draw = spy  # type: ignore[method-assign]
-    loss = criterion(**case.arguments(), encode=corpus.encode).loss
-    criterion._draw = original  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FeatureCache, "draw", spy)
+        loss = criterion(**case.arguments(), encode=corpus.encode).loss
     return gradients(loss, case, corpus), drawn
-
-
-def gradients(loss: torch.Tensor, case: Case, corpus: Corpus) -> torch.Tensor:
-    inputs = [case.left, case.right, corpus.left, corpus.right]
-    found = torch.autograd.grad(loss, inputs, allow_unused=True)
-    return torch.cat([torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs)])
 
 
 @settings(max_examples=15, deadline=None)
@@ -169,74 +164,65 @@ def filled_cache(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Fea
     return cache, features
 
 
-def draw(cache: FeatureCache, query: Query, seed: int = 0) -> feature_cache.Draws:
-    random = SharedRandom(seed)
-    uniform = random.uniform(cache.num_blocks + 1, len(query.embeddings), like=query.embeddings)
-    return cache.draw(query, -(-uniform[1:].log()).log(), uniform[0])
+Query = tuple[Tensor, Tensor]
+"""Embeddings over τ, and items never to draw."""
 
 
-def same_query(cache: FeatureCache, num_anchors: int, barred: list[int]) -> Query:
+def draw(cache: FeatureCache, query: Query, seed: int = 0) -> tuple[Tensor, Tensor]:
+    uniform = SharedRandom(seed).uniform(cache.num_blocks + 1, len(query[0]), like=query[0])
+    return cache.draw(*query, -(-uniform[1:].log()).log(), uniform[0])
+
+
+def same_query(num_anchors: int, barred: list[int]) -> Query:
     embedding = torch.nn.functional.normalize(torch.ones(1, D), dim=1).expand(num_anchors, D)
-    return Query(embedding, torch.tensor(barred).expand(num_anchors, -1), torch.tensor(TAU))
+    return embedding / TAU, torch.tensor(barred).expand(num_anchors, -1)
 
 
 def test_draws_follow_the_softmax_over_the_filled_slots() -> None:
     cache, features = filled_cache()
     barred = [4, 7, -1, 290, 0]
-    query = same_query(cache, 20_000, barred)
-    logits = (features @ query.embeddings[0]).double() / TAU
+    query = same_query(20_000, barred)
+    logits = (features @ query[0][0]).double()
     logits[torch.arange(N) % 3 == 0] = -torch.inf
     logits[torch.tensor([4, 7, 290])] = -torch.inf
-    expected = torch.softmax(logits, dim=0) * len(query.embeddings)
-    found = draw(cache, query)
-    observed = torch.bincount(found.items, minlength=N).double()
+    expected = torch.softmax(logits, dim=0) * len(query[0])
+    items, log_mean = draw(cache, query)
+    observed = torch.bincount(items, minlength=N).double()
     assert observed[expected == 0].sum() == 0
     often = expected >= 5
     rest = ~often & (expected > 0)
     counts = [torch.cat([values[often], values[rest].sum()[None]]) for values in (observed, expected)]
     assert chisquare(counts[0].numpy(), counts[1].numpy()).pvalue > 0.001
-    log_mean = torch.logsumexp(logits, dim=0) - torch.isfinite(logits).sum().log()
-    torch.testing.assert_close(found.log_mean.double(), log_mean.expand(len(found.items)), atol=1e-5, rtol=0)
+    exact = torch.logsumexp(logits, dim=0) - torch.isfinite(logits).sum().log()
+    torch.testing.assert_close(log_mean.double(), exact.expand(len(items)), atol=1e-5, rtol=0)
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, features = filled_cache()
-    query = Query(features[:50], torch.arange(50)[:, None], torch.tensor(TAU))
+    query = features[:50] / TAU, torch.arange(50)[:, None]
     whole = draw(cache, query)
     monkeypatch.setattr(feature_cache, "MAX_ELEMENTS", 50 * cache.block_size)
     chunked = draw(cache, query)
-    assert torch.equal(whole.items, chunked.items)
-    torch.testing.assert_close(whole.log_mean, chunked.log_mean)
-
-
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest result."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.size = max(self.size, result.numel())
-        return result
+    assert torch.equal(whole[0], chunked[0])
+    torch.testing.assert_close(whole[1], chunked[1])
 
 
 def test_never_holds_a_similarity_per_item_and_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_cache, "MAX_ELEMENTS", 2**12)
     cache = FeatureCache(6400)
     cache.write(torch.arange(6400), torch.ones(6400, 2))
-    with Largest() as largest:
-        draw(cache, Query(torch.ones(50, 2), torch.zeros(50, 1, dtype=torch.long), torch.tensor(TAU)))
-    assert largest.size <= 2 * 6400  # the cache itself, of dimension 2
+    with Dispatched() as watched:
+        draw(cache, (torch.ones(50, 2) / TAU, torch.zeros(50, 1, dtype=torch.long)))
+    assert watched.largest <= 2 * 6400  # the cache itself, of dimension 2
 
 
 def test_an_empty_cache_draws_nothing() -> None:
     cache = FeatureCache(N)
     cache.write(torch.tensor([5]), torch.ones(1, D))
-    found = draw(cache, same_query(cache, 3, [5]))
-    assert found.items.tolist() == [-1, -1, -1]
-    assert (found.log_mean == -torch.inf).all()
-    assert draw(cache, same_query(cache, 3, [6])).items.tolist() == [5, 5, 5]
+    items, log_mean = draw(cache, same_query(3, [5]))
+    assert items.tolist() == [-1, -1, -1]
+    assert (log_mean == -torch.inf).all()
+    assert draw(cache, same_query(3, [6]))[0].tolist() == [5, 5, 5]
 
 
 def test_of_an_items_copies_in_one_write_the_first_counts() -> None:
@@ -259,8 +245,8 @@ def test_state_round_trip() -> None:
     assert fresh.load_state_dict(FeatureCache(N).state_dict()).missing_keys == []
     cache, _ = filled_cache()
     fresh.load_state_dict(cache.state_dict())
-    query = same_query(cache, 100, [4])
-    assert torch.equal(draw(cache, query).items, draw(fresh, query).items)
+    query = same_query(100, [4])
+    assert torch.equal(draw(cache, query)[0], draw(fresh, query)[0])
     with pytest.raises(DualencError, match="features holds 300 items in the saved state, 10 here"):
         FeatureCache(10).load_state_dict(cache.state_dict())
     with pytest.raises(RuntimeError, match="features"):

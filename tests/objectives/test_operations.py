@@ -3,14 +3,12 @@ is what a small batch costs. The numbers are held: they may fall, and rise only 
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualenc import objectives
 from dualenc.objectives import Objective
+from tests.objectives.every import Dispatched
 
 BATCH_SIZE, DIMENSION, NUM_PAIRS = 32, 64, 200
 AT_MOST = {
@@ -28,18 +26,6 @@ AT_MOST = {
 }
 
 
-class Operations(TorchDispatchMode):
-    """Counts everything that is dispatched while it is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
 def unit(count: int, seed: int) -> torch.Tensor:
     draw = torch.randn(count, DIMENSION, generator=torch.Generator().manual_seed(seed))
     return torch.nn.functional.normalize(draw, dim=1)
@@ -51,7 +37,7 @@ def operations(criterion: Objective) -> int:
     for step in range(3):
         ids = torch.randperm(NUM_PAIRS, generator=torch.Generator().manual_seed(step))[:BATCH_SIZE]
         left, right = (corpus[side][ids].requires_grad_() for side in ("left", "right"))
-        with Operations() as dispatched:
+        with Dispatched() as dispatched:
             criterion(left, right, ids, encode=lambda side, ids: corpus[side][ids]).loss.backward()
     return dispatched.count
 
@@ -64,11 +50,11 @@ def test_operations_of_a_step(name: str) -> None:
 def test_metrics_cost_nothing_until_they_are_read() -> None:
     ids = torch.arange(BATCH_SIZE)
     out = objectives.InfoNCE()(unit(BATCH_SIZE, 0), unit(BATCH_SIZE, 1), ids)
-    with Operations() as unread:
+    with Dispatched() as unread:
         assert list(out.metrics) == ["batch_estimate", "accuracy", "positive_similarity", "temperature"]
-    with Operations() as read:
+    with Dispatched() as read:
         first = dict(out.metrics)
-    with Operations() as again:
+    with Dispatched() as again:
         assert all(out.metrics[name] is value for name, value in first.items())
     assert (unread.count, again.count) == (0, 0)
     assert read.count > 20
@@ -78,6 +64,6 @@ def test_open_clip_needs_few_less() -> None:
     """Its loss has no ids, checks nothing and knows no temperature but the model's."""
     loss = pytest.importorskip("open_clip.loss").ClipLoss()
     left, right = (unit(BATCH_SIZE, seed).requires_grad_() for seed in range(2))
-    with Operations() as theirs:
+    with Dispatched() as theirs:
         loss(left, right, torch.tensor(1 / 0.07)).backward()
     assert operations(objectives.InfoNCE()) <= 1.5 * theirs.count

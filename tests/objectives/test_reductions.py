@@ -11,8 +11,7 @@ from tests.objectives import slow
 
 
 def gradient(criterion: Objective, case: slow.Case, **more: object) -> torch.Tensor:
-    loss = criterion.double()(**case.arguments(), **more).loss
-    return torch.cat(torch.autograd.grad(loss, [case.left, case.right]))
+    return slow.gradients(criterion.double()(**case.arguments(), **more).loss, case)
 
 
 def corpus_case(views: bool) -> slow.Case:
