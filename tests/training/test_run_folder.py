@@ -15,8 +15,9 @@ import pytest
 from dualenc.errors import DualencError
 from dualenc.training import checkpoint as run_folder
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
+from tests.training.launched import launch, small_run
 from tests.training.runs import FixedEvaluator, run_and_die, train, train_and_die
-from tests.training.test_signals import end, start, wait_for
+from tests.training.test_signals import wait_for
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -27,13 +28,13 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 @pytest.mark.slow
 def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_harms_nothing(tmp_path):
     run = tmp_path / "run"
-    process = start(run, delay=0.4)
+    (process,) = launch(tmp_path, small_run, run, delay=0.1)
     wait_for(run / "metrics.jsonl")
     for changes in ({"resume": True}, {"overwrite": True}, {}):
         with pytest.raises(DualencError, match=f"a run is going on in this folder .process {process.pid} on ") as told:
             train(run, model=TinyEncoder(), **changes)
         assert "\n" not in str(told.value)
-    returncode, errors = end(process)
+    returncode, errors = process.end()
     assert returncode == 0, errors
     assert not (run / ".lock").exists()
     train(tmp_path / "alone", model=TinyEncoder())

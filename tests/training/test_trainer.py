@@ -25,7 +25,7 @@ def test_same_seed_same_run(tmp_path):
 
 def test_training_lowers_the_loss_and_learns_the_temperature(tmp_path):
     objective = tiny_objective(tiny_pairs())
-    result = train(tmp_path, epochs=30, objective=objective)
+    result = train(tmp_path, epochs=30, objective=objective, save_every=None)
     assert result.steps == 120
     assert result.loss < 0.5 * read_metrics(tmp_path / "metrics.jsonl")[0]["loss"]
     assert objective.temperature < 0.19
