@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dualenc.errors import DualencError
+from dualenc.files import started
 from dualenc.training import checkpoint as run_folder
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
 from tests.training.launched import launch, small_run
@@ -72,10 +73,10 @@ def test_who_holds_a_lock_is_judged_by_more_than_a_process_number(tmp_path):
 def test_a_process_that_has_ended_unnoticed_holds_no_lock():
     """Killed, but not waited for by whoever started it: a zombie still has a number."""
     process = subprocess.Popen([sys.executable, "-c", "print()"], stdout=subprocess.PIPE)
-    assert run_folder._started(os.getpid()) not in ("", run_folder._started(2**22 + 1))
+    assert started(os.getpid()) not in ("", started(2**22 + 1))
     process.stdout.read()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert run_folder._started(process.pid) == ""
+    assert started(process.pid) == ""
     process.wait()
 
 
