@@ -164,20 +164,25 @@ class KNNEvaluator(Evaluator):
         temperature: float | None = 0.07,
         batch_size: int = 256,
     ) -> None:
-        self.train, self.train_labels = _labelled(train, "train")
-        self.test, self.test_labels = _labelled(test, "test")
+        self.corpora, self.labels = [], []
+        for name, images in (("train", train), ("test", test)):
+            if images.labels is None:
+                raise DualencError(
+                    f"KNNEvaluator: {name} has no labels; name its label column or sort images into folders"
+                )
+            self.corpora.append(Corpus([str(row) for row in range(len(images))], images.left_items, "image"))
+            self.labels.append(images.labels)
         self.k, self.temperature, self.batch_size = k, temperature, batch_size
 
     def __call__(self, model: DualEncoder) -> Metrics:
         from dualenc.evaluation.probe import accuracy, knn_predict
 
-        sides = [
-            embed_side(model, "left", corpus, self.batch_size, output="features", on_error="raise")
-            for corpus in (self.train, self.test)
-        ]
-        train, test = (side.vectors for side in sides)
-        predicted = knn_predict(train, self.train_labels, test, k=self.k, temperature=self.temperature)
-        return {"knn_accuracy": accuracy(predicted, self.test_labels)}
+        train, test = (
+            embed_side(model, "left", corpus, self.batch_size, output="features", on_error="raise").vectors
+            for corpus in self.corpora
+        )
+        predicted = knn_predict(train, self.labels[0], test, k=self.k, temperature=self.temperature)
+        return {"knn_accuracy": accuracy(predicted, self.labels[1])}
 
 
 def embed_side(
@@ -214,20 +219,13 @@ def _used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
     return Corpus([f"{side}-{item}" for item in used], Picked(items, used), modality), rows
 
 
-def _labelled(images: ImageViews, name: str) -> tuple[Corpus, np.ndarray]:
-    if images.labels is None:
-        raise DualencError(f"KNNEvaluator: {name} has no labels; name its label column or sort images into folders")
-    ids = [str(row) for row in range(len(images))]
-    return Corpus(ids, images.left_items, "image"), images.labels
-
-
 class BestModel:
     """Evaluates, and keeps in the model folder the best weights so far, or the last ones.
 
     Args:
         model: what is trained.
         objective: whose temperature goes into model formats that have a place for it.
-        evaluator: None when there is nothing to measure by.
+        evaluator: None when there is nothing to measure by; then the last weights are kept.
         folder: the model folder.
         keep_best: keep the weights with the best primary metric; otherwise the last.
         card: makes what the model card says of the training: `card(before, metrics, step)`.
