@@ -154,11 +154,6 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     return result / world_size() if op == "mean" else result
 
 
-def largest(number: int, device: torch.device) -> int:
-    """The largest of all ranks' numbers; one small exchange, on the device that the process group talks on."""
-    return int(all_reduce(torch.tensor([number], device=device), "max")) if is_initialized() else number
-
-
 def average_gradients(parameters: Iterable[torch.nn.Parameter], number: int = 0) -> int:
     """Replace every gradient by its average over ranks, in flat buckets; a missing gradient counts as zero.
 

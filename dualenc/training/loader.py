@@ -140,12 +140,7 @@ class BatchLoader:
         return other
 
     def build(self, indices: np.ndarray, epoch: int) -> Batch:
-        """Read and prepare some pairs; what a worker does.
-
-        Args:
-            indices: (b,) pair indices.
-            epoch: enters the seeds of the augmentation.
-        """
+        """Read and prepare the pairs of (b,) indices; what a worker does. The epoch enters the augmentation's seeds."""
         pairs: list[Pair] = []
         bad: list[tuple[int, str]] = []
         for index in indices.tolist():
@@ -254,12 +249,7 @@ class ItemEncoder:
         self.bad: dict[tuple[str, int], str] = {}
 
     def bind(self, encoding: PlainEncoding, number: int) -> Callable[[Side, Tensor], Tensor]:
-        """The `encode(side, ids)` of one batch.
-
-        Args:
-            encoding: how this step encodes: plainly or with gradient caching.
-            number: of the batch, for the seeds.
-        """
+        """The `encode(side, ids)` of one batch, by its encoding and with seeds of its number."""
 
         def encode(side: Side, ids: Tensor) -> Tensor:
             listed = ids.reshape(-1).tolist()
