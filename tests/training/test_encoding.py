@@ -1,4 +1,4 @@
-"""Gradient caching: plain gradient, dropout replayed, whatever the chunk; out-of-batch items are encoded as the batch is."""
+"""Gradient caching: plain gradient, dropout replayed, whatever the chunk; out-of-batch items as the batch was."""
 
 import pytest
 import torch
