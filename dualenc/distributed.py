@@ -16,6 +16,8 @@ from torch import Tensor
 
 from dualenc.errors import DualencError
 
+_BUCKET_ELEMENTS = 2**24
+
 
 def is_initialized() -> bool:
     """Whether a process group of more than one process is up."""
@@ -102,10 +104,9 @@ def rank_sizes(local_size: int, device: torch.device) -> list[int]:
 
 
 def rank_slice(total: int, of_rank: int | None = None, of_world: int | None = None) -> slice:
-    """The contiguous part of `range(total)` that a rank works on; sizes differ by one at most."""
+    """The contiguous part of `range(total)` that a rank (this one by default) works on; sizes differ by one at most."""
     of_rank = rank() if of_rank is None else of_rank
-    of_world = world_size() if of_world is None else of_world
-    share, extra = divmod(total, of_world)
+    share, extra = divmod(total, of_world or world_size())
     start = of_rank * share + min(of_rank, extra)
     return slice(start, start + share + (of_rank < extra))
 
@@ -149,64 +150,46 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     result = tensor.detach().clone()
     if not is_initialized():
         return result
-    dist.all_reduce(result, op=_OPS["sum" if op == "mean" else op])
+    dist.all_reduce(result, op=getattr(dist.ReduceOp, "SUM" if op == "mean" else op.upper()))
     return result / world_size() if op == "mean" else result
 
 
-def largest(number: int, device: torch.device) -> int:
-    """The largest of all ranks' numbers; one small exchange, on the device that the process group talks on."""
-    return int(all_reduce(torch.tensor([number], device=device), "max")) if is_initialized() else number
-
-
-def average_gradients(parameters: Iterable[torch.nn.Parameter], bucket_elements: int = 2**24, number: int = 0) -> int:
+def average_gradients(parameters: Iterable[torch.nn.Parameter], number: int = 0) -> int:
     """Replace every gradient by its average over ranks, in flat buckets; a missing gradient counts as zero.
 
     The whole list must be the same on every rank. A parameter unused on all ranks keeps no gradient.
 
     Args:
         parameters: whose gradients.
-        bucket_elements: of one exchange, at most, unless one parameter has more.
         number: of this rank; travels with what is exchanged anyhow.
 
     Returns:
         The largest `number` of all ranks, the same on every rank.
     """
-    if not is_initialized():
-        return number
     trainable = [p for p in parameters if p.requires_grad]
-    if not trainable:
+    if not is_initialized() or not trainable:
         return number
     flags = [*(p.grad is not None for p in trainable), number]
     *used, number = all_reduce(torch.tensor(flags, device=trainable[0].device, dtype=torch.int32), "max").tolist()
-    bucket: list[torch.nn.Parameter] = []
+    buckets: list[list[Tensor]] = []  # each of one precision and device, and not too large for one exchange
+    elements = 0
     for parameter, is_used in zip(trainable, used, strict=True):
         if not is_used:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if bucket and not _fits(bucket, parameter, bucket_elements):
-            _average_bucket(bucket)
-            bucket = []
-        bucket.append(parameter)
-    _average_bucket(bucket)
+        gradient = parameter.grad
+        alike = buckets and (buckets[-1][0].dtype, buckets[-1][0].device) == (gradient.dtype, gradient.device)
+        if not alike or elements + gradient.numel() > _BUCKET_ELEMENTS:
+            buckets.append([])
+            elements = 0
+        buckets[-1].append(gradient)
+        elements += gradient.numel()
+    for bucket in buckets:
+        flat = all_reduce(torch.cat([gradient.reshape(-1) for gradient in bucket]), "mean")
+        for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(part.view_as(gradient))
     return number
-
-
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-def _fits(bucket: list[torch.nn.Parameter], parameter: torch.nn.Parameter, bucket_elements: int) -> bool:
-    alike = bucket[0].dtype == parameter.dtype and bucket[0].device == parameter.device
-    return alike and sum(p.numel() for p in bucket) + parameter.numel() <= bucket_elements
-
-
-def _average_bucket(bucket: list[torch.nn.Parameter]) -> None:
-    gradients = [p.grad for p in bucket if p.grad is not None]
-    if not gradients:
-        return
-    flat = all_reduce(torch.cat([g.reshape(-1) for g in gradients]), "mean")
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
 
 
 @lost_process_told()

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from dualenc.errors import DiskFull, DualencError
 
@@ -44,6 +45,9 @@ _SWAP_SECONDS = 0.5
 """Longer than any living process takes between the renames of a swap."""
 _CLOCK_SECONDS = 5.0
 """By how much the clocks of files and of processes may differ."""
+
+_CLOCK_TICKS = Path("/proc/stat")
+"""Where Linux tells when it was booted; elsewhere psutil says when a process began."""
 
 _writing: set[Path] = set()
 """Targets that this process is writing now."""
@@ -221,6 +225,33 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
+def started(pid: int) -> str:
+    """When a process of this machine began, in whatever clock its system keeps.
+
+    "" for one that has ended, even if its parent has not noticed yet; "?" for one that does not tell.
+    """
+    if not _CLOCK_TICKS.exists():
+        import psutil
+
+        try:
+            return f"{psutil.Process(pid).create_time():.0f}"
+        except psutil.NoSuchProcess:
+            return ""
+        except psutil.Error:
+            return "?"
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return ""
+    except OSError:
+        pass  # alive, and another user's
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        return "?"
+
+
 def is_running(pid: int, since: float | None = None) -> bool:
     """Whether a process of this machine is alive.
 
@@ -228,20 +259,45 @@ def is_running(pid: int, since: float | None = None) -> bool:
         pid: its number.
         since: seconds since the epoch; a process that began later only reuses the number and does not count.
     """
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        pass  # alive, and another user's
-    try:
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        booted = re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
-    except (OSError, ValueError, IndexError):
-        return True  # this system does not tell when it began
-    if since is None or booted is None:
-        return True
-    return int(booted[1]) + ticks / os.sysconf("SC_CLK_TCK") < since + _CLOCK_SECONDS
+    began = started(pid)
+    if began in ("", "?") or since is None:
+        return bool(began)
+    seconds = float(began)
+    if _CLOCK_TICKS.exists():  # in ticks since the boot
+        booted = re.search(r"^btime (\d+)", _CLOCK_TICKS.read_text(), re.MULTILINE)
+        if booted is None:
+            return True
+        seconds = int(booted[1]) + seconds / os.sysconf("SC_CLK_TCK")
+    return seconds < since + _CLOCK_SECONDS
+
+
+def this_process() -> dict[str, Any]:
+    """What names this process to others who see the same disk; they ask `process_state`."""
+    boot, container = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": started(os.getpid()),
+        "boot": boot.read_text().strip() if boot.exists() else "",
+        "container": os.readlink(container) if container.is_symlink() else "",
+    }
+
+
+def process_state(named: Mapping[str, Any]) -> Literal["running", "gone", "unknown"]:
+    """Whether the process that `this_process` once named is alive; "unknown" when it is out of sight.
+
+    A number alone does not name a process: numbers are used again, so the time of its start counts too; they mean
+    nothing after another boot; and in another container they mean other processes.
+    """
+    here = this_process()
+    if named.get("host") != here["host"] or not isinstance(named.get("pid"), int):
+        return "unknown"
+    if named.get("boot") != here["boot"]:
+        return "gone"
+    began = started(named["pid"])
+    if named.get("container") != here["container"] or began == "?":
+        return "unknown"
+    return "running" if began and named.get("started") == began else "gone"
 
 
 def save_array(path: str | os.PathLike[str], array: np.ndarray) -> None:

@@ -154,7 +154,7 @@ class Recipe:
         Raises:
             DualencError: a part does not take its arguments; begins with the source and the part's section.
         """
-        from dualenc.training.checkpoint import seed_everything
+        from dualenc.seeds import seed_everything
         from dualenc.training.trainer import Trainer
 
         def make(found: type, *positional: Any, **arguments: Any) -> Any:

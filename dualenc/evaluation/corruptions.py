@@ -7,7 +7,6 @@ their smaller images: compare with published numbers on those files (`read_corru
 from __future__ import annotations
 
 import difflib
-import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from PIL import Image
 from dualenc.data.images import open_image
 from dualenc.errors import DualencError
 from dualenc.files import open_regular
+from dualenc.seeds import derive_seed
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -175,8 +175,7 @@ def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int 
 
 def stable_seed(*parts: int | str) -> int:
     """A number in [0, 2³²) from any numbers and words; the same in every process and Python version."""
-    plain = tuple(part if isinstance(part, str) else int(part) for part in parts)  # repr(np.int64(1)) differs
-    return int.from_bytes(hashlib.blake2b(repr(plain).encode(), digest_size=4).digest(), "little")
+    return derive_seed(*parts, bits=32)
 
 
 def check_corruptions(corruptions: Sequence[str]) -> None:

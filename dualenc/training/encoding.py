@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,26 +18,8 @@ from dualenc.types import Inputs, Side
 Autocast = Callable[[], AbstractContextManager[None]]
 
 
-class Encoding(Protocol):
-    """The forwards of one step, and how a loss on their results reaches the weights."""
-
-    def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
-        """Encode n prepared items to (n, D); under `torch.no_grad()` without a graph.
-
-        Args:
-            side: which tower.
-            inputs: the tower's inputs, on any device, first dimension n; {} for no item.
-            out_of_batch: BatchNorm takes the statistics of the batch for them, and counts them nowhere.
-        """
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of everything that was encoded with a graph."""
-        ...
-
-
 class PlainEncoding:
-    """One forward per call, one backward: memory grows with the batch.
+    """The forwards of one step, and how a loss on their results reaches the weights: memory grows with the batch.
 
     Args:
         model: the two towers.
@@ -58,53 +39,59 @@ class PlainEncoding:
         self.statistics = BatchStatistics(keep=keep_statistics)
 
     def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
+        """Encode n prepared items to (n, D); under `torch.no_grad()` without a graph.
+
+        Args:
+            side: which tower.
+            inputs: the tower's inputs, on any device, first dimension n; {} for no item.
+            out_of_batch: BatchNorm takes the statistics of the batch for them, and counts them nowhere.
+        """
         if not inputs:
             if self.model.training and not out_of_batch and waits_for_others(self.model):
                 raise DualencError(
                     "this process has no sample of a batch, and BatchNorm over all processes needs one on each; make "
                     "batch_size larger or mend the samples that cannot be read"
                 )
-            return no_rows(self.model)
-        with self.statistics.of_batch(self.model.tower(side), out_of_batch), self.autocast():
-            return self.model.encode(side, to_device(inputs, self.device))
+            return self._no_rows()
+        with self.statistics.of_batch(self.model.tower(side), out_of_batch):
+            return self._forward(side, inputs)
 
     def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of everything that was encoded with a graph."""
         self.statistics.release()
         loss.backward()
 
+    def _forward(self, side: Side, inputs: Inputs) -> Tensor:
+        on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
+        with self.autocast():
+            return self.model.encode(side, on_device)
 
-def no_rows(model: DualEncoder) -> Tensor:
-    """(0, D) with gradient: a rank without items still takes part in the collectives of the backward pass."""
-    weight = next(model.parameters())
-    return torch.zeros(0, model.dim, dtype=weight.dtype, device=weight.device, requires_grad=torch.is_grad_enabled())
+    def _no_rows(self) -> Tensor:
+        """(0, D) with gradient: a rank without items still takes part in the collectives of the backward pass."""
+        weight = next(self.model.parameters())
+        return weight.new_zeros(0, self.model.dim).requires_grad_(torch.is_grad_enabled())
 
 
-def to_device(inputs: Inputs, device: torch.device) -> Inputs:
-    """The same tensors on a device; page-locked ones are copied while the device works on."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
-
-
-@dataclass
-class _Recorded:
+class _Recorded(NamedTuple):
     """What is needed to encode n items once more: inputs, rows and random state of each chunk, the leaves."""
 
     side: Side
     inputs: Inputs
     out_of_batch: bool
     chunks: list[Tensor]
-    random_states: list[list[Tensor]]
+    random_states: list[tuple[Tensor, Tensor | None]]
     leaves: Tensor
 
 
-class CachedEncoding:
-    """Encodes in chunks, twice; memory does not grow with the batch. A drop-in for `PlainEncoding`.
+class CachedEncoding(PlainEncoding):
+    """Gradient caching: encodes in chunks, twice, so that memory does not grow with the batch.
 
     Args:
         model: the two towers.
         device: where they are.
         autocast: a new mixed precision context per call.
-        chunk_size: items encoded at once.
         keep_statistics: the objective will ask for out-of-batch items.
+        chunk_size: items encoded at once.
 
     Raises:
         DualencError: chunk_size below 1, or a synchronised BatchNorm, whose ranks would wait for one another.
@@ -115,28 +102,29 @@ class CachedEncoding:
         model: DualEncoder,
         device: torch.device,
         autocast: Autocast = nullcontext,
-        chunk_size: int = 32,
         keep_statistics: bool = True,
+        chunk_size: int = 32,
     ) -> None:
         if chunk_size < 1:
             raise DualencError(f"chunk_size is {chunk_size}; it must be at least 1, or null for no gradient caching")
         if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
             raise DualencError("chunk_size does not go with SyncBatchNorm; leave chunk_size out or use plain BatchNorm")
-        self.model, self.device, self.autocast = model, device, autocast
+        super().__init__(model, device, autocast, keep_statistics)
         self.chunk_size = chunk_size
-        self.statistics = BatchStatistics(keep=keep_statistics)
         self._recorded: list[_Recorded] = []
 
     def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
+        """As of `PlainEncoding`: without graph, to leaves whose gradients `backward` takes further."""
         if not inputs:
-            return no_rows(self.model)
+            return self._no_rows()
         chunks = chunk_rows(inputs, self.chunk_size)
         random_states, parts = [], []
         with torch.no_grad():
             for rows in chunks:
-                random_states.append(_random_state(self.device))
+                on_gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+                random_states.append((torch.get_rng_state(), on_gpu))
                 with self.statistics.of_batch(self.model.tower(side), out_of_batch):
-                    parts.append(self._forward(side, inputs, rows))
+                    parts.append(self._forward(side, take(inputs, rows)))
             order = torch.cat(chunks).to(self.device)
             embeddings = torch.empty_like(encoded := torch.cat(parts)).index_copy_(0, order, encoded)
         if torch.is_grad_enabled():
@@ -145,25 +133,23 @@ class CachedEncoding:
         return embeddings
 
     def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients, encoding every chunk once more with its graph."""
         loss.backward()
         recorded, self._recorded = self._recorded, []
         cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda), running_statistics_kept(self.model):
             for record in recorded:
-                if record.leaves.grad is not None:
-                    self._replay(record, record.leaves.grad)
-
-    def _replay(self, record: _Recorded, gradient: Tensor) -> None:
-        for rows, state in zip(record.chunks, record.random_states, strict=True):
-            _set_random_state(state, self.device)
-            with self.statistics.applied(self.model.tower(record.side)) if record.out_of_batch else nullcontext():
-                embeddings = self._forward(record.side, record.inputs, rows)
-            if embeddings.requires_grad:  # not so for a tower whose weights are all fixed
-                torch.autograd.backward(embeddings, gradient[rows.to(self.device)])
-
-    def _forward(self, side: Side, inputs: Inputs, rows: Tensor) -> Tensor:
-        with self.autocast():
-            return self.model.encode(side, to_device(take(inputs, rows), self.device))
+                if record.leaves.grad is None:
+                    continue
+                for rows, (state, on_gpu) in zip(record.chunks, record.random_states, strict=True):
+                    torch.set_rng_state(state)
+                    if on_gpu is not None:
+                        torch.cuda.set_rng_state(on_gpu, self.device)
+                    tower = self.model.tower(record.side)
+                    with self.statistics.applied(tower) if record.out_of_batch else nullcontext():
+                        embeddings = self._forward(record.side, take(record.inputs, rows))
+                    if embeddings.requires_grad:  # not so for a tower whose weights are all fixed
+                        torch.autograd.backward(embeddings, record.leaves.grad[rows.to(self.device)])
 
 
 @contextmanager
@@ -182,14 +168,3 @@ def running_statistics_kept(module: nn.Module) -> Iterator[None]:
 def uses_batch_statistics(module: nn.Module) -> bool:
     """Whether a BatchNorm layer looks at the batch in training."""
     return any(isinstance(m, _BatchNorm) for m in module.modules())
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def _set_random_state(states: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

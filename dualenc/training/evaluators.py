@@ -20,12 +20,13 @@ from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
-from dualenc.training.checkpoint import random_state_kept
+from dualenc.seeds import random_state_kept
 from dualenc.types import Modality, OnError, Side
 
 if TYPE_CHECKING:
     from dualenc.objectives.base import Objective
     from dualenc.search.embeddings import Embeddings
+    from dualenc.training.checkpoint import Checkpoints
     from dualenc.types import Output
 
 Metrics = dict[str, float]
@@ -77,18 +78,23 @@ class RetrievalEvaluator(Evaluator):
         batch_size: int = 64,
         primary: str = "ndcg@10",
     ) -> None:
+        from dualenc.evaluation.metrics import CUTOFFS
+
         if (path is None) == (pairs is None):
             raise DualencError("RetrievalEvaluator: give either path, a BEIR folder, or held-out pairs")
         if max_queries is not None and max_queries < 1:
             raise DualencError(f"RetrievalEvaluator: max_queries is {max_queries}; it must be at least 1")
         whole = read_beir(str(path), split, titles=titles) if pairs is None else held_out(pairs)
-        self.collection = whole if max_queries is None else _first_queries(whole, max_queries)
+        self.collection = whole
+        if max_queries is not None:
+            kept = whole.queries.ids[:max_queries]
+            items = Picked(whole.queries.items, np.arange(len(kept)))
+            queries = Corpus(kept, items, whole.queries.modality)
+            self.collection = RetrievalSet(queries, whole.corpus, {name: whole.qrels[name] for name in kept})
         self.batch_size, self.primary = batch_size, primary
-        self.metric_names = _retrieval_metrics()
-        self.modalities = {
-            "left": self.collection.queries.modality,
-            "right": self.collection.corpus.modality,
-        }
+        kinds = ("ndcg", "recall", "mrr", "map", "precision", "hit")
+        self.metric_names = tuple(f"{kind}@{k}" for k in CUTOFFS for kind in kinds)
+        self.modalities = {"left": whole.queries.modality, "right": whole.corpus.modality}
 
     def __call__(self, model: DualEncoder) -> Metrics:
         from dualenc.evaluation.retrieval import HEADLINES, Result, retrieve
@@ -158,20 +164,25 @@ class KNNEvaluator(Evaluator):
         temperature: float | None = 0.07,
         batch_size: int = 256,
     ) -> None:
-        self.train, self.train_labels = _labelled(train, "train")
-        self.test, self.test_labels = _labelled(test, "test")
+        self.corpora, self.labels = [], []
+        for name, images in (("train", train), ("test", test)):
+            if images.labels is None:
+                raise DualencError(
+                    f"KNNEvaluator: {name} has no labels; name its label column or sort images into folders"
+                )
+            self.corpora.append(Corpus([str(row) for row in range(len(images))], images.left_items, "image"))
+            self.labels.append(images.labels)
         self.k, self.temperature, self.batch_size = k, temperature, batch_size
 
     def __call__(self, model: DualEncoder) -> Metrics:
         from dualenc.evaluation.probe import accuracy, knn_predict
 
-        sides = [
-            embed_side(model, "left", corpus, self.batch_size, output="features", on_error="raise")
-            for corpus in (self.train, self.test)
-        ]
-        train, test = (side.vectors for side in sides)
-        predicted = knn_predict(train, self.train_labels, test, k=self.k, temperature=self.temperature)
-        return {"knn_accuracy": accuracy(predicted, self.test_labels)}
+        train, test = (
+            embed_side(model, "left", corpus, self.batch_size, output="features", on_error="raise").vectors
+            for corpus in self.corpora
+        )
+        predicted = knn_predict(train, self.labels[0], test, k=self.k, temperature=self.temperature)
+        return {"knn_accuracy": accuracy(predicted, self.labels[1])}
 
 
 def embed_side(
@@ -186,12 +197,6 @@ def embed_side(
     from dualenc.search.embed import embed
 
     return embed(model.tower(side), corpus, batch_size=batch_size, output=output, on_error=on_error, progress=False)
-
-
-def _retrieval_metrics() -> tuple[str, ...]:
-    from dualenc.evaluation.metrics import CUTOFFS
-
-    return tuple(f"{name}@{k}" for k in CUTOFFS for name in ("ndcg", "recall", "mrr", "map", "precision", "hit"))
 
 
 def held_out(pairs: PairDataset) -> RetrievalSet:
@@ -214,27 +219,13 @@ def _used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
     return Corpus([f"{side}-{item}" for item in used], Picked(items, used), modality), rows
 
 
-def _first_queries(collection: RetrievalSet, count: int) -> RetrievalSet:
-    kept = collection.queries.ids[:count]
-    items = Picked(collection.queries.items, np.arange(len(kept)))
-    queries = Corpus(kept, items, collection.queries.modality)
-    return RetrievalSet(queries, collection.corpus, {name: collection.qrels[name] for name in kept})
-
-
-def _labelled(images: ImageViews, name: str) -> tuple[Corpus, np.ndarray]:
-    if images.labels is None:
-        raise DualencError(f"KNNEvaluator: {name} has no labels; name its label column or sort images into folders")
-    ids = [str(row) for row in range(len(images))]
-    return Corpus(ids, images.left_items, "image"), images.labels
-
-
 class BestModel:
     """Evaluates, and keeps in the model folder the best weights so far, or the last ones.
 
     Args:
         model: what is trained.
         objective: whose temperature goes into model formats that have a place for it.
-        evaluator: None when there is nothing to measure by.
+        evaluator: None when there is nothing to measure by; then the last weights are kept.
         folder: the model folder.
         keep_best: keep the weights with the best primary metric; otherwise the last.
         card: makes what the model card says of the training: `card(before, metrics, step)`.
@@ -265,7 +256,17 @@ class BestModel:
 
     def evaluate(self, step: int) -> Metrics:
         """Measure the model after so many steps; saves it if it is the best of the trained ones so far."""
-        self.last = self._measure()
+        self.last = {}
+        if self.evaluator is not None:
+            self.model.eval()
+            try:
+                with random_state_kept(), torch.no_grad():
+                    found = self.evaluator(self.model)
+            finally:
+                self.model.train()
+            if self.primary not in found:
+                raise DualencError(f"evaluator.primary is {self.primary!r}; choose one of {', '.join(found)}")
+            self.last = distributed.broadcast_object({name: float(value) for name, value in found.items()})
         if step == 0:
             self.before = self.last
         elif self.keep_best and (not self.best or self.last[self.primary] > self.best[self.primary]):
@@ -273,23 +274,32 @@ class BestModel:
             self._save(step, self.best)
         return self.last
 
-    def missing_step(self) -> int | None:
-        """The step whose weights were the best, if the model folder that had them is gone; all ranks call it."""
-        gone = self.keep_best and self.best_step > 0 and not (self.folder / "README.md").exists()
-        return self.best_step if distributed.broadcast_object(gone) else None
+    def finish(self, step: int, checkpoints: Checkpoints, say: Callable[[str], None]) -> Metrics:
+        """Make sure that the model folder holds what it should; all ranks call it together.
 
-    def save_best(self) -> None:
-        """Write the model as it is, which has the best weights again."""
-        self._save(self.best_step, self.best)
+        Args:
+            step: the last one, of the weights that the model has.
+            checkpoints: one of them may have the best weights, if the model folder that had them is gone.
+            say: where the user is told that none has.
 
-    def forget(self) -> None:
-        """The best weights are lost: the last ones will do."""
-        self.best, self.best_step = {}, -1
-
-    def finish(self, step: int) -> Metrics:
-        """Make sure that the model folder holds what it should; returns the metrics of what it holds."""
+        Returns:
+            The metrics of what the folder holds.
+        """
         if self.keep_best and self.best:
-            return self.best
+            if not distributed.broadcast_object(not (self.folder / "README.md").exists()):
+                return self.best
+            state = checkpoints.load_step(self.best_step)
+            if state is not None:
+                parts = (("model", self.model), ("objective", self.objective))
+                latest = {name: {key: tensor.clone() for key, tensor in p.state_dict().items()} for name, p in parts}
+                for name, part in parts:
+                    part.load_state_dict(state[name])
+                self._save(self.best_step, self.best)
+                for name, part in parts:
+                    part.load_state_dict(latest[name])
+                return self.best
+            say(f"{self.folder} is gone, and no checkpoint has the best weights, those of step {self.best_step}")
+            self.best, self.best_step = {}, -1
         self._save(step, self.last)
         return self.last
 
@@ -301,19 +311,6 @@ class BestModel:
         """Take over what `state_dict` returned."""
         self.before, self.best, self.last = state["before"], state["best"], state["last"]
         self.best_step = state["best_step"]
-
-    def _measure(self) -> Metrics:
-        if self.evaluator is None:
-            return {}
-        self.model.eval()
-        try:
-            with random_state_kept(), torch.no_grad():
-                metrics = self.evaluator(self.model)
-        finally:
-            self.model.train()
-        if self.primary not in metrics:
-            raise DualencError(f"evaluator.primary is {self.primary!r}; choose one of {', '.join(metrics)}")
-        return distributed.broadcast_object({name: float(value) for name, value in metrics.items()})
 
     def _save(self, step: int, metrics: Metrics) -> None:
         if distributed.is_main():

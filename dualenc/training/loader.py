@@ -15,30 +15,19 @@ from torch.utils.data import DataLoader, Dataset
 
 from dualenc import distributed
 from dualenc.data.pairs import Pair, PairDataset
-from dualenc.encoders.dual import DualEncoder
+from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import BadSample, DualencError
-from dualenc.training.encoding import Encoding
+from dualenc.seeds import derive_seed
+from dualenc.training.encoding import PlainEncoding
 from dualenc.training.signals import forgive_one_sigterm
 from dualenc.types import Inputs, OnError, Side
 
 PrepareItems = Callable[..., Inputs]
-SIDES: tuple[Side, Side] = ("left", "right")
-_STREAMS = {"batch": 0, "item": 1, "rank": 2, "table": 3, "compare": 4}
-
-Stream = Literal["batch", "item", "rank", "table", "compare"]
 
 
-def derive_seed(stream: Stream, *parts: int) -> int:
-    """A 63-bit seed that is a pure function of non-negative integers, independent between streams.
-
-    Args:
-        stream: what the seed is for; equal parts give unrelated seeds in different streams.
-        parts: for instance (seed, epoch, index, view).
-    """
-    return int(np.random.SeedSequence([_STREAMS[stream], *parts]).generate_state(1, np.uint64)[0] >> 1)
-
-
-def augmentation_seeds(seed: int, epoch: int, ids: Iterable[int], side: Side, stream: Stream = "batch") -> list[int]:
+def augmentation_seeds(
+    seed: int, epoch: int, ids: Iterable[int], side: Side, stream: Literal["batch", "item"] = "batch"
+) -> list[int]:
     """One seed per item for its augmentation: of (seed, epoch, pair index, view).
 
     Args:
@@ -48,12 +37,7 @@ def augmentation_seeds(seed: int, epoch: int, ids: Iterable[int], side: Side, st
         side: which view.
         stream: "batch" for the items of a batch, "item" for those that an objective asks for by id.
     """
-    return [derive_seed(stream, seed, epoch, int(index), SIDES.index(side)) for index in ids]
-
-
-def generator(stream: Stream, *parts: int) -> np.random.Generator:
-    """A numpy generator seeded as `derive_seed`."""
-    return np.random.default_rng(derive_seed(stream, *parts))
+    return [derive_seed(stream, seed, epoch, index, side) for index in ids]
 
 
 class Batch(NamedTuple):
@@ -156,12 +140,7 @@ class BatchLoader:
         return other
 
     def build(self, indices: np.ndarray, epoch: int) -> Batch:
-        """Read and prepare some pairs; what a worker does.
-
-        Args:
-            indices: (b,) pair indices.
-            epoch: enters the seeds of the augmentation.
-        """
+        """Read and prepare the pairs of (b,) indices; what a worker does. The epoch enters the augmentation's seeds."""
         pairs: list[Pair] = []
         bad: list[tuple[int, str]] = []
         for index in indices.tolist():
@@ -269,13 +248,8 @@ class ItemEncoder:
         self.num_encoded = 0
         self.bad: dict[tuple[str, int], str] = {}
 
-    def bind(self, encoding: Encoding, number: int) -> Callable[[Side, Tensor], Tensor]:
-        """The `encode(side, ids)` of one batch.
-
-        Args:
-            encoding: how this step encodes: plainly or with gradient caching.
-            number: of the batch, for the seeds.
-        """
+    def bind(self, encoding: PlainEncoding, number: int) -> Callable[[Side, Tensor], Tensor]:
+        """The `encode(side, ids)` of one batch, by its encoding and with seeds of its number."""
 
         def encode(side: Side, ids: Tensor) -> Tensor:
             listed = ids.reshape(-1).tolist()

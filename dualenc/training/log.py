@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Sums scalars on the device, so that no step waits; `average` brings their means over steps and ranks to the CPU.
-
-    Args:
-        device: where the scalars are.
-    """
+    """Sums scalars on a device, so that no step waits; `average` brings their means over steps and ranks to the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -198,21 +194,12 @@ def training_card(
         name: {**({"untrained": before[name]} if name in before else {}), "trained": value}
         for name, value in metrics.items()
     }
-    recipe = _plain(recipe) or {"trainer": _plain(settings)}
+    plain = json.loads(json.dumps(recipe or {"trainer": settings}, default=os.fspath))  # without tuples and paths
     return {
         "data": (
             f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
         ),
         "training": f"{type(objective).__name__}, {step} steps with batches of {settings['batch_size']}.",
         "metrics": rows or None,
-        "recipe": Code("yaml", yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)),
+        "recipe": Code("yaml", yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)),
     }
-
-
-def _plain(value: Any) -> Any:
-    """Tuples and paths as YAML has them."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, os.PathLike) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import yaml
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -21,15 +22,16 @@ from dualenc.batching.selector import BatchSelector
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
+from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective, ObjectiveOutput
-from dualenc.training import checkpoint as run_folder
-from dualenc.training.checkpoint import Checkpoints, fingerprint, flatten, seed_everything
-from dualenc.training.encoding import CachedEncoding, Encoding, PlainEncoding
+from dualenc.seeds import seed_everything
+from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
+from dualenc.training.encoding import CachedEncoding, PlainEncoding
 from dualenc.training.evaluators import BestModel, Evaluator
 from dualenc.training.loader import Batch, BatchLoader, ItemEncoder
 from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.optim import build_optimizer, build_schedule, trainable_parameters
-from dualenc.training.selection import BatchPlan, fresh_embeddings, tell_neighbors
+from dualenc.training.plan import BatchPlan, fresh_embeddings, tell_neighbors
 from dualenc.training.signals import Stopped, StopSignals
 
 if TYPE_CHECKING:
@@ -47,18 +49,8 @@ _FREE = (
 class Loop:
     """Steps through the batches; logs, evaluates and saves on the way; resumes anywhere.
 
-    Nothing is written before the first step is done.
-
-    Args:
-        settings: the trainer's, read only.
-        accelerator: device, mixed precision, gradient scaler and trackers.
-        model: the two towers, on the accelerator's device.
-        pairs: the training pairs.
-        objective: the loss, on the same device.
-        batching: who meets whom.
-        evaluator: None when there is nothing to measure by.
-        signals: what a scheduler has sent; every step agrees on it with the other ranks.
-        recipe: where all of this came from; empty for a run from Python.
+    Nothing is written before the first step is done. The arguments are those of `Trainer.fit`, with the trainer itself
+    as settings, the accelerator, and what a scheduler has sent, on which every step agrees with the other ranks.
     """
 
     def __init__(
@@ -86,7 +78,11 @@ class Loop:
             seed=settings.seed,
             device=self.device,
         )
-        self.total_steps = self._count_steps()
+        self.total_steps = settings.max_steps or 0
+        if settings.max_steps is None or settings.epochs is not None:
+            batches = [self.plan.num_batches(epoch) for epoch in range(settings.epochs or 1)]
+            steps = sum(-(-count // settings.gradient_accumulation) for count in batches)
+            self.total_steps = min(steps, settings.max_steps or steps)
         self.parameters = trainable_parameters([model, objective])
         self.optimizer = build_optimizer(
             [model, objective],
@@ -117,11 +113,8 @@ class Loop:
         self.meter = Meter(self.device)
         described = {name: part for name, part in recipe.items() if name not in ("trainer", "evaluator")}
         described["trainer"] = {name: value for name, value in asdict(settings).items() if name not in _FREE}
-        self.checkpoints = Checkpoints(
-            self.output / "checkpoints",
-            settings.keep_checkpoints,
-            fingerprint(described, model, objective, pairs, batching),
-        )
+        described = fingerprint(described, model, objective, pairs, batching)
+        self.checkpoints = Checkpoints(self.output / "checkpoints", settings.keep_checkpoints, described)
         self.bad: dict[int, str] = {}
         self.steps = self.epoch = self.batch = self.batches_done = 0
         self.evaluation_due = self.resumed = self.begun = False
@@ -147,14 +140,11 @@ class Loop:
         if self.evaluation_due:
             self._evaluate()
         while self.steps < self.total_steps:
-            if self.batch == 0:
-                self._start_epoch()
-            self._run_epoch(self.plan.batches(self.epoch))
+            self._run_epoch()
             if self.steps < self.total_steps:
                 self.epoch, self.batch = self.epoch + 1, 0
         self._begin()
-        self._restore_best()
-        return self.best.finish(self.steps)
+        return self.best.finish(self.steps, self.checkpoints, self.log.say)
 
     def close(self) -> None:
         """Finish what runs in the background: progress bar, trackers, a selection of batches."""
@@ -188,48 +178,49 @@ class Loop:
         """Reason by pair index of all samples left out so far, on any rank; all ranks call it together."""
         return {index: why for bad in distributed.gather_objects(self.bad) for index, why in bad.items()}
 
-    def _count_steps(self) -> int:
-        settings = self.settings
-        if settings.max_steps is not None and settings.epochs is None:
-            return settings.max_steps
-        batches = [self.plan.num_batches(epoch) for epoch in range(settings.epochs or 1)]
-        steps = sum(-(-count // settings.gradient_accumulation) for count in batches)
-        return steps if settings.max_steps is None else min(steps, settings.max_steps)
-
     def _begin(self) -> None:
         """The first step is done: now the folder is this run's, and what it has to tell is written."""
         if self.begun:
             return
         self.begun = True
         if self.settings.overwrite and not self.resumed:
-            run_folder.clear(self.output)
+            clear(self.output)
         self.plan.remove_leftovers()
         self.log.open(self.settings.project, flatten(asdict(self.settings)))
-        run_folder.save_recipe(self.output, self.recipe)
+        if self.recipe and distributed.is_main():
+            with atomic_path(self.output / "recipe.yaml") as beside:
+                text = yaml.safe_dump(dict(self.recipe), sort_keys=False, allow_unicode=True)
+                beside.write_text(text, encoding="utf-8")
 
-    def _start_epoch(self) -> None:
-        def fresh() -> tuple[np.ndarray, np.ndarray]:
-            return fresh_embeddings(self.model, self.loader, self.device, self.accelerator.autocast)
+    def _run_epoch(self) -> None:
+        """Have batches and neighbours selected where an epoch begins, and step through what is left of it."""
+        accumulation = self.settings.gradient_accumulation
+        if self.batch == 0:
 
-        to_come = self.settings.gradient_accumulation * (self.total_steps - self.steps)
-        last = to_come <= self.plan.num_batches(self.epoch)
-        tell_neighbors(self.objective, self.pairs, fresh)
-        report = self.plan.start_epoch(self.epoch, self.steps, fresh, last)
-        if report:
-            self.log.write(self.steps, {f"selection/{name}": value for name, value in report.items()})
-            self.log.say(
-                f"epoch {self.epoch + 1}: batches selected in {report['seconds']:.1f} s from embeddings "
-                f"{report['staleness']:.0f} steps old; loss {report['loss']:.3f}, random {report['random_loss']:.3f}"
-            )
+            def fresh() -> tuple[np.ndarray, np.ndarray]:
+                return fresh_embeddings(self.model, self.loader, self.device, self.accelerator.autocast)
 
-    def _run_epoch(self, batches: np.ndarray) -> None:
+            last = accumulation * (self.total_steps - self.steps) <= self.plan.num_batches(self.epoch)
+            tell_neighbors(self.objective, self.pairs, fresh)
+            report = self.plan.start_epoch(self.epoch, self.steps, fresh, last)
+            if report:
+                self.log.write(self.steps, {f"selection/{name}": value for name, value in report.items()})
+                self.log.say(
+                    f"epoch {self.epoch + 1}: batches selected in {report['seconds']:.1f} s from embeddings "
+                    f"{report['staleness']:.0f} steps old; loss {report['loss']:.3f}, random "
+                    f"{report['random_loss']:.3f}"
+                )
+        batches = self.plan.batches(self.epoch)
         clock = time.perf_counter()
-        stream = self.loader.batches(batches, self.epoch, start=self.batch)
-        for group in _grouped(stream, self.settings.gradient_accumulation):
-            for index, reason in (bad for batch in group for bad in batch.bad):
+        group: list[Batch] = []
+        for batch in self.loader.batches(batches, self.epoch, start=self.batch):
+            group.append(batch)
+            for index, reason in batch.bad:
                 if not self.bad:
                     self.log.say(f"pair {index} is left out: {reason} (further ones are counted)")
                 self.bad[index] = reason
+            if len(group) < accumulation and self.batch + len(group) < len(batches):
+                continue
             try:
                 loss, values = self._step(group)
             except DualencError as error:
@@ -244,7 +235,7 @@ class Loop:
             self._seconds += time.perf_counter() - clock
             self._samples += len(group) * batches.shape[1]
             self._between_steps()
-            clock = time.perf_counter()
+            clock, group = time.perf_counter(), []
             if self.steps == self.total_steps:
                 return
 
@@ -257,12 +248,13 @@ class Loop:
             objectives that ask for items items_encoded, so that its mean over ranks is their sum.
         """
         scaler, limit = self.accelerator.scaler, self.settings.max_gradient_norm
-        encoded_before = self.items.num_encoded
+        encoded_before, common = self.items.num_encoded, (self.model, self.device, self.accelerator.autocast)
+        keep, chunk_size = self.objective.needs_encode, self.settings.chunk_size
         self._rate = self.optimizer.param_groups[0]["lr"]
         self.objective.set_progress(self.steps / self.total_steps)
         outputs: list[ObjectiveOutput] = []
         for number, batch in enumerate(batches, start=self.batches_done):
-            encoding = self._encoding()
+            encoding = PlainEncoding(*common, keep) if chunk_size is None else CachedEncoding(*common, keep, chunk_size)
             left, right = encoding.encode("left", batch.left), encoding.encode("right", batch.right)
             negatives = None if batch.negatives is None else encoding.encode("right", batch.negatives)
             output = self.objective(
@@ -308,13 +300,6 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         return loss, values
 
-    def _encoding(self) -> Encoding:
-        common = self.model, self.device, self.accelerator.autocast
-        keep, chunk_size = self.objective.needs_encode, self.settings.chunk_size
-        if chunk_size is None:
-            return PlainEncoding(*common, keep_statistics=keep)
-        return CachedEncoding(*common, chunk_size, keep_statistics=keep)
-
     def _between_steps(self) -> None:
         """Log, evaluate, save, stop: whatever is due after a step."""
         settings, last, stop = self.settings, self.steps == self.total_steps, self.signals.agreed
@@ -351,24 +336,6 @@ class Loop:
             self.log.say(f"step {self.steps}: {self.best.primary} {metrics[self.best.primary]:.4f}")
         self.evaluation_due = False
 
-    def _restore_best(self) -> None:
-        """If the model folder with the best weights is gone, write it again from a checkpoint that has them."""
-        step = self.best.missing_step()
-        if step is None:
-            return
-        state = self.checkpoints.load_step(step)
-        if state is None:
-            self.log.say(f"{self.best.folder} is gone, and no checkpoint has the best weights, those of step {step}")
-            self.best.forget()
-            return
-        parts = (("model", self.model), ("objective", self.objective))
-        latest = {name: {key: value.clone() for key, value in part.state_dict().items()} for name, part in parts}
-        for name, part in parts:
-            part.load_state_dict(state[name])
-        self.best.save_best()
-        for name, part in parts:
-            part.load_state_dict(latest[name])
-
     def _fail_if_bad(self, step: int | None) -> None:
         if step is None:
             return
@@ -387,15 +354,3 @@ def _due(step: int, every: int | None) -> bool:
 
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.to(device, non_blocking=True)
-
-
-def _grouped(stream: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
-    """Consecutive batches, `size` at a time; the last group of an epoch may be smaller."""
-    group: list[Batch] = []
-    for batch in stream:
-        group.append(batch)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group

@@ -73,11 +73,7 @@ def build_optimizer(
 def check_optimizer(
     name: str, learning_rate: float, weight_decay: float, momentum: float, betas: tuple[float, float]
 ) -> None:
-    """Refuse arguments of `build_optimizer` with which nothing could be learned.
-
-    Raises:
-        DualencError: an unknown name, or an argument out of range.
-    """
+    """Refuse, as `build_optimizer` does, a name or arguments with which nothing could be learned."""
     if name not in get_args(OptimizerName):
         from timm.optim import get_optimizer_info, list_optimizers
 
@@ -135,17 +131,12 @@ def build_schedule(
     from transformers import get_scheduler
 
     check_schedule(name, warmup, final_fraction)
-    steps = warmup_steps(warmup, total_steps)
-    last_tenth = {"num_decay_steps": min(-(-total_steps // 10), max(0, total_steps - steps))}
+    steps = round(warmup * total_steps) if isinstance(warmup, float) and warmup < 1 else int(warmup)
+    last_tenth = min(-(-total_steps // 10), max(0, total_steps - steps))
+    special = {"num_decay_steps": last_tenth} if name == "warmup_stable_decay" else None
     # Only the shape is theirs: their warm-up begins with a step of rate 0, and only their cosine can end above 0.
-    scheduler = get_scheduler(
-        name,
-        torch.optim.SGD([torch.zeros(1)], lr=1.0),
-        steps,
-        total_steps,
-        last_tenth if name == "warmup_stable_decay" else None,
-    )
-    shape = scheduler.lr_lambdas[0]
+    nothing = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    shape = get_scheduler(name, nothing, steps, total_steps, special).lr_lambdas[0]
 
     def factor(step: int) -> float:
         if step < steps:
@@ -156,19 +147,10 @@ def build_schedule(
 
 
 def check_schedule(name: str, warmup: int | float, final_fraction: float) -> None:
-    """Refuse arguments of `build_schedule` that make no learning rate.
-
-    Raises:
-        DualencError: an unknown name, or an argument out of range.
-    """
+    """Refuse, as `build_schedule` does, a name or arguments that make no learning rate."""
     if name not in SCHEDULES:
         raise DualencError(f"schedule is {name!r}{nearest(name, SCHEDULES)}; choose one of {', '.join(SCHEDULES)}")
     if not 0 <= final_fraction <= 1:
         raise DualencError(f"final_fraction is {final_fraction}; it must be in [0, 1]")
     if not 0 <= warmup < math.inf or (warmup >= 1 and warmup != int(warmup)):
         raise DualencError(f"warmup is {warmup}; give a number of steps, or a share of all steps below 1")
-
-
-def warmup_steps(warmup: int | float, total_steps: int) -> int:
-    """Steps of warm-up from a number or a share of all steps."""
-    return round(warmup * total_steps) if isinstance(warmup, float) and warmup < 1 else int(warmup)

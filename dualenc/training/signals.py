@@ -56,7 +56,7 @@ class StopSignals:
 
     def agree(self, device: torch.device) -> int:
         """Exchange what was noted, and return what is agreed; all ranks call it together."""
-        self.agreed = distributed.largest(self.noted, device)
+        self.agreed = int(distributed.all_reduce(torch.tensor(self.noted, device=device), "max"))
         return self.agreed
 
     def _note(self, number: int, _: FrameType | None) -> None:

@@ -26,16 +26,17 @@ from dualenc.batching.selector import BatchSelector, RandomBatches
 from dualenc.cli import nearest
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.batchnorm import synchronise_statistics, waits_for_others
-from dualenc.encoders.dual import DualEncoder
+from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import DualencError
 from dualenc.objectives.base import Objective
-from dualenc.training import checkpoint as run_folder
+from dualenc.training.checkpoint import claimed
 from dualenc.training.encoding import uses_batch_statistics
 from dualenc.training.evaluators import Evaluator
-from dualenc.training.loader import SIDES, killed_worker_told
+from dualenc.training.loader import killed_worker_told
+from dualenc.training.log import read_metrics
 from dualenc.training.loop import Loop
 from dualenc.training.optim import OptimizerName, ScheduleName, check_optimizer, check_schedule
-from dualenc.training.selection import EmbeddingSource
+from dualenc.training.plan import EmbeddingSource
 from dualenc.training.signals import StopSignals
 from dualenc.types import OnError
 
@@ -217,7 +218,7 @@ class Trainer:
         device = accelerator.device
         with (
             StopSignals() as signals,
-            run_folder.claimed(self.output, resume=resume, overwrite=self.overwrite),
+            claimed(self.output, resume=resume, overwrite=self.overwrite),
             deterministic_algorithms(self.deterministic, device),
             killed_worker_told(self.num_workers),
         ):
@@ -235,7 +236,8 @@ class Trainer:
                 metrics = loop.run(resume)
             finally:
                 loop.close()
-        loss = run_folder.last_logged(self.output, "loss")
+        losses = [line.get("loss") for line in read_metrics(Path(self.output) / "metrics.jsonl")]
+        loss = next((float(value) for value in reversed(losses) if value is not None), float("nan"))
         seconds = time.perf_counter() - start
         skipped = len(loop.all_bad())
         return TrainingResult(loop.best.folder, loop.steps, loss, loop.best.before, metrics, seconds, skipped)

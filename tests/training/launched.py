@@ -1,36 +1,43 @@
-"""What is started as a process of its own in the tests: a small run that says what it does, and may be slow.
+"""Small runs in processes of their own, which may be slow, get signals and be killed, alone or as one of several ranks.
 
-`python -m tests.training.launched OUTPUT [JSON]`, the JSON with settings of the trainer, and with
-
-    delay       seconds that each batch takes
-    hang        [rank, batch, seconds] that one rank sleeps at one of its batches
-    evaluation  seconds that an evaluation takes; it touches the file `evaluating` beside the output
-    dropout     of the model
+They are forked from a server that has imported everything and done nothing else: torch and accelerate take 8 seconds to
+import. `python -m tests.training.launched OUTPUT` is the same for programs that start Python themselves.
 """
 
-import json
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import timm.optim  # noqa: F401  # a run imports this and the next late
+import torch
+import transformers.optimization  # noqa: F401
 from accelerate import PartialState
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.training.signals import Stopped
 from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs
 from tests.training.runs import train
 
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["pytest", "tests.training.launched"])
+
 
 class SlowEvaluator:
-    """Takes its time; the score is of the number of calls."""
+    """Takes its time and touches a file from its second call on; the score is of the weights."""
 
     primary = "score"
 
-    def __init__(self, seconds, sign):
+    def __init__(self, seconds: float, sign: Path) -> None:
         self.seconds, self.sign, self.calls = seconds, sign, 0
 
-    def __call__(self, model):
+    def __call__(self, model: TinyEncoder) -> dict[str, float]:
         self.calls += 1
         if self.calls > 1:
             self.sign.touch()
@@ -38,34 +45,117 @@ class SlowEvaluator:
         return {"score": float(sum(p.sum() for p in model.parameters()))}
 
 
-def main(output: Path, settings: dict) -> None:
-    delay, hang = settings.pop("delay", 0), settings.pop("hang", (-1, 0, 0))
-    evaluation, dropout = settings.pop("evaluation", None), settings.pop("dropout", 0.0)
+def small_run(
+    output: Path,
+    delay: float = 0.0,
+    hang: tuple[int, int, float] = (-1, 0, 0.0),
+    evaluation: float | None = None,
+    dropout: float = 0.0,
+    **settings: Any,
+) -> None:
+    """A run that says what it does.
+
+    Args:
+        output: of the trainer.
+        delay: seconds that each batch takes.
+        hang: (rank, batch, seconds) that one rank sleeps at one of its batches.
+        evaluation: seconds that an evaluation takes; it touches the file `evaluating` beside the output.
+        dropout: of the model.
+        settings: of the trainer.
+    """
     if evaluation is not None:
         settings["evaluator"] = SlowEvaluator(evaluation, output.with_name("evaluating"))
     objective = tiny_objective(tiny_pairs())
     calls = 0
 
-    def wait(*_):
+    def wait(*_: Any) -> None:
         nonlocal calls
         calls += 1
-        if (distributed.rank(), calls) == (hang[0], hang[1]):
-            print("hanging", flush=True)
-            time.sleep(hang[2])
-        time.sleep(delay)
+        time.sleep(hang[2] if (distributed.rank(), calls) == hang[:2] else delay)
 
     objective.register_forward_pre_hook(wait)
     train(output, model=TinyEncoder(dropout=dropout), objective=objective, **settings)
+    print(f"rank {distributed.rank()} of {distributed.world_size()}")
+
+
+class Launched:
+    """A function that runs in a process of its own, which leads a process group.
+
+    Args:
+        folder: gets a file with what it writes to stdout and stderr.
+        function: importable by its name.
+        arguments: positional ones.
+        rank: and (port, number of ranks), if it is one of several.
+        named: further arguments.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        function: Callable[..., Any],
+        *arguments: Any,
+        rank: tuple[int, int, int] | None = None,
+        **named: Any,
+    ) -> None:
+        environment = {"ACCELERATE_USE_CPU": "true"}
+        if rank is not None:
+            number, port, world = (str(value) for value in rank)
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world}
+            environment |= {"RANK": number, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": world}
+        self.written = folder / f"written-{0 if rank is None else rank[0]}.txt"
+        self.process = SERVER.Process(target=_begin, args=(self.written, environment, function, arguments, named))
+        self.process.start()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+
+    def end(self, seconds: float = 120) -> tuple[int, str]:
+        """Wait for it: its exit code, minus the signal that killed it, and what it has written."""
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise TimeoutError(self.written.read_text())
+        return self.process.exitcode, self.written.read_text()
+
+
+def launch(folder: Path, function: Callable[..., Any], *arguments: Any, ranks: int = 1, **named: Any) -> list[Launched]:
+    """A process, or several that are the ranks of one run; arguments as of `Launched`."""
+    if ranks == 1:
+        return [Launched(folder, function, *arguments, **named)]
+    port = free_port()
+    return [Launched(folder, function, *arguments, rank=(rank, port, ranks), **named) for rank in range(ranks)]
+
+
+def free_port() -> int:
+    """Where the ranks of a run meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _begin(
+    written: Path, environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...], named: Any
+) -> None:
+    os.setsid()
+    multiprocessing.set_start_method("fork", force=True)  # for its data workers, as in a program of its own
+    os.environ.update(environment)
+    with open(written, "wb", buffering=0) as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    os.fsync = lambda _: None  # as in the tests' own process
+    torch.set_num_threads(1)
+    code: Any = 0
+    try:
+        function(*arguments, **named)
+    except DualencError as error:  # as the command line does
+        print(f"dualenc: error: {error}", file=sys.stderr)
+        code = 2
+    except SystemExit as stopped:
+        code = stopped.code
+    if code != 2 and distributed.is_initialized():  # otherwise another rank is gone, and would be waited for
+        PartialState().destroy_process_group()
+    sys.exit(code)  # only here, where what the traceback held, data workers among it, is gone
 
 
 if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]), json.loads(sys.argv[2]) if len(sys.argv) > 2 else {})
-    except DualencError as error:  # as the command line does
-        print(f"dualenc: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except Stopped:
-        PartialState().destroy_process_group()
-        raise
-    sys.stdout.write(f"rank {distributed.rank()} of {distributed.world_size()}\n")
+    small_run(Path(sys.argv[1]))
     PartialState().destroy_process_group()

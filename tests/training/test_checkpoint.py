@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dualenc.errors import DualencError
-from dualenc.training.checkpoint import Checkpoints, random_state_kept, seed_everything
+from dualenc.seeds import random_state_kept, seed_everything
+from dualenc.training.checkpoint import Checkpoints
 from tests.training.fakes import same, tiny_objective, tiny_pairs, weights
 from tests.training.runs import train
 

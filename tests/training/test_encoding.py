@@ -1,13 +1,193 @@
-"""Forwards of one step: items beside the batch go through the function that the batch went through."""
+"""Gradient caching: plain gradient, dropout replayed, whatever the chunk; out-of-batch items as the batch was."""
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from dualenc.errors import DualencError
+from dualenc.objectives import SACLR, InfoNCE
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
-from tests.training.fakes import TinyEncoder
+from dualenc.training.loader import ItemEncoder
+from tests.training.fakes import WIDTH, TinyEncoder, gradients, tiny_objective, tiny_pairs
 
 CPU = torch.device("cpu")
+BATCH = 11
+
+
+@pytest.fixture
+def inputs():
+    draw = torch.Generator().manual_seed(1)
+    return [{"rows": torch.randn(BATCH, WIDTH, generator=draw, dtype=torch.float64)} for _ in range(2)]
+
+
+def run(encoding, model, inputs, objective=None, extra=None):
+    """Gradients of InfoNCE (with the items that `extra` brings as negatives) on one batch."""
+    model.zero_grad()
+    objective = objective or tiny_objective(tiny_pairs())
+    left, right = encoding.encode("left", inputs[0]), encoding.encode("right", inputs[1])
+    ids = torch.arange(BATCH)
+    negatives = None if extra is None else extra(encoding)
+    negative_id = None if negatives is None else torch.arange(BATCH, BATCH + len(negatives))
+    out = objective(left, right, ids, ids, negatives=negatives, negative_id=negative_id)
+    encoding.backward(out.loss)
+    return out.loss.detach(), gradients(model, objective)
+
+
+def close(first, second, tolerance=1e-10):
+    return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 11, 64])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_gradient_is_that_of_the_plain_step(inputs, chunk_size, shared):
+    model = TinyEncoder(shared=shared).train()
+    plain_loss, plain = run(PlainEncoding(model, CPU), model, inputs)
+    cached_loss, cached = run(CachedEncoding(model, CPU, chunk_size=chunk_size), model, inputs)
+    assert torch.allclose(plain_loss, cached_loss, rtol=1e-12)
+    assert close(plain, cached)
+
+
+class ChunkedGraph(PlainEncoding):
+    """The slow way to the same thing: every chunk with its graph, all of them kept."""
+
+    def encode(self, side, inputs, out_of_batch=False):
+        parts = inputs["rows"].split(4)
+        return torch.cat([super(ChunkedGraph, self).encode(side, {"rows": part}, out_of_batch) for part in parts])
+
+
+def test_dropout_is_replayed(inputs):
+    model = TinyEncoder(dropout=0.4).train()
+    torch.manual_seed(5)
+    slow_loss, slow = run(ChunkedGraph(model, CPU), model, inputs)
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    cached_loss, cached = run(CachedEncoding(model, CPU, chunk_size=4), model, inputs)
+    assert slow_loss == cached_loss
+    assert close(slow, cached)
+    assert torch.equal(after, torch.get_rng_state())  # the replay itself draws nothing that others would notice
+    torch.manual_seed(6)
+    assert not close(slow, run(CachedEncoding(model, CPU, chunk_size=4), model, inputs)[1])
+
+
+def test_items_asked_for_by_id_get_their_gradient_too(inputs):
+    pairs = tiny_pairs()
+    model = TinyEncoder().train()
+    items = ItemEncoder(model, pairs)
+
+    def extra(encoding):
+        return items.bind(encoding, 7)("right", torch.arange(BATCH, BATCH + 5))
+
+    plain = run(PlainEncoding(model, CPU), model, inputs, extra=extra)[1]
+    cached = run(CachedEncoding(model, CPU, chunk_size=2), model, inputs, extra=extra)[1]
+    assert close(plain, cached)
+    assert not close(plain, run(PlainEncoding(model, CPU), model, inputs)[1])
+
+
+def test_items_encoded_without_gradient_are_not_replayed(inputs):
+    model = TinyEncoder().train()
+    encoding = CachedEncoding(model, CPU, chunk_size=4)
+    with torch.no_grad():
+        assert not encoding.encode("left", inputs[0]).requires_grad
+    assert close(run(PlainEncoding(model, CPU), model, inputs)[1], run(encoding, model, inputs)[1])
+
+
+def test_frozen_towers_are_left_out(inputs):
+    model = TinyEncoder().train()
+    model.left.requires_grad_(False)
+    plain = run(PlainEncoding(model, CPU), model, inputs)[1]
+    assert close(plain, run(CachedEncoding(model, CPU, chunk_size=4), model, inputs)[1])
+
+
+def test_mixed_precision_is_replayed(inputs):
+    model = TinyEncoder(dtype=torch.float32).train()
+    rows = [{"rows": part["rows"].float()} for part in inputs]
+
+    def autocast():
+        return torch.autocast("cpu", torch.bfloat16)
+
+    losses, found = zip(
+        run(PlainEncoding(model, CPU, autocast), model, rows, InfoNCE(num_left=24)),
+        run(CachedEncoding(model, CPU, autocast, chunk_size=4), model, rows, InfoNCE(num_left=24)),
+        strict=True,
+    )
+    assert losses[0] == losses[1]
+    assert close(*found, tolerance=2e-2)
+
+
+def test_running_statistics_count_every_item_once(inputs):
+    plain, cached = (TinyEncoder(batchnorm=True).train() for _ in range(2))
+    run(PlainEncoding(plain, CPU), plain, inputs)
+    run(CachedEncoding(cached, CPU, chunk_size=BATCH), cached, inputs)
+    for (name, first), (_, second) in zip(plain.named_buffers(), cached.named_buffers(), strict=True):
+        assert torch.equal(first, second), name
+
+
+def test_state_is_written_once_per_step(inputs):
+    states, losses = [], []
+    for way, options in ((PlainEncoding, {}), (CachedEncoding, {"chunk_size": 4})):
+        model, objective = TinyEncoder().train(), SACLR(num_left=24, negatives=1).double()
+        losses.append(run(way(model, CPU, **options), model, inputs, objective)[0])
+        assert objective.random.draws == 2  # one per direction
+        states.append(objective.state_dict())
+    assert torch.allclose(*losses)
+    assert all(torch.allclose(states[0][key], values, equal_nan=True) for key, values in states[1].items())
+
+
+def test_memory_of_the_graph_is_that_of_a_chunk(inputs):
+    """What autograd saves between the first forward and the backward pass does not grow with the batch."""
+    sizes = {}
+    for rows in (8, 64):
+        saved = 0
+
+        def pack(tensor):
+            nonlocal saved
+            saved += tensor.numel()
+            return tensor
+
+        model = TinyEncoder().train()
+        encoding = CachedEncoding(model, CPU, chunk_size=8)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            encoding.encode("left", {"rows": torch.randn(rows, WIDTH, dtype=torch.float64)})
+        sizes[rows] = saved
+    assert sizes == {8: 0, 64: 0}
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(DualencError, match="chunk_size is 0"):
+        CachedEncoding(TinyEncoder(), CPU, chunk_size=0)
+    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(TinyEncoder(batchnorm=True))
+    with pytest.raises(DualencError, match="SyncBatchNorm"):
+        CachedEncoding(model, CPU, chunk_size=4)
+
+
+def test_texts_of_different_length_keep_their_places():
+    """A transformer in float64 over padded texts, chunks of like length: order and gradient stay."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+
+    class TextTower(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bert = BertModel(config)
+
+        def forward(self, inputs):
+            return torch.nn.functional.normalize(self.bert(**inputs).last_hidden_state[:, 0], dim=-1)
+
+    model = TinyEncoder(shared=True).train()
+    model.left = TextTower().double()
+    object.__setattr__(model, "right", model.left)
+    lengths = torch.tensor([3, 9, 1, 5, 7, 2, 8, 4, 6, 9, 1])
+    mask = (torch.arange(9)[None] < lengths[:, None]).long()
+    ids = torch.randint(1, 20, mask.shape, generator=torch.Generator().manual_seed(0)) * mask
+    texts = [{"input_ids": ids, "attention_mask": mask}, {"input_ids": ids.flip(0), "attention_mask": mask.flip(0)}]
+    plain_loss, plain = run(PlainEncoding(model, CPU), model, texts)
+    cached_loss, cached = run(CachedEncoding(model, CPU, chunk_size=3), model, texts)
+    assert torch.allclose(plain_loss, cached_loss, rtol=1e-12)
+    assert close(plain, cached)
+
+
 WAYS = {"plain": PlainEncoding, "cached": lambda model, device: CachedEncoding(model, device, chunk_size=16)}
 
 
@@ -17,7 +197,7 @@ def rows(count, seed):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_an_item_beside_the_batch_is_normalised_as_the_batch_was(way, side):
+def test_an_out_of_batch_item_is_normalised_as_the_batch_was(way, side):
     model = TinyEncoder(batchnorm=True).train()
     encoding = WAYS[way](model, CPU)
     batch = rows(12, seed=0)
@@ -27,7 +207,7 @@ def test_an_item_beside_the_batch_is_normalised_as_the_batch_was(way, side):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_items_beside_the_batch_do_not_move_the_running_statistics(way):
+def test_out_of_batch_items_do_not_move_the_running_statistics(way):
     model = TinyEncoder(batchnorm=True).train()
     encoding = WAYS[way](model, CPU)
     encoding.encode("left", rows(12, seed=0))
@@ -36,8 +216,8 @@ def test_items_beside_the_batch_do_not_move_the_running_statistics(way):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def gradients_beside(way, batch, others):
-    """Of items beside the batch only."""
+def gradients_of_others(way, batch, others):
+    """Of out-of-batch items only."""
     model = TinyEncoder(batchnorm=True).train()
     encoding = WAYS[way](model, CPU)
     encoding.encode("left", batch)
@@ -46,16 +226,16 @@ def gradients_beside(way, batch, others):
 
 
 def gradients_of_both(batch, others, again):
-    """Of the batch and of items beside it, which the backward pass may have to encode again."""
+    """Of the batch and of out-of-batch items, which the backward pass may have to encode again."""
     model = TinyEncoder(batchnorm=True).train()
     encoding = PlainEncoding(model, CPU)
     loss = encoding.encode("left", batch)[:, 1].sum()
 
-    def encode_beside():
+    def encode_others():
         return encoding.encode("left", others, out_of_batch=True)
 
-    beside = checkpoint(encode_beside, use_reentrant=False) if again else encode_beside()
-    encoding.backward(loss + beside[:, 0].sum())
+    out = checkpoint(encode_others, use_reentrant=False) if again else encode_others()
+    encoding.backward(loss + out[:, 0].sum())
     return {name: parameter.grad for name, parameter in model.left.named_parameters()}
 
 
@@ -83,7 +263,10 @@ def gradients_by_hand(batch, others, constant):
 def test_the_gradient_goes_through_the_statistics_into_the_batch_where_that_has_a_graph(way):
     """In chunks the batch's graph is gone by then: its statistics are constants."""
     batch, others = rows(12, seed=0), rows(5, seed=1)
-    found, expected = gradients_beside(way, batch, others), gradients_by_hand(batch, others, constant=way == "cached")
+    found, expected = (
+        gradients_of_others(way, batch, others),
+        gradients_by_hand(batch, others, constant=way == "cached"),
+    )
     for name in found:
         torch.testing.assert_close(found[name], expected[name])
 

@@ -6,8 +6,9 @@ import torch
 
 from dualenc import distributed
 from dualenc.errors import BadSample, DualencError
+from dualenc.seeds import derive_seed
 from dualenc.training.encoding import PlainEncoding
-from dualenc.training.loader import BatchLoader, ItemEncoder, augmentation_seeds, derive_seed
+from dualenc.training.loader import BatchLoader, ItemEncoder, augmentation_seeds
 from tests.training.fakes import NumbersPrepare, TinyEncoder, tiny_pairs
 
 CPU = torch.device("cpu")

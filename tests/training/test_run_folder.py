@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from dualenc.errors import DualencError
+from dualenc.files import started
 from dualenc.training import checkpoint as run_folder
 from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
+from tests.training.launched import launch, small_run
 from tests.training.runs import FixedEvaluator, run_and_die, train, train_and_die
-from tests.training.test_signals import end, start, wait_for
+from tests.training.test_signals import wait_for
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -27,13 +29,13 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 @pytest.mark.slow
 def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_harms_nothing(tmp_path):
     run = tmp_path / "run"
-    process = start(run, delay=0.4)
+    (process,) = launch(tmp_path, small_run, run, delay=0.1)
     wait_for(run / "metrics.jsonl")
     for changes in ({"resume": True}, {"overwrite": True}, {}):
         with pytest.raises(DualencError, match=f"a run is going on in this folder .process {process.pid} on ") as told:
             train(run, model=TinyEncoder(), **changes)
         assert "\n" not in str(told.value)
-    returncode, errors = end(process)
+    returncode, errors = process.end()
     assert returncode == 0, errors
     assert not (run / ".lock").exists()
     train(tmp_path / "alone", model=TinyEncoder())
@@ -71,10 +73,10 @@ def test_who_holds_a_lock_is_judged_by_more_than_a_process_number(tmp_path):
 def test_a_process_that_has_ended_unnoticed_holds_no_lock():
     """Killed, but not waited for by whoever started it: a zombie still has a number."""
     process = subprocess.Popen([sys.executable, "-c", "print()"], stdout=subprocess.PIPE)
-    assert run_folder._started(os.getpid()) not in ("", run_folder._started(2**22 + 1))
+    assert started(os.getpid()) not in ("", started(2**22 + 1))
     process.stdout.read()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert run_folder._started(process.pid) == ""
+    assert started(process.pid) == ""
     process.wait()
 
 

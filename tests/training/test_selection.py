@@ -12,7 +12,8 @@ from dualenc.data.pairs import PairDataset
 from dualenc.errors import DualencError
 from dualenc.objectives import EMC2, InfoNCE, NegativeCache
 from dualenc.training.log import read_metrics
-from dualenc.training.selection import BatchPlan, EmbeddingTable, SelectionJob, select, tell_neighbors
+from dualenc.training.plan import BatchPlan, EmbeddingTable, tell_neighbors
+from dualenc.training.selection import SelectionJob, select
 from tests.training.fakes import TinyEncoder, kill_this_process, same, tiny_pairs, weights
 from tests.training.runs import run_and_die, train, train_and_die
 
@@ -36,7 +37,7 @@ class Instant(SelectionJob):
 
 @pytest.fixture
 def instant(monkeypatch):
-    monkeypatch.setattr("dualenc.training.selection.SelectionJob", Instant)
+    monkeypatch.setattr("dualenc.training.plan.SelectionJob", Instant)
     monkeypatch.setattr("os.nice", lambda by: 0)
 
 
@@ -137,7 +138,7 @@ def test_hard_batches_are_reported_as_harder_than_random_ones():
 def test_a_failing_selection_is_told_in_one_line(tmp_path):
     left, right = embeddings()
     left[3] = np.nan
-    job = SelectionJob(SpectralBatches(24, 6), 2, left, right, 0.0, tmp_path)
+    job = SelectionJob(SpectralBatches(24, 6), 2, 0.0, tmp_path, embeddings=(left, right))
     with pytest.raises(DualencError, match=r"selecting batches for epoch 2 failed: .*row 3") as told:
         job.result()
     assert "\n" not in str(told.value)

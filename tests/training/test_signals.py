@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,26 +13,10 @@ import pytest
 from dualenc.errors import DualencError
 from dualenc.training.log import read_metrics
 from dualenc.training.signals import StopSignals
-from tests.training.fakes import TinyEncoder, same, weights
-from tests.training.launched import SlowEvaluator
+from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
+from tests.training.launched import SlowEvaluator, launch, small_run
 from tests.training.runs import train
-from tests.training.test_distributed_training import ROOT, assert_same_model, free_port
-
-
-def start(output: Path, *, rank: int | None = None, port: int = 0, **settings) -> subprocess.Popen[str]:
-    """A run in a process of its own, alone or as one of two ranks."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    if rank is not None:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "tests.training.launched", str(output), json.dumps(settings)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
-
-
-def start_two(output: Path, **settings) -> list[subprocess.Popen[str]]:
-    port = free_port()
-    return [start(output, rank=rank, port=port, **settings) for rank in (0, 1)]
+from tests.training.test_distributed_training import assert_same_model
 
 
 def wait_for(path: Path, seconds: float = 120) -> None:
@@ -43,16 +24,6 @@ def wait_for(path: Path, seconds: float = 120) -> None:
     while not path.exists():
         assert time.monotonic() < end, f"{path} has not come"
         time.sleep(0.02)
-
-
-def end(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
-    """Exit code and stderr."""
-    try:
-        _, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return process.returncode, errors
 
 
 def saved_step(output: Path) -> int:
@@ -77,10 +48,10 @@ def unbroken(tmp_path_factory):
 )
 def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(tmp_path, number, code, settings):
     run = tmp_path / "run"
-    process = start(run, delay=0.2, save_every=1000, **settings)
+    (process,) = launch(tmp_path, small_run, run, delay=0.1, save_every=1000, **settings)
     wait_for(run / "metrics.jsonl")
-    process.send_signal(number)
-    returncode, errors = end(process)
+    os.kill(process.pid, number)
+    returncode, errors = process.end()
     assert returncode == code, errors
     step = saved_step(run)
     assert f"stopped by {number.name} after step {step}: its checkpoint is in {run / 'checkpoints'}" in errors
@@ -99,14 +70,10 @@ def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(tmp_path, num
 def test_a_signal_to_the_whole_group_does_not_kill_the_data_workers_before_the_checkpoint(tmp_path, unbroken):
     """As SLURM sends it, and `timeout` and a terminal."""
     output = tmp_path / "run"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    settings = json.dumps({"delay": 0.3, "num_workers": 2, "save_every": 1000})
-    command = [sys.executable, "-m", "tests.training.launched", str(output), settings]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+    (process,) = launch(tmp_path, small_run, output, delay=0.1, num_workers=2, save_every=1000)
     wait_for(output / "metrics.jsonl")
     os.killpg(process.pid, signal.SIGTERM)
-    returncode, errors = end(process)
+    returncode, errors = process.end()
     assert returncode == 143, errors
     train(output, model=TinyEncoder(), resume=True, save_every=1000)
     assert same(weights(output), weights(unbroken))
@@ -116,10 +83,10 @@ def test_a_signal_to_the_whole_group_does_not_kill_the_data_workers_before_the_c
 def test_a_signal_in_an_evaluation_ends_the_run_after_it(tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
     settings = {"evaluate_every": 5, "save_every": 1000}
-    process = start(run, evaluation=0.5, **settings)
+    (process,) = launch(tmp_path, small_run, run, evaluation=0.5, **settings)
     wait_for(tmp_path / "evaluating")
-    process.send_signal(signal.SIGTERM)
-    returncode, errors = end(process)
+    os.kill(process.pid, signal.SIGTERM)
+    returncode, errors = process.end()
     assert returncode == 143, errors
     assert saved_step(run) == 5
     for folder in (run, whole):
@@ -139,8 +106,6 @@ def test_a_signal_in_an_evaluation_ends_the_run_after_it(tmp_path):
 @pytest.mark.parametrize("at", [4, 6, 12])
 def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for(tmp_path, at):
     """Who is asked to stop may have seconds left, and an evaluation takes minutes: it comes after resuming."""
-    from tests.training.fakes import tiny_objective, tiny_pairs
-
     settings = {"evaluate_every": 2, "save_every": 1000}
     objective = tiny_objective(tiny_pairs())
     steps = iter(range(1, 100))
@@ -168,10 +133,10 @@ def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for(tmp_
 @pytest.mark.slow
 def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path, unbroken):
     run = tmp_path / "run"
-    ranks = start_two(run, delay=0.2, save_every=1000)
+    ranks = launch(tmp_path, small_run, run, ranks=2, delay=0.1, save_every=1000)
     wait_for(run / "metrics.jsonl")
-    ranks[1].send_signal(signal.SIGTERM)
-    ended = [end(process) for process in ranks]
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    ended = [process.end() for process in ranks]
     assert [code for code, _ in ended] == [143, 143], ended
     assert f"after step {saved_step(run)}" in ended[0][1]
     assert saved_step(run) < 12
@@ -183,16 +148,16 @@ def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path, u
 @pytest.mark.parametrize("how", ["killed", "hanging"])
 def test_a_lost_or_hung_rank_is_told_in_one_line_and_ends_the_others(tmp_path, how):
     run = tmp_path / "run"
-    hang = {"hang": [1, 4, 60], "timeout_minutes": 0.05} if how == "hanging" else {"delay": 0.2}
-    ranks = start_two(run, save_every=2, dropout=0.1, **hang)
+    hang = {"hang": (1, 4, 60), "timeout_minutes": 0.05} if how == "hanging" else {"delay": 0.1}
+    ranks = launch(tmp_path, small_run, run, ranks=2, save_every=2, dropout=0.1, **hang)
     wait_for(run / "metrics.jsonl")
     if how == "killed":
-        ranks[1].kill()
+        os.kill(ranks[1].pid, signal.SIGKILL)
     began = time.monotonic()
-    code, errors = end(ranks[0])
+    code, errors = ranks[0].end()
     assert time.monotonic() - began < 40
-    ranks[1].kill()
-    other = end(ranks[1])[1]
+    ranks[1].process.kill()
+    _, other = ranks[1].end()
     assert code == 2, errors
     told = [line for line in errors.splitlines() if line.startswith("dualenc: error:")]
     assert len(told) == 1
@@ -245,8 +210,6 @@ def test_ignored_signals_stay_ignored_and_other_threads_are_left_alone():
 
 
 def test_without_checkpoints_a_signal_says_that_nothing_is_saved(tmp_path, capsys):
-    from tests.training.fakes import tiny_objective, tiny_pairs
-
     objective = tiny_objective(tiny_pairs())
     objective.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit):

@@ -1,0 +1,76 @@
+"""Where randomness comes from: seeds derived from seeds, and the generators of Python, numpy and torch together.
+
+torch is imported late, as the background process of a selection of batches goes without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+
+def derive_seed(*parts: int | str, bits: int = 63) -> int:
+    """A seed that is a pure function of numbers and words, unrelated to those of any others.
+
+    The same in every process, on every machine and in every version of Python.
+
+    Args:
+        parts: for instance ("batch", seed, epoch, index, view).
+        bits: the seed lies in [0, 2^bits); at most 64.
+    """
+    plain = tuple(part if isinstance(part, str) else int(part) for part in parts)  # repr(np.int64(1)) differs
+    digest = hashlib.blake2b(repr(plain).encode(), digest_size=-(-bits // 8)).digest()
+    return int.from_bytes(digest, "little") >> -bits % 8
+
+
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seed Python's, numpy's and torch's generators as a function of (seed, rank)."""
+    import torch
+
+    derived = derive_seed("rank", seed, rank)
+    random.seed(derived)
+    np.random.seed(derived % 2**32)  # noqa: NPY002  # whoever uses the legacy generator gets it seeded too
+    torch.manual_seed(derived)
+
+
+def random_state() -> dict[str, Any]:
+    """The states of Python's, numpy's, torch's CPU and current CUDA generator, as `torch.load` reads them safely."""
+    import torch
+
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]  # noqa: NPY002
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put all generators back to what `random_state` returned."""
+    import torch
+
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """What happens inside (an evaluation) draws from the generators without shifting them for the training."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)

@@ -1,0 +1,318 @@
+"""Who meets whom in each epoch, and the nearest items that some objectives ask for.
+
+At the start of an epoch the embeddings of the epoch before (or of a fresh pass) go to a background process; what
+it selects takes effect at the start of the next epoch, whenever it finishes: so a run is the same however fast the
+machine is. Until the first selection is there, batches are random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualenc import distributed
+from dualenc.batching.selector import BatchSelector
+from dualenc.data.pairs import PairDataset
+from dualenc.encoders.dual import SIDES, DualEncoder
+from dualenc.errors import DualencError
+from dualenc.files import remove
+from dualenc.objectives.base import Objective
+from dualenc.seeds import derive_seed, random_state_kept
+from dualenc.training.encoding import Autocast, PlainEncoding
+from dualenc.training.loader import BatchLoader
+from dualenc.training.selection import SelectionJob
+
+EmbeddingSource = Literal["epoch", "fresh"]
+FreshPass = Callable[[], tuple[np.ndarray, np.ndarray]]
+
+_STEPS_KEPT_ON_DEVICE = 64
+_LISTS_PROBED = 8
+
+
+class EmbeddingTable:
+    """(M, D) float16 embeddings of both sides and the step at which each pair was last seen.
+
+    Each rank buffers what it encoded; `flush` brings all of it to the main process, which alone holds the table.
+    Pairs that no batch has brought yet have random unit vectors, a function of `seed`.
+    """
+
+    def __init__(self, num_pairs: int, seed: int = 0) -> None:
+        self.num_pairs, self.seed = num_pairs, seed
+        self.left: np.ndarray | None = None
+        self.right: np.ndarray | None = None
+        self.seen_at = np.full(num_pairs, -1, dtype=np.int64)
+        self._fresh: list[tuple[Tensor, Tensor, Tensor, int]] = []
+
+    @property
+    def empty(self) -> bool:
+        """Whether no batch has been added yet."""
+        return self.left is None and not self._fresh
+
+    def add(self, indices: Tensor, left: Tensor, right: Tensor, step: int) -> None:
+        """Note one batch of this rank, (b,), (b, D) and (b, D), as of an optimizer step."""
+        self._fresh.append((indices, left.detach().half(), right.detach().half(), step))
+        late = len(self._fresh) - _STEPS_KEPT_ON_DEVICE
+        if left.device.type != "cpu" and late >= 0 and len(self._fresh) % _STEPS_KEPT_ON_DEVICE == 0:
+            self._fresh[late:] = [(i.cpu(), a.cpu(), b.cpu(), s) for i, a, b, s in self._fresh[late:]]
+
+    def flush(self, device: torch.device) -> None:
+        """Bring every rank's rows into the main process's table, by way of a device; all ranks call it together."""
+        rows, self._fresh = self._fresh, []
+        dim = max(distributed.gather_objects(rows[0][1].shape[1] if rows else 0))
+        if dim == 0:
+            return
+        none, nothing = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dim).half()
+        parts = [
+            torch.cat([none, *(row[0].cpu() for row in rows)]),
+            torch.cat([none, *(torch.full_like(row[0], row[3], device="cpu") for row in rows)]),
+            torch.cat([nothing, *(row[1].cpu() for row in rows)]),
+            torch.cat([nothing, *(row[2].cpu() for row in rows)]),
+        ]
+        if distributed.is_initialized():
+            parts = [distributed.gather(part.to(device)).cpu() for part in parts]
+        if not distributed.is_main():
+            return
+        indices, steps, left, right = (part.numpy() for part in parts)
+        if self.left is None or self.right is None:
+            unit = []
+            for side in SIDES:
+                draw = np.random.default_rng(derive_seed("table", self.seed, side))
+                random = draw.standard_normal((self.num_pairs, dim), dtype=np.float32)
+                unit.append((random / np.linalg.norm(random, axis=1, keepdims=True)).astype(np.float16))
+            self.left, self.right = unit
+        # A pair may come twice between two flushes: in ascending order of steps the last one stays.
+        order = np.argsort(steps, kind="stable")
+        self.left[indices[order]] = left[order]
+        self.right[indices[order]] = right[order]
+        self.seen_at[indices[order]] = steps[order]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; call `flush` before."""
+        if self.left is None or self.right is None:
+            return {}
+        arrays = {"left": self.left, "right": self.right, "seen_at": self.seen_at}
+        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._fresh = []
+        if state and distributed.is_main():
+            self.left, self.right = state["left"].numpy().copy(), state["right"].numpy().copy()
+            self.seen_at = state["seen_at"].numpy().copy()
+
+
+def fresh_embeddings(
+    model: DualEncoder, loader: BatchLoader, device: torch.device, autocast: Autocast, batch_size: int = 256
+) -> tuple[np.ndarray, np.ndarray]:
+    """Encode every pair without augmentation, dropout or batch statistics; every rank takes a share.
+
+    Args:
+        model: in training mode, in which it is left.
+        loader: whose pairs; bad samples get random vectors.
+        device: where the model is.
+        autocast: a new mixed precision context per call.
+        batch_size: pairs encoded at once on each rank.
+
+    Returns:
+        (M, D) and (M, D) float16 on the main process; empty arrays elsewhere.
+    """
+    pairs = loader.pairs
+    width = batch_size * distributed.world_size()
+    encoding = PlainEncoding(model, device, autocast)
+    table = EmbeddingTable(len(pairs))
+    model.eval()
+    with torch.no_grad(), random_state_kept():
+        # The last batch wraps around, so that all have the same width.
+        order = np.resize(np.arange(len(pairs)), (-(-len(pairs) // width), width))
+        for batch in loader.for_evaluation().batches(order):
+            left = encoding.encode("left", batch.left)
+            right = left if pairs.views else encoding.encode("right", batch.right)
+            table.add(batch.indices, left, right, step=0)
+    model.train()
+    table.flush(device)
+    nothing = np.zeros((0, 0), dtype=np.float16)
+    return (nothing if table.left is None else table.left), (nothing if table.right is None else table.right)
+
+
+class BatchPlan:
+    """Who meets whom in each epoch; the same on every rank, and restored exactly from a checkpoint.
+
+    Args:
+        selector: chooses the batches.
+        num_pairs: M.
+        folder: for the background process to work in.
+        embeddings: "epoch", those of the last epoch's batches as they were trained; "fresh", an evaluation-mode
+            pass at the start of every epoch.
+        background: select while training goes on, one epoch late; False waits for the selection and uses it at once.
+        seed: of what stands for embeddings of pairs not seen yet.
+        device: what the process group communicates on.
+    """
+
+    def __init__(
+        self,
+        selector: BatchSelector,
+        num_pairs: int,
+        folder: Path,
+        *,
+        embeddings: EmbeddingSource = "epoch",
+        background: bool = True,
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        if embeddings not in ("epoch", "fresh"):
+            raise DualencError(f"selection_embeddings is {embeddings!r}; choose 'epoch' or 'fresh'")
+        self.selector, self.folder = selector, folder
+        self.embeddings, self.background, self.seed = embeddings, background, seed
+        self.device = device or torch.device("cpu")
+        self.uses_embeddings = selector.needs_embeddings
+        self.table = EmbeddingTable(num_pairs, seed)
+        self.selected: np.ndarray | None = None
+        self.job: SelectionJob | None = None
+
+    def start_epoch(self, epoch: int, step: int, fresh: FreshPass, last: bool = False) -> dict[str, float]:
+        """Take what was selected meanwhile, and set the next selection going; all ranks call it together.
+
+        Args:
+            epoch: the epoch that begins.
+            step: optimizer steps done, for the age of the embeddings.
+            fresh: makes the evaluation-mode pass; returns (M, D) and (M, D) on the main process.
+            last: no epoch follows.
+
+        Returns:
+            A report on the selection that takes effect now: loss, random_loss, seconds, staleness in steps.
+        """
+        report = self._collect(step)
+        if not self.uses_embeddings or (last and self.background):
+            return report
+        if self.embeddings == "fresh":
+            left, right = fresh()
+            seen_at = float(step)
+        else:
+            self.table.flush(self.device)
+            if distributed.broadcast_object(self.table.empty):
+                return report
+            if self.table.left is not None and self.table.right is not None:
+                left, right, seen_at = self.table.left, self.table.right, float(self.table.seen_at.mean())
+        if distributed.is_main():
+            self.job = SelectionJob(
+                self.selector, epoch + self.background, seen_at, self.folder, self.seed, embeddings=(left, right)
+            )
+        return report if self.background else self._collect(step)
+
+    def _collect(self, step: int) -> dict[str, float]:
+        """Wait for the selection under way, if any, and put it in force on all ranks."""
+        if not self.uses_embeddings:
+            return {}
+        outcome: tuple[np.ndarray, dict[str, float]] | DualencError | None = None
+        if distributed.is_main() and self.job is not None:
+            job, self.job = self.job, None
+            try:
+                batches, report = job.result()
+                outcome = batches, {**report, "staleness": step - job.seen_at}
+            except DualencError as error:
+                outcome = error
+        outcome = distributed.broadcast_object(outcome)
+        if isinstance(outcome, DualencError):
+            raise outcome
+        if outcome is None:
+            return {}
+        self.selected, report = outcome
+        return report
+
+    def batches(self, epoch: int) -> np.ndarray:
+        """(num_batches, B) pair indices of an epoch, in order."""
+        return np.asarray(self.selector.select(epoch), dtype=np.int64) if self.selected is None else self.selected
+
+    def num_batches(self, epoch: int) -> int:
+        """How many batches an epoch will have, told before it begins: a selection may leave pairs out."""
+        late = (self.embeddings == "epoch") + self.background
+        selected = self.uses_embeddings and epoch >= late
+        return self.selector.num_batches if selected else len(self.selector.select(0))
+
+    def observe(self, indices: Tensor, left: Tensor, right: Tensor, step: int) -> None:
+        """Note the embeddings of a batch of this rank, (b,), (b, D) and (b, D), if selections are made of them."""
+        if self.uses_embeddings and self.embeddings == "epoch":
+            self.table.add(indices, left, right, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later batches depend on; all ranks call it together."""
+        if not self.uses_embeddings:
+            return {}
+        self.table.flush(self.device)
+        job = None if self.job is None else self.job.state_dict()
+        if job is not None:
+            job = {key: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for key, v in job.items()}
+        selected = None if self.selected is None else torch.from_numpy(self.selected.copy())
+        return {"table": self.table.state_dict(), "selected": selected, "job": job}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned; a selection that was under way is started again."""
+        if not self.uses_embeddings:
+            return
+        self.table.load_state_dict(state["table"])
+        self.selected = None if state["selected"] is None else state["selected"].numpy().copy()
+        if state["job"] is not None and distributed.is_main():
+            job = state["job"]
+            if "batches" in job:
+                done: dict[str, Any] = {"outcome": (job["batches"].numpy().copy(), dict(job["report"]))}
+            else:
+                done = {"embeddings": (job["left"].numpy(), job["right"].numpy())}
+            self.job = SelectionJob(self.selector, job["epoch"], job["seen_at"], self.folder, self.seed, **done)
+
+    def remove_leftovers(self) -> None:
+        """Remove the folders of selections that a killed run was waiting for."""
+        if distributed.is_main() and self.folder.is_dir():
+            for path in self.folder.iterdir():
+                if self.job is None or path != self.job.folder:
+                    remove(path)
+
+    def close(self) -> None:
+        """Stop a selection that nobody will use, and leave no empty folder behind."""
+        if self.job is not None:
+            self.job.stop()
+            self.job = None
+        if distributed.is_main() and self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+
+def tell_neighbors(objective: Objective, pairs: PairDataset, fresh: FreshPass) -> None:
+    """Embed all pairs and tell the objective which items are near each anchor; all ranks call it together.
+
+    An anchor in no pair has no neighbours: -1.
+
+    Args:
+        objective: is told as many neighbours as its `num_neighbors` says; nothing happens for 0.
+        pairs: whose items.
+        fresh: makes an evaluation-mode pass; returns (M, D) and (M, D) on the main process.
+    """
+    if not objective.num_neighbors:
+        return
+    embeddings = fresh()
+    found: list[np.ndarray] | None = None
+    if distributed.is_main():
+        from dualenc.search import build
+
+        items = []  # ids (n,) of the items of a side that are in a pair, and their embeddings (n, D)
+        for ids, rows in zip((pairs.left_id, pairs.right_id), embeddings, strict=True):
+            distinct, first = np.unique(np.asarray(ids), return_index=True)
+            items.append((distinct, np.ascontiguousarray(rows[first], dtype=np.float32)))
+        found = []
+        sides = [(items[0], items[1], pairs.num_left), (items[1], items[0], pairs.num_right)]
+        for (anchors, queries), (candidates, vectors), num_anchors in sides[: 1 if pairs.views else 2]:
+            index = build.new_index(vectors.shape[1], build.choose_factory(*vectors.shape), "ip")
+            if wanted := build.training_rows(index, len(vectors)):
+                index.train(vectors[np.random.default_rng(0).permutation(len(vectors))[:wanted]])
+            if hasattr(index, "nprobe"):
+                index.nprobe = _LISTS_PROBED
+            index.add(vectors)
+            _, places = index.search(queries, objective.num_neighbors)
+            near = np.full((num_anchors, objective.num_neighbors), -1, dtype=np.int64)
+            near[anchors] = np.where(places < 0, -1, candidates[places])
+            found.append(near)
+    for side, ids in zip(SIDES, distributed.broadcast_object(found), strict=False):
+        objective.set_neighbors(side, torch.from_numpy(ids))
