@@ -43,7 +43,7 @@ def is_main() -> bool:
 def lost_process_told() -> Iterator[None]:
     """Another process that hangs or has ended is told in one line; every exchange of this file runs in this.
 
-    On gloo. NCCL works beside the Python process and ends it itself, with words of its own.
+    On gloo. NCCL works outside the Python process and ends it itself, with words of its own.
 
     Raises:
         DualencError: another process did not answer within the time limit of the process group, or is gone.

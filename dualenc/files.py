@@ -63,22 +63,22 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
         DiskFull: the disk, the quota or the permitted file size was used up, whichever library noticed it.
     """
     target = Path(target)
-    beside, new, old = (target.with_name(f".{target.name}.{stage}-{os.getpid()}") for stage in ("part", "new", "old"))
+    part, new, old = (target.with_name(f".{target.name}.{stage}-{os.getpid()}") for stage in ("part", "new", "old"))
     with full_disk_told(target), removed_if_refused(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         recover(target, unfinished=True)
         _writing.add(Path(os.path.abspath(target)))
         try:
-            yield beside
+            yield part
             # Contents before names, so that a power cut cannot leave an empty target.
-            for file in [beside] if beside.is_file() else [path for path in beside.rglob("*") if path.is_file()]:
+            for file in [part] if part.is_file() else [path for path in part.rglob("*") if path.is_file()]:
                 with open(file, "rb") as stream:
                     os.fsync(stream.fileno())
             if not target.is_dir() or target.is_symlink():
-                os.replace(beside, target)
+                os.replace(part, target)
                 return
             # A folder cannot be renamed over a folder that holds files: step aside, swap, remove.
-            os.replace(beside, new)
+            os.replace(part, new)
             try:
                 os.replace(target, old)
                 os.replace(new, target)
@@ -89,7 +89,7 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
             remove(old)
         finally:
             _writing.discard(Path(os.path.abspath(target)))
-            remove(beside)
+            remove(part)
 
 
 def remove(path: Path) -> None:
@@ -324,8 +324,8 @@ def save_tensors(path: str | os.PathLike[str], value: Any) -> None:
 
 def write_json(target: str | os.PathLike[str], value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
-    with atomic_path(target) as beside:
-        beside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with atomic_path(target) as part:
+        part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:

@@ -205,7 +205,7 @@ def read_recipe(
         path: YAML file.
         overrides: `section.key=value` each, the value in YAML, such as "trainer.epochs=3" or
             "objective.class_path=SogCLR"; `init_args.` may be left out: "objective.temperature=0.05".
-        allow_modules: modules beside `dualenc` whose classes the recipe may name, such as "my_package".
+        allow_modules: modules other than `dualenc` whose classes the recipe may name, such as "my_package".
 
     Raises:
         DualencError: no such file, not YAML, an unknown key or class (names the nearest valid one), a missing
@@ -316,7 +316,7 @@ class _Check:
 
     Args:
         source: what errors call the recipe.
-        allow_modules: modules beside `dualenc` whose classes it may name.
+        allow_modules: modules other than `dualenc` whose classes it may name.
     """
 
     def __init__(self, source: str, allow_modules: Sequence[str] = ()) -> None:

@@ -2,7 +2,7 @@
 
     python eval/minibatch_theory.py --output runs/minibatch_theory
 
-Prints what the paper states beside what is found here, and saves four figures:
+Prints what the paper states and what is found here, and saves four figures:
 optima.png (Fig. 4a–d), convergence.png (Fig. 4e), toy.png (Fig. 2b), histogram.png (Fig. 3).
 Embeddings are optimised directly, as in the paper: gradient steps, each followed by scaling to unit norm; τ = 1.
 Takes a minute on one core; --only runs one part.

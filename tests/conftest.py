@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-# Wall-clock limits per example say nothing on a machine that does other work beside.
+# Wall-clock limits per example say nothing on a machine that does other work at the same time.
 settings.register_profile(
     "dualenc", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )

@@ -42,10 +42,10 @@ FORK = multiprocessing.get_context("fork")
 
 def write_folder(target: Path, version: str) -> None:
     """A folder of three files, one of them deeper, that all say which version they belong to."""
-    with atomic_path(target) as beside:
-        (beside / "deep").mkdir(parents=True)
+    with atomic_path(target) as part:
+        (part / "deep").mkdir(parents=True)
         for name in ("a.txt", "b.txt", "deep/c.txt"):
-            (beside / name).write_text(version)
+            (part / name).write_text(version)
 
 
 def version_of(target: Path) -> str:
@@ -160,10 +160,10 @@ class TestKilledSwap:
         assert version_of(target) == "ours"
 
     def test_our_own_write_is_left_alone(self, tmp_path: Path) -> None:
-        with atomic_path(tmp_path / "index") as beside:
-            beside.mkdir()
+        with atomic_path(tmp_path / "index") as part:
+            part.mkdir()
             recover(tmp_path / "index", unfinished=True)
-            assert beside.exists()
+            assert part.exists()
         assert (tmp_path / "index").exists()
 
     def test_a_process_that_reuses_the_number_does_not_keep_the_index(self, tmp_path: Path) -> None:
@@ -344,9 +344,9 @@ class TestFullDisk:
 
     def test_a_folder_with_files_in_it_names_the_folder_that_was_wanted(self, tmp_path: Path) -> None:
         def write(target: Path) -> None:
-            with atomic_path(target) as beside:
-                beside.mkdir()
-                with atomic_path(beside / "meta.json"):
+            with atomic_path(target) as part:
+                part.mkdir()
+                with atomic_path(part / "meta.json"):
                     raise OSError(errno.ENOSPC, "No space left on device")
 
         with pytest.raises(DiskFull, match=f"^{tmp_path}/index: could not") as error:
@@ -418,8 +418,8 @@ def test_a_refusal_takes_no_folder_that_was_there(tmp_path: Path) -> None:
         refused(tmp_path / "old", {})
 
     def write() -> None:
-        with atomic_path(tmp_path / "old" / "new" / "file") as beside:
-            beside.write_text("half")
+        with atomic_path(tmp_path / "old" / "new" / "file") as part:
+            part.write_text("half")
             raise DualencError("no")
 
     with pytest.raises(DualencError):

@@ -141,7 +141,7 @@ def batch_losses(
     """Loss of each batch: the `InfoNCE` objective of its pairs; `.mean()` is that of the epoch.
 
     The mean of both directions, so half of Eq. 2 in Cho et al. 2023, arXiv:2307.05906. Here in numpy and many
-    batches at a time, since batching stands beside the objectives and imports none.
+    batches at a time, since batching imports no objective.
 
     Args:
         left, right: (N, D) unit-norm embeddings.

@@ -260,7 +260,7 @@ def measure(
         value_of: Numbers (n) and features (n, V, C, D) of some images to one value for each.
         what: Names the progress bar.
         views: Of augmented images and their embeddings; 0 for the features of images as they are.
-        depends_on: Whatever else the values depend on, beside the setup and the conditions.
+        depends_on: Whatever else the values depend on, besides the setup and the conditions.
     """
     prepare = setup.prepare_views if views else setup.tower.prepare
     versions = ImageVersions(source, conditions, prepare, views=views, seed=setup.seed)

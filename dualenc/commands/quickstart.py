@@ -118,17 +118,17 @@ def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: in
             "install a documented package such as scipy, or ask for fewer test functions"
         )
     order = np.random.default_rng(seed).permutation(len(docstrings))
-    with atomic_path(folder) as beside:
-        (beside / "qrels").mkdir(parents=True)
+    with atomic_path(folder) as part:
+        (part / "qrels").mkdir(parents=True)
         documents = [{"_id": d.name, "title": d.name, "text": d.rest} for d in docstrings]
         queries = [{"_id": f"query-{d.name}", "text": d.summary} for d in docstrings]
         for file, records in (("corpus.jsonl", documents), ("queries.jsonl", queries)):
             lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            (beside / file).write_text(lines, encoding="utf-8")
+            (part / file).write_text(lines, encoding="utf-8")
         for split, rows in (("test", order[:num_test]), ("train", order[num_test:])):
             names = [docstrings[row].name for row in sorted(rows)]
             lines = "query-id\tcorpus-id\tscore\n" + "".join(f"query-{name}\t{name}\t1\n" for name in names)
-            (beside / "qrels" / f"{split}.tsv").write_text(lines, encoding="utf-8")
+            (part / "qrels" / f"{split}.tsv").write_text(lines, encoding="utf-8")
 
 
 SECONDS = 240

@@ -67,7 +67,7 @@ def retrieval(
         more: further BEIR folders; the table then has a mean row.
         out: folder to write; by default evaluations/retrieval/MODEL-DATA.
         split: which judgements to use.
-        bm25: evaluate BM25 beside the model.
+        bm25: evaluate BM25 as well as the model.
         depth: documents to retrieve for each query.
         titles: put a document's title in front of its text.
         keep_self_matches: keep a document whose id is the query's; by default it is removed, as BEIR does.

@@ -261,7 +261,7 @@ def _recorded_model(index: Index, folder: Path) -> str:
     if not recorded:
         raise DualencError(f"{folder}: does not say which model made it; name one with --model")
     path = Path(recorded)
-    beside = folder.resolve().parent / path.name
-    if path.is_absolute() and not path.exists() and not beside.is_dir():
+    sibling = folder.resolve().parent / path.name
+    if path.is_absolute() and not path.exists() and not sibling.is_dir():
         raise DualencError(f"{folder}: its model {path} is gone; name its new place with --model")
-    return str(beside) if not path.exists() and beside.is_dir() else recorded
+    return str(sibling) if not path.exists() and sibling.is_dir() else recorded

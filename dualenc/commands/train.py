@@ -20,7 +20,7 @@ def train(recipe: str, *overrides: str, resume: bool = False, allow_module: list
         recipe: YAML file that names the classes of model, data, objective, batching and evaluator, and their arguments.
         overrides: section.key=value each, such as trainer.epochs=3 objective.temperature=0.05.
         resume: go on, exactly, from the latest checkpoint in trainer.output.
-        allow_module: module beside dualenc whose classes the recipe may name, and whose code thus runs; repeatable.
+        allow_module: module other than dualenc whose classes the recipe may name, and whose code thus runs; repeatable.
 
     Raises:
         DualencError: an unknown key or class, data that cannot be read, a loss that is not finite, an output folder

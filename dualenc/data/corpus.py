@@ -83,7 +83,7 @@ class Corpus:
         return digest_of(parts)
 
     def text(self, index: int) -> str:
-        """The beginning of a text in one line, to show beside a search result; "" for an image."""
+        """The beginning of a text in one line, to show with a search result; "" for an image."""
         if self.modality != "text":
             return ""
         line = " ".join(self.items[index][: 2 * SNIPPET_LENGTH].split())

@@ -35,12 +35,12 @@ class Ragged(NamedTuple):
 
     @classmethod
     def from_sorted(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
-        """Row `k` holds the values that stand beside key `k`, in their order; `keys` ascend."""
+        """Row `k` holds the values of key `k`, in their order; `keys` ascend."""
         return cls(np.asarray(values, dtype=np.int64), _offsets(np.bincount(keys, minlength=num_keys)))
 
     @classmethod
     def from_pairs(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
-        """Row `k` holds, ascending and without repeats, the values (not negative) that stand beside key `k`."""
+        """Row `k` holds, ascending and without repeats, the values (not negative) of key `k`."""
         span = int(values.max(initial=0)) + 1
         unique = np.unique(keys.astype(np.int64) * span + values)
         return cls(unique % span, _offsets(np.bincount(unique // span, minlength=num_keys)))

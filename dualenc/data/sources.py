@@ -47,7 +47,7 @@ def open_corpus(
         part: "corpus" or "queries" of a BEIR folder.
         modality: "text" or "image", where a table or tar holds both; images are preferred by default.
         text_column: by default `text` or another usual name, or the only column. A list of texts gives several items.
-        title_column: joined in front of the text; by default `title`, if there is one beside a default text column.
+        title_column: joined in front of the text; by default `title`, if there is one next to a default text column.
         image_column: by default `image` or another usual name.
         id_column: ids; by default `_id` or another usual name, and the row's number if there is none.
         label_column: classes of images; by default `label`.

@@ -173,7 +173,7 @@ def read_lines(
     """Read the named columns of line-based files of one format; the arguments are those of `open_table`.
 
     Returns:
-        The columns, as strings ("value") or lists of strings ("list"; a single text is a list of one), and beside
+        The columns, as strings ("value") or lists of strings ("list"; a single text is a list of one), and with
         them the file number and line of each row. What `skips` was told is remembered in the cache, too.
 
     Raises:
@@ -206,8 +206,8 @@ def read_lines(
         # Not Dataset.from_generator: a million rows of jsonl took 40 s with it (20 s with datasets' ArrowWriter) and
         # take 11 s here, of which 7 s are reading; and it would turn our errors into its own DatasetGenerationError.
         try:
-            with atomic_path(target) as beside:
-                with pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+            with atomic_path(target) as part:
+                with pa.OSFile(str(part), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
                     for batch in batches:
                         writer.write_batch(batch)
                 write_json(counts, {"counts": skips.counts, "first": skips.first})

@@ -97,8 +97,8 @@ def index_tar(tar: Path, skips: Skips, index_folder: Path | None = None) -> pa.T
     if skips.total == before:  # the faults of a broken tar are to be told again next time
         for place in places:
             try:
-                with atomic_path(place) as beside:
-                    pq.write_table(table, beside)
+                with atomic_path(place) as part:
+                    pq.write_table(table, part)
                 break
             except (OSError, pa.ArrowException):
                 continue

@@ -119,7 +119,7 @@ class ImageEncoder(DualEncoder):
         return model
 
     def write(self, folder: Path) -> None:
-        """Write a timm folder, for `local-dir:`, and the projector beside the backbone.
+        """Write a timm folder, for `local-dir:`, and the projector next to the backbone.
 
         timm's `create_model("local-dir:FOLDER", pretrained=True)` loads it. A ResNet with the small-image stem is
         saved with the weights of that stem: timm creates it from the folder without its weights, gets the stem as in
@@ -254,7 +254,7 @@ def load_backbone(
         if small_stem not in (None, has_stem):
             raise DualencError(f"{folder}: small_image_stem is {has_stem} in this folder; leave it out")
         small_stem, pretrained = has_stem, not has_stem
-    # What timm takes beside an architecture's arguments: other weights, other configurations, compilation.
+    # What timm takes besides an architecture's arguments: other weights, other configurations, compilation.
     others = inspect.signature(timm.create_model).parameters
     for key in (*saved, *args):
         if key in others or key.startswith("pretrained"):

@@ -26,7 +26,7 @@ MODULES = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True)
 class SentenceFolder:
-    """What a text model's folder says beside weights and vocabulary; None where it says nothing.
+    """What a text model's folder says besides weights and vocabulary; None where it says nothing.
 
     Attributes:
         transformer: the folder with config.json, weights and tokenizer.
@@ -92,7 +92,7 @@ def write_sentence_files(folder: Path, dim: int, pooling: Pooling, max_length: i
     The older spellings are used, which every version since 2 reads.
 
     Args:
-        folder: where, beside config.json and model.safetensors.
+        folder: where, next to config.json and model.safetensors.
         dim: D, the size of the vectors.
         pooling: how tokens become one vector.
         max_length: longest input in tokens.

@@ -245,7 +245,7 @@ def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
 def add_lora(
     backbone: PreTrainedModel, rank: int, alpha: float | None, dropout: float, targets: str | list[str]
 ) -> Any:
-    """Freeze the backbone and put trainable adapters of W + (alpha / rank)·BA beside its linear layers.
+    """Freeze the backbone and put trainable adapters of W + (alpha / rank)·BA in parallel to its linear layers.
 
     LoRA (Hu et al. 2021, arXiv 2106.09685). The backbone is changed in place; alpha is 2·rank if None.
 

@@ -324,7 +324,7 @@ def exact_gradient(
     """The exact loss of a model and the squared norm of its gradient with respect to the trainable weights.
 
     The set is encoded without a graph, and then once more chunk by chunk, with the loss's gradient on the embeddings
-    sent through. Put the model into evaluation mode, so that no item's embedding depends on the items beside it.
+    sent through. Put the model into evaluation mode, so that no item's embedding depends on the others in its batch.
 
     Args:
         model: Whose weights; their gradients are cleared.

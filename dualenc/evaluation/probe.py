@@ -153,7 +153,7 @@ def linear_probe(
         train_labels: (N,) class numbers from 0.
         test: (A, D) features, if there are any to test with.
         test_labels: (A,) class numbers.
-        l2: The λ to try, of λ/2·‖W‖² beside the mean cross-entropy.
+        l2: The λ to try, of λ/2·‖W‖² added to the mean cross-entropy.
         max_iterations: Of L-BFGS, for each λ.
         seed: Of the split for validation.
 
@@ -241,7 +241,7 @@ def few_shot(
         test_labels: (A,) class numbers.
         shots: How many images of each class.
         draws: How often the images are drawn anew.
-        l2: λ of λ/2·‖W‖² beside the mean cross-entropy.
+        l2: λ of λ/2·‖W‖² added to the mean cross-entropy.
         seed: Of the draws.
 
     Returns:

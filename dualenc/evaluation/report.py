@@ -97,7 +97,7 @@ class Item(NamedTuple):
     Attributes:
         text: The text, a caption or a label; long texts are cut.
         image: The picture, shown as a thumbnail.
-        note: A few words beside it, such as the id, the score or a metric.
+        note: A few words with it, such as the id, the score or a metric.
         relevant: Whether it is a right answer; None where this has no meaning.
     """
 
@@ -152,8 +152,8 @@ def write_report(
         figures=[(figure.caption, _data_uri("image/svg+xml", as_svg(figure.plot).encode())) for figure in figures],
         galleries=galleries,
     )
-    with atomic_path(path) as beside:
-        beside.write_text(page, encoding="utf-8")
+    with atomic_path(path) as part:
+        part.write_text(page, encoding="utf-8")
     return Path(path)
 
 

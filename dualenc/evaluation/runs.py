@@ -32,7 +32,7 @@ def write_trec(path: PathLike, run: Run, tag: str = "dualenc") -> None:
     """
     check_trec_names((tag,), "the tag")
     check_trec_names(run, "query id")
-    with atomic_path(path) as beside, open(beside, "w", encoding="utf-8") as stream:
+    with atomic_path(path) as part, open(part, "w", encoding="utf-8") as stream:
         for query, documents in run.items():
             check_trec_names(documents, "document id")
             for rank, document in enumerate(ranked(documents), start=1):
@@ -61,7 +61,7 @@ def read_trec(path: PathLike) -> dict[str, dict[str, float]]:
 def write_per_query(path: PathLike, per_query: Mapping[str, Scores], dataset: str = "") -> None:
     """Write one JSON object per query and line: `{"dataset": …, "query": …, "ndcg@10": …, …}`."""
     # An id may be a file name that is no UTF-8: its odd bytes are escaped as JSON escapes them.
-    with atomic_path(path) as beside, open(beside, "w", encoding="utf-8", errors="backslashreplace") as stream:
+    with atomic_path(path) as part, open(part, "w", encoding="utf-8", errors="backslashreplace") as stream:
         for query, scores in per_query.items():
             row = {"dataset": dataset, "query": query, **scores}
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -302,7 +302,7 @@ class ChainObjective(Objective):
         shared_chain: with views, False gives each of an image's two views a chain of its own, which is exact. True is
             Fig. 2 of Yau et al. 2024: both walk on from one state, and the first view's walk is kept; that costs a
             relative bias of the gradient of 0.2 to 0.5 at τ ≤ 0.07.
-        recent: of how many items of each side the latest embeddings are kept (`recent`·D floats beside the model), for
+        recent: of how many items of each side the latest embeddings are kept (`recent`·D floats besides the model), for
             chains to start on and for the value of the loss. 0 keeps none: chains start on their first batch.
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
     """

@@ -2,7 +2,7 @@
 
     shard-00000.npy …   (rows, D) float16 or float32, in the order of the ids
     ids.txt             one id per line, UTF-8
-    snippets.jsonl      optional: one JSON string per line, what to show beside a search result
+    snippets.jsonl      optional: one JSON string per line, what to show with a search result
     shard-00000.json …  for resuming: checksum of the shard and of the items in it, which of them were skipped and why
     meta.json           model, side, dtype, dimension, rows per shard, what was skipped, SHA-256 of each other file
 
@@ -57,7 +57,7 @@ class Embeddings:
         ids: (N,) distinct strings.
         vectors: (N, D) float16 or float32, an array or `ShardedVectors`.
         meta: what is known about them (`model`, `side`, `modality`, `dtype`, …).
-        snippets: what to show beside each id, if anything.
+        snippets: what to show with each id, if anything.
 
     Raises:
         DualencError: not one id per vector, or vectors that are not a matrix.
@@ -417,8 +417,8 @@ class EmbeddingWriter:
         # In this order: a kill in between leaves a shard that is not said to be done.
         path = shard_path(self.folder, number)
         remove(path.with_suffix(".json"))
-        with atomic_path(path) as beside:
-            save_array(beside, stored)
+        with atomic_path(path) as part:
+            save_array(part, stored)
         note = {"contents": self.contents(self.ranges[number]), "sha256": checksum(path), "skipped": list(skipped)}
         write_json(path.with_suffix(".json"), note)
 
@@ -443,11 +443,11 @@ class EmbeddingWriter:
             if not kept:
                 first = skipped[0][1] if skipped else "there are none"
                 raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {first}")
-            with atomic_path(self.folder / "ids.txt") as beside:
-                write_ids(beside, [self.ids[row] for row in kept])
+            with atomic_path(self.folder / "ids.txt") as part:
+                write_ids(part, [self.ids[row] for row in kept])
             if snippet is not None and snippet(kept[0]):
-                with atomic_path(self.folder / "snippets.jsonl") as beside:
-                    write_snippets(beside, (snippet(row) for row in kept))
+                with atomic_path(self.folder / "snippets.jsonl") as part:
+                    write_snippets(part, (snippet(row) for row in kept))
             else:
                 remove(self.folder / "snippets.jsonl")
             known = {shard_path(self.folder, number).name: note["sha256"] for number, note in enumerate(notes)}

@@ -52,7 +52,7 @@ class Index:
         faiss_index: row `i` of it is `ids[i]`.
         ids: (N,) strings.
         meta: entries of meta.json: `metric`, `factory`, `recall_at_10`, `model`, …
-        snippets: what to show beside each id, if anything.
+        snippets: what to show with each id, if anything.
     """
 
     def __init__(
@@ -164,15 +164,15 @@ class Index:
             DualencError: the folder holds something that is not an index.
         """
         check_target(folder)
-        with atomic_path(folder) as beside:
-            beside.mkdir(parents=True)
-            _write_faiss(self.faiss, beside / "index.faiss")
-            write_ids(beside / "ids.txt", self.ids)
+        with atomic_path(folder) as part:
+            part.mkdir(parents=True)
+            _write_faiss(self.faiss, part / "index.faiss")
+            write_ids(part / "ids.txt", self.ids)
             if self.snippets is not None:
-                write_snippets(beside / "snippets.jsonl", (self.snippet(row) for row in range(len(self))))
-            files = checksums(beside, [path.name for path in beside.iterdir()])
+                write_snippets(part / "snippets.jsonl", (self.snippet(row) for row in range(len(self))))
+            files = checksums(part, [path.name for path in part.iterdir()])
             head = {"format": FORMAT, "version": FORMAT_VERSION}
-            write_json(beside / "meta.json", {**head, **self.meta, "faiss": faiss.__version__, "files": files})
+            write_json(part / "meta.json", {**head, **self.meta, "faiss": faiss.__version__, "files": files})
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = True) -> Index:
@@ -257,7 +257,7 @@ class Index:
         return self.faiss.search(as_queries(queries, self.dim, self.meta["metric"]), k)
 
     def snippet(self, row: int) -> str:
-        """What to show beside the id of a row; "" if nothing was stored."""
+        """What to show with the id of a row; "" if nothing was stored."""
         return "" if self.snippets is None else self.snippets[row]
 
 

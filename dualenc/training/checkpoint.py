@@ -208,13 +208,13 @@ class Checkpoints:
         """
         ranks = distributed.gather_objects(random_state())
         if distributed.is_main():
-            with atomic_path(self.folder / f"step-{step:08d}") as beside:
-                beside.mkdir()
-                save_tensors(beside / "state.pt", state)
-                save_tensors(beside / "ranks.pt", ranks)
-                sizes = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
-                meta = {"step": step, "files": sizes, "checksums": checksums(beside, sizes)}
-                write_json(beside / "meta.json", {**meta, "fingerprint": self.fingerprint})
+            with atomic_path(self.folder / f"step-{step:08d}") as part:
+                part.mkdir()
+                save_tensors(part / "state.pt", state)
+                save_tensors(part / "ranks.pt", ranks)
+                sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
+                meta = {"step": step, "files": sizes, "checksums": checksums(part, sizes)}
+                write_json(part / "meta.json", {**meta, "fingerprint": self.fingerprint})
             if os.name == "posix":  # the rename itself goes to the disk too
                 descriptor = os.open(self.folder, os.O_RDONLY)
                 try:

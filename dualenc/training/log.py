@@ -110,8 +110,8 @@ class RunLog:
             self.accelerator.init_trackers(project, {name: str(value) for name, value in config.items()})
         if self.active:
             lines = [line for line in read_metrics(self.path) if line["step"] <= self._kept_to]
-            with atomic_path(self.path) as beside:
-                beside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            with atomic_path(self.path) as part:
+                part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         waiting, self._waiting = self._waiting or [], None
         for step, values in waiting:
             self.write(step, values)

@@ -188,9 +188,9 @@ class Loop:
         self.plan.remove_leftovers()
         self.log.open(self.settings.project, flatten(asdict(self.settings)))
         if self.recipe and distributed.is_main():
-            with atomic_path(self.output / "recipe.yaml") as beside:
+            with atomic_path(self.output / "recipe.yaml") as part:
                 text = yaml.safe_dump(dict(self.recipe), sort_keys=False, allow_unicode=True)
-                beside.write_text(text, encoding="utf-8")
+                part.write_text(text, encoding="utf-8")
 
     def _run_epoch(self) -> None:
         """Have batches and neighbours selected where an epoch begins, and step through what is left of it."""

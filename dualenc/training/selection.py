@@ -31,8 +31,8 @@ def main(folder: Path) -> None:
         selector, epoch, seed = pickle.load(stream)
     left, right = (np.load(folder / f"{side}.npy") for side in ("left", "right"))
     batches, report = select(selector, epoch, left, right, seed)
-    with atomic_path(folder / "batches.npy") as beside:
-        save_array(beside, batches)
+    with atomic_path(folder / "batches.npy") as part:
+        save_array(part, batches)
     write_json(folder / "report.json", report)
 
 

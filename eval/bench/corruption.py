@@ -1,4 +1,4 @@
-"""Time of corrupted-image retrieval beside the encoder: corrupting, augmenting and searching, per 10,000 images.
+"""Time of corrupted-image retrieval besides the encoder: corrupting, augmenting and searching, per 10,000 images.
 
     python eval/bench/corruption.py PATH_TO_CIFAR10/test.parquet --size 32
     python eval/bench/corruption.py PATH_TO_TINY_IMAGENET/val.parquet --size 64

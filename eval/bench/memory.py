@@ -103,10 +103,10 @@ def measure(options: dict[str, Any]) -> dict[str, float]:
 
         def encode(side: Any, ids: Tensor, encoding: CachedEncoding = encoding) -> Tensor:
             nonlocal input_bytes
-            beside = new_inputs(encoder, len(ids), size)
+            outside = new_inputs(encoder, len(ids), size)
             if torch.is_grad_enabled():  # then they are kept for the backward pass
-                input_bytes += num_bytes(beside)
-            return encoding.encode(side, beside, out_of_batch=True)
+                input_bytes += num_bytes(outside)
+            return encoding.encode(side, outside, out_of_batch=True)
 
         ids = torch.randperm(num_items, device=device)[:batch_size]
         left, right = encoding.encode("left", inputs[0]), encoding.encode("right", inputs[1])

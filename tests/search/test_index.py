@@ -116,7 +116,7 @@ def test_an_index_is_replaced_only_by_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_database_is_streamed(tmp_path: Path) -> None:
-    """More vectors do not take more of numpy's memory: they are never held beside FAISS's own copy."""
+    """More vectors do not take more of numpy's memory: they are never held in addition to FAISS's own copy."""
 
     def peak(num_vectors: int) -> int:
         embeddings = on_disk(tmp_path / str(num_vectors), clustered(num_vectors, 128), side="right")
