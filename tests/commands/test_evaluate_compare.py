@@ -64,7 +64,7 @@ def test_mistakes_are_told_in_one_line(
         ((*runs,), "needs judgements"),
         ((runs[0], tmp_path / "absent", *qrels), "absent: no such file"),
         ((runs[0], empty, *qrels), "holds no per_query.ndjson"),
-        ((*runs, "--qrels", tmp_path / "none.tsv"), "judgements (qrels) are empty"),
+        ((*runs, "--qrels", tmp_path / "none.tsv"), "none.tsv: no usable judgement: it is empty"),
         ((log, other), "2 queries are in one run only"),
         ((log, log, "--metrics", "ndgc@10"), "--metrics: 'ndgc@10' is not in both runs; they share ndcg@10"),
         ((log, log, "--samples", "0"), "--samples is 0; it must lie between 1"),
