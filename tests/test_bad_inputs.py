@@ -52,6 +52,7 @@ def remove_and_refuse(name: str) -> int:
     return refuse()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "expected", "problem"),
     [

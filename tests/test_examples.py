@@ -45,11 +45,13 @@ def test_unimodal(main: Callable[..., Any], tmp_path: Path) -> None:
     assert result.metrics["knn_accuracy"] > result.before["knn_accuracy"] + 0.1
 
 
+@pytest.mark.slow
 def test_own_loop(main: Callable[..., Any]) -> None:
     before, after = main()
     assert after < before - 5
 
 
+@pytest.mark.slow
 def test_lora(main: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("peft", reason='LoRA needs pip install ".[lora]"')
     from dualenc.encoders import load_model

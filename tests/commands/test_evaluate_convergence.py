@@ -79,6 +79,7 @@ def test_every_checkpoint_is_measured_exactly(run: Path, data: Path, tmp_path: P
     assert page.count("<figure>") == 6 + 2
 
 
+@pytest.mark.slow
 def test_folders_of_models_and_several_runs(run: Path, data: Path, tmp_path: Path) -> None:
     for number in (2, 10):
         save_image_model(tmp_path / "folders" / f"model-{number}", seed=number)
@@ -154,6 +155,7 @@ def captioned(folder: Path) -> Path:
     return pictures
 
 
+@pytest.mark.slow
 def test_the_numbers_do_not_depend_on_how_many_models_are_measured(run: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(run, data, "--out", tmp_path / "a", "--pairs", "8") == 0
     assert evaluate(run, data, run / "model", "--out", tmp_path / "b", "--pairs", "8") == 0

@@ -68,6 +68,7 @@ def test_the_features_are_the_backbones(image_model: Path, data: Path, tmp_path:
     assert metrics["accuracy"]["1-NN"]["accuracy"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_sgd_on_augmented_images(image_model: Path, data: Path, tmp_path: Path) -> None:
     words = (image_model, data, "--sgd", "images", "--sgd-epochs", "3", "--shots", "1")
     assert evaluate(*words, "--out", tmp_path / "a") == 0

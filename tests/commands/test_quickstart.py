@@ -77,6 +77,7 @@ def test_as_many_steps_as_end_within_four_minutes(step_seconds, elapsed, rest, e
         assert elapsed + command.MARGIN * (rest + steps * step_seconds) <= command.SECONDS
 
 
+@pytest.mark.slow
 def test_the_machine_is_measured_by_the_clock_and_the_model_stays_as_it_is(tmp_path: Path) -> None:
     """A clock that moves on by two seconds whenever it is asked; the corpus is larger than the sample of it."""
     count = 1200

@@ -82,6 +82,7 @@ def test_generators_in_any_state_make_no_difference_and_are_left_alone(name: str
     assert (image == picture(32)).all(), "the image itself was changed"
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(order=st.permutations([(name, image, severity) for name in ALL for image in (0, 1) for severity in (1, 4)]))
 def test_the_order_makes_no_difference(order: list[tuple[str, int, int]]) -> None:

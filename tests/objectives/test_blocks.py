@@ -44,6 +44,7 @@ def test_blocks_give_what_the_whole_gives(setting: Setting, monkeypatch: pytest.
 IN_BATCH = [s for s in SETTINGS if s.objective.__name__ not in ("ExactGlobal", "NegativeCache")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", IN_BATCH, ids=lambda s: s.name)
 def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     batch_size, block = 96, 1024

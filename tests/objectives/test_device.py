@@ -36,6 +36,7 @@ def train(setting: Setting, device: torch.device | str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
 def test_losses_are_those_of_the_cpu(setting: Setting) -> None:
     expected = train(setting, "cpu")

@@ -202,6 +202,7 @@ def test_documents_shared_as_in_zipfs_law_make_no_bias(kind: type[ChainObjective
     assert averaged_bias(frozen, criterion, batch_size, warm_up=8, num_epochs=80) <= 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposals", ["batch", "draws"])
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
 @pytest.mark.parametrize("kind", [ISIR, EMC2])
@@ -251,6 +252,7 @@ def value_of_epoch(frozen: Frozen, criterion: Objective, batch_size: int, epoch:
     return sum(values) / len(frozen.left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ISIR, EMC2])
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
 def test_chains_start_by_the_law_as_soon_as_every_item_was_seen(kind: type[ChainObjective], views: bool) -> None:

@@ -107,6 +107,7 @@ PQ4x4 PQ4x4fs IVF10,PQ4x4fs IVF10,PQ4x4,RFlat PQ4x4,Refine(Flat) IVF10(Flat),Fla
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", GOOD.split())
 def test_good_strings_build(factory: str) -> None:
     vectors = np.random.default_rng(0).normal(size=(700, 16)).astype(np.float32)

@@ -33,6 +33,7 @@ def train_until(output, kind, at_batch, settings):
     train(output, objective=objective, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OBJECTIVES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("settings", [{}, {"chunk_size": 4}], ids=["plain", "cached"])
 def test_killed_and_resumed_equals_unbroken(tmp_path, kind, settings):
