@@ -30,7 +30,7 @@ from dualenc.commands.evaluation import (
 from dualenc.evaluation import plots
 from dualenc.evaluation.convergence import effective_rank, label_similarities, uniformity
 from dualenc.evaluation.corrupted import CLEAN, ImageVersions, encode_versions
-from dualenc.evaluation.corruptions import CleanImages, stable_seed
+from dualenc.evaluation.corruptions import CleanImages
 from dualenc.evaluation.probe import (
     L2_SWEEP,
     Batches,
@@ -44,6 +44,7 @@ from dualenc.evaluation.probe import (
     sgd_probe,
 )
 from dualenc.evaluation.report import Figure, Table
+from dualenc.seeds import derive_seed
 
 if TYPE_CHECKING:
     from dualenc.encoders import Tower
@@ -179,7 +180,9 @@ def _sgd(
     def augmented(epoch: int) -> Batches:
         """Features of the training images, augmented anew in each epoch."""
         order = np.random.default_rng((seed, epoch)).permutation(len(train.labels)).tolist()
-        versions = ImageVersions(CleanImages(train.items), [CLEAN], prepare, views=1, seed=stable_seed(seed, epoch))
+        versions = ImageVersions(
+            CleanImages(train.items), [CLEAN], prepare, views=1, seed=derive_seed(seed, epoch, bits=32)
+        )
         how: dict[str, Any] = {"indices": order, "num_workers": num_workers, "images_at_once": SGD_BATCH}
         for block in encode_versions(versions, encode, **how):
             yield torch.from_numpy(block.features[:, 0, 0]), torch.from_numpy(train.labels[block.indices])

@@ -13,9 +13,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from dualenc.errors import BadSample, DualencError
-from dualenc.evaluation.corruptions import CorruptedImages, stable_seed
+from dualenc.evaluation.corruptions import CorruptedImages
 from dualenc.evaluation.probe import Features, unit_rows
 from dualenc.files import read_json_object
+from dualenc.seeds import derive_seed
 from dualenc.types import Inputs
 
 Prepare = Callable[..., Inputs]
@@ -62,7 +63,7 @@ class ImageVersions(Dataset[Any]):
         if not self.views:
             return index, self.prepare(images)
         seeds = [
-            stable_seed(self.seed, index, name, severity, view)
+            derive_seed(self.seed, index, name, severity, view, bits=32)
             for view in range(self.views)
             for name, severity in self.conditions
         ]

@@ -161,7 +161,7 @@ def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int 
     if min(image.shape[:2]) < SMALLEST_SIDE:
         height, width = image.shape[:2]
         raise DualencError(f"image {image_id} is {width}x{height}; corruptions need 32x32, resize the images first")
-    own_seed = stable_seed(seed, image_id, corruption, severity)
+    own_seed = derive_seed(seed, image_id, corruption, severity, bits=32)
     keywords = {"seed": own_seed} if corruption in _OWN_GENERATOR else {}
     with _LOCK, np.errstate(divide="ignore", invalid="ignore"):  # spatter without a drop (small images) is 0/0
         before = np.random.get_state()  # noqa: NPY002
@@ -171,11 +171,6 @@ def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int 
         finally:
             np.random.set_state(before)  # noqa: NPY002
     return np.where(np.isfinite(values), values, image).astype(np.uint8)
-
-
-def stable_seed(*parts: int | str) -> int:
-    """A number in [0, 2³²) from any numbers and words; the same in every process and Python version."""
-    return derive_seed(*parts, bits=32)
 
 
 def check_corruptions(corruptions: Sequence[str]) -> None:
