@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
+from dualenc.seeds import derive_seed
 
 ROWS_PER_DRAW = 256
 
@@ -82,18 +83,9 @@ class SharedRandom(nn.Module):
         self.seed, self.draws = (int(number) for number in state)
 
     def _next(self, device: torch.device) -> torch.Generator:
-        seed = _mixed(_mixed(self.seed) + self.draws)
+        seed = derive_seed("draw", self.seed, self.draws)
         self.draws += 1
         return torch.Generator(device).manual_seed(seed)
-
-
-def _mixed(number: int) -> int:
-    """A 63-bit integer whose bits all depend on all bits of the number (splitmix64, Steele et al. 2014)."""
-    mask = 2**64 - 1
-    number = (number + 0x9E3779B97F4A7C15) & mask
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & mask
-    return (number ^ (number >> 31)) >> 1
 
 
 class LogAverages(nn.Module):
