@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
 Side: TypeAlias = Literal["left", "right"]
@@ -20,3 +22,6 @@ Output: TypeAlias = Literal["embedding", "features"]
 """What a tower gives: unit-norm embeddings, or the backbone's features before the projector."""
 Metric: TypeAlias = Literal["cosine", "ip"]
 """Of an index: cosine similarity, or inner product."""
+Vectors: TypeAlias = "npt.NDArray[np.floating]"
+"""(N, D) in memory."""
+Integers: TypeAlias = "npt.NDArray[np.integer]"

@@ -32,7 +32,7 @@ from dualenc.evaluation.convergence import (
     pair_similarities,
     uniformity,
 )
-from dualenc.evaluation.corrupted import Prepare
+from dualenc.evaluation.corrupted import PrepareImages
 from dualenc.evaluation.ledger import Ledger
 from dualenc.evaluation.report import Figure, Table
 from dualenc.types import Inputs
@@ -150,7 +150,7 @@ def prepare_set(
     from dualenc.data import Corpus
     from dualenc.training.loader import augmentation_seeds
 
-    def chunks(prepare: Prepare, items: Sequence[Any], *seeds: Sequence[int]) -> list[Inputs]:
+    def chunks(prepare: PrepareImages, items: Sequence[Any], *seeds: Sequence[int]) -> list[Inputs]:
         """Prepared with seeds (augmented), or without."""
         parts = [slice(start, start + CHUNK) for start in range(0, len(items), CHUNK)]
         return [prepare(items[part], *(numbers[part] for numbers in seeds)) for part in parts]
@@ -158,7 +158,7 @@ def prepare_set(
     numbers = random_rows(len(found), pairs)
     if isinstance(found, Corpus):  # each image in two augmentations that are the same for every model
         images = [found[number] for number in numbers.tolist()]
-        prepare: Prepare = model.left.prepare
+        prepare: PrepareImages = model.left.prepare
         if augmentation == "simclr":
             prepare = simclr_prepare(prepare)
         left, right = (

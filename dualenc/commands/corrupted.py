@@ -35,7 +35,7 @@ from dualenc.evaluation.corrupted import (
     CLEAN,
     Condition,
     ImageVersions,
-    Prepare,
+    PrepareImages,
     confusions,
     encode_versions,
     is_right,
@@ -76,7 +76,7 @@ class Setup(NamedTuple):
     """What all parts work on."""
 
     tower: Tower
-    prepare_views: Prepare  # images and seeds to augmented inputs of the tower
+    prepare_views: PrepareImages  # images and seeds to augmented inputs of the tower
     source: CorruptedImages
     clean: CleanImages | None  # the images without corruption, if they are at hand
     limit: int | None  # how many images to use; all if it is None

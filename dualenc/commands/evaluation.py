@@ -15,7 +15,7 @@ from PIL import Image
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.evaluation.corrupted import EncodeInputs, Prepare
+from dualenc.evaluation.corrupted import EncodeInputs, PrepareImages
 from dualenc.evaluation.corruptions import Images
 from dualenc.evaluation.report import Figure, Gallery, Table, print_table, write_report
 from dualenc.files import read_json, remove, write_json
@@ -265,7 +265,7 @@ class AugmentedPrepare:
     `augment` takes an image and a seed to pixels (3, H, W) in [0, 1] or to an image.
     """
 
-    def __init__(self, prepare: Prepare, augment: Callable[[Image.Image, int], Any]) -> None:
+    def __init__(self, prepare: PrepareImages, augment: Callable[[Image.Image, int], Any]) -> None:
         self.prepare, self.augment = prepare, augment
 
     def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> Inputs:
@@ -279,7 +279,7 @@ class AugmentedPrepare:
         return self.prepare(views)
 
 
-def simclr_prepare(prepare: Prepare) -> AugmentedPrepare:
+def simclr_prepare(prepare: PrepareImages) -> AugmentedPrepare:
     """SimCLR's augmentation at the size of the tower's input, before the tower's preprocessing."""
     from dualenc.data.views import SimCLR
 

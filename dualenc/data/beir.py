@@ -13,7 +13,7 @@ from dualenc.data.columns import Picked
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.lines import read_text_lines
 from dualenc.data.pairs import PairDataset, Skips
-from dualenc.data.tables import Kind, open_table
+from dualenc.data.tables import ColumnKind, open_table
 from dualenc.errors import DualencError
 from dualenc.types import OnError
 
@@ -139,7 +139,7 @@ def read_corpus(folder: str | Path, part: str = "corpus", *, titles: bool = True
     if file is None:
         raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/")
     titles = titles and part == "corpus"
-    columns: dict[str, Kind] = {"_id": "value", "text": "value"}
+    columns: dict[str, ColumnKind] = {"_id": "value", "text": "value"}
     if titles:
         columns["title"] = "value"
     table = open_table(file, columns, skips, optional=("title", "text") if titles else ())

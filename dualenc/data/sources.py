@@ -10,7 +10,7 @@ from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
 from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
-from dualenc.data.tables import TABLE_FORMATS, Kind, file_format, is_saved, open_table, peek_columns
+from dualenc.data.tables import TABLE_FORMATS, ColumnKind, file_format, is_saved, open_table, peek_columns
 from dualenc.data.webdataset import IMAGES, WebDatasetPairs, is_tars, tar_corpus
 from dualenc.errors import DualencError
 from dualenc.types import Modality, OnError
@@ -81,7 +81,7 @@ def open_corpus(
         id_column = id_column or _known(kinds, _IDS, but=main)
         label_column = label_column or _known(kinds, ("label",), but=main)
         title_column, label_column = (title_column, None) if modality == "text" else (None, label_column)
-        columns: dict[str, Kind] = {main: kinds.get(main, "value")}
+        columns: dict[str, ColumnKind] = {main: kinds.get(main, "value")}
         columns.update({name: "value" for name in (title_column, label_column, id_column) if name is not None})
         table = open_table(path, columns, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
         corpus = table_corpus(
@@ -159,7 +159,11 @@ def is_image_folder(path: str | Path) -> bool:
 
 
 def _main_column(
-    source: str, kinds: dict[str, Kind], modality: Modality | None, text_column: str | None, image_column: str | None
+    source: str,
+    kinds: dict[str, ColumnKind],
+    modality: Modality | None,
+    text_column: str | None,
+    image_column: str | None,
 ) -> tuple[str, Modality]:
     """The column to embed and what it holds."""
     if text_column is not None and modality != "image":
@@ -176,5 +180,5 @@ def _main_column(
     raise DualencError(f"{source}: no telling which column to read; name {argument} (columns: {', '.join(kinds)})")
 
 
-def _known(kinds: dict[str, Kind], names: tuple[str, ...], but: str | None = None) -> str | None:
+def _known(kinds: dict[str, ColumnKind], names: tuple[str, ...], but: str | None = None) -> str | None:
     return next((name for name in names if name in kinds and name != but), None)

@@ -22,7 +22,7 @@ from dualenc.data.corpus import table_corpus
 from dualenc.data.images import ImageFiles, find_images
 from dualenc.data.lines import read_text_lines
 from dualenc.data.pairs import Items, PairDataset, Ragged, Skips
-from dualenc.data.tables import TABLE_FORMATS, DataTable, Kind, open_table, peek_columns
+from dualenc.data.tables import TABLE_FORMATS, ColumnKind, DataTable, open_table, peek_columns
 from dualenc.errors import DualencError
 from dualenc.types import Modality, OnError
 
@@ -174,7 +174,7 @@ class TablePairs(ColumnPairs):
         quotes: bool = True,
         on_error: OnError = "skip",
     ) -> None:
-        columns: dict[str, Kind] = {left_column: "value", right_column: "list"}
+        columns: dict[str, ColumnKind] = {left_column: "value", right_column: "list"}
         if negative_column is not None:
             columns[negative_column] = "list"
         table = open_table(
@@ -228,7 +228,7 @@ class MinedPairs(ColumnPairs):
         limit: int | None = None,
         on_error: OnError = "skip",
     ) -> None:
-        columns: dict[str, Kind] = {"query": "value", "pos": "list", "neg": "list"}
+        columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
         reshape = _mined_with_titles if titles else _mined
         table = open_table(path, columns, Skips(path, on_error), optional=("neg",), limit=limit, reshape=reshape)
         super().__init__(
@@ -404,7 +404,7 @@ class TableViews(ImageViews):
         on_error: OnError = "skip",
     ) -> None:
         label = label_column or "label"
-        columns: dict[str, Kind] = {image_column: "value", label: "value"}
+        columns: dict[str, ColumnKind] = {image_column: "value", label: "value"}
         table = open_table(
             path,
             columns,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
 
-Kind = Literal["value", "list"]
+ColumnKind = Literal["value", "list"]
 Reshape = Callable[[dict[str, Any]], dict[str, Any]]
 FILE, LINE = "__file__", "__line__"
 TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
@@ -74,7 +74,7 @@ class DataTable:
 
 def open_table(
     source: str | Path,
-    columns: Mapping[str, Kind],
+    columns: Mapping[str, ColumnKind],
     skips: Skips,
     *,
     optional: Collection[str] = (),
@@ -110,7 +110,7 @@ def open_table(
     elif file_format(files[0]) == ".parquet":
         dataset = _from_parquet(files, columns)
     else:
-        dataset = read_lines(files, columns, optional, skips, quotes, limit, reshape)
+        dataset = table_of_lines(files, columns, optional, skips, quotes, limit, reshape)
     check_columns(source, dataset.column_names, [name for name in columns if name not in optional])
     if limit is not None:
         dataset = dataset.select(range(min(limit, len(dataset))))
@@ -122,7 +122,7 @@ def open_table(
     return DataTable(source, dataset, skips, root, files, allow_outside)
 
 
-def peek_columns(source: str | Path, split: str = "train", subset: str | None = None) -> dict[str, Kind]:
+def peek_columns(source: str | Path, split: str = "train", subset: str | None = None) -> dict[str, ColumnKind]:
     """The columns a table has and whether they hold lists, without reading it whole; of records, the first counts.
 
     Raises:
@@ -161,9 +161,9 @@ def cache_folder() -> Path:
 # Line-based files: read once, into memory or into an Arrow file in the cache folder.
 
 
-def read_lines(
+def table_of_lines(
     files: Sequence[Path],
-    columns: Mapping[str, Kind],
+    columns: Mapping[str, ColumnKind],
     optional: Collection[str],
     skips: Skips,
     quotes: bool = True,
@@ -224,7 +224,7 @@ def read_lines(
 
 def _rows(
     files: Sequence[Path],
-    columns: Mapping[str, Kind],
+    columns: Mapping[str, ColumnKind],
     optional: Collection[str],
     skips: Skips,
     quotes: bool,
@@ -341,7 +341,7 @@ def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
         ) from error
 
 
-def _from_parquet(files: list[Path], columns: Mapping[str, Kind]) -> Dataset:
+def _from_parquet(files: list[Path], columns: Mapping[str, ColumnKind]) -> Dataset:
     import datasets
 
     names = [name for name in _parquet_schema(files[0]).names if name in columns]

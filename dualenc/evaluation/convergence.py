@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.probe import Features, Labels, check_labels, unit_rows
-from dualenc.types import Inputs
+from dualenc.evaluation.probe import check_labels, unit_rows
+from dualenc.types import Inputs, Integers, Vectors
 
 _BLOCK = 1024
 BIN_EDGES: npt.NDArray[np.float64] = np.linspace(-1, 1, 101)
 
 
-def alignment(left: Features, right: Features, power: float = 2) -> float:
+def alignment(left: Vectors, right: Vectors, power: float = 2) -> float:
     """Mean of ‖x − y‖^α over positive pairs of unit vectors (Wang & Isola 2020, Eq. 7); 0 is perfect.
 
     Args:
@@ -41,7 +41,7 @@ def alignment(left: Features, right: Features, power: float = 2) -> float:
     return float(np.mean(np.linalg.norm(difference.astype(np.float64), axis=1) ** power))
 
 
-def uniformity(embeddings: Features, temperature: float = 2) -> float:
+def uniformity(embeddings: Vectors, temperature: float = 2) -> float:
     """log of the mean of exp(−t‖x − y‖²) over pairs of different rows (Wang & Isola 2020, Eq. 8); lower is more even.
 
     Args:
@@ -62,7 +62,7 @@ def uniformity(embeddings: Features, temperature: float = 2) -> float:
     return math.log((total - len(rows)) / (len(rows) * (len(rows) - 1)))
 
 
-def effective_rank(embeddings: Features) -> float:
+def effective_rank(embeddings: Vectors) -> float:
     """exp of the entropy of the normalised singular values (RankMe: Garrido et al. 2023, Eq. 1–2); D at most.
 
     Args:
@@ -120,11 +120,11 @@ class SimilarityHistogram:
 
 
 def pair_similarities(
-    left: Features,
-    right: Features,
-    left_id: Labels | None = None,
-    right_id: Labels | None = None,
-    left_positives: Labels | None = None,
+    left: Vectors,
+    right: Vectors,
+    left_id: Integers | None = None,
+    right_id: Integers | None = None,
+    left_positives: Integers | None = None,
 ) -> SimilarityHistogram:
     """Cosines of row i of `left` with row i of `right` (positives) and with every other row (negatives).
 
@@ -145,7 +145,7 @@ def pair_similarities(
     listed = np.empty((len(rows), 0), np.int64) if left_positives is None else np.asarray(left_positives)
     none = np.zeros(0, np.float32)
 
-    def parts() -> Iterator[tuple[Features, Features]]:
+    def parts() -> Iterator[tuple[Vectors, Vectors]]:
         yield np.sum(rows * columns, axis=1), none
         for start in range(0, len(rows), _BLOCK):
             block = slice(start, start + _BLOCK)
@@ -157,7 +157,7 @@ def pair_similarities(
     return _histogram(parts())
 
 
-def label_similarities(embeddings: Features, labels: Labels) -> SimilarityHistogram:
+def label_similarities(embeddings: Vectors, labels: Integers) -> SimilarityHistogram:
     """Cosines of all pairs of different images, of equal label (positives) and of different label (negatives).
 
     These are the histograms of Robinson et al. 2021 (arXiv:2010.04592), Figures 3 and 4.
@@ -172,7 +172,7 @@ def label_similarities(embeddings: Features, labels: Labels) -> SimilarityHistog
     classes = check_labels(embeddings, labels, "test")
     rows = unit_rows(embeddings, "embeddings")
 
-    def parts() -> Iterator[tuple[Features, Features]]:
+    def parts() -> Iterator[tuple[Vectors, Vectors]]:
         for start, similarities in _similarity_blocks(rows):
             numbers = np.arange(start, start + len(similarities))
             later = np.arange(len(rows))[None, :] > numbers[:, None]  # every pair once
@@ -182,7 +182,7 @@ def label_similarities(embeddings: Features, labels: Labels) -> SimilarityHistog
     return _histogram(parts())
 
 
-def _histogram(parts: Iterable[tuple[Features, Features]]) -> SimilarityHistogram:
+def _histogram(parts: Iterable[tuple[Vectors, Vectors]]) -> SimilarityHistogram:
     """Counts similarities of positive and of negative pairs, some at a time."""
     counts, sums = np.zeros((2, len(BIN_EDGES) - 1), np.int64), np.zeros(2)
     for part in parts:

@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.corruptions import CorruptedImages
-from dualenc.evaluation.probe import Features, unit_rows
+from dualenc.evaluation.probe import unit_rows
 from dualenc.files import read_json_object
 from dualenc.seeds import derive_seed
-from dualenc.types import Inputs
+from dualenc.types import Inputs, Vectors
 
-Prepare = Callable[..., Inputs]
+PrepareImages = Callable[..., Inputs]
 EncodeInputs = Callable[[Inputs], npt.NDArray[np.floating]]
 Condition = tuple[str, int]
 """A corruption and its severity."""
@@ -43,7 +43,7 @@ class ImageVersions(Dataset[Any]):
         self,
         source: CorruptedImages,
         conditions: Sequence[Condition],
-        prepare: Prepare,
+        prepare: PrepareImages,
         *,
         views: int = 0,
         seed: int = 0,
@@ -147,7 +147,7 @@ Found = npt.NDArray[np.int64]
 TIE = -1
 
 
-def nearest_versions(features: Features) -> Found:
+def nearest_versions(features: Vectors) -> Found:
     """Which version each view finds among the views of the other kind of its image, by cosine.
 
     Args:
@@ -172,7 +172,7 @@ def nearest_versions(features: Features) -> Found:
     return np.stack(found, axis=1)
 
 
-def nearest_images(features: Features) -> Found:
+def nearest_images(features: Vectors) -> Found:
     """Which image each view finds among the views of the other kind of all images, by cosine; exact search by FAISS.
 
     Args:

@@ -11,8 +11,7 @@ import numpy.typing as npt
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Scores, best_positive_ranks, recall_at, rows_at_once
-
-Vectors = npt.NDArray[np.floating]
+from dualenc.types import Vectors
 
 
 class Matched(NamedTuple):

@@ -19,12 +19,10 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
 from dualenc.errors import DualencError
-
-Features = npt.NDArray[np.floating]
-Labels = npt.NDArray[np.integer]
+from dualenc.types import Integers, Vectors
 
 
-def unit_rows(features: Features, what: str = "features") -> npt.NDArray[np.float32]:
+def unit_rows(features: Vectors, what: str = "features") -> npt.NDArray[np.float32]:
     """Rows scaled to unit norm, as contiguous float32; a zero row stays zero.
 
     Args:
@@ -44,7 +42,7 @@ def unit_rows(features: Features, what: str = "features") -> npt.NDArray[np.floa
     return rows / np.maximum(norms, np.finfo(np.float32).tiny)
 
 
-def check_labels(features: Features, labels: Labels, what: str) -> npt.NDArray[np.int64]:
+def check_labels(features: Vectors, labels: Integers, what: str) -> npt.NDArray[np.int64]:
     """The labels as int64, after making sure that there is one, not negative, for every row.
 
     Args:
@@ -69,7 +67,7 @@ def check_labels(features: Features, labels: Labels, what: str) -> npt.NDArray[n
 
 
 def knn_predict(
-    train: Features, train_labels: Labels, test: Features, *, k: int = 20, temperature: float | None = 0.07
+    train: Vectors, train_labels: Integers, test: Vectors, *, k: int = 20, temperature: float | None = 0.07
 ) -> npt.NDArray[np.int64]:
     """Class of each test vector by a vote of its k nearest training vectors (Wu et al. 2018, §3.4).
 
@@ -104,7 +102,7 @@ def knn_predict(
     return totals.argmax(axis=1)
 
 
-def accuracy(predicted: Labels, labels: Labels) -> float:
+def accuracy(predicted: Integers, labels: Integers) -> float:
     """Share of right predictions, both (A,)."""
     if len(predicted) != len(labels) or len(labels) == 0:
         raise DualencError(f"{len(predicted)} predictions for {len(labels)} labels; one for each is needed")
@@ -134,10 +132,10 @@ class LinearProbe(NamedTuple):
 
 
 def linear_probe(
-    train: Features,
-    train_labels: Labels,
-    test: Features | None = None,
-    test_labels: Labels | None = None,
+    train: Vectors,
+    train_labels: Integers,
+    test: Vectors | None = None,
+    test_labels: Integers | None = None,
     *,
     l2: Sequence[float] = L2_SWEEP,
     max_iterations: int = 500,
@@ -188,7 +186,7 @@ def linear_probe(
 
 
 def fit_linear(
-    features: Features, labels: Labels, l2: float, max_iterations: int = 500, *, standardised_by: Features | None = None
+    features: Vectors, labels: Integers, l2: float, max_iterations: int = 500, *, standardised_by: Vectors | None = None
 ) -> Pipeline:
     """Fit standardisation and classifier to minimise mean cross-entropy + λ/2·‖W‖².
 
@@ -220,10 +218,10 @@ def fit_linear(
 
 
 def few_shot(
-    train: Features,
-    train_labels: Labels,
-    test: Features,
-    test_labels: Labels,
+    train: Vectors,
+    train_labels: Integers,
+    test: Vectors,
+    test_labels: Integers,
     *,
     shots: Sequence[int] = (1, 5, 10),
     draws: int = 5,
@@ -232,7 +230,7 @@ def few_shot(
 ) -> dict[int, tuple[float, float]]:
     """Accuracy of a linear probe fit on a few images of each class.
 
-    Features are standardised by the statistics of all training images, which use no label.
+    Vectors are standardised by the statistics of all training images, which use no label.
 
     Args:
         train: (N, D) features to draw from.
@@ -263,7 +261,7 @@ def few_shot(
     return results
 
 
-def draw_per_class(labels: Labels, count: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+def draw_per_class(labels: Integers, count: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
     """Rows of `count` different images of every class of `labels` (N,)."""
     classes, sizes = np.unique(labels, return_counts=True)
     if count < 1 or sizes.min() < count:
@@ -334,7 +332,7 @@ def sgd_probe(
 
 
 def feature_batches(
-    features: Features, labels: Labels, *, batch_size: int = 256, seed: int = 0
+    features: Vectors, labels: Integers, *, batch_size: int = 256, seed: int = 0
 ) -> Callable[[int], Batches]:
     """Shuffled batches of features computed once, for `sgd_probe`: the protocol without augmentation.
 
@@ -356,7 +354,7 @@ def feature_batches(
 
 
 @torch.no_grad()
-def predict(classifier: nn.Linear, features: Features) -> np.ndarray:
+def predict(classifier: nn.Linear, features: Vectors) -> np.ndarray:
     """Class of each row of (A, D) features."""
     rows = torch.from_numpy(np.array(features, dtype=np.float32))  # a copy: stored features are read-only
     return classifier(rows.to(classifier.weight.device)).argmax(dim=1).cpu().numpy()

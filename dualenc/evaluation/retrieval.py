@@ -15,8 +15,7 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import CUTOFFS, Qrels, Run, Scores, mean_scores, remove_self_matches, score_queries
 from dualenc.evaluation.runs import ranked, write_per_query, write_trec
-
-Vectors = npt.NDArray[np.floating]
+from dualenc.types import Vectors
 
 # Rows of queries and of documents that meet at once. The blocks never depend on the number of processes: a matrix
 # product rounds differently for other shapes, and results must not.

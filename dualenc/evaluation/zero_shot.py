@@ -12,8 +12,7 @@ import numpy.typing as npt
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Scores, best_positive_ranks
 from dualenc.evaluation.runs import read_lines
-
-Vectors = npt.NDArray[np.floating]
+from dualenc.types import Vectors
 
 TEMPLATES: tuple[str, ...] = (
     "a photo of a {}.",

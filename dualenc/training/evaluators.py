@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from dualenc.training.checkpoint import Checkpoints
     from dualenc.types import Output
 
-Metrics = dict[str, float]
-
 
 class Evaluator(ABC):
     """Measures a model in evaluation mode; any callable with a `primary` will do.
@@ -47,7 +45,7 @@ class Evaluator(ABC):
     modalities: Mapping[Side, Modality] = MappingProxyType({})
 
     @abstractmethod
-    def __call__(self, model: DualEncoder) -> Metrics:
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
         """Metrics by name. Every rank calls it together; what the main process returns counts."""
 
 
@@ -96,7 +94,7 @@ class RetrievalEvaluator(Evaluator):
         self.metric_names = tuple(f"{kind}@{k}" for k in CUTOFFS for kind in kinds)
         self.modalities = {"left": whole.queries.modality, "right": whole.corpus.modality}
 
-    def __call__(self, model: DualEncoder) -> Metrics:
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
         from dualenc.evaluation.retrieval import HEADLINES, Result, retrieve
 
         queries = embed_side(model, "left", self.collection.queries, self.batch_size)
@@ -129,7 +127,7 @@ class ImageTextEvaluator(Evaluator):
         self.batch_size, self.primary = batch_size, primary
         self.modalities = {"left": self.images.modality, "right": self.texts.modality}
 
-    def __call__(self, model: DualEncoder) -> Metrics:
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
         from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
 
         images = embed_side(model, "left", self.images, self.batch_size, on_error="raise")
@@ -174,7 +172,7 @@ class KNNEvaluator(Evaluator):
             self.labels.append(images.labels)
         self.k, self.temperature, self.batch_size = k, temperature, batch_size
 
-    def __call__(self, model: DualEncoder) -> Metrics:
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
         from dualenc.evaluation.probe import accuracy, knn_predict
 
         train, test = (
@@ -239,14 +237,14 @@ class BestModel:
         folder: Path,
         *,
         keep_best: bool,
-        card: Callable[[Metrics, Metrics, int], dict[str, Any]],
+        card: Callable[[dict[str, float], dict[str, float], int], dict[str, Any]],
     ) -> None:
         self.model, self.objective, self.evaluator = model, objective, evaluator
         self.folder, self.card = folder, card
         self.keep_best = keep_best and evaluator is not None
-        self.before: Metrics = {}
-        self.best: Metrics = {}
-        self.last: Metrics = {}
+        self.before: dict[str, float] = {}
+        self.best: dict[str, float] = {}
+        self.last: dict[str, float] = {}
         self.best_step = -1
 
     @property
@@ -254,7 +252,7 @@ class BestModel:
         """Name of the metric that decides; "" without an evaluator."""
         return "" if self.evaluator is None else self.evaluator.primary
 
-    def evaluate(self, step: int) -> Metrics:
+    def evaluate(self, step: int) -> dict[str, float]:
         """Measure the model after so many steps; saves it if it is the best of the trained ones so far."""
         self.last = {}
         if self.evaluator is not None:
@@ -274,7 +272,7 @@ class BestModel:
             self._save(step, self.best)
         return self.last
 
-    def finish(self, step: int, checkpoints: Checkpoints, say: Callable[[str], None]) -> Metrics:
+    def finish(self, step: int, checkpoints: Checkpoints, say: Callable[[str], None]) -> dict[str, float]:
         """Make sure that the model folder holds what it should; all ranks call it together.
 
         Args:
@@ -312,7 +310,7 @@ class BestModel:
         self.before, self.best, self.last = state["before"], state["best"], state["last"]
         self.best_step = state["best_step"]
 
-    def _save(self, step: int, metrics: Metrics) -> None:
+    def _save(self, step: int, metrics: dict[str, float]) -> None:
         if distributed.is_main():
             self.model.eval()
             self.model.set_temperature(float(self.objective.temperature.detach()))

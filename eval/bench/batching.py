@@ -25,10 +25,11 @@ from dualenc.batching import BatchSelector, RandomBatches, SpectralBatches, batc
 from dualenc.batching.spectral import affinity, spectral_batches
 
 B, TEMPERATURE, K = 32, 0.1, 40
-Embeddings = tuple[np.ndarray, np.ndarray]
 
 
-def clustered_embeddings(num_pairs: int, clusters: int = 100, dim: int = 128, seed: int = 0) -> Embeddings:
+def clustered_embeddings(
+    num_pairs: int, clusters: int = 100, dim: int = 128, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Two times (N, D) unit vectors around random directions, noise as long as the signal, right near left."""
     draw = np.random.default_rng(seed)
 

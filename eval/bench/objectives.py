@@ -104,7 +104,7 @@ def least_seconds(runs: Sequence[Callable[[], Any]], repeats: int, device: torch
 
 
 @dataclass
-class Items:
+class FrozenItems:
     """An embedding for every item of the corpus: what `encode` gives, at no cost; counts what was asked for."""
 
     vectors: Tensor
@@ -125,7 +125,7 @@ def time_objective(
     """Seconds per step of the objective alone; items encoded per step with and without gradient."""
     draw = torch.Generator().manual_seed(0)
     vectors = nn.functional.normalize(torch.randn(num_items, model.dimension, generator=draw), dim=1)
-    items = Items(vectors.to(model.device))
+    items = FrozenItems(vectors.to(model.device))
     # Few anchors, so that each comes back after some steps and finds its state, mostly outside the batch.
     visited = torch.randperm(num_items, generator=draw)[: 4 * batch_size]
 

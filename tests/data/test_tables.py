@@ -12,16 +12,16 @@ import pytest
 
 from dualenc.data import tables as arrow_cache
 from dualenc.data.pairs import Skips
-from dualenc.data.tables import FILE, LINE, DataTable, Kind, open_table, peek_columns, read_lines
+from dualenc.data.tables import FILE, LINE, ColumnKind, DataTable, open_table, peek_columns, table_of_lines
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_csv, write_jsonl
 
 ROWS = {"query": ["q0", "q1", "q2"], "documents": [["a", "b"], ["c"], []]}
-COLUMNS: dict[str, Kind] = {"query": "value", "documents": "list"}
+COLUMNS: dict[str, ColumnKind] = {"query": "value", "documents": "list"}
 
 
-def read(source: Path | str, columns: dict[str, Kind] = COLUMNS, **options) -> DataTable:
+def read(source: Path | str, columns: dict[str, ColumnKind] = COLUMNS, **options) -> DataTable:
     return open_table(source, columns, Skips(source, "raise"), **options)
 
 
@@ -184,13 +184,13 @@ def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read_text(path: Path, skips: Skips | None = None, **options):
-    return read_lines([path], {"text": "value"}, (), skips or Skips(path), **options)
+    return table_of_lines([path], {"text": "value"}, (), skips or Skips(path), **options)
 
 
 def test_values_become_texts_and_lists_of_texts(tmp_path: Path) -> None:
     records = [{"a": "x", "b": ["y", 2]}, {"a": 1.5, "b": "z"}, {"a": None}, {"a": True, "b": None, "c": {}}]
     path = write_jsonl(tmp_path / "x.jsonl", records)
-    rows = read_lines([path], {"a": "value", "b": "list"}, (), Skips(path))
+    rows = table_of_lines([path], {"a": "value", "b": "list"}, (), Skips(path))
     assert rows["a"][:] == ["x", "1.5", None, "true"]
     assert rows["b"][:] == [["y", "2"], ["z"], [], []]
     assert rows[LINE][:] == [1, 2, 3, 4]
@@ -257,7 +257,7 @@ def test_a_missing_column_names_the_nearest_before_a_long_read(tmp_path: Path) -
     records = ({"text": "a", "title": "b"} for _ in range(1500))
     path = write_jsonl(tmp_path / "x.jsonl", [*records, {"texts": "too late"}])
     with pytest.raises(DualencError, match=r"no column 'texts'; did you mean 'text'\? \(columns: text, title\)"):
-        read_lines([path], {"texts": "value"}, (), Skips(path))
+        table_of_lines([path], {"texts": "value"}, (), Skips(path))
 
 
 def test_a_column_may_be_missing_in_some_records(tmp_path: Path) -> None:
