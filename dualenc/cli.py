@@ -188,6 +188,7 @@ COMMANDS: Commands = {
         "probe": Command("probe", "probe", "linear and kNN probes on image features"),
         "corrupted": Command("corrupted", "corrupted", "retrieval under image corruptions"),
         "convergence": Command("convergence", "convergence", "learning curves of several runs"),
+        "objectives": Command("objectives", "objectives", "which objective misses how much of the gradient"),
         "compare": Command("retrieval", "compare", "metrics of several models side by side"),
     },
 }

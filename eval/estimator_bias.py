@@ -4,10 +4,12 @@
     python eval/estimator_bias.py --views true --batch_size 32 --embeddings pairs.npy
     python eval/estimator_bias.py --mixing 8
 
-Gradients are taken with respect to the embeddings themselves and compared with the gradient of the global loss.
+Gradients are taken with respect to the embeddings themselves and compared with the gradient of the global loss
+(`dualenc.evaluation.objectives`; `dualenc evaluate objectives` does the same on a model and pairs).
 
 bias: distance of the mean gradient of an epoch from the exact one, relative; freed of the noise that is left after so
 many epochs (products of independent stretches of the run), so 0 means: not to be told from unbiased.
+±: its standard error.
 mean error: the same distance with the noise left in, which more epochs would lower to the bias.
 step error: distance of a single step's gradient from the exact gradient of the same anchors, relative.
 With --mixing: how the bias of the chains' gradient falls with the epochs, for chains that start on recent items and
@@ -18,17 +20,16 @@ value: mean of the reported loss minus the exact loss. encodes: out-of-batch ite
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations, product
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from dualenc.evaluation.objectives import STRETCHES, FrozenPairs, Measured, bias_of, epochs, measure_stretches
 from dualenc.evaluation.report import Table, print_table
 from dualenc.objectives import (
     DCL,
@@ -67,93 +68,19 @@ VIEWS_ONLY: dict[str, Callable[..., Objective]] = {
     "ISIR shared chain": lambda **common: ISIR(shared_chain=True, **common),
     "EMC2 shared chain": lambda **common: EMC2(shared_chain=True, **common),
 }
-STRETCHES = 8
 
 
-@dataclass
-class Frozen:
-    """N pairs of embeddings (N, D) that stay as they are; counts the out-of-batch items that are encoded."""
-
-    left: Tensor
-    right: Tensor
-    num_encoded: int = 0
-
-    def encode(self, side: str, ids: Tensor) -> Tensor:
-        self.num_encoded += len(ids)
-        return (self.left if side == "left" else self.right)[ids]
-
-    def step(self, criterion: Objective, ids: Tensor) -> tuple[Tensor, float]:
-        """(2N, D) gradient with respect to all embeddings, and the loss."""
-        loss = criterion(self.left[ids], self.right[ids], ids, encode=self.encode).loss
-        return torch.cat(torch.autograd.grad(loss, [self.left, self.right])), float(loss.detach())
-
-
-@dataclass
-class Measured:
-    """What a run of one objective shows."""
-
-    stretches: list[Tensor]
-    step_errors: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    mean_errors: list[float] = field(default_factory=list)
-    encodes: float = 0.0
-    state_bytes: int = 0
-
-
-def synthetic(num_pairs: int, dimension: int) -> Frozen:
+def synthetic(num_pairs: int, dimension: int) -> FrozenPairs:
     """Random unit vectors in few dimensions, right near left: some negatives are much nearer than most."""
     draw = torch.Generator().manual_seed(0)
     left = torch.nn.functional.normalize(torch.randn(num_pairs, dimension, generator=draw), dim=1)
     near = left + 0.5 * torch.randn(num_pairs, dimension, generator=draw) / dimension**0.5
-    return Frozen(left.requires_grad_(), torch.nn.functional.normalize(near, dim=1).requires_grad_())
-
-
-def epochs(num_pairs: int, batch_size: int, count: int, seed: int = 0) -> Iterator[list[Tensor]]:
-    """For each epoch a random order of all pairs, cut into batches."""
-    draw = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        yield list(torch.randperm(num_pairs, generator=draw).split(batch_size))
-
-
-def measure(
-    frozen: Frozen, criterion: Objective, oracle: Objective, batch_size: int, warm_up: int, count: int
-) -> Measured:
-    """Run an objective for some epochs and compare with the oracle."""
-    num_pairs = len(frozen.left)
-    exact, _ = frozen.step(oracle, torch.arange(num_pairs))
-    found = Measured([torch.zeros_like(exact) for _ in range(STRETCHES)])
-    total, num_encoded = torch.zeros_like(exact), 0
-    for epoch, order in enumerate(epochs(num_pairs, batch_size, warm_up + count)):
-        for ids in order:
-            frozen.num_encoded, start = 0, time.perf_counter()
-            gradient, value = frozen.step(criterion, ids)
-            if epoch < warm_up:
-                continue
-            found.seconds.append(time.perf_counter() - start)
-            found.values.append(value)
-            num_encoded += frozen.num_encoded
-            total += gradient * len(ids) / num_pairs
-            found.stretches[(epoch - warm_up) * STRETCHES // count] += gradient * len(ids) / num_pairs
-            if (epoch - warm_up) % max(1, count // STRETCHES) == 0:
-                own, _ = frozen.step(oracle, ids)
-                found.step_errors.append(float((gradient - own).norm() / own.norm()))
-        if epoch >= warm_up:
-            found.mean_errors.append(float((total / (epoch - warm_up + 1) - exact).norm() / exact.norm()))
-    found.stretches = [stretch * STRETCHES / count - exact for stretch in found.stretches]
-    found.encodes = num_encoded / len(found.values)
-    found.state_bytes = sum(buffer.numel() * buffer.element_size() for buffer in criterion.buffers())
-    return found
-
-
-def relative_bias(products: Iterable[tuple[Tensor, Tensor]], exact: Tensor) -> float:
-    """Relative norm of the bias: the mean product of independent deviations has no noise in it."""
-    return max(0.0, statistics.mean(float((a * b).sum()) for a, b in products)) ** 0.5 / float(exact.norm())
+    return FrozenPairs.one_to_one(left, torch.nn.functional.normalize(near, dim=1))
 
 
 def mixing(
     kind: type[EMC2] | type[ISIR],
-    frozen: Frozen,
+    frozen: FrozenPairs,
     temperature: float,
     batch_size: int,
     replicas: int,
@@ -161,20 +88,19 @@ def mixing(
     **how: Any,
 ) -> dict[int, float]:
     """Relative bias of the mean gradient of the epoch that follows so many. Replicas are independent runs."""
-    num_pairs = len(frozen.left)
-    common = {"num_left": num_pairs, "temperature": temperature}
-    exact, _ = frozen.step(ExactGlobal(**common), torch.arange(num_pairs))
-    deviations: dict[int, list[Tensor]] = {look: [] for look in looks}
+    exact, _ = frozen.exact(temperature)
+    means = {look: torch.zeros(replicas, *exact.shape) for look in looks}
     for replica in range(replicas):
-        criterion = kind(seed=replica, **common, **how)
-        for epoch, order in enumerate(epochs(num_pairs, batch_size, max(looks) + 1, seed=replica)):
-            mean = sum(frozen.step(criterion, ids)[0] * len(ids) / num_pairs for ids in order)
-            if epoch in deviations:
-                deviations[epoch].append(mean - exact)
-    return {look: relative_bias(combinations(several, 2), exact) for look, several in deviations.items()}
+        criterion = frozen.build(kind, temperature, seed=replica, **how)
+        for epoch, order in zip(range(max(looks) + 1), epochs(len(frozen), batch_size, seed=replica)):
+            for rows in order:
+                gradient, _ = frozen.step(criterion, rows)
+                if epoch in means:
+                    frozen.add_to(means[epoch][replica], gradient, len(rows) / len(frozen))
+    return {look: bias_of(mean, exact).value for look, mean in means.items()}
 
 
-def mixing_table(frozen: Frozen, replicas: int, kinds: Sequence[type[EMC2] | type[ISIR]] = (ISIR,)) -> Table:
+def mixing_table(frozen: FrozenPairs, replicas: int, kinds: Sequence[type[EMC2] | type[ISIR]] = (ISIR,)) -> Table:
     """A row per objective, τ, B and start."""
     rows = []
     for kind, temperature, batch_size in product(kinds, (0.02, 0.05, 0.07), (4, 16, 32)):
@@ -200,7 +126,7 @@ def draw(results: dict[str, Measured], out: Path, title: str) -> None:
         curves.loglog(range(1, len(errors) + 1), errors, color=color, label=name)
     curves.set(xlabel="epochs averaged", ylabel="error of the mean gradient, relative", title=title)
     curves.legend(fontsize=8, ncols=2)
-    bars.barh(names[::-1], [statistics.mean(results[name].step_errors) for name in names[::-1]], color="tab:gray")
+    bars.barh(names[::-1], [results[name].step_error for name in names[::-1]], color="tab:gray")
     bars.set(xlabel="error of a single step, relative to the exact gradient of its anchors")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
@@ -226,7 +152,7 @@ def main(
         dimension: of the synthetic embeddings.
         temperature: τ.
         views: the pairs are two views of an image.
-        epochs: over which gradients are averaged.
+        epochs: over which gradients are averaged: eight stretches of equal length.
         warm_up: epochs before that.
         embeddings: real ones instead: a .npy file of shape (2, N, D), left then right, unit norm.
         mixing: show instead how fast chains mix, from so many independent runs, at several τ and B.
@@ -234,35 +160,34 @@ def main(
     """
     frozen = synthetic(num_pairs, dimension)
     if embeddings is not None:
-        left, right = (torch.from_numpy(side).float().requires_grad_() for side in np.load(embeddings))
-        frozen = Frozen(left, right)
-        num_pairs = len(frozen.left)
+        frozen = FrozenPairs.one_to_one(*(torch.from_numpy(side).float() for side in np.load(embeddings)))
+        num_pairs = len(frozen)
+    frozen.views = views and not mixing
     if mixing:
         print_table(mixing_table(frozen, mixing))
         return
-    common: dict[str, Any] = {"num_left": num_pairs, "temperature": temperature, "views": views}
-    oracle = ExactGlobal(**common)
-    exact, exact_value = frozen.step(oracle, torch.arange(num_pairs))
+    _, exact_value = frozen.exact(temperature)
+    how: dict[str, Any] = {"warm_up": warm_up, "stretch": max(1, epochs // STRETCHES)}
     results, rows = {}, []
     for name, build in (OBJECTIVES | (VIEWS_ONLY if views else {})).items():
-        given = common | ({"batch_size": batch_size} if "draws" in name else {})
-        found = results[name] = measure(frozen, build(**given), oracle, batch_size, warm_up, epochs)
-        # Stretches that do not touch are independent.
-        apart = [(a, b) for i, a in enumerate(found.stretches) for b in found.stretches[i + 2 :]]
+        kind = partial(build, batch_size=batch_size) if "draws" in name else build
+        found = results[name] = measure_stretches(frozen, kind, temperature, batch_size, **how)
         rows.append(
             {
                 "objective": name,
-                "bias": relative_bias(apart, exact),
+                "bias": found.bias.value,
+                "±": found.bias.error,
                 "mean error": found.mean_errors[-1],
-                "step error": statistics.mean(found.step_errors),
+                "step error": found.step_error,
                 "value": statistics.mean(found.values) - exact_value,
                 "ms": 1000 * statistics.median(found.seconds),
-                "encodes": found.encodes,
+                "encodes": found.encodes * batch_size,
                 "state, bytes per pair": found.state_bytes / num_pairs,
             }
         )
     what = "views" if views else "pairs"
-    title = f"N = {num_pairs} {what}, B = {batch_size}, τ = {temperature}, {epochs} epochs; loss {exact_value:.3f}"
+    averaged = results["ExactGlobal"].epochs
+    title = f"N = {num_pairs} {what}, B = {batch_size}, τ = {temperature}, {averaged} epochs; loss {exact_value:.3f}"
     print_table(Table(title, rows))
     if out is not None:
         draw(results, out, title)

@@ -279,6 +279,10 @@ ZERO_SHOT = "evaluate zero-shot {clip} {classes} --out out"
 PROBE = "evaluate probe {image} {classes} --out out"
 CORRUPTED = "evaluate corrupted {image} {classes} --out out --corruptions contrast,brightness"
 CONVERGENCE = "evaluate convergence {image-run} {classes} --out out --pairs 4"
+OBJECTIVES = (
+    "evaluate objectives {text} {pairs.jsonl} --out out --pairs 4 --batch-size 2 --warm-up 0 --max-epochs 1"
+    " --objectives InfoNCE"
+)
 COMPARE = "evaluate compare {retrieval} {retrieval} --out out --samples 100"
 TREC = "evaluate compare {a.trec} {a.trec} --qrels {qrels.tsv}"
 COMMANDS = {
@@ -292,6 +296,7 @@ COMMANDS = {
     "probe": PROBE,
     "corrupted": CORRUPTED,
     "convergence": CONVERGENCE,
+    "objectives": OBJECTIVES,
     "compare": COMPARE,
 }
 FORMATS = ("docs.jsonl", "docs.csv", "docs.tsv", "docs.txt", "docs.jsonl.gz", "docs.parquet")
@@ -494,9 +499,10 @@ def options() -> Iterator[Case]:
         "probe": ("batch-size", "num-workers", "limit", "train-limit", "seed", "l2", "shots", "sgd-epochs"),
         "corrupted": ("severity", "severities", "num-workers", "limit", "seed", "train-limit"),
         "convergence": ("pairs", "temperature", "seed"),
+        "objectives": ("pairs", "temperature", "seed", "warm-up", "max-epochs"),
         "compare": ("samples", "confidence", "seed"),
     }
-    zero_is_fine = {"num-workers", "seed", "target-recall", "recall-queries"}
+    zero_is_fine = {"num-workers", "seed", "warm-up", "target-recall", "recall-queries"}
     huge_is_fine = {"limit", "train-limit", "depth", "k", "recall-queries", "ef-search", "nprobe", "pairs"}
     huge_is_fine |= {"batch-size", "l2"}
     for command, names in numbers.items():
@@ -531,6 +537,7 @@ def options() -> Iterator[Case]:
         "probe": ("sgd",),
         "corrupted": ("augmentation", "corruptions"),
         "convergence": ("augmentation",),
+        "objectives": ("objectives",),
         "compare": ("metrics",),
     }
     for command, names in choices.items():

@@ -22,15 +22,21 @@ _MOST_NUMBERS = 120  # in the fields of a heat map
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 
 
-def bars(groups: Mapping[str, Mapping[str, float]], *, ylabel: str = "") -> Figure:
-    """Bars side by side: for each series the heights by label; every series has the same labels."""
+def bars(
+    groups: Mapping[str, Mapping[str, float]],
+    *,
+    ylabel: str = "",
+    errors: Mapping[str, Mapping[str, float]] | None = None,
+) -> Figure:
+    """Bars side by side: for each series the heights by label, and errors (±); every series has the same labels."""
     figure, axes = _axes(ylabel=ylabel)
     labels = list(next(iter(groups.values()), {}))
     width = 0.8 / max(len(groups), 1)
     for number, (name, heights) in enumerate(groups.items()):
         positions = [i + (number - (len(groups) - 1) / 2) * width for i in range(len(labels))]
         values = [heights[label] for label in labels]
-        drawn = axes.bar(positions, values, width, label=literal(name), color=_colour(number))
+        spread = None if errors is None else [errors[name][label] for label in labels]
+        drawn = axes.bar(positions, values, width, yerr=spread, label=literal(name), color=_colour(number), capsize=2)
         if len(labels) * len(groups) <= 12:
             axes.bar_label(drawn, fmt="%.3f", fontsize=8, padding=2)
     axes.set_xticks(range(len(labels)), [literal(label) for label in labels], rotation=30 if len(labels) > 6 else 0)

@@ -16,7 +16,7 @@ def test_estimator_bias_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     assert all(name in printed for name in script.OBJECTIVES)
     # The oracle has neither bias nor error.
-    assert printed.split("ExactGlobal")[1].split()[:3] == ["0.0000"] * 3
+    assert printed.split("ExactGlobal")[1].split()[:4] == ["0.0000"] * 4
     assert (tmp_path / "drawn" / "bias.png").stat().st_size > 10_000
 
 
