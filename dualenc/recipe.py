@@ -82,7 +82,7 @@ def _sections() -> dict[str, Section]:
 
     return {
         "data": Section(PairDataset, "dualenc.data"),
-        "model": Section(DualEncoder, "dualenc.encoders"),
+        "model": Section(DualEncoder, "dualenc.encoders", ("input_dim", "right_input_dim")),
         "objective": Section(Objective, "dualenc.objectives", ("num_left", "num_right", "views", "seed")),
         "batching": Section(BatchSelector, "dualenc.batching", ("num_pairs", "batch_size", "seed"), required=False),
         "evaluator": Section(Evaluator, "dualenc.training.evaluators", required=False),
@@ -107,6 +107,8 @@ def _parser() -> ArgumentParser:
             parser.add_argument(f"--{name}", type=section.base, required=section.required)
     for argument in ("num_left", "num_right", "views"):
         parser.link_arguments(f"data.{argument}", f"objective.init_args.{argument}", apply_on="instantiate")
+    parser.link_arguments("data.left_dim", "model.init_args.input_dim", apply_on="instantiate")
+    parser.link_arguments("data.right_dim", "model.init_args.right_input_dim", apply_on="instantiate")
     parser.link_arguments("data", "batching.init_args.num_pairs", compute_fn=len, apply_on="instantiate")
     parser.link_arguments("trainer.batch_size", "batching.init_args.batch_size")
     parser.link_arguments("trainer.seed", "batching.init_args.seed")

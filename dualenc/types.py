@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 Side: TypeAlias = Literal["left", "right"]
 """A tower, and the items that it encodes."""
-Modality: TypeAlias = Literal["text", "image"]
+Modality: TypeAlias = Literal["text", "image", "vector"]
 OnError: TypeAlias = Literal["skip", "raise"]
 """What happens to a sample that cannot be read: left out, counted and reported; or the run stops."""
 Inputs: TypeAlias = "dict[str, Tensor]"

@@ -32,6 +32,12 @@ def test_text(main: Callable[..., Any], tmp_path: Path) -> None:
     assert query @ couch > query @ lamp
 
 
+def test_vectors(main: Callable[..., Any], tmp_path: Path) -> None:
+    result = main(tmp_path)
+    assert result.before["ndcg@10"] < 0.4
+    assert result.metrics["ndcg@10"] > 0.8
+
+
 @pytest.mark.slow
 def test_image_text(main: Callable[..., Any], tmp_path: Path) -> None:
     result = main(tmp_path)

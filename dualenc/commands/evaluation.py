@@ -33,6 +33,7 @@ _COMMAND_OF = {
     "query-document": "`dualenc evaluate retrieval`",
     "image-text": "`dualenc evaluate image-text` or `zero-shot`",
     "image": "`dualenc evaluate probe` or `corrupted`",
+    "vector": "`dualenc evaluate retrieval`",
 }
 
 MOST_WORKERS = 1024
@@ -100,15 +101,14 @@ def check_range(least: float, most: float, **values: float | None) -> None:
             raise DualencError(f"--{name.replace('_', '-')} is {value}; it must {allowed}")
 
 
-def open_model(model: str, kind: str, device: torch.device) -> DualEncoder:
-    """Load a model and make sure that it is of the kind that the task needs."""
+def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEncoder:
+    """Load a model and make sure that it is of a kind that the task can use."""
     from dualenc.encoders import load_model
 
     encoder = load_model(model, device=str(device))
-    if encoder.kind != kind:
-        raise DualencError(
-            f"{model}: is of kind {encoder.kind}, but this task needs kind {kind}; use {_COMMAND_OF[encoder.kind]}"
-        )
+    if encoder.kind not in kinds:
+        needed, other = " or ".join(kinds), _COMMAND_OF[encoder.kind]
+        raise DualencError(f"{model}: is of kind {encoder.kind}, but this task needs kind {needed}; use {other}")
     return encoder
 
 

@@ -55,7 +55,7 @@ def image_text(
             f"{data}: pairs of {pairs.left_modality} and {pairs.right_modality}, not of image and text; "
             "name the columns with --left_column and --right_column"
         )
-    encoder = open_model(model, "image-text", device_to_use)
+    encoder = open_model(model, ("image-text",), device_to_use)
     folder = target / "embeddings"
     left = Corpus([str(number) for number in range(len(pairs.left_items))], pairs.left_items, "image")
     right = Corpus([str(number) for number in range(len(pairs.right_items))], pairs.right_items, "text")

@@ -38,7 +38,7 @@ from dualenc.files import write_json
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
-    from dualenc.data import RetrievalSet
+    from dualenc.data import Corpus, RetrievalSet
 
 BM25 = "BM25"
 
@@ -56,14 +56,14 @@ def retrieval(
     batch_size: int = 32,
     device: str | None = None,
 ) -> None:
-    """Evaluate a query-document model on BEIR folders.
+    """Evaluate a query-document model, or an adapter of vectors, on BEIR folders.
 
     Writes metrics.json, report.html and, for each BEIR folder, run.trec and per_query.ndjson. Embeddings are kept
     below OUT, so that an interrupted evaluation resumes where it stopped.
 
     Args:
         model: model folder or name.
-        data: BEIR folder: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv.
+        data: BEIR folder: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv; or embeddings in their place.
         more: further BEIR folders; the table then has a mean row.
         out: folder to write; by default evaluations/retrieval/MODEL-DATA.
         split: which judgements to use.
@@ -86,9 +86,11 @@ def retrieval(
         if name in collections:
             raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
         collections[name] = read_beir(folder, split, titles=titles)
+        if bm25 and collections[name].corpus.modality != "text":
+            raise DualencError(f"{folder}: BM25 needs texts, and it holds vectors; leave bm25 out")
         check_trec_names(collections[name].queries.ids, f"{folder}: query id")
         check_trec_names(collections[name].corpus.ids, f"{folder}: document id")
-    encoder = open_model(model, "query-document", device_to_use)
+    encoder = open_model(model, ("query-document", "vector"), device_to_use)
     places = {name: target / name if more else target for name in collections}
     runs: dict[str, dict[str, Run]] = {}  # by collection and system
     for name, collection in collections.items():
@@ -149,10 +151,13 @@ def _galleries(result: Result, collection: RetrievalSet) -> list[Gallery]:
     query_row = {name: row for row, name in enumerate(collection.queries.ids)}
     document_row = {name: row for row, name in enumerate(collection.corpus.ids)}
 
-    def document(name: str) -> str:
-        return collection.corpus[document_row[name]] if name in document_row else "(not in the corpus)"
+    def shown(corpus: Corpus, row: int) -> str:
+        return str(corpus[row]) if corpus.modality == "text" else "(a vector)"
 
-    return retrieval_galleries(result, lambda name: collection.queries[query_row[name]], document)
+    def document(name: str) -> str:
+        return shown(collection.corpus, document_row[name]) if name in document_row else "(not in the corpus)"
+
+    return retrieval_galleries(result, lambda name: shown(collection.queries, query_row[name]), document)
 
 
 LOG = "per_query.ndjson"

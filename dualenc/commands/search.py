@@ -11,6 +11,8 @@ from dualenc.files import remove
 from dualenc.terminal import printable, printable_json
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from dualenc.encoders import DualEncoder
     from dualenc.search import Index
     from dualenc.types import Side
@@ -25,6 +27,7 @@ def embed(
     split: str = "train",
     text_column: str | None = None,
     image_column: str | None = None,
+    vector_column: str | None = None,
     id_column: str | None = None,
     limit: int | None = None,
     batch_size: int = 32,
@@ -41,12 +44,14 @@ def embed(
 
     Args:
         model: model folder or name.
-        data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, or data set by hub name.
+        data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, data set by hub name; for adapters
+            a folder of embeddings, .npy file, or table with a column of vectors.
         out: folder to write: shard-*.npy, ids.txt, snippets.jsonl, meta.json.
         side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
         split: of a data set that has several.
         text_column: column with the texts, where it has no usual name.
         image_column: column with the images, where it has no usual name.
+        vector_column: column with the vectors, where it has no usual name.
         id_column: column with the ids; by default _id or id, or else row numbers.
         limit: only the first rows of a table.
         batch_size: items per forward pass.
@@ -74,10 +79,11 @@ def embed(
         modality = encoder.right.modality
     corpus = open_corpus(
         data,
-        part="queries" if side == "left" and encoder.kind == "query-document" else "corpus",
+        part="queries" if side == "left" and encoder.kind in ("query-document", "vector") else "corpus",
         modality=modality,
         text_column=text_column,
         image_column=image_column,
+        vector_column=vector_column,
         id_column=id_column,
         split=split,
         limit=limit,
@@ -117,6 +123,7 @@ def index(
     split: str = "train",
     text_column: str | None = None,
     image_column: str | None = None,
+    vector_column: str | None = None,
     id_column: str | None = None,
     batch_size: int = 32,
     device: str | None = None,
@@ -139,6 +146,7 @@ def index(
         split: of a data set that has several.
         text_column: column with the texts, where it has no usual name.
         image_column: column with the images, where it has no usual name.
+        vector_column: column with the vectors, where it has no usual name.
         id_column: column with the ids; by default _id or id, or else row numbers.
         batch_size: items per forward pass.
         device: such as cpu or cuda:0; by default a GPU if there is one.
@@ -163,6 +171,7 @@ def index(
         # factory string that FAISS refuses does not cost the embedding.
         folder = Path(embeddings or Path(out).with_name(f".{Path(out).name}.embeddings"))
         columns: dict[str, Any] = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
+        columns["vector_column"] = vector_column
         embed(source, data, out=str(folder), side=side, split=split, batch_size=batch_size, device=device, **columns)
     if distributed.is_main():
         real = None if queries is None else Embeddings.open(queries).vectors[:recall_queries]
@@ -192,14 +201,14 @@ def search(
     ef_search: int | None = None,
     device: str = "cpu",
 ) -> None:
-    """Search an index with a text, or with an image given by its path.
+    """Search an index with a text, or with an image or a vector given by its path.
 
     The model that made the index encodes the query: with the query side of a query-document model and its prompt,
     with the text or the image side of an image-text model.
 
     Args:
         index: folder that `dualenc index` wrote.
-        query: text, or path of an image if the model encodes images.
+        query: text; path of an image if the model encodes images; of a .npy file with one vector if it adapts vectors.
         k: how many results.
         json: print JSON, in ASCII, instead of a table.
         model: model folder or name, if the one that made the index has moved.
@@ -225,7 +234,11 @@ def search(
     if recorded is not None and tower_checksum(encoder.tower(side)) != recorded:
         raise DualencError(f"{index}: was built with other weights than the model has now; build the index again")
     tower = encoder.tower(_query_side(encoder, query, side))
-    item = open_image(query) if tower.modality == "image" else query
+    item: Any = query
+    if tower.modality == "image":
+        item = open_image(query)
+    elif tower.modality == "vector":
+        item = _open_vector(query)
     corpus = Corpus(["query"], [item], tower.modality)
     output = opened.meta.get("output", "embedding")
     vector = embed(tower, corpus, output=output, on_error="raise", progress=False).vectors
@@ -244,7 +257,7 @@ def search(
 
 def _query_side(encoder: DualEncoder, query: str, index_side: Side) -> Side:
     """The side that encodes a query for an index of the other one, or, with images and texts, whatever it is."""
-    if encoder.kind == "query-document":
+    if encoder.kind in ("query-document", "vector"):
         return "left" if index_side == "right" else "right"
     if encoder.kind == "image":
         return "left"
@@ -253,6 +266,23 @@ def _query_side(encoder: DualEncoder, query: str, index_side: Side) -> Side:
     is_image = Path(query).suffix.lower() in IMAGE_SUFFIXES or Path(query).is_file()
     wanted = "image" if is_image else "text"
     return "left" if encoder.left.modality == wanted else "right"
+
+
+def _open_vector(path: str) -> np.ndarray:
+    """The one vector of a .npy file of shape (D,) or (1, D)."""
+    import numpy as np
+
+    from dualenc.data.vectors import load_npy
+
+    if Path(path).suffix != ".npy":
+        raise DualencError(f"{path!r}: the model adapts vectors; give a .npy file with that of the query")
+    vectors = load_npy(Path(path))
+    if len(vectors) != 1:
+        raise DualencError(f"{path}: holds {len(vectors)} vectors; give the one to search with")
+    squares = float((vectors.astype(np.float64) ** 2).sum())
+    if not 0 < squares < np.inf:
+        raise DualencError(f"{path}: its vector is zero or not finite; embed the query again")
+    return vectors[0].astype(np.float32)
 
 
 def _recorded_model(index: Index, folder: Path) -> str:

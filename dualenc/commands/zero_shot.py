@@ -84,7 +84,7 @@ def zero_shot(
         )
     names = [readable_class(name) for name in names]
     prompts = class_prompts(names, filled)
-    encoder = open_model(model, "image-text", device_to_use)
+    encoder = open_model(model, ("image-text",), device_to_use)
     folder = target / "embeddings"
     found = embed_into(folder / f"images-{split}", encoder.left, images, batch_size, side="left", model=model)
     corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")

@@ -6,6 +6,7 @@ from dualenc.data.images import open_image
 from dualenc.data.pairs import Items, Pair, PairDataset, Ragged
 from dualenc.data.sources import open_corpus, open_pairs
 from dualenc.data.table_pairs import ImageFolderPairs, ImageFolderViews, ImageViews, MinedPairs, TablePairs, TableViews
+from dualenc.data.vectors import VectorPairs
 from dualenc.data.webdataset import WebDatasetPairs
 from dualenc.types import Modality, Side
 
@@ -25,6 +26,7 @@ __all__ = [
     "Side",
     "TablePairs",
     "TableViews",
+    "VectorPairs",
     "WebDatasetPairs",
     "open_corpus",
     "open_image",

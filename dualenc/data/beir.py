@@ -1,4 +1,4 @@
-"""BEIR folders: corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv."""
+"""BEIR folders: corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; or vectors in place of the texts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.lines import read_text_lines
 from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.tables import ColumnKind, open_table
+from dualenc.data.vectors import is_vectors, open_vectors
 from dualenc.errors import DualencError
 from dualenc.types import OnError
 
@@ -37,6 +38,9 @@ class BeirPairs(PairDataset):
 
     Left ids number the queries of this split that have a relevant document, in the order of queries.jsonl. Right
     ids are positions in the whole corpus: every document is a candidate of the global loss.
+
+    In place of corpus.jsonl and queries.jsonl there may be vectors: folders of embeddings `corpus` and `queries`, or
+    files corpus.parquet and queries.parquet with columns `_id` and `vector`.
 
     Args:
         path: the BEIR folder.
@@ -82,7 +86,14 @@ class BeirPairs(PairDataset):
         skips.demand(len(right_id), "pair")
         used, left_id = np.unique(query_rows, return_inverse=True)
         self.queries = _subset(queries, used)
-        super().__init__(self.queries.items, self.corpus.items, left_id, right_id)
+        super().__init__(
+            self.queries.items,
+            self.corpus.items,
+            left_id,
+            right_id,
+            left_modality=self.queries.modality,
+            right_modality=self.corpus.modality,
+        )
         self.skipped = skips.report()
 
 
@@ -95,7 +106,8 @@ def read_beir(
     judgements, as in trec_eval: it counts as relevant and never found.
 
     Args:
-        folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may end in .gz.
+        folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may end in .gz. Vectors may
+            stand in their place, as for `BeirPairs`.
         split: the qrels file to read, without `.tsv`.
         titles: join a document's title to its text.
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
@@ -125,7 +137,16 @@ def read_beir(
 
 def is_beir(path: str | Path) -> bool:
     """Whether a folder looks like BEIR's."""
-    return any((Path(path) / f"corpus.jsonl{end}").is_file() for end in ("", ".gz"))
+    folder = Path(path)
+    there = any((folder / f"corpus.jsonl{end}").is_file() for end in ("", ".gz"))
+    return there or ((folder / "qrels").is_dir() and _vectors_of(folder, "corpus") is not None)
+
+
+def _vectors_of(folder: Path, part: str) -> Path | None:
+    """Where the vectors of a part lie that has no texts: in a folder of embeddings, or a file."""
+    # Not .npy files: rows as ids would be alike for queries and documents, and evaluation removes equal ids.
+    file = folder / f"{part}.parquet"
+    return file if file.is_file() else folder / part if is_vectors(folder / part) else None
 
 
 def read_corpus(folder: str | Path, part: str = "corpus", *, titles: bool = True, skips: Skips) -> Corpus:
@@ -136,6 +157,9 @@ def read_corpus(folder: str | Path, part: str = "corpus", *, titles: bool = True
         BadSample: a malformed line, an empty text, a repeated id, under on_error="raise".
     """
     file = next((f for end in ("", ".gz") if (f := Path(folder) / f"{part}.jsonl{end}").is_file()), None)
+    vectors = _vectors_of(Path(folder), part) if file is None else None
+    if vectors is not None:
+        return open_vectors(vectors, id_column="_id" if vectors.suffix == ".parquet" else None, skips=skips)
     if file is None:
         raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/")
     titles = titles and part == "corpus"

@@ -22,8 +22,8 @@ class Corpus:
 
     Args:
         ids: (N,) distinct strings.
-        items: (N,) raw items, `str` or RGB `PIL.Image`.
-        modality: "text" or "image".
+        items: (N,) raw items: `str`, RGB `PIL.Image`, or `np.ndarray` (D,).
+        modality: "text", "image" or "vector".
         labels: (N,) class numbers, where the source has them.
         class_names: name of each class number.
 
@@ -83,7 +83,7 @@ class Corpus:
         return digest_of(parts)
 
     def text(self, index: int) -> str:
-        """The beginning of a text in one line, to show with a search result; "" for an image."""
+        """The beginning of a text in one line, to show with a search result; "" for an image or a vector."""
         if self.modality != "text":
             return ""
         line = " ".join(self.items[index][: 2 * SNIPPET_LENGTH].split())

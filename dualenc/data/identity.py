@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
 from dualenc.errors import BadSample
 from dualenc.files import open_regular
+from dualenc.types import Modality
 
 if TYPE_CHECKING:
     from dualenc.data.pairs import Items
@@ -34,24 +35,24 @@ _MOST_BYTES = 1 << 26  # larger files than that are sampled
 _PIECE, _PIECES = 1 << 16, 64
 
 
-def items_identity(items: Items, modality: Literal["text", "image"] = "text") -> str:
+def items_identity(items: Items, modality: Modality = "text") -> str:
     """Checksum of items in their order, in hexadecimal.
 
-    Up to 2,097,152 texts or 65,536 images are read in full. Of more, a fixed random sample (262,144 texts, 4,096
-    images) is read; of all the others only what is known without reading counts: the length of a text in a table, the
-    name, size and time of change of an image file. Files in tars count with their place in the tar and the tar's own
-    checksum (`file_identity`). An item that cannot be read counts as such.
+    Vectors, and up to 2,097,152 texts or 65,536 images, are read in full. Of more, a fixed random sample (262,144
+    texts, 4,096 images) is read; of all the others only what is known without reading counts: the length of a text in a
+    table, the name, size and time of change of an image file. Files in tars count with their place in the tar and the
+    tar's own checksum (`file_identity`). An item that cannot be read counts as such.
 
     Args:
         items: N raw items. A collection may have a method `identities(rows, read) -> sequence of bytes` that tells
             its items apart in bulk without decoding them.
         modality: of the items.
     """
-    most, sampled = (MOST_TEXTS, SAMPLED_TEXTS) if modality == "text" else (MOST_IMAGES, SAMPLED_IMAGES)
-    block = _TEXT_BLOCK if modality == "text" else _IMAGE_BLOCK
+    most, sampled = (MOST_TEXTS, SAMPLED_TEXTS) if modality != "image" else (MOST_IMAGES, SAMPLED_IMAGES)
+    block = _TEXT_BLOCK if modality != "image" else _IMAGE_BLOCK
     every = range(len(items))
     passes: list[tuple[range | np.ndarray, bool]] = [(every, True)]
-    if len(items) > most:
+    if len(items) > most and modality != "vector":
         passes = [(every, False), (np.unique(np.random.default_rng(0).integers(len(items), size=sampled)), True)]
     digest = hashlib.blake2b(f"{len(items)} {modality}".encode(), digest_size=16)
     for rows, read in passes:
@@ -124,4 +125,6 @@ def _add(digest: hashlib.blake2b, values: Sequence[bytes]) -> None:
 
 
 def _bytes(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
     return value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")

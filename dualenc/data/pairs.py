@@ -136,7 +136,7 @@ class Skips:
 
 
 class Items(Protocol):
-    """Raw items by position: `str` for text, RGB `PIL.Image` for images. A list is one."""
+    """Raw items by position: `str`, RGB `PIL.Image`, or `np.ndarray` (D,) for a vector. A list is one."""
 
     def __len__(self) -> int: ...
 
@@ -170,8 +170,8 @@ class PairDataset:
         left_id: each pair's left id, (M,); by default 0, 1, 2, …
         right_id: each pair's right id, (M,); by default 0, 1, 2, …
         negatives: each pair's mined negatives as right ids, M rows; none by default.
-        left_modality: "text" or "image".
-        right_modality: "text" or "image".
+        left_modality: "text", "image" or "vector".
+        right_modality: "text", "image" or "vector".
 
     Attributes:
         views: True when left and right are the same image, to be augmented twice (unimodal training).
@@ -224,6 +224,16 @@ class PairDataset:
     def num_right(self) -> int:
         """How many right items there are: the whole corpus."""
         return len(self.right_items)
+
+    @property
+    def left_dim(self) -> int | None:
+        """Size of the left vectors; None of texts and images."""
+        return len(self.left_items[0]) if self.left_modality == "vector" else None
+
+    @property
+    def right_dim(self) -> int | None:
+        """Size of the right vectors; None of texts and images."""
+        return len(self.right_items[0]) if self.right_modality == "vector" else None
 
     def __len__(self) -> int:
         return len(self.left_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from dualenc.data.beir import BeirPairs, is_beir, read_corpus
 from dualenc.data.columns import labels_of_folders
@@ -11,6 +12,7 @@ from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
 from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
 from dualenc.data.tables import TABLE_FORMATS, ColumnKind, file_format, is_saved, open_table, peek_columns
+from dualenc.data.vectors import ID_NAMES, VectorPairs, is_vectors, open_vectors
 from dualenc.data.webdataset import IMAGES, WebDatasetPairs, is_tars, tar_corpus
 from dualenc.errors import DualencError
 from dualenc.types import Modality, OnError
@@ -21,7 +23,6 @@ _MAIN: tuple[tuple[tuple[str, ...], Modality], ...]
 _MAIN = ((_SURELY_IMAGES, "image"), (_TEXTS, "text"), (CAPTION_NAMES, "text"), (IMAGE_NAMES, "image"))
 _QUERIES = ("query", "question", "anchor", "sentence1", "title")
 _DOCUMENTS = ("document", "positive", "passage", "answer", "sentence2", "text", "abstract")
-_IDS = ("_id", "id", "docid", "doc_id", "document_id")
 
 
 def open_corpus(
@@ -32,6 +33,7 @@ def open_corpus(
     text_column: str | None = None,
     title_column: str | None = None,
     image_column: str | None = None,
+    vector_column: str | None = None,
     id_column: str | None = None,
     label_column: str | None = None,
     split: str = "train",
@@ -40,15 +42,16 @@ def open_corpus(
     allow_outside: bool = False,
     on_error: OnError = "skip",
 ) -> Corpus:
-    """Open items to embed: a BEIR folder, a table, a folder of images, tars, a text file with an item per line.
+    """Open items to embed: a BEIR folder, a table, a folder of images, tars, texts line by line, or vectors.
 
     Args:
         path: file, folder, glob, or hub name.
         part: "corpus" or "queries" of a BEIR folder.
-        modality: "text" or "image", where a table or tar holds both; images are preferred by default.
+        modality: "text", "image" or "vector", where a table or tar holds several; images, then texts, are preferred.
         text_column: by default `text` or another usual name, or the only column. A list of texts gives several items.
         title_column: joined in front of the text; by default `title`, if there is one next to a default text column.
         image_column: by default `image` or another usual name.
+        vector_column: lists of numbers; by default `vector` or another usual name.
         id_column: ids; by default `_id` or another usual name, and the row's number if there is none.
         label_column: classes of images; by default `label`.
         split: of a folder of tables, saved data set or hub name.
@@ -66,19 +69,25 @@ def open_corpus(
     """
     if is_tars(path):
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
-    if is_image_folder(path):
+    if is_image_folder(path) and not (is_beir(path) or is_vectors(path)):
         names = find_images(path)
         numbers, classes = labels_of_folders(names) or (None, None)
         return Corpus(names, ImageFiles(path, names), "image", labels=numbers, class_names=classes)
     skips = Skips(path, on_error)
     if is_beir(path):
         corpus = read_corpus(path, part, skips=skips)
+    elif is_vectors(path):
+        corpus = open_vectors(path, skips=skips)
+    elif modality == "vector" or vector_column is not None:
+        known = None if id_column is not None else _known(peek_columns(path, split, subset), ID_NAMES)
+        how: dict[str, Any] = {"id_column": id_column or known, "split": split, "subset": subset, "limit": limit}
+        corpus = open_vectors(path, vector_column, **how, skips=skips)
     else:
         kinds = peek_columns(path, split, subset)
         main, modality = _main_column(str(path), kinds, modality, text_column, image_column)
         if text_column is None:
             title_column = title_column or _known(kinds, ("title",), but=main)
-        id_column = id_column or _known(kinds, _IDS, but=main)
+        id_column = id_column or _known(kinds, ID_NAMES, but=main)
         label_column = label_column or _known(kinds, ("label",), but=main)
         title_column, label_column = (title_column, None) if modality == "text" else (None, label_column)
         columns: dict[str, ColumnKind] = {main: kinds.get(main, "value")}
@@ -104,6 +113,8 @@ def open_pairs(
     on_error: OnError = "skip",
 ) -> PairDataset:
     """Open training pairs: a BEIR folder, tars, a folder of images with captions, mined negatives, or a table.
+
+    A table's columns of lists of floating-point numbers are vectors.
 
     Args:
         path: file, folder, glob, or hub name.
@@ -134,6 +145,8 @@ def open_pairs(
     if left is None or right is None:
         missing = "left_column" if left is None else "right_column"
         raise DualencError(f"{path}: no telling which column is {missing}; name it (columns: {', '.join(kinds)})")
+    if "vector" in (kinds.get(left), kinds.get(right)):
+        return VectorPairs(path, left_column=left, right_column=right, split=split, limit=limit, on_error=on_error)
     return TablePairs(
         path,
         left,

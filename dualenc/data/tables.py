@@ -6,11 +6,13 @@ import difflib
 import glob
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.data.identity import digest_of, file_identity
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
 
-ColumnKind = Literal["value", "list"]
+ColumnKind = Literal["value", "list", "vector"]
 Reshape = Callable[[dict[str, Any]], dict[str, Any]]
 FILE, LINE = "__file__", "__line__"
 TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
@@ -123,7 +125,9 @@ def open_table(
 
 
 def peek_columns(source: str | Path, split: str = "train", subset: str | None = None) -> dict[str, ColumnKind]:
-    """The columns a table has and whether they hold lists, without reading it whole; of records, the first counts.
+    """The columns a table has and what they hold, without reading it whole; of records, the first counts.
+
+    Lists of floating-point numbers are vectors; all other lists are lists.
 
     Raises:
         DualencError: no such file or split; a broken file.
@@ -137,8 +141,23 @@ def peek_columns(source: str | Path, split: str = "train", subset: str | None = 
         skips = Skips(files[0])
         record = next((record for _, record in read_records(files[0], skips)), None)
         skips.demand(record is not None, "record")
-        return {name: "list" if isinstance(value, list) else "value" for name, value in (record or {}).items()}
-    return {field.name: "list" if "list" in str(field.type).partition("<")[0] else "value" for field in schema}
+        return {name: _kind_of_value(value) for name, value in (record or {}).items()}
+    return {field.name: _kind_of_type(field.type) for field in schema}
+
+
+def _kind_of_value(value: Any) -> ColumnKind:
+    if not isinstance(value, list):
+        return "value"
+    numbers = all(type(entry) in (int, float) for entry in value) and any(type(entry) is float for entry in value)
+    return "vector" if numbers else "list"
+
+
+def _kind_of_type(kind: pa.DataType) -> ColumnKind:
+    import pyarrow as pa
+
+    if "list" not in str(kind).partition("<")[0]:
+        return "value"
+    return "vector" if pa.types.is_floating(kind.value_type) else "list"
 
 
 def check_columns(source: str, available: Iterable[str], wanted: Iterable[str]) -> None:
@@ -173,8 +192,9 @@ def table_of_lines(
     """Read the named columns of line-based files of one format; the arguments are those of `open_table`.
 
     Returns:
-        The columns, as strings ("value") or lists of strings ("list"; a single text is a list of one), and with
-        them the file number and line of each row. What `skips` was told is remembered in the cache, too.
+        The columns, as strings ("value"), lists of strings ("list"; a single text is a list of one) or lists of numbers
+        ("vector"), and with them the file number and line of each row. What `skips` was told is remembered in the
+        cache, too.
 
     Raises:
         DualencError: an unreadable file, a column that no record has, a cache that is damaged or cannot be written.
@@ -183,7 +203,7 @@ def table_of_lines(
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
-    types = {"value": pa.large_string(), "list": pa.list_(pa.large_string())}
+    types = {"value": pa.large_string(), "list": pa.list_(pa.large_string()), "vector": pa.large_list(pa.float32())}
     fields = [(name, types[kind]) for name, kind in columns.items()]
     schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
     rows = islice(_rows(files, columns, optional, skips, quotes, reshape), limit)
@@ -231,7 +251,8 @@ def _rows(
     reshape: Reshape | None,
 ) -> Iterator[dict[str, Any]]:
     """Each record's wanted columns; insists early that every one that must be there is met with."""
-    converters = [(name, _texts if kind == "list" else _text) for name, kind in columns.items()]
+    convert_to = {"value": _text, "list": _texts, "vector": _vector}
+    converters = [(name, convert_to[kind]) for name, kind in columns.items()]
     absent = {name for name in columns if name not in optional}
     seen: dict[str, None] = {}
     count = 0
@@ -272,6 +293,15 @@ def _texts(value: Any) -> list[str | None]:
     if value is None:
         return []
     return [_text(entry) for entry in value] if isinstance(value, list) else [_text(value)]
+
+
+def _vector(value: Any) -> list[float] | None:
+    """A record's value as numbers; a TypeError if it is something else. null in it becomes NaN, which is told later."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(type(entry) in (int, float, NoneType) for entry in value):
+        raise TypeError(f"a {type(value).__name__} stands where a list of numbers is expected")
+    return [math.nan if entry is None or abs(entry) > 1e300 else float(entry) for entry in value]
 
 
 # Every other source.

@@ -1,4 +1,4 @@
-"""Towers and dual encoders on open_clip, transformers and timm; their folders, read and written."""
+"""Towers and dual encoders on open_clip, transformers, timm and vectors; their folders, read and written."""
 
 from dualenc.encoders.batchnorm import BatchStatistics
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
@@ -7,6 +7,7 @@ from dualenc.encoders.image_text import ImageTextEncoder
 from dualenc.encoders.load import load_model
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.tokenizer import load_tokenizer, train_tokenizer
+from dualenc.encoders.vector import VectorEncoder
 
 __all__ = [
     "BatchStatistics",
@@ -16,6 +17,7 @@ __all__ = [
     "Prepare",
     "TextEncoder",
     "Tower",
+    "VectorEncoder",
     "load_model",
     "load_tokenizer",
     "train_tokenizer",

@@ -84,6 +84,7 @@ ECOSYSTEMS = {
     "query-document": ("sentence-transformers", "sentence-similarity", ("feature-extraction",), _TEXT),
     "image-text": ("open_clip", "zero-shot-image-classification", ("clip",), _IMAGE_TEXT),
     "image": ("timm", "image-feature-extraction", ("image-feature-extraction",), _IMAGE),
+    "vector": ("dualenc", "feature-extraction", (), _OWN),
 }
 
 SECTIONS = {"task": "Task", "data": "Training data", "recipe": "Recipe", "metrics": "Metrics"}
@@ -110,7 +111,7 @@ def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
     front_matter = ModelCardData(
         library_name=library,
         pipeline_tag=pipeline,
-        tags=[library, *tags, "dualenc"],
+        tags=list(dict.fromkeys([library, *tags, "dualenc"])),
         **told,  # what is None is left out
     )
     facts = {"Kind": f"{model.kind} dual encoder", "Format": library, **model.describe()}
@@ -130,9 +131,9 @@ def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
         usage = _TWO_TEXTS
     elif getattr(model, "small_image_stem", False):
         usage = _SMALL_IMAGE
-    items = '["a text"]' if model.right.modality == "text" else "images"
+    items = {"text": '["a text"]', "image": "images", "vector": "rows_of_an_array"}[model.right.modality]
     quoted = json.dumps(name)[1:-1]  # what stands between the quotes of a literal
-    examples = {library: usage.format(name=quoted), "dualenc": _OWN.format(name=quoted, items=items)}
+    examples = {library: usage.format(name=quoted, items=items), "dualenc": _OWN.format(name=quoted, items=items)}
     parts.append("## Use")
     parts += [f"With {tool}:\n\n```python\n{code}```" for tool, code in examples.items()]
     return "\n\n".join(parts) + "\n"

@@ -17,7 +17,7 @@ from dualenc.types import Inputs, Modality, Side
 
 SIDES: tuple[Side, Side] = ("left", "right")
 
-Kind = Literal["image-text", "query-document", "image"]
+Kind = Literal["image-text", "query-document", "image", "vector"]
 
 DUALENC_FILE = "dualenc.json"
 """What a model folder says beyond its ecosystem's own files; absent where there is nothing to add."""
@@ -35,9 +35,9 @@ class Prepare:
         """Collate items into one batch.
 
         Args:
-            items: B raw items: `str` for text, RGB `PIL.Image` for images.
+            items: B raw items: `str` for text, RGB `PIL.Image` for images, arrays (input_dim,) for vectors.
             seeds: None for the preprocessing of evaluation; otherwise one integer per item, and the training
-                augmentation is a pure function of the item and its seed. Text ignores seeds.
+                augmentation is a pure function of the item and its seed. Text and vectors ignore seeds.
 
         Returns:
             The tower's inputs by name; every tensor's first dimension is B.
@@ -49,7 +49,7 @@ class Tower(nn.Module):
     """A module that encodes prepared inputs to unit vectors.
 
     Attributes:
-        modality: "text" or "image".
+        modality: "text", "image" or "vector".
         dim: D, the size of the vectors.
         feature_dim: size of what `features` returns.
         prepare: turns raw items into this tower's inputs.
@@ -78,7 +78,7 @@ class DualEncoder(nn.Module):
     Args:
         left: tower of the left items.
         right: tower of the right items: the same object, one over the same weights, or an independent one.
-        kind: which of the three kinds of model this is.
+        kind: which kind of model this is.
         views: whether both sides of a pair are augmentations of one image.
 
     Raises:

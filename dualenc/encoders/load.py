@@ -35,7 +35,7 @@ def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device 
         DualencError: no model is there, or its files are incomplete or corrupt.
     """
     # These modules import this one.
-    from dualenc.encoders import image, image_text, text
+    from dualenc.encoders import image, image_text, text, vector
 
     name = os.fspath(path_or_name)
     recover(Path(name.removeprefix("local-dir:")).expanduser())
@@ -53,6 +53,8 @@ def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device 
         kind = folder_kind(folder)
         if kind == "image":
             model = image.ImageEncoder.from_folder(folder)
+        elif kind == "vector":
+            model = vector.VectorEncoder.from_folder(folder)
         else:
             model = (text.TextEncoder if kind == "query-document" else image_text.ImageTextEncoder)(str(folder))
     try:

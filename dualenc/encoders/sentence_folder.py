@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualenc.errors import DualencError
-from dualenc.files import read_json, read_json_object, write_json
+from dualenc.files import atomic_path, read_json, read_json_object, write_json
 from dualenc.types import Pooling
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -115,6 +119,52 @@ def write_sentence_files(folder: Path, dim: int, pooling: Pooling, max_length: i
         },
     )
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": dim, **flags, "include_prompt": True})
+
+
+def append_dense(base: Path, folder: Path, weight: Tensor, bias: Tensor) -> None:
+    """Write a sentence-transformers folder again with Normalize, Dense and Normalize behind its modules.
+
+    Args:
+        base: the folder; nothing but its configurations, vocabulary and safetensors weights are taken over.
+        folder: where; new.
+        weight: of the Dense module, (D, input_dim).
+        bias: (D,).
+
+    Raises:
+        DualencError: the base is no folder of sentence-transformers, or its vectors have another size.
+    """
+    from safetensors.torch import save_file
+
+    if not (base / "modules.json").is_file():
+        raise DualencError(f"{base}: no modules.json; give the folder of a sentence-transformers model")
+    read_sentence_folder(base)  # refuses what is no text embedding model
+    modules: list[dict[str, Any]] = read_json(base / "modules.json")
+    pooling = next(base / str(module["path"]) for module in modules if str(module["type"]).endswith(".Pooling"))
+    dim = read_json_object(pooling / "config.json").get("word_embedding_dimension", weight.shape[1])
+    if dim != weight.shape[1]:
+        raise DualencError(f"{base}: its vectors have dimension {dim}, but the adapter takes {weight.shape[1]}")
+
+    def unwanted(place: str, names: list[str]) -> set[str]:
+        wanted = (".json", ".safetensors", ".txt", ".model")
+        files = {name for name in names if not (Path(place, name).is_dir() or name.endswith(wanted))}
+        return files | {"onnx", "openvino"}
+
+    with atomic_path(folder) as new:
+        shutil.copytree(base, new, ignore=unwanted)
+        for name in ("Normalize", "Dense", "Normalize"):
+            number = len(modules)
+            path = f"{number}_{name}"
+            modules.append(
+                {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"}
+            )
+            (new / path).mkdir()
+            if name == "Dense":
+                sizes = {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": True}
+                identity = {"activation_function": "torch.nn.modules.linear.Identity"}
+                write_json(new / path / "config.json", {**sizes, **identity})
+                tensors = {"linear.weight": weight.detach().contiguous(), "linear.bias": bias.detach().contiguous()}
+                save_file(tensors, new / path / "model.safetensors")
+        write_json(new / "modules.json", modules)
 
 
 def _read_pooling(path: Path, has_prompts: bool) -> Pooling:

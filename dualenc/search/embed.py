@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 TOKENS_PER_WINDOW = 2**21
 """Of a text window, padding included: 50 MB for BERT's three inputs."""
 USUAL_LENGTH = 512
+VECTORS_PER_WINDOW = 2**12
 
 
 def embed(
@@ -66,7 +68,7 @@ def embed(
         output: "embedding" for unit vectors (N, D); "features" for what probes use (N, feature_dim).
         autocast: run the tower in this precision; None leaves it in that of its weights.
         num_workers: processes that read and prepare items; None chooses 0 for text (its tokenizer has threads of
-            its own) and up to 4 for images.
+            its own) and vectors, and up to 4 for images.
         on_error: leave out bad samples (counted in `meta["skipped"]`), or raise at the first one.
         identity: further entries of meta.json that a run must share to resume this one, such as the side.
         notes: further entries of meta.json that need not be equal, such as the model's name.
@@ -150,14 +152,16 @@ class _Encoder:
         self.tower, self.corpus, self.batch_size, self.on_error = tower, corpus, batch_size, on_error
         self.dim = tower.feature_dim if output == "features" else tower.dim
         self.forward: Callable[[Inputs], Tensor] = tower.features if output == "features" else tower
-        self.device = next(tower.parameters()).device
+        self.device = next(itertools.chain(tower.parameters(), tower.buffers())).device
         self.autocast = getattr(torch, autocast) if autocast else None
         self.window_rows = batch_size
         if corpus.modality == "text":  # a whole number of batches
             longest = getattr(tower.prepare, "max_length", USUAL_LENGTH)
             self.window_rows *= max(1, TOKENS_PER_WINDOW // (longest * batch_size))
+        elif corpus.modality == "vector":
+            self.window_rows *= max(1, VECTORS_PER_WINDOW // batch_size)
         if num_workers is None:
-            few = corpus.modality == "text" or len(corpus) <= 4 * batch_size
+            few = corpus.modality != "image" or len(corpus) <= 4 * batch_size
             num_workers = 0 if few else min(4, os.cpu_count() or 1)
         self.num_workers = num_workers
 
@@ -240,13 +244,13 @@ class _Windows(torch.utils.data.Dataset):
 def _contents(corpus: Corpus, rows: range) -> str:
     """Checksum of some items of a corpus, so that a changed text or image under the same id is not taken for done.
 
-    Texts are read in full. So are images, up to `MOST_IMAGES` of them; in larger sets every sixteenth, and of the
-    others size and time of change count.
+    Texts and vectors are read in full. So are images, up to `MOST_IMAGES` of them; in larger sets every sixteenth, and
+    of the others size and time of change count.
     """
     from dualenc.data.identity import MOST_IMAGES, digest_of, identities
 
     every = np.arange(rows.start, rows.stop)
-    if corpus.modality == "text" or len(corpus) <= MOST_IMAGES:
+    if corpus.modality != "image" or len(corpus) <= MOST_IMAGES:
         # Few enough at a time that their contents fit into memory together.
         blocks = np.array_split(every, max(1, len(every) // 256))
         return digest_of([digest_of(*identities(corpus.items, block, True)) for block in blocks])

@@ -98,7 +98,7 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(
         ((model, spaced), "'a b' is empty or holds white space"),
         ((model, data, twin), "two folders are named toy"),
         ((model, data, "--depth", "10"), "depth=10"),
-        ((toy_clip, data), "needs kind query-document; use `dualenc evaluate image-text`"),
+        ((toy_clip, data), "needs kind query-document or vector; use `dualenc evaluate image-text`"),
     ]:
         assert evaluate(*words, "--out", out) == 2  # type: ignore[arg-type]
         error = capsys.readouterr().err.strip().splitlines()

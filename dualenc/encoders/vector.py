@@ -1,0 +1,259 @@
+"""Adapters: towers over vectors that another model made, with their folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dualenc.encoders.dual import DUALENC_FILE, SIDES, DualEncoder, Prepare, Tower, unit_norm
+from dualenc.encoders.load import first_line, model_folder
+from dualenc.encoders.sentence_folder import append_dense
+from dualenc.errors import DualencError
+from dualenc.files import read_json_object, write_json
+from dualenc.types import Inputs, Side
+
+WEIGHTS_FILE = "model.safetensors"
+LARGEST = 1 << 20
+"""Sizes of layers beyond it are mistakes."""
+
+TowerKind = Literal["linear", "mlp", "identity"]
+
+
+class VectorEncoder(DualEncoder):
+    """Adapters over vectors, such as those of an API or of a large model that stays as it is.
+
+    Each tower scales its vectors to length one, maps them, and scales the result to length one. Where input and output
+    have the same size, an untrained model gives the similarities of the vectors as they came.
+
+    Args:
+        input_dim: size of the left vectors; recipes fill it in.
+        tower: "linear": a matrix and a bias; "mlp": the same vectors plus a perceptron of one hidden layer on them
+            (a matrix instead where the sizes differ); "identity": the vectors as they are.
+        dim: D, size of the embeddings; by default that of the right vectors.
+        hidden: width of the perceptron; by default twice the size of the larger input.
+        right_tower: kind of the right tower; by default as the left one. With "identity" only queries are adapted, and
+            an index of the documents stays valid.
+        right_input_dim: size of the right vectors; by default that of the left ones; recipes fill it in.
+        shared: whether both towers are the same weights; by default where both are of one kind and size.
+
+    Raises:
+        DualencError: sizes that are not positive or do not fit one another.
+    """
+
+    left: VectorTower
+    right: VectorTower
+
+    def __init__(
+        self,
+        input_dim: int,
+        *,
+        tower: TowerKind = "mlp",
+        dim: int | None = None,
+        hidden: int | None = None,
+        right_tower: TowerKind | None = None,
+        right_input_dim: int | None = None,
+        shared: bool | None = None,
+    ) -> None:
+        if input_dim is None:  # what recipes fill in of texts and images
+            raise DualencError("the data holds no vectors to adapt; give embeddings, or choose another model")
+        right_tower, right_input_dim = right_tower or tower, right_input_dim or input_dim
+        alike = (tower, input_dim) == (right_tower, right_input_dim)
+        if shared and not alike:
+            raise DualencError(
+                f"shared towers, but left is {tower} of {input_dim} and right {right_tower} of {right_input_dim}; "
+                "leave shared out, or make them alike"
+            )
+        dim = right_input_dim if dim is None else dim
+        hidden = 2 * max(input_dim, right_input_dim) if hidden is None else hidden
+        left = VectorTower(tower, input_dim, dim, hidden)
+        right = left if alike and shared is not False else VectorTower(right_tower, right_input_dim, dim, hidden)
+        super().__init__(left, right, kind="vector")
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> VectorEncoder:
+        """Load a folder that `save` wrote.
+
+        Raises:
+            DualencError: its files are incomplete or do not fit one another.
+        """
+        from safetensors.torch import load_file
+
+        path = folder / DUALENC_FILE
+        config = read_json_object(path, {"dim": int, "left": dict, "right": (dict, NoneType)})
+        left = config["left"]
+        right = left if config["right"] is None else config["right"]
+        for part in (left, right):
+            if not {"tower", "input_dim", "hidden"} <= part.keys():
+                raise DualencError(f"{path}: a tower needs tower, input_dim and hidden; restore the file")
+        try:
+            model = cls(
+                left["input_dim"],
+                tower=left["tower"],
+                dim=config["dim"],
+                hidden=left["hidden"] or right["hidden"],
+                right_tower=right["tower"],
+                right_input_dim=right["input_dim"],
+                shared=config["right"] is None,
+            )
+            model.load_state_dict(load_file(folder / WEIGHTS_FILE))
+        except Exception as error:  # of safetensors, torch and the file system, and our own
+            raise DualencError(f"{folder}: cannot be loaded ({first_line(error)}); save the model again") from error
+        return model
+
+    def write(self, folder: Path) -> None:
+        """Write dualenc.json and the weights of both towers."""
+        from safetensors.torch import save_file
+
+        towers = {side: self.tower(side).config for side in SIDES}
+        right = None if self.shares_weights else towers["right"]
+        write_json(folder / DUALENC_FILE, {"kind": self.kind, "dim": self.dim, "left": towers["left"], "right": right})
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+    def save_with_base(
+        self, folder: str | os.PathLike[str], base: str | os.PathLike[str], side: Side = "right"
+    ) -> None:
+        """Write a sentence-transformers model: the base that made the vectors, with a linear tower behind it.
+
+        `SentenceTransformer(folder)` then gives for texts what the tower gives for the base's vectors of them.
+
+        Args:
+            folder: where; a new one.
+            base: sentence-transformers folder or hub name of the base.
+            side: which tower.
+
+        Raises:
+            DualencError: the tower is not linear, the folder exists, or the base does not fit.
+        """
+        tower = self.tower(side)
+        if not isinstance(tower.map, nn.Linear):
+            raise DualencError(f"the {side} tower is {tower.config['tower']}; only linear ones have a Dense module")
+        if Path(folder).exists():
+            raise DualencError(f"{folder}: exists; choose a new folder")
+        append_dense(model_folder(base), Path(folder), tower.map.weight.cpu(), tower.map.bias.cpu())
+
+    def tower(self, side: Side) -> VectorTower:
+        """The tower of a side, "left" or "right"."""
+        super().tower(side)
+        return self.left if side == "left" else self.right
+
+    def describe(self) -> dict[str, str]:
+        """What the model is, as rows of a table."""
+        shown = {"Towers" if self.shares_weights else "Left tower": self.left.describe()}
+        if not self.shares_weights:
+            shown["Right tower"] = self.right.describe()
+        return {**shown, **super().describe()}
+
+
+class VectorTower(Tower):
+    """Vectors (B, input_dim) of any length to (B, D) unit-norm float32.
+
+    Args:
+        kind: "linear", "mlp" or "identity".
+        input_dim: size of the vectors.
+        dim: D.
+        hidden: width of an "mlp"; others have none.
+
+    Raises:
+        DualencError: a size is not positive, or an identity is to change it.
+    """
+
+    modality = "vector"
+
+    def __init__(self, kind: TowerKind, input_dim: int, dim: int, hidden: int | None) -> None:
+        super().__init__()
+        hidden = hidden if kind == "mlp" else None
+        sizes = {"input_dim": input_dim, "dim": dim, **({} if hidden is None else {"hidden": hidden})}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or not 1 <= size <= LARGEST:
+                raise DualencError(f"{name} is {size!r}; give a whole number from 1 to {LARGEST:,}")
+        if kind not in get_args(TowerKind):
+            raise DualencError(f"tower is {kind!r}; choose one of {', '.join(get_args(TowerKind))}")
+        if kind == "identity" and input_dim != dim:
+            raise DualencError(f"an identity leaves vectors of {input_dim} as they are; dim cannot be {dim}")
+        self.config = {"tower": kind, "input_dim": input_dim, "hidden": hidden}
+        self.dim = self.feature_dim = dim
+        self.prepare: VectorPrepare = VectorPrepare(input_dim)
+        self.map: nn.Module = nn.Identity()
+        if kind == "linear":
+            self.map = _near_identity(input_dim, dim, bias=True)
+        elif hidden is not None:
+            self.map = Residual(input_dim, hidden, dim)
+        # An identity has no weight that would tell which device to work on.
+        self.register_buffer("place", torch.empty(0), persistent=False)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Map B vectors to (B, D) unit-norm float32."""
+        return unit_norm(self.map(unit_norm(inputs["vector"])))
+
+    def describe(self) -> str:
+        """Kind and sizes in one line."""
+        hidden = [] if self.config["hidden"] is None else [self.config["hidden"]]
+        return f"{self.config['tower']}, " + " → ".join(map(str, (self.config["input_dim"], *hidden, self.dim)))
+
+
+class Residual(nn.Module):
+    """x ↦ Sx + W₂ gelu(W₁ norm(x)); S is the identity, or a matrix where the sizes differ; W₂ begins at zero.
+
+    The layer normalisation gives the perceptron numbers around one: those of a unit vector are around D^(-1/2), where
+    GELU is a line.
+    """
+
+    def __init__(self, input_dim: int, hidden: int, dim: int) -> None:
+        super().__init__()
+        self.skip = nn.Identity() if input_dim == dim else _near_identity(input_dim, dim, bias=False)
+        self.norm = nn.LayerNorm(input_dim)
+        self.up, self.down = nn.Linear(input_dim, hidden), nn.Linear(hidden, dim)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Map vectors (B, input_dim) to (B, D)."""
+        change: Tensor = self.down(nn.functional.gelu(self.up(self.norm(vectors))))
+        return self.skip(vectors) + change
+
+
+def _near_identity(input_dim: int, dim: int, bias: bool) -> nn.Linear:
+    """A linear map that begins as the identity; between different sizes, with orthonormal rows or columns."""
+    linear = nn.Linear(input_dim, dim, bias=bias)
+    (nn.init.eye_ if input_dim == dim else nn.init.orthogonal_)(linear.weight)
+    if bias:
+        nn.init.zeros_(linear.bias)
+    return linear
+
+
+class VectorPrepare(Prepare):
+    """Stack vectors (input_dim,) to {"vector": (B, input_dim) float32}; seeds change nothing.
+
+    Args:
+        input_dim: size that each vector must have.
+    """
+
+    modality = "vector"
+
+    def __init__(self, input_dim: int) -> None:
+        self.input_dim = input_dim
+
+    def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
+        """Collate B vectors.
+
+        Raises:
+            DualencError: an item is no vector, or one of another size.
+        """
+        for item in items:
+            shape = getattr(item, "shape", None)
+            if shape is None or len(shape) != 1:
+                raise DualencError(f"{str(item)[:40]!r} is no vector; give arrays of shape ({self.input_dim},)")
+            if shape != (self.input_dim,):
+                raise DualencError(
+                    f"a vector has dimension {shape[0]}, but this side of the model takes {self.input_dim}; embed "
+                    "the data with the model that made the training vectors"
+                )
+        return {"vector": torch.from_numpy(np.stack(items).astype(np.float32, copy=False))}

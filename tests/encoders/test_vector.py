@@ -1,0 +1,174 @@
+"""Adapters: towers against plain torch, what they begin as, folders, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dualenc.encoders import TextEncoder, VectorEncoder, load_model
+from dualenc.errors import DualencError
+
+VECTORS = np.random.default_rng(0).normal(size=(7, 12)).astype(np.float32) * 3
+
+
+def shaken(model: VectorEncoder) -> VectorEncoder:
+    """With random weights: new ones are zeros and identities."""
+    torch.manual_seed(1)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+def encoded(model: VectorEncoder, side: Any, vectors: np.ndarray = VECTORS) -> torch.Tensor:
+    with torch.no_grad():
+        return model.encode(side, model.tower(side).prepare(vectors))
+
+
+def test_linear_is_a_matrix_and_a_bias_between_two_normalisations() -> None:
+    model = shaken(VectorEncoder(12, tower="linear", dim=5))
+    weights = model.state_dict()
+    x = F.normalize(torch.from_numpy(VECTORS))
+    wanted = F.normalize(x @ weights["left.map.weight"].T + weights["left.map.bias"])
+    torch.testing.assert_close(encoded(model, "left"), wanted)
+
+
+@pytest.mark.parametrize("dim", [12, 5])
+def test_mlp_is_a_perceptron_beside_the_vectors_themselves(dim: int) -> None:
+    model = shaken(VectorEncoder(12, tower="mlp", dim=dim, hidden=9))
+    w = {name.removeprefix("left.map."): tensor for name, tensor in model.state_dict().items()}
+    x = F.normalize(torch.from_numpy(VECTORS))
+    centred = x - x.mean(dim=1, keepdim=True)
+    normed = centred / (centred.square().mean(dim=1, keepdim=True) + 1e-5).sqrt() * w["norm.weight"] + w["norm.bias"]
+    change = F.gelu(normed @ w["up.weight"].T + w["up.bias"]) @ w["down.weight"].T + w["down.bias"]
+    skip = x if dim == 12 else x @ w["skip.weight"].T
+    torch.testing.assert_close(encoded(model, "left"), F.normalize(skip + change))
+
+
+@pytest.mark.parametrize("tower", ["linear", "mlp", "identity"])
+def test_a_new_adapter_gives_the_similarities_of_the_vectors(tower: Any) -> None:
+    model = VectorEncoder(12, tower=tower)
+    x = F.normalize(torch.from_numpy(VECTORS).double())
+    found = encoded(model, "left") @ encoded(model, "right").T
+    torch.testing.assert_close(found.double(), x @ x.T, atol=1e-6, rtol=0)
+
+
+def test_towers_are_shared_where_they_are_alike_unless_told() -> None:
+    assert VectorEncoder(12).shares_weights
+    assert not VectorEncoder(12, shared=False).shares_weights
+    assert not VectorEncoder(12, right_input_dim=8).shares_weights
+    queries_only = VectorEncoder(12, tower="linear", right_tower="identity")
+    assert queries_only.num_trainable_parameters == 12 * 12 + 12
+    apart = VectorEncoder(12, right_input_dim=8, tower="mlp")
+    assert apart.dim == 8
+    assert apart.left.config["hidden"] == apart.right.config["hidden"] == 24
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tower": "linear", "dim": 5},
+        {"tower": "mlp", "shared": False, "hidden": 7},
+        {"tower": "mlp", "shared": False},
+        {"tower": "mlp", "right_input_dim": 8},
+        {"tower": "linear", "right_tower": "identity"},
+        {"tower": "linear", "right_tower": "mlp", "right_input_dim": 8, "hidden": 6},
+        {"tower": "identity"},
+    ],
+    ids=lambda arguments: "-".join(map(str, arguments.values())),
+)
+def test_a_saved_model_loads_with_the_same_vectors_and_the_same_bytes(tmp_path: Path, arguments: Any) -> None:
+    model = shaken(VectorEncoder(12, **arguments))
+    model.save(tmp_path / "one")
+    loaded = load_model(tmp_path / "one")
+    assert isinstance(loaded, VectorEncoder)
+    assert loaded.shares_weights == model.shares_weights
+    right = VECTORS[:, : arguments.get("right_input_dim", 12)]
+    assert torch.equal(encoded(loaded, "left"), encoded(model, "left"))
+    assert torch.equal(encoded(loaded, "right", right), encoded(model, "right", right))
+    loaded.save(tmp_path / "two" / "one")
+    for file in (tmp_path / "one").iterdir():
+        assert (tmp_path / "two" / "one" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"input_dim": 0}, "input_dim is 0"),
+        ({"input_dim": None}, "holds no vectors"),
+        ({"hidden": -1}, "hidden is -1"),
+        ({"dim": 1 << 40}, "dim is"),
+        ({"tower": "identity", "dim": 5}, "an identity leaves vectors of 12"),
+        ({"shared": True, "right_input_dim": 8}, "leave shared out"),
+        ({"tower": "conv"}, "linear, mlp, identity"),
+    ],
+    ids=["zero", "none", "hidden", "huge", "identity", "shared", "kind"],
+)
+def test_sizes_that_do_not_fit_are_refused(arguments: Any, told: str) -> None:
+    with pytest.raises(DualencError, match=told) as error:
+        VectorEncoder(**{"input_dim": 12, **arguments})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("items", "told"),
+    [([np.zeros(3)], "dimension 3, but this side of the model takes 12"), (["a text"], "'a text' is no vector")],
+    ids=["size", "text"],
+)
+def test_other_items_are_refused(items: Any, told: str) -> None:
+    with pytest.raises(DualencError, match=told):
+        VectorEncoder(12).left.prepare(items)
+
+
+def sentence_vectors(folder: Path, texts: list[str]) -> np.ndarray:
+    from sentence_transformers import SentenceTransformer
+
+    return np.asarray(SentenceTransformer(str(folder), device="cpu").encode(texts))
+
+
+@pytest.mark.parametrize("base", ["small", pytest.param("minilm", marks=pytest.mark.slow)])
+def test_a_linear_tower_is_a_dense_module_behind_its_base(
+    tmp_path: Path, base: str, bert: Any, tokenizer: Any, texts: list[str], request: pytest.FixtureRequest
+) -> None:
+    if base == "small":
+        TextEncoder(config=bert, tokenizer=tokenizer).save(tmp_path / "base")
+    folder = tmp_path / "base" if base == "small" else request.getfixturevalue("minilm")
+    vectors = sentence_vectors(folder, texts)
+    model = shaken(VectorEncoder(vectors.shape[1], tower="linear", dim=24))
+    model.save_with_base(tmp_path / "whole", folder)
+    np.testing.assert_allclose(
+        sentence_vectors(tmp_path / "whole", texts), encoded(model, "right", vectors).numpy(), atol=1e-6
+    )
+
+
+def test_what_cannot_stand_behind_a_base_is_refused(tmp_path: Path, bert: Any, tokenizer: Any) -> None:
+    TextEncoder(config=bert, tokenizer=tokenizer).save(tmp_path / "base")
+    with pytest.raises(DualencError, match="is mlp; only linear ones"):
+        VectorEncoder(32, tower="mlp").save_with_base(tmp_path / "whole", tmp_path / "base")
+    with pytest.raises(DualencError, match="have dimension 32, but the adapter takes 12"):
+        VectorEncoder(12, tower="linear").save_with_base(tmp_path / "whole", tmp_path / "base")
+    with pytest.raises(DualencError, match="exists; choose a new folder"):
+        VectorEncoder(32, tower="linear").save_with_base(tmp_path, tmp_path / "base")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DualencError, match=r"no modules\.json"):
+        VectorEncoder(32, tower="linear").save_with_base(tmp_path / "whole", tmp_path / "empty")
+    assert not (tmp_path / "whole").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dim": 4}, {"dim": "5"}, {"left": {}}, {"left": {"tower": "x", "input_dim": 12, "hidden": None}}],
+    ids=["dim", "text", "empty", "kind"],
+)
+def test_a_damaged_folder_is_told_in_one_line(tmp_path: Path, change: Any) -> None:
+    VectorEncoder(12, tower="linear", dim=5).save(tmp_path / "model")
+    path = tmp_path / "model" / "dualenc.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(DualencError) as error:
+        load_model(tmp_path / "model")
+    assert "\n" not in str(error.value)
