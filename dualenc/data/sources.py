@@ -146,7 +146,16 @@ def open_pairs(
         missing = "left_column" if left is None else "right_column"
         raise DualencError(f"{path}: no telling which column is {missing}; name it (columns: {', '.join(kinds)})")
     if "vector" in (kinds.get(left), kinds.get(right)):
-        return VectorPairs(path, left_column=left, right_column=right, split=split, limit=limit, on_error=on_error)
+        return VectorPairs(
+            path,
+            left_column=left,
+            right_column=right,
+            split=split,
+            subset=subset,
+            limit=limit,
+            deduplicate=deduplicate,
+            on_error=on_error,
+        )
     return TablePairs(
         path,
         left,

@@ -57,6 +57,7 @@ class VectorPairs(PairDataset):
         right_column: likewise.
         id_column: of tables; by default rows are numbered.
         split: of a folder of tables, a saved data set or a hub name.
+        subset: configuration of a hub data set.
         limit: read the first rows of tables only.
         deduplicate: equal vectors of one side are the same item and share an id.
         on_error: "skip" leaves out, counts and reports vectors that are missing, not finite, zero, or of another
@@ -76,12 +77,13 @@ class VectorPairs(PairDataset):
         right_column: str | None = None,
         id_column: str | None = None,
         split: str = "train",
+        subset: str | None = None,
         limit: int | None = None,
         deduplicate: bool = True,
         on_error: OnError = "skip",
     ) -> None:
         skips = Skips(left, on_error)
-        how: dict[str, Any] = {"id_column": id_column, "split": split, "limit": limit, "skips": skips}
+        how: dict[str, Any] = {"id_column": id_column, "split": split, "subset": subset, "limit": limit, "skips": skips}
         if right is None and left_column == right_column:
             raise DualencError(f"{left}: both sides are the same vectors; name right, or left_column and right_column")
         lefts = open_vectors(left, left_column, **how)

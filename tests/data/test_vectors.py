@@ -70,6 +70,7 @@ def test_two_columns_make_pairs_by_row(tmp_path: Path, kind: str) -> None:
         assert pairs.left_id[2] == pairs.left_id[3]
         np.testing.assert_array_equal(pairs[5].left, LEFT[5])
         np.testing.assert_array_equal(pairs[5].right, RIGHT[5])
+    assert open_pairs(path, "q", "d", deduplicate=False).num_left == N
 
 
 def test_two_folders_make_pairs_by_id(tmp_path: Path) -> None:
