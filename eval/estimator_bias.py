@@ -29,7 +29,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualenc.evaluation.objectives import STRETCHES, FrozenPairs, Measured, bias_of, epochs, measure_stretches
+from dualenc.evaluation.objectives import (
+    ESTIMATORS,
+    STRETCHES,
+    FrozenPairs,
+    Measured,
+    bias_of,
+    epochs,
+    measure_stretches,
+)
 from dualenc.evaluation.report import Table, print_table
 from dualenc.objectives import (
     DCL,
@@ -42,7 +50,6 @@ from dualenc.objectives import (
     ISogCLR,
     NegativeCache,
     Objective,
-    SigLIP,
     SogCLR,
 )
 
@@ -50,9 +57,9 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,
     "DCL": DCL,
     "HCL": HCL,
-    "SigLIP": lambda **common: SigLIP(**common | {"learnable_temperature": False}),
+    "SigLIP": ESTIMATORS["SigLIP"],
     "SogCLR γ=0.9": SogCLR,
-    "SogCLR γ=0.1": lambda **common: SogCLR(gamma=0.1, **common),
+    "SogCLR γ=0.1": ESTIMATORS["SogCLR-0.1"],
     "ISogCLR": lambda **common: ISogCLR(gamma=0.1, temperature_rate=0.0, **common),
     "SACLR row": lambda **common: SACLR(form="row", **common),
     "SACLR matrix": lambda **common: SACLR(form="matrix", rho=0.99, **common),

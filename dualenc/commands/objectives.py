@@ -137,8 +137,8 @@ def trained_temperature(model: DualEncoder, folder: Path) -> float | None:
     known = getattr(model, "temperature", None)
     if known is not None:
         return float(known)
-    beside = folder.parent / "checkpoints"
-    checkpoints = Checkpoints(beside).complete() if folder.is_dir() and beside.is_dir() else []
+    written = folder.parent / "checkpoints"
+    checkpoints = Checkpoints(written).complete() if folder.is_dir() and written.is_dir() else []
     if not checkpoints:
         return None
     try:
@@ -146,7 +146,7 @@ def trained_temperature(model: DualEncoder, folder: Path) -> float | None:
         return float(state["objective"]["log_temperature"].exp())
     except Exception as error:
         reason = " ".join(str(error).split())[:120]
-        raise DualencError(f"{beside}: tells no temperature ({reason}); give one with --temperature") from None
+        raise DualencError(f"{written}: tells no temperature ({reason}); give one with --temperature") from None
 
 
 @torch.inference_mode()

@@ -110,7 +110,7 @@ class RecentItems(nn.Module):
     @property
     def hold_the_corpus(self) -> bool:
         """Whether every item keeps its own embedding, and some have come."""
-        return len(self.log_counts) == self.num_items and self.embeddings.shape[1] > 0
+        return self.num_slots == self.num_items and self.embeddings.shape[1] > 0
 
     @torch.no_grad()
     def look(self, anchors: Anchors, usable: Tensor, random: SharedRandom) -> tuple[Tensor, Tensor, Tensor, Tensor]:

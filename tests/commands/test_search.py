@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from dualenc.cli import main
 from dualenc.encoders import load_model
 from dualenc.search import Index
 from dualenc.search.embeddings import Embeddings
 from tests.commands import toy
+from tests.commands.in_process import failure, run
 
 
 @pytest.fixture
@@ -31,19 +31,6 @@ def index(tmp_path: Path, toy_text: Path, documents: Path) -> Path:
     """An index of the table."""
     run("index", toy_text, documents, "--out", tmp_path / "index")
     return tmp_path / "index"
-
-
-def run(*words: Any) -> None:
-    assert main([str(word) for word in words]) == 0
-
-
-def failure(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
-    """The line that a mistake prints."""
-    capsys.readouterr()
-    assert main([str(word) for word in words]) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if line and "items/s" not in line]
-    assert len(told) == 1, told
-    return told[0].removeprefix("dualenc: error: ")
 
 
 def found(capsys: pytest.CaptureFixture[str], *words: Any) -> list[dict[str, Any]]:

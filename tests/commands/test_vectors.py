@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dualenc.cli import main
 from dualenc.encoders import VectorEncoder, load_model
 from dualenc.search.embeddings import Embeddings
 from dualenc.training import RetrievalEvaluator
+from tests.commands.in_process import failure, run
 
 N, D = 96, 16
 
@@ -53,18 +53,6 @@ def write_recipe(folder: Path, data: Path, **model: Any) -> list[str]:
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     return [str(folder / "recipe.yaml"), "trainer.save_every=30", "trainer.progress=false"]
-
-
-def run(*words: Any) -> None:
-    assert main([str(word) for word in words]) == 0
-
-
-def failure(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
-    capsys.readouterr()
-    assert main([str(word) for word in words]) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if line and "items/s" not in line]
-    assert len(told) == 1, told
-    return told[0].removeprefix("dualenc: error: ")
 
 
 @pytest.fixture(scope="module")
