@@ -3,6 +3,7 @@
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.objectives.emc2 import EMC2
 from dualenc.objectives.exact import ExactGlobal
+from dualenc.objectives.global_cache import GlobalCache
 from dualenc.objectives.in_batch import DCL, HCL, InfoNCE, SigLIP
 from dualenc.objectives.isir import ISIR
 from dualenc.objectives.negative_cache import NegativeCache
@@ -16,6 +17,7 @@ __all__ = [
     "ISIR",
     "SACLR",
     "ExactGlobal",
+    "GlobalCache",
     "ISogCLR",
     "InfoNCE",
     "NegativeCache",

@@ -1,0 +1,239 @@
+"""FeatureCache: remembered embeddings of a whole corpus, and what anchors see in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualenc import distributed
+from dualenc.errors import DualencError
+from dualenc.objectives.chains import inverse_cdf
+from dualenc.objectives.state import first_rows
+
+MAX_BLOCKS = 16384
+MAX_ELEMENTS = 2**22
+
+
+class FeatureCache(nn.Module):
+    """The last known embedding of each of N items; empty slots are never drawn.
+
+    Each rank holds its blocks only; the state dict holds all of them, whatever the number of ranks (saving is
+    collective: call `state_dict()` on every rank).
+
+    Args:
+        num_items: N.
+    """
+
+    features: Tensor
+    filled: Tensor
+    num_steps: Tensor
+
+    def __init__(self, num_items: int) -> None:
+        super().__init__()
+        self.num_items = num_items
+        self.block_size = max(64, -(-num_items // MAX_BLOCKS))
+        self.num_blocks = -(-num_items // self.block_size)
+        # The dimension is known with the first write.
+        self.register_buffer("features", torch.zeros(0, 0), persistent=False)
+        self.register_buffer("filled", torch.zeros(0, dtype=torch.bool), persistent=False)
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.long))
+
+    def write(self, items: Tensor, features: Tensor) -> None:
+        """Remember features (n, D) of items (n,), the same on every rank; of an item's copies the first counts."""
+        self.allocate(features)
+        chosen = first_rows(items)
+        local = items[chosen] - self.first_item
+        own = (local >= 0) & (local < len(self.features))
+        self.features[local[own]] = features.detach()[chosen][own].to(self.features)
+        self.filled[local[own]] = True
+
+    def due(self, share: float) -> Tensor:
+        """(n,) the items to encode anew in this step, on the CPU: a share of all per step, in turn."""
+        step = int(self.num_steps)
+        self.num_steps += 1
+        start, stop = (int(steps * share * self.num_items + 1e-9) for steps in (step, step + 1))
+        return torch.arange(start, stop) % self.num_items
+
+    def draw(self, anchors: Tensor, barred: Tensor, gumbels: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw an item per anchor from the softmax over the filled slots: a block by Gumbel-max, then one of its items.
+
+        Args:
+            anchors: (A, D) embeddings of the anchors of all ranks over τ, the same on every rank.
+            barred: (A, K) distinct items that are never drawn, padded with -1.
+            gumbels: (num_blocks, A) standard Gumbel draws.
+            uniform: (A,) draws in (0, 1).
+
+        Returns:
+            (A,) items, -1 where nothing can be drawn; and (A,) log of the mean of exp(s/τ) over the cached negatives,
+            -inf without any.
+        """
+        value = anchors.new_full((len(anchors),), -torch.inf)
+        log_sum, count, block = value.clone(), torch.zeros_like(value), torch.zeros_like(value, dtype=torch.long)
+        for start, logits, possible in self._runs(anchors, barred):
+            count += possible
+            # The log of the sum of exp over each block, -inf for an empty one; in place.
+            blocks = logits.unflatten(1, (-1, self.block_size))
+            peak = blocks.amax(dim=2)
+            peak.masked_fill_(torch.isneginf(peak), 0.0)
+            log_sums = blocks.sub_(peak[:, :, None]).exp_().sum(dim=2).log_().add_(peak)
+            first = start // self.block_size
+            best, place = (log_sums + gumbels[self.blocks][first : first + log_sums.shape[1]].T).max(dim=1)
+            block = torch.where(best > value, place + first, block)
+            value = torch.maximum(value, best)
+            log_sum = torch.logaddexp(log_sum, torch.logsumexp(log_sums, dim=1))
+        found = torch.stack([value, log_sum, count])[None].double()
+        value_of, log_sum_of, count_of = distributed.gather(found, [1] * distributed.world_size()).unbind(dim=1)
+        log_mean = torch.logsumexp(log_sum_of, dim=0) - count_of.sum(dim=0).clamp(min=1).log()
+        best, winner = value_of.max(dim=0)
+        mine = ((winner == distributed.rank()) & torch.isfinite(best)).nonzero()[:, 0]
+        items = torch.full_like(block, -1)
+        items[mine] = self._inside_block(anchors[mine], barred[mine], block[mine], uniform[mine])
+        return distributed.all_reduce(items, "max"), log_mean.to(anchors)
+
+    def attend(self, anchors: Tensor, barred: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The anchors' softmax over the filled slots: as seen from the items, and from the anchors.
+
+        Args:
+            anchors: (A, D) embeddings of the anchors of all ranks over τ, the same on every rank.
+            barred: (A, K) distinct items that an anchor does not see, padded with -1.
+            counts: (N,) how often each item counts; by default once.
+
+        Returns:
+            (n,) mean share of this rank's items, from `first_item` on; over all ranks they sum to 1, or to 0 where no
+            anchor sees anything. (A, D) mean embedding of what each anchor sees, 0 if nothing. (A,) log of the mean of
+            exp(s/τ) over it, -inf if nothing.
+        """
+
+        log_sum, count, last = anchors.new_full((len(anchors),), -torch.inf), torch.zeros_like(anchors[:, 0]), None
+        for run, logits, seen in self._runs(anchors, barred, counts):
+            log_sum, count = torch.logaddexp(log_sum, torch.logsumexp(logits, dim=1)), count + seen
+            last = run, logits, seen
+        found = torch.stack([log_sum, count])[None]
+        log_sums, seen_by = distributed.gather(found, [1] * distributed.world_size()).unbind(dim=1)
+        log_sum, count = torch.logsumexp(log_sums, dim=0), seen_by.sum(dim=0)
+        sees = torch.isfinite(log_sum)
+        level = log_sum.masked_fill(~sees, torch.inf)[:, None]
+        shares, mean = anchors.new_zeros(len(self.features)), torch.zeros_like(anchors)
+        # What fits into one run need not be computed again.
+        for run, logits, _ in [last] if last is not None and last[0] == 0 else self._runs(anchors, barred, counts):
+            weights, place = logits.sub_(level).exp_(), slice(run, run + logits.shape[1])
+            shares[place] = weights.sum(dim=0) / sees.sum().clamp(min=1)
+            mean += weights @ self.features[place].to(weights)
+        return shares, distributed.all_reduce(mean), log_sum - count.clamp(min=1).log()
+
+    def sample(self, shares: Tensor, num_draws: int, uniform: Tensor) -> Tensor:
+        """(num_draws,) items, the same on every rank; item z comes num_draws·share_z times, rounded up or down.
+
+        One number places all draws at equal distances along the cumulative shares (systematic sampling): of all ways
+        to draw with these expectations one with little variance.
+
+        Args:
+            shares: (n,) this rank's, as `shares` gives them.
+            num_draws: how many; none where all shares are 0.
+            uniform: a draw in (0, 1), the same on every rank.
+        """
+        cumulative = shares.double().cumsum(dim=0)
+        own = cumulative[-1:] if len(shares) else cumulative.new_zeros(1)
+        ends = distributed.gather(own, [1] * distributed.world_size()).cumsum(dim=0)
+        start = ends[distributed.rank()] - own[0]
+        places = (torch.arange(num_draws, device=shares.device) + uniform.double()) / num_draws * ends[-1]
+        last = ends[-1] if distributed.rank() == distributed.world_size() - 1 else ends[distributed.rank()]
+        mine = places[(places >= start) & (places < last)] - start
+        drawn = torch.searchsorted(cumulative, mine, right=True).clamp(max=max(len(shares) - 1, 0))
+        return distributed.gather(drawn + self.first_item)
+
+    def look_up(self, table: Tensor, items: Tensor) -> Tensor:
+        """(n, …) rows of items (n,), the same on every rank, from this rank's part of a table; 0 where it has none."""
+        local = items - self.first_item
+        own = ((local >= 0) & (local < len(table))).nonzero()[:, 0]
+        found = table.new_zeros(len(items), *table.shape[1:])
+        found[own] = table[local[own]]
+        return distributed.all_reduce(found)
+
+    def _runs(
+        self, anchors: Tensor, barred: Tensor, counts: Tensor | None = None
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Runs of whole blocks of this rank, small enough for (A, n) similarities.
+
+        Yields:
+            Where the run starts; (A, n) s/τ, plus the log of an item's count, -inf where an anchor sees no item; and
+            (A,) how many items each anchor sees.
+        """
+        size = max(1, MAX_ELEMENTS // max(1, len(anchors) * self.block_size)) * self.block_size
+        for start in range(0, len(self.features), size):
+            number = self.filled[start : start + size].to(anchors)
+            if counts is not None:
+                of_run = counts[self.first_item + start : self.first_item + start + size]
+                number[: len(of_run)] *= of_run
+            logits = anchors @ self.features[start : start + size].to(anchors).T
+            logits += number.log()
+            place = barred - self.first_item - start
+            anchor, listed = ((place >= 0) & (place < len(number))).nonzero(as_tuple=True)
+            column = place[anchor, listed]
+            logits[anchor, column] = -torch.inf
+            none = anchors.new_zeros(len(anchors))
+            yield start, logits, number.sum() - none.index_add_(0, anchor, number[column])
+
+    def _inside_block(self, anchors: Tensor, barred: Tensor, block: Tensor, uniform: Tensor) -> Tensor:
+        """(A,) items drawn inside the winning blocks (A,) of this rank."""
+        drawn = [block[:0]]
+        per_chunk = max(1, MAX_ELEMENTS // (self.block_size * max(1, self.features.shape[1])))
+        for start in range(0, len(anchors), per_chunk):
+            some = slice(start, start + per_chunk)
+            rows = block[some, None] * self.block_size + torch.arange(self.block_size, device=block.device)
+            logits, items = torch.einsum("ad,acd->ac", anchors[some], self.features[rows]), rows + self.first_item
+            possible = self.filled[rows] & ~(items[:, :, None] == barred[some, None, :]).any(dim=2)
+            weights = torch.softmax(logits.masked_fill(~possible, -torch.inf), dim=1)
+            drawn.append(items.gather(1, inverse_cdf(weights, uniform[some])[:, None])[:, 0])
+        return torch.cat(drawn)
+
+    @property
+    def blocks(self) -> slice:
+        """The blocks that this rank holds."""
+        return distributed.rank_slice(self.num_blocks)
+
+    @property
+    def first_item(self) -> int:
+        """The first item that this rank holds."""
+        return self.blocks.start * self.block_size
+
+    def allocate(self, like: Tensor) -> None:
+        """Make room for embeddings such as some (n, D), unless there is."""
+        if not self.features.shape[1]:
+            self._allocate(like)
+
+    def _allocate(self, like: Tensor) -> None:
+        num_rows = (self.blocks.stop - self.blocks.start) * self.block_size
+        self.features = like.new_zeros(num_rows, like.shape[1])
+        self.filled = torch.zeros(num_rows, dtype=torch.bool, device=like.device)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "features"] = distributed.gather(self.features)[: self.num_items]
+        destination[prefix + "filled"] = distributed.gather(self.filled)[: self.num_items]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        _, _, missing_keys, unexpected_keys, _ = rest
+        keys = [prefix + "features", prefix + "filled"]
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
+        missing_keys.extend(key for key in keys if key not in state_dict)
+        if any(key not in state_dict for key in keys):
+            return
+        # Saved elsewhere, for instance on the CPU; used where this cache is.
+        features, filled = (state_dict[key].to(self.num_steps.device) for key in keys)
+        if not len(filled):
+            self.features, self.filled = features.clone(), filled.clone()
+        elif len(filled) != self.num_items:
+            raise DualencError(
+                f"{prefix}features holds {len(filled)} items in the saved state, {self.num_items} here; load it into "
+                "an objective with the same num_left, num_right and views"
+            )
+        else:
+            self._allocate(features)
+            own = slice(self.first_item, self.first_item + len(self.features))
+            self.features[: len(features[own])] = features[own]
+            self.filled[: len(filled[own])] = filled[own]

@@ -1,0 +1,134 @@
+"""GlobalCache: negatives drawn by what is remembered of the whole corpus, weighed by what they are now."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualenc import distributed
+from dualenc.objectives.anchors import PADDING, Anchors
+from dualenc.objectives.base import AnchorLosses, Encode, Objective
+from dualenc.objectives.chains import candidate_items, embed, find, ids_of, items_of
+from dualenc.objectives.feature_cache import FeatureCache
+from dualenc.objectives.state import SharedRandom
+
+
+class GlobalCache(Objective):
+    """The softmax over the batch and a few shared draws, each weighed by 1 / how often it was to be expected here.
+
+    The latest embedding of every item is remembered. A step draws R items from q, the mean over the batch's anchors of
+    their softmax over what is remembered, encodes them anew, and compares all anchors with the batch and the draws:
+
+        p(z|x) ∝ n_z · exp(s(x,z)/τ) / ( (B−1)/(M−1) + R·q(z)/c_z )
+
+    with n_z how often z stands among batch and draws, M pairs, and c_z how many of them z is in. The bracket is how
+    often a copy of z is expected there (multiple importance sampling by the balance heuristic, Veach and Guibas 1995),
+    so that Σ_z n_z·exp(s/τ)/(…) has the mean Σ_z c_z·exp(s/τ), over the corpus, at any parameters: what is remembered
+    decides who is looked at, and what is old or missing only makes q a worse guide. Normalising leaves a bias of the
+    order of 1/(B + R).
+
+    Embeddings of the batch, of mined negatives and of draws are remembered as they come, at no cost; draws that the
+    batch holds already are not encoded again. A step compares all anchors with all that is remembered, once or twice:
+    4·B·N·D multiply-adds for both directions together at most. Ranks share what is remembered, and the work.
+
+    Args:
+        extra_encodes: items drawn per pair of the batch, for both directions together: R = extra_encodes·B/2 of each
+            side, and with views R = extra_encodes·B views. 0 draws none.
+        control: α in [0, 1]: how much of what is remembered enters as a control variate. Each anchor's gradient is
+            moved by α times what the comparison, made with remembered embeddings, misses of all that is remembered;
+            that is 0 on average at any parameters, and takes away the noise where these move slowly.
+        **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
+    """
+
+    needs_num_left = True
+    needs_encode = True
+
+    def __init__(self, *, extra_encodes: float = 1.0, control: float = 0.5, **common: Any) -> None:
+        super().__init__(**common)
+        if not 0 <= extra_encodes < math.inf:
+            self._fail("extra_encodes", f"is {extra_encodes}; it must be 0 or more items per pair, such as 1")
+        if not 0 <= control <= 1:
+            self._fail("control", f"is {control}; it must lie in [0, 1]")
+        self.extra_encodes, self.control = extra_encodes, control
+        # Named by the items they hold: left anchors draw from the right items.
+        self.left_cache = FeatureCache((self.num_left or 1) * (2 if self.views else 1))
+        self.right_cache = self.left_cache if self.views else FeatureCache(self.num_right or 1)
+        self.random = SharedRandom(self.seed)
+
+    @property
+    def needs_uniform_batches(self) -> str | None:
+        """How often an item was to be expected in the batch is known for random batches only."""
+        return "extra_encodes=0 (the batch alone)" if self.extra_encodes else None
+
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+        assert encode is not None
+        cache = self.left_cache if anchors.candidate_side == "left" else self.right_cache
+        items, num_batch, updates = candidate_items(anchors), anchors.num_global, self.updates_state
+        cache.allocate(anchors.candidates)
+        with torch.no_grad():
+            counts = self.counts(anchors.candidate_side)
+            if counts is not None and self.views:
+                counts = counts.repeat_interleave(2)
+            shares, remembered_mean, log_mean, drawn = self._recall(anchors, cache, counts)
+            distinct, copies = torch.unique(drawn, return_counts=True)
+            outside = distinct[find(items, distinct) < 0]
+        # What is drawn from the batch has an embedding already; ranks split the rest.
+        own, sizes = distributed.share(outside)
+        embeddings = distributed.gather_with_grad(embed(own, encode, anchors), sizes)
+        with torch.no_grad():
+            compared = torch.cat([items, outside])
+            # n_z: once for each place in the batch, and all draws of an item in the first place that holds it.
+            number = anchors.embeddings.new_zeros(len(compared))
+            number[:num_batch] = 1
+            number.index_add_(0, find(compared, distinct), copies.to(number))
+            expected = len(drawn) * cache.look_up(shares, compared)
+            if counts is not None:
+                expected = expected / counts[compared].clamp(min=1)
+            num_pairs, of_batch = self.corpus_size(anchors.candidate_side) or 1, num_batch // (2 if self.views else 1)
+            expected += min(max(of_batch - 1, 0) / max(num_pairs - 1, 1), 1.0)
+            log_weights = number.log() - expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
+            remembered = cache.look_up(cache.features, compared)
+            forgotten = cache.look_up(cache.filled.to(number), compared) == 0
+            if updates:
+                cache.write(compared, torch.cat([anchors.candidates, embeddings]))
+
+        def weigh(some: Anchors, remembered_mean: Tensor) -> Tensor:
+            similarities = torch.cat([some.similarities, some.embeddings @ embeddings.T], dim=1)
+            with torch.no_grad():
+                hidden = torch.cat([some.excluded, ~some.is_negative(ids_of(outside, some.views))], dim=1)
+                hidden = hidden | torch.isneginf(log_weights)
+                logits = similarities / some.temperature + log_weights
+                weights = softmax(logits, hidden)
+                # How far the same comparison misses what all that is remembered would give.
+                logits = some.embeddings @ remembered.T / some.temperature + log_weights
+                missed = remembered_mean - softmax(logits, hidden | forgotten) @ remembered
+            return (weights * similarities).sum(dim=1) + self.control * (some.embeddings * missed).sum(dim=1)
+
+        negatives = anchors.by_rows(weigh, remembered_mean, row_entries=4 * len(compared))
+        value = log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
+        return AnchorLosses(negatives / anchors.temperature - anchors.positive_logits, value.detach())
+
+    def _recall(
+        self, anchors: Anchors, cache: FeatureCache, counts: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What is remembered, as `FeatureCache.attend` sees it for this rank's anchors, and (R,) items drawn by it."""
+        barred = items_of(anchors.positive_ids, self.views)
+        # Lists of ranks may differ in length.
+        width = int(distributed.all_reduce(barred.new_full((), barred.shape[1]), "max"))
+        barred = nn.functional.pad(barred, (0, width - barred.shape[1]), value=PADDING)
+        everyone = (anchors.embeddings / anchors.temperature, barred)
+        embeddings, barred = (distributed.gather(values, anchors.sizes) for values in everyone)
+        shares, mean, log_mean = cache.attend(embeddings, barred, counts)
+        num_draws = round(self.extra_encodes * anchors.num_global / 2)
+        drawn = cache.sample(shares, num_draws, self.random.uniform(1, like=embeddings))
+        first = sum(anchors.sizes[: distributed.rank()])
+        own = slice(first, first + len(anchors.ids))
+        return shares, mean[own], log_mean[own], drawn
+
+
+def softmax(logits: Tensor, hidden: Tensor) -> Tensor:
+    """(A, C) over what is not hidden (A, C); 0 in a row where everything is."""
+    return torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=1).nan_to_num(0.0)
