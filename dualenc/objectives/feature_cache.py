@@ -107,21 +107,28 @@ class FeatureCache(nn.Module):
             exp(s/τ) over it, -inf if nothing.
         """
 
-        log_sum, count, last = anchors.new_full((len(anchors),), -torch.inf), torch.zeros_like(anchors[:, 0]), None
-        for run, logits, seen in self._runs(anchors, barred, counts):
-            log_sum, count = torch.logaddexp(log_sum, torch.logsumexp(logits, dim=1)), count + seen
-            last = run, logits, seen
+        def runs() -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+            for start, logits, seen in self._runs(anchors, barred, counts):
+                peak = logits.amax(dim=1)
+                peak.masked_fill_(torch.isneginf(peak), 0.0)
+                yield start, logits.sub_(peak[:, None]).exp_(), peak, seen
+
+        log_sum, count = anchors.new_full((len(anchors),), -torch.inf), torch.zeros_like(anchors[:, 0])
+        kept = []
+        for start, weights, peak, seen in runs():
+            log_sum, count = torch.logaddexp(log_sum, weights.sum(dim=1).log() + peak), count + seen
+            kept = [(start, weights, peak, seen)]
         found = torch.stack([log_sum, count])[None]
         log_sums, seen_by = distributed.gather(found, [1] * distributed.world_size()).unbind(dim=1)
         log_sum, count = torch.logsumexp(log_sums, dim=0), seen_by.sum(dim=0)
         sees = torch.isfinite(log_sum)
-        level = log_sum.masked_fill(~sees, torch.inf)[:, None]
         shares, mean = anchors.new_zeros(len(self.features)), torch.zeros_like(anchors)
         # What fits into one run need not be computed again.
-        for run, logits, _ in [last] if last is not None and last[0] == 0 else self._runs(anchors, barred, counts):
-            weights, place = logits.sub_(level).exp_(), slice(run, run + logits.shape[1])
-            shares[place] = weights.sum(dim=0) / sees.sum().clamp(min=1)
-            mean += weights @ self.features[place].to(weights)
+        for start, weights, peak, _ in kept if kept and kept[0][0] == 0 else runs():
+            scale = torch.exp(peak - log_sum).masked_fill(~sees, 0.0)
+            place = slice(start, start + weights.shape[1])
+            shares[place] = scale @ weights / sees.sum().clamp(min=1)
+            mean += scale[:, None] * (weights @ self.features[place].to(weights))
         return shares, distributed.all_reduce(mean), log_sum - count.clamp(min=1).log()
 
     def sample(self, shares: Tensor, num_draws: int, uniform: Tensor) -> Tensor:

@@ -1,0 +1,355 @@
+"""What is a global objective at a small batch worth? Every objective at equal pairs seen, and at equal encoder passes.
+
+    python eval/small_batch.py run vectors PATH_TO_PAPERS --batch_sizes [16,32,64]
+    python eval/small_batch.py run text PATH_TO_PAPERS --objectives [InfoNCE,ISIR]
+    python eval/small_batch.py report --figure docs/figures/small_batch.svg
+
+Every run of one task trains the same model from the same start on the same number of pairs, whatever the batch: a
+smaller batch takes more steps. With --equal passes, objectives that encode items besides the batch see fewer pairs, so
+that all encode, forward and backward, as much as InfoNCE does; forward alone counts a third.
+
+Tuning is the same for all: with the first seed, τ at the middle learning rate, then the learning rate at the best τ, by
+the quality on held-out data; then all seeds. Learning rates grow with the square root of the batch size. One line per
+run is added to --results, and a run that is there already is not made again: tables grow.
+
+Tasks: "vectors", two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder; "text", a
+one-layer transformer from scratch on it; "minilm", a pretrained one; "functions", vectors of the names and the bodies
+of the Python functions on this machine; "image_text", a small open_clip model; "images", a narrow ResNet on two views.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from dualenc.data import BeirPairs, PairDataset
+from dualenc.data.beir import read_beir
+from dualenc.data.corpus import Corpus, RetrievalSet
+from dualenc.encoders import DualEncoder, TextEncoder, VectorEncoder, train_tokenizer
+from dualenc.evaluation.metrics import paired_bootstrap
+from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.retrieval import Result, retrieve
+from dualenc.objectives import (
+    DCL,
+    EMC2,
+    HCL,
+    ISIR,
+    SACLR,
+    GlobalCache,
+    InfoNCE,
+    ISogCLR,
+    NegativeCache,
+    Objective,
+    SogCLR,
+)
+from dualenc.training import Evaluator, Trainer
+from dualenc.training.evaluators import embed_side
+
+OBJECTIVES: dict[str, Callable[..., Objective]] = {
+    "InfoNCE": InfoNCE,
+    "DCL": DCL,
+    "HCL": lambda **common: HCL(hardness=0.5, class_prior=0.01, **common),
+    "SogCLR": lambda **common: SogCLR(gamma=0.5, **common),
+    "ISogCLR": lambda **common: ISogCLR(gamma=0.5, temperature_rate=0.001, **common),
+    "EMC2": EMC2,
+    "ISIR": ISIR,
+    "NegativeCache": lambda **common: NegativeCache(refresh=0.001, **common),
+    "SACLR": SACLR,
+    "GlobalCache": GlobalCache,
+}
+HALF = "GlobalCache-0.5"
+OBJECTIVES[HALF] = lambda **common: GlobalCache(extra_encodes=0.5, **common)
+OBJECTIVES["GlobalCache-2"] = lambda **common: GlobalCache(extra_encodes=2.0, **common)
+
+TEMPERATURES = (0.03, 0.05, 0.1)
+RATES = (1.0, 0.5, 2.0)
+"""Factors of a task's learning rate; the first one while τ is chosen."""
+ORDINARY_BATCH = 32
+POINTS = 4
+"""Evaluations of a training, besides the one before it."""
+
+
+@dataclass
+class Task:
+    """What is trained on and measured.
+
+    Attributes:
+        new_model: a model of this task, from torch's random state.
+        pairs: M training pairs.
+        validation, test: two measures of the same kind, by which to tune and to report.
+        learning_rate: about right at a batch of 32.
+    """
+
+    new_model: Callable[[], DualEncoder]
+    pairs: PairDataset
+    validation: Quality
+    test: Quality
+    learning_rate: float
+
+
+class Quality(Evaluator):
+    """nDCG@10, and of every query its own."""
+
+    primary = "ndcg@10"
+
+    def __init__(self, collection: RetrievalSet) -> None:
+        self.collection = collection
+        self.per_query: list[float] = []
+
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        queries = embed_side(model, "left", self.collection.queries, 256)
+        documents = embed_side(model, "right", self.collection.corpus, 256)
+        run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, depth=10)
+        scores = Result("model", "held-out", run, self.collection.qrels, len(documents.ids)).per_query
+        self.per_query = [of_query[self.primary] for of_query in scores.values()]
+        return {self.primary: statistics.mean(self.per_query)}
+
+
+@dataclass
+class Curve(Evaluator):
+    """Quality on held-out data during training, against pairs seen and seconds of work, which evaluations do not count.
+
+    Attributes:
+        points: (pairs, seconds, quality) of each evaluation.
+    """
+
+    quality: Quality
+    pairs_per_evaluation: int
+    primary: str = "validation"
+    points: list[tuple[int, float, float]] = field(default_factory=list)
+    spent: float = 0.0
+
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        begun = time.process_time()
+        value = self.quality(model)[self.quality.primary]
+        if len(self.points) == 0:
+            self.spent = begun  # what came before the first step is no training
+        self.points.append((len(self.points) * self.pairs_per_evaluation, begun - self.spent, value))
+        self.spent += time.process_time() - begun
+        return {self.primary: value}
+
+
+class Passes:
+    """Counts what the towers of a model encode in training, forward alone as a third."""
+
+    def __init__(self, model: DualEncoder) -> None:
+        self.count = 0.0
+        self.model = model
+        for tower in {model.left, model.right}:
+            tower.register_forward_hook(self.add)
+
+    def add(self, tower: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if self.model.training:
+            self.count += len(output) * (1 if torch.is_grad_enabled() else 1 / 3)
+
+
+def train(
+    task: Task, objective: str, batch_size: int, rate: float, tau: float, seed: int, pairs_seen: int
+) -> dict[str, Any]:
+    """Train once; what came out, as it is kept."""
+    torch.manual_seed(seed)
+    model, pairs = task.new_model(), task.pairs
+    common = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
+    criterion = OBJECTIVES[objective](temperature=tau, seed=seed, **common)
+    steps = max(1, pairs_seen // batch_size)
+    every = -(-steps // POINTS)
+    passes, curve = Passes(model), Curve(task.validation, every * batch_size)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            output=folder,
+            batch_size=batch_size,
+            max_steps=steps,
+            learning_rate=rate * task.learning_rate * math.sqrt(batch_size / ORDINARY_BATCH),
+            evaluate_every=every,
+            keep_best=False,
+            save_every=None,
+            seed=seed,
+            overwrite=True,
+            progress=False,
+            deterministic=False,
+        )
+        trainer.fit(model, pairs, criterion, evaluator=curve)
+    model.eval()
+    validation, test = (part(model)[part.primary] for part in (task.validation, task.test))
+    scores = np.round(255 * np.array(task.test.per_query)).astype(np.uint8)
+    return {
+        "validation": validation,
+        "test": test,
+        "extra_encodes": passes.count / (steps * batch_size) - 2,
+        "seconds": curve.points[-1][1],
+        "curve": [(seen, round(seconds, 1), round(value, 4)) for seen, seconds, value in curve.points],
+        "scores": base64.b64encode(scores).decode(),
+    }
+
+
+class Runs:
+    """Finished runs, one JSON object per line, found by their settings."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            for line in path.read_text().splitlines():
+                one = json.loads(line)
+                self.found[self.key(one["settings"])] = one
+
+    @staticmethod
+    def key(settings: dict[str, Any]) -> str:
+        return json.dumps(settings, sort_keys=True)
+
+    def get(self, settings: dict[str, Any], compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The run with these settings, made now if need be."""
+        if (key := self.key(settings)) not in self.found:
+            self.found[key] = {"settings": settings, **compute()}
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(self.found[key]) + "\n")
+        return self.found[key]
+
+
+def beir_parts(path: Path) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
+    """Training pairs with their own documents as corpus, and held-out and test queries over all documents.
+
+    Where the folder has no dev.tsv, the last thousand training queries are held out.
+    """
+    whole, test = BeirPairs(path, "train"), read_beir(path, "test")
+    queries, documents = whole.left_id, whole.right_id
+    if (path / "qrels" / "dev.tsv").exists():
+        validation = read_beir(path, "dev")
+    else:
+        held_out = queries >= whole.num_left - HELD_OUT
+        qrels: dict[str, dict[str, int]] = {}
+        for query, document in zip(queries[held_out].tolist(), documents[held_out].tolist(), strict=True):
+            qrels.setdefault(whole.queries.ids[query], {})[whole.corpus.ids[document]] = 1
+        rows = np.unique(queries[held_out])
+        texts = [whole.queries.items[row] for row in rows.tolist()]
+        validation = RetrievalSet(Corpus([whole.queries.ids[row] for row in rows.tolist()], texts), test.corpus, qrels)
+        queries, documents = queries[~held_out], documents[~held_out]
+    used_queries, left_id = np.unique(queries, return_inverse=True)
+    used_documents, right_id = np.unique(documents, return_inverse=True)
+    left = [whole.left_items[row] for row in used_queries.tolist()]
+    right = [whole.right_items[row] for row in used_documents.tolist()]
+    return PairDataset(left, right, left_id, right_id), validation, test
+
+
+def vectors(path: Path) -> Task:
+    """Two perceptrons on frozen features: latent semantic analysis of the training texts."""
+    return on_features(*beir_parts(path), learning_rate=1e-3)
+
+
+def on_features(pairs: PairDataset, validation: RetrievalSet, test: RetrievalSet, learning_rate: float) -> Task:
+    """The same pairs and queries as vectors of 256 numbers."""
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.preprocessing import normalize
+
+    weigh = TfidfVectorizer(sublinear_tf=True, min_df=3, max_df=0.3, stop_words="english", dtype=np.float32)
+    weighed = weigh.fit_transform([*pairs.left_items, *pairs.right_items])
+    reduce = TruncatedSVD(256, random_state=0).fit(weighed)
+
+    def features(texts: Sequence[str]) -> np.ndarray:
+        return normalize(reduce.transform(weigh.transform(list(texts)))).astype(np.float32)
+
+    def corpus(of: Corpus) -> Corpus:
+        return Corpus(of.ids, features(of.items), "vector")
+
+    train = PairDataset(
+        features(pairs.left_items),
+        features(pairs.right_items),
+        pairs.left_id,
+        pairs.right_id,
+        left_modality="vector",
+        right_modality="vector",
+    )
+    documents = corpus(test.corpus)
+    parts = (Quality(RetrievalSet(corpus(part.queries), documents, part.qrels)) for part in (validation, test))
+    return Task(lambda: VectorEncoder(256, tower="mlp", dim=64, hidden=512, shared=False), train, *parts, learning_rate)
+
+
+def text(path: Path) -> Task:
+    """A one-layer transformer with a tokenizer of its own, both from scratch."""
+    pairs, validation, test = beir_parts(path)
+    tokenizer = train_tokenizer(pairs.right_items, 8000, max_length=64)
+    config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config |= {"intermediate_size": 256, "max_position_embeddings": 64, "vocab_size": len(tokenizer)}
+
+    def new_model() -> DualEncoder:
+        return TextEncoder(config=config, tokenizer=tokenizer, max_length=64)
+
+    return Task(new_model, pairs, Quality(validation), Quality(test), learning_rate=3e-3)
+
+
+TASKS: dict[str, Callable[[Path], Task]] = {"vectors": vectors, "text": text}
+HELD_OUT = 1000
+
+
+def run(
+    task: str,
+    path: Path,
+    objectives: Sequence[str] = ("InfoNCE", "DCL", "SogCLR", "ISIR", "GlobalCache"),
+    batch_sizes: Sequence[int] = (32,),
+    epochs: float = 4,
+    seeds: int = 3,
+    equal: Literal["pairs", "passes"] = "pairs",
+    tune_at: int | None = None,
+    results: Path = Path("eval/results/small_batch.jsonl"),
+) -> None:
+    """Tune objectives, train them with all seeds, and add every run to the results.
+
+    Args:
+        task: one of vectors, text.
+        path: the data.
+        objectives: which.
+        batch_sizes: B.
+        epochs: pairs seen, over M; those of InfoNCE where passes are equal.
+        seeds: how many.
+        equal: what is the same for all.
+        tune_at: the batch size at which to tune for all of them; by default each is tuned for itself.
+        results: where finished runs are kept.
+    """
+    torch.set_num_threads(1)
+    opened, runs, name = TASKS[task](path), Runs(results), f"{task} {path.name}"
+    for batch_size, objective in itertools.product(batch_sizes, objectives):
+
+        def trained(
+            rate: float,
+            tau: float,
+            seed: int,
+            batch_size: int = batch_size,
+            objective: str = objective,
+            share: float = 1.0,
+        ) -> dict[str, Any]:
+            pairs_seen = round(share * epochs * len(opened.pairs))
+            own = {"task": name, "objective": objective, "batch_size": batch_size, "pairs_seen": pairs_seen}
+            own |= {"rate": rate, "temperature": tau, "seed": seed, "equal": equal if share != 1 else "pairs"}
+            print(own, flush=True)
+            return runs.get(own, lambda: train(opened, objective, batch_size, rate, tau, seed, pairs_seen))
+
+        def tuned(at: int, trained: Any = trained) -> tuple[float, float]:
+            tau = max(TEMPERATURES, key=lambda tau: trained(RATES[0], tau, 0, at)["validation"])
+            return max(RATES, key=lambda rate: trained(rate, tau, 0, at)["validation"]), tau
+
+        rate, tau = tuned(tune_at or batch_size)
+        for seed in range(seeds):
+            found = trained(rate, tau, seed)
+            if equal == "passes" and found["extra_encodes"] > 0.01:
+                found = trained(rate, tau, seed, share=1 / (1 + found["extra_encodes"] / 2))
+            print(f"{name} {objective} B={batch_size}: {found['test']:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    auto_cli([run])
