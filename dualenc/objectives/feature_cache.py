@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,23 @@ from dualenc.objectives.state import first_rows
 
 MAX_BLOCKS = 16384
 MAX_ELEMENTS = 2**22
+
+
+class Attention(NamedTuple):
+    """What anchors see in remembered embeddings.
+
+    Attributes:
+        items, shares: (n,) what this rank looked at, ascending, and the mean over all anchors of its share of their
+            softmax; over all ranks shares sum to 1, or to 0 where no anchor sees anything.
+        mean: (A, D) of every anchor the mean embedding of what it sees; 0 if nothing.
+        log_sum, log_mean: (A,) log of the sum and of the mean of exp(s/τ) over what it sees; -inf if nothing.
+    """
+
+    items: Tensor
+    shares: Tensor
+    mean: Tensor
+    log_sum: Tensor
+    log_mean: Tensor
 
 
 class FeatureCache(nn.Module):
@@ -72,14 +89,14 @@ class FeatureCache(nn.Module):
         """
         value = anchors.new_full((len(anchors),), -torch.inf)
         log_sum, count, block = value.clone(), torch.zeros_like(value), torch.zeros_like(value, dtype=torch.long)
-        for start, logits, possible in self._runs(anchors, barred):
-            count += possible
+        for rows, logits, seen in self._runs(anchors, barred):
+            count += seen
             # The log of the sum of exp over each block, -inf for an empty one; in place.
             blocks = logits.unflatten(1, (-1, self.block_size))
             peak = blocks.amax(dim=2)
             peak.masked_fill_(torch.isneginf(peak), 0.0)
             log_sums = blocks.sub_(peak[:, :, None]).exp_().sum(dim=2).log_().add_(peak)
-            first = start // self.block_size
+            first = int(rows[0]) // self.block_size
             best, place = (log_sums + gumbels[self.blocks][first : first + log_sums.shape[1]].T).max(dim=1)
             block = torch.where(best > value, place + first, block)
             value = torch.maximum(value, best)
@@ -93,64 +110,67 @@ class FeatureCache(nn.Module):
         items[mine] = self._inside_block(anchors[mine], barred[mine], block[mine], uniform[mine])
         return distributed.all_reduce(items, "max"), log_mean.to(anchors)
 
-    def attend(self, anchors: Tensor, barred: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(
+        self, anchors: Tensor, barred: Tensor, counts: Tensor | None = None, blocks: list[int] | None = None
+    ) -> Attention:
         """The anchors' softmax over the filled slots: as seen from the items, and from the anchors.
 
         Args:
             anchors: (A, D) embeddings of the anchors of all ranks over τ, the same on every rank.
             barred: (A, K) distinct items that an anchor does not see, padded with -1.
             counts: (N,) how often each item counts; by default once.
-
-        Returns:
-            (n,) mean share of this rank's items, from `first_item` on; over all ranks they sum to 1, or to 0 where no
-            anchor sees anything. (A, D) mean embedding of what each anchor sees, 0 if nothing. (A,) log of the mean of
-            exp(s/τ) over it, -inf if nothing.
+            blocks: ascending numbers of the blocks to look at, the same on every rank; by default all.
         """
 
-        def runs() -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-            for start, logits, seen in self._runs(anchors, barred, counts):
+        def runs() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+            for rows, logits, seen in self._runs(anchors, barred, counts, blocks):
                 peak = logits.amax(dim=1)
                 peak.masked_fill_(torch.isneginf(peak), 0.0)
-                yield start, logits.sub_(peak[:, None]).exp_(), peak, seen
+                yield rows, logits.sub_(peak[:, None]).exp_(), peak, seen
 
-        log_sum, count = anchors.new_full((len(anchors),), -torch.inf), torch.zeros_like(anchors[:, 0])
-        kept = []
-        for start, weights, peak, seen in runs():
+        log_sum, count, kept = anchors.new_full((len(anchors),), -torch.inf), torch.zeros_like(anchors[:, 0]), []
+        for number, run in enumerate(runs()):
+            _, weights, peak, seen = run
             log_sum, count = torch.logaddexp(log_sum, weights.sum(dim=1).log() + peak), count + seen
-            kept = [(start, weights, peak, seen)]
+            kept = [run] if number == 0 else []
         found = torch.stack([log_sum, count])[None]
         log_sums, seen_by = distributed.gather(found, [1] * distributed.world_size()).unbind(dim=1)
         log_sum, count = torch.logsumexp(log_sums, dim=0), seen_by.sum(dim=0)
         sees = torch.isfinite(log_sum)
-        shares, mean = anchors.new_zeros(len(self.features)), torch.zeros_like(anchors)
+        items, shares, mean = (
+            [anchors.new_zeros(0, dtype=torch.long)],
+            [anchors.new_zeros(0)],
+            torch.zeros_like(anchors),
+        )
         # What fits into one run need not be computed again.
-        for start, weights, peak, _ in kept if kept and kept[0][0] == 0 else runs():
+        for rows, weights, peak, _ in kept or runs():
             scale = torch.exp(peak - log_sum).masked_fill(~sees, 0.0)
-            place = slice(start, start + weights.shape[1])
-            shares[place] = scale @ weights / sees.sum().clamp(min=1)
+            items.append(rows + self.first_item)
+            shares.append(scale @ weights / sees.sum().clamp(min=1))
+            place = slice(int(rows[0]), int(rows[-1]) + 1) if blocks is None else rows
             mean += scale[:, None] * (weights @ self.features[place].to(weights))
-        return shares, distributed.all_reduce(mean), log_sum - count.clamp(min=1).log()
+        log_mean = log_sum - count.clamp(min=1).log()
+        return Attention(torch.cat(items), torch.cat(shares), distributed.all_reduce(mean), log_sum, log_mean)
 
-    def sample(self, shares: Tensor, num_draws: int, uniform: Tensor) -> Tensor:
+    def sample(self, attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
         """(num_draws,) items, the same on every rank; item z comes num_draws·share_z times, rounded up or down.
 
         One number places all draws at equal distances along the cumulative shares (systematic sampling): of all ways
         to draw with these expectations one with little variance.
 
         Args:
-            shares: (n,) this rank's, as `shares` gives them.
-            num_draws: how many; none where all shares are 0.
-            uniform: a draw in (0, 1), the same on every rank.
+            attention: of this rank.
+            num_draws: how many; there are none where all shares are 0.
+            uniform: (1,) a draw in (0, 1), the same on every rank.
         """
-        cumulative = shares.double().cumsum(dim=0)
-        own = cumulative[-1:] if len(shares) else cumulative.new_zeros(1)
+        cumulative = attention.shares.double().cumsum(dim=0)
+        own = cumulative[-1:] if len(cumulative) else cumulative.new_zeros(1)
         ends = distributed.gather(own, [1] * distributed.world_size()).cumsum(dim=0)
-        start = ends[distributed.rank()] - own[0]
-        places = (torch.arange(num_draws, device=shares.device) + uniform.double()) / num_draws * ends[-1]
-        last = ends[-1] if distributed.rank() == distributed.world_size() - 1 else ends[distributed.rank()]
-        mine = places[(places >= start) & (places < last)] - start
-        drawn = torch.searchsorted(cumulative, mine, right=True).clamp(max=max(len(shares) - 1, 0))
-        return distributed.gather(drawn + self.first_item)
+        end = ends[distributed.rank()]
+        places = (torch.arange(num_draws, device=own.device) + uniform.double()) / max(num_draws, 1) * ends[-1]
+        mine = places[(places >= end - own) & (places < end)] - (end - own)
+        drawn = torch.searchsorted(cumulative, mine, right=True).clamp(max=max(len(cumulative) - 1, 0))
+        return distributed.gather(attention.items[drawn])
 
     def look_up(self, table: Tensor, items: Tensor) -> Tensor:
         """(n, …) rows of items (n,), the same on every rank, from this rank's part of a table; 0 where it has none."""
@@ -161,28 +181,34 @@ class FeatureCache(nn.Module):
         return distributed.all_reduce(found)
 
     def _runs(
-        self, anchors: Tensor, barred: Tensor, counts: Tensor | None = None
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Runs of whole blocks of this rank, small enough for (A, n) similarities.
+        self, anchors: Tensor, barred: Tensor, counts: Tensor | None = None, blocks: list[int] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Runs of whole blocks of this rank, small enough for (A, n) similarities; some blocks, or all of them.
 
         Yields:
-            Where the run starts; (A, n) s/τ, plus the log of an item's count, -inf where an anchor sees no item; and
-            (A,) how many items each anchor sees.
+            (n,) rows; (A, n) s/τ, plus the log of an item's count, -inf where an anchor sees no item; and (A,) how many
+            items each anchor sees.
         """
-        size = max(1, MAX_ELEMENTS // max(1, len(anchors) * self.block_size)) * self.block_size
-        for start in range(0, len(self.features), size):
-            number = self.filled[start : start + size].to(anchors)
+        own, size = self.blocks, max(1, MAX_ELEMENTS // max(1, len(anchors) * self.block_size))
+        wanted = range(own.start, own.stop) if blocks is None else [b for b in blocks if own.start <= b < own.stop]
+        offsets = torch.arange(self.block_size, device=anchors.device)
+        for first in range(0, len(wanted) if len(self.features) else 0, size):
+            starts = torch.tensor(wanted[first : first + size], device=anchors.device) * self.block_size
+            rows = (starts[:, None] + offsets).flatten() - self.first_item
+            # Neighbouring blocks are looked at where they are.
+            place = slice(int(rows[0]), int(rows[-1]) + 1) if blocks is None else rows
+            number = self.filled[place].to(anchors)
             if counts is not None:
-                of_run = counts[self.first_item + start : self.first_item + start + size]
-                number[: len(of_run)] *= of_run
-            logits = anchors @ self.features[start : start + size].to(anchors).T
+                number = number * counts[(rows + self.first_item).clamp(max=len(counts) - 1)]
+            logits = anchors @ self.features[place].to(anchors).T
             logits += number.log()
-            place = barred - self.first_item - start
-            anchor, listed = ((place >= 0) & (place < len(number))).nonzero(as_tuple=True)
-            column = place[anchor, listed]
+            local = barred - self.first_item
+            column = torch.searchsorted(rows, local).clamp(max=len(rows) - 1)
+            anchor, listed = (rows[column] == local).nonzero(as_tuple=True)
+            column = column[anchor, listed]
             logits[anchor, column] = -torch.inf
             none = anchors.new_zeros(len(anchors))
-            yield start, logits, number.sum() - none.index_add_(0, anchor, number[column])
+            yield rows, logits, number.sum() - none.index_add_(0, anchor, number[column])
 
     def _inside_block(self, anchors: Tensor, barred: Tensor, block: Tensor, uniform: Tensor) -> Tensor:
         """(A,) items drawn inside the winning blocks (A,) of this rank."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dualenc import distributed
-from dualenc.objectives.anchors import PADDING, Anchors
+from dualenc.objectives.anchors import PADDING, Anchors, listed
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
 from dualenc.objectives.chains import candidate_items, embed, find, ids_of, items_of
 from dualenc.objectives.feature_cache import FeatureCache
@@ -31,28 +31,35 @@ class GlobalCache(Objective):
     order of 1/(B + R).
 
     Embeddings of the batch, of mined negatives and of draws are remembered as they come, at no cost; draws that the
-    batch holds already are not encoded again. A step compares all anchors with all that is remembered, once or twice:
-    4·B·N·D multiply-adds for both directions together at most. Ranks share what is remembered, and the work.
+    batch holds already are not encoded again. A step compares all anchors with all that is remembered, 4·B·N·D
+    multiply-adds for both directions together (twice that where N is large), or with a random part of it (`pool`).
+    Ranks share what is remembered, and the work.
 
     Args:
         extra_encodes: items drawn per pair of the batch, for both directions together: R = extra_encodes·B/2 of each
             side, and with views R = extra_encodes·B views. 0 draws none.
         control: α in [0, 1]: how much of what is remembered enters as a control variate. Each anchor's gradient is
             moved by α times what the comparison, made with remembered embeddings, misses of all that is remembered;
-            that is 0 on average at any parameters, and takes away the noise where these move slowly.
+            that is 0 on average at any parameters, and takes away noise where these move slowly.
+        pool: look at so many remembered items per step, in random blocks, so that its time does not grow with N; by
+            default at all.
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
     """
 
     needs_num_left = True
     needs_encode = True
 
-    def __init__(self, *, extra_encodes: float = 1.0, control: float = 0.5, **common: Any) -> None:
+    def __init__(
+        self, *, extra_encodes: float = 1.0, control: float = 0.5, pool: int | None = None, **common: Any
+    ) -> None:
         super().__init__(**common)
         if not 0 <= extra_encodes < math.inf:
             self._fail("extra_encodes", f"is {extra_encodes}; it must be 0 or more items per pair, such as 1")
         if not 0 <= control <= 1:
             self._fail("control", f"is {control}; it must lie in [0, 1]")
-        self.extra_encodes, self.control = extra_encodes, control
+        if pool is not None and pool < 1:
+            self._fail("pool", f"is {pool}; it must be at least 1, a number of items, or null for all")
+        self.extra_encodes, self.control, self.pool = extra_encodes, control, pool
         # Named by the items they hold: left anchors draw from the right items.
         self.left_cache = FeatureCache((self.num_left or 1) * (2 if self.views else 1))
         self.right_cache = self.left_cache if self.views else FeatureCache(self.num_right or 1)
@@ -69,10 +76,11 @@ class GlobalCache(Objective):
         items, num_batch, updates = candidate_items(anchors), anchors.num_global, self.updates_state
         cache.allocate(anchors.candidates)
         with torch.no_grad():
-            counts = self.counts(anchors.candidate_side)
-            if counts is not None and self.views:
-                counts = counts.repeat_interleave(2)
-            shares, remembered_mean, log_mean, drawn = self._recall(anchors, cache, counts)
+            asking, barred = self._everyone(anchors)
+            blocks, share_seen = self._blocks(cache, anchors.ids.device)
+            seen = cache.attend(asking, barred, self._item_counts(anchors), blocks)
+            num_draws = round(self.extra_encodes * num_batch / 2)
+            drawn = cache.sample(seen, num_draws, self.random.uniform(1, like=asking))
             distinct, copies = torch.unique(drawn, return_counts=True)
             outside = distinct[find(items, distinct) < 0]
         # What is drawn from the batch has an embedding already; ranks split the rest.
@@ -80,53 +88,59 @@ class GlobalCache(Objective):
         embeddings = distributed.gather_with_grad(embed(own, encode, anchors), sizes)
         with torch.no_grad():
             compared = torch.cat([items, outside])
+            remembered, known = (cache.look_up(table, compared) for table in (cache.features, cache.filled))
             # n_z: once for each place in the batch, and all draws of an item in the first place that holds it.
-            number = anchors.embeddings.new_zeros(len(compared))
+            number = asking.new_zeros(len(compared))
             number[:num_batch] = 1
             number.index_add_(0, find(compared, distinct), copies.to(number))
-            expected = len(drawn) * cache.look_up(shares, compared)
-            if counts is not None:
-                expected = expected / counts[compared].clamp(min=1)
+            # How often a copy of each item was to be expected: among the draws, and in the batch.
+            logits = (asking @ remembered.T - seen.log_sum[:, None]).masked_fill(listed(barred, compared), -torch.inf)
+            sees = torch.isfinite(seen.log_sum)[:, None]
+            shares = torch.where(sees & known, logits.exp(), 0.0).sum(dim=0) / sees.sum().clamp(min=1)
             num_pairs, of_batch = self.corpus_size(anchors.candidate_side) or 1, num_batch // (2 if self.views else 1)
-            expected += min(max(of_batch - 1, 0) / max(num_pairs - 1, 1), 1.0)
+            expected = min(max(of_batch - 1, 0) / max(num_pairs - 1, 1), 1.0) + num_draws * share_seen * shares
             log_weights = number.log() - expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
-            remembered = cache.look_up(cache.features, compared)
-            forgotten = cache.look_up(cache.filled.to(number), compared) == 0
             if updates:
                 cache.write(compared, torch.cat([anchors.candidates, embeddings]))
+            first = sum(anchors.sizes[: distributed.rank()])
+            own_mean, own_log_mean = (of[first : first + len(anchors.ids)] for of in (seen.mean, seen.log_mean))
 
-        def weigh(some: Anchors, remembered_mean: Tensor) -> Tensor:
+        def weigh(some: Anchors, seen_mean: Tensor) -> Tensor:
             similarities = torch.cat([some.similarities, some.embeddings @ embeddings.T], dim=1)
             with torch.no_grad():
                 hidden = torch.cat([some.excluded, ~some.is_negative(ids_of(outside, some.views))], dim=1)
-                hidden = hidden | torch.isneginf(log_weights)
-                logits = similarities / some.temperature + log_weights
-                weights = softmax(logits, hidden)
-                # How far the same comparison misses what all that is remembered would give.
+                hidden = hidden | (number == 0)
+                weights = softmax(similarities / some.temperature + log_weights, hidden)
+                # What the same comparison misses of all that is remembered.
                 logits = some.embeddings @ remembered.T / some.temperature + log_weights
-                missed = remembered_mean - softmax(logits, hidden | forgotten) @ remembered
+                missed = seen_mean - softmax(logits, hidden | ~known) @ remembered
             return (weights * similarities).sum(dim=1) + self.control * (some.embeddings * missed).sum(dim=1)
 
-        negatives = anchors.by_rows(weigh, remembered_mean, row_entries=4 * len(compared))
-        value = log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
+        negatives = anchors.by_rows(weigh, own_mean, row_entries=4 * len(compared))
+        value = own_log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
         return AnchorLosses(negatives / anchors.temperature - anchors.positive_logits, value.detach())
 
-    def _recall(
-        self, anchors: Anchors, cache: FeatureCache, counts: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What is remembered, as `FeatureCache.attend` sees it for this rank's anchors, and (R,) items drawn by it."""
+    def _everyone(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
+        """Of the anchors of all ranks: embeddings over τ (A, D), and the items (A, K) that are no negatives."""
         barred = items_of(anchors.positive_ids, self.views)
         # Lists of ranks may differ in length.
         width = int(distributed.all_reduce(barred.new_full((), barred.shape[1]), "max"))
         barred = nn.functional.pad(barred, (0, width - barred.shape[1]), value=PADDING)
-        everyone = (anchors.embeddings / anchors.temperature, barred)
-        embeddings, barred = (distributed.gather(values, anchors.sizes) for values in everyone)
-        shares, mean, log_mean = cache.attend(embeddings, barred, counts)
-        num_draws = round(self.extra_encodes * anchors.num_global / 2)
-        drawn = cache.sample(shares, num_draws, self.random.uniform(1, like=embeddings))
-        first = sum(anchors.sizes[: distributed.rank()])
-        own = slice(first, first + len(anchors.ids))
-        return shares, mean[own], log_mean[own], drawn
+        embeddings = distributed.gather(anchors.embeddings / anchors.temperature, anchors.sizes)
+        return embeddings, distributed.gather(barred, anchors.sizes)
+
+    def _item_counts(self, anchors: Anchors) -> Tensor | None:
+        """(N,) how often each candidate item stands in the corpus; None for once."""
+        counts = self.counts(anchors.candidate_side)
+        return counts.repeat_interleave(2) if counts is not None and self.views else counts
+
+    def _blocks(self, cache: FeatureCache, device: torch.device) -> tuple[list[int] | None, float]:
+        """The blocks to look at in this step, None for all; and the probability of an item to be in one of them."""
+        wanted = cache.num_blocks if self.pool is None else -(-self.pool // cache.block_size)
+        if wanted >= cache.num_blocks:
+            return None, 1.0
+        blocks = self.random.permutation(cache.num_blocks, device)[:wanted]
+        return sorted(blocks.tolist()), wanted / cache.num_blocks
 
 
 def softmax(logits: Tensor, hidden: Tensor) -> Tensor:
