@@ -60,7 +60,8 @@ class FeatureCache(nn.Module):
 
     def write(self, items: Tensor, features: Tensor) -> None:
         """Remember features (n, D) of items (n,), the same on every rank; of an item's copies the first counts."""
-        self.allocate(features)
+        if not self.features.shape[1]:
+            self._allocate(features)
         chosen = first_rows(items)
         local = items[chosen] - self.first_item
         own = (local >= 0) & (local < len(self.features))
@@ -172,13 +173,17 @@ class FeatureCache(nn.Module):
         drawn = torch.searchsorted(cumulative, mine, right=True).clamp(max=max(len(cumulative) - 1, 0))
         return distributed.gather(attention.items[drawn])
 
-    def look_up(self, table: Tensor, items: Tensor) -> Tensor:
-        """(n, …) rows of items (n,), the same on every rank, from this rank's part of a table; 0 where it has none."""
+    def recall(self, items: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """What is remembered of items (n,), the same on every rank: (n, D) embeddings such as some (…, D), and (n,)
+        whether there is one; 0 where not."""
         local = items - self.first_item
-        own = ((local >= 0) & (local < len(table))).nonzero()[:, 0]
-        found = table.new_zeros(len(items), *table.shape[1:])
-        found[own] = table[local[own]]
-        return distributed.all_reduce(found)
+        own = ((local >= 0) & (local < len(self.filled))).nonzero()[:, 0]
+        found = like.new_zeros(len(items), like.shape[1] + 1)
+        if self.features.shape[1]:
+            found[own, :-1] = self.features[local[own]].to(found)
+            found[own, -1] = self.filled[local[own]].to(found)
+        found = distributed.all_reduce(found)
+        return found[:, :-1], found[:, -1] > 0
 
     def _runs(
         self, anchors: Tensor, barred: Tensor, counts: Tensor | None = None, blocks: list[int] | None = None
@@ -232,11 +237,6 @@ class FeatureCache(nn.Module):
     def first_item(self) -> int:
         """The first item that this rank holds."""
         return self.blocks.start * self.block_size
-
-    def allocate(self, like: Tensor) -> None:
-        """Make room for embeddings such as some (n, D), unless there is."""
-        if not self.features.shape[1]:
-            self._allocate(like)
 
     def _allocate(self, like: Tensor) -> None:
         num_rows = (self.blocks.stop - self.blocks.start) * self.block_size

@@ -74,7 +74,6 @@ class GlobalCache(Objective):
         assert encode is not None
         cache = self.left_cache if anchors.candidate_side == "left" else self.right_cache
         items, num_batch, updates = candidate_items(anchors), anchors.num_global, self.updates_state
-        cache.allocate(anchors.candidates)
         with torch.no_grad():
             asking, barred = self._everyone(anchors)
             blocks, share_seen = self._blocks(cache, anchors.ids.device)
@@ -88,7 +87,7 @@ class GlobalCache(Objective):
         embeddings = distributed.gather_with_grad(embed(own, encode, anchors), sizes)
         with torch.no_grad():
             compared = torch.cat([items, outside])
-            remembered, known = (cache.look_up(table, compared) for table in (cache.features, cache.filled))
+            remembered, known = cache.recall(compared, like=asking)
             # n_z: once for each place in the batch, and all draws of an item in the first place that holds it.
             number = asking.new_zeros(len(compared))
             number[:num_batch] = 1

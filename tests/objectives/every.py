@@ -54,6 +54,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"proposals": 7},
         {"proposals": 7, "neighbor_share": 0.5},
     ],
+    "GlobalCache": [{}, {"pool": 64, "extra_encodes": 2.0, "control": 1.0}],
     "HCL": [{"hardness": 0.5}, {"annealing_steps": 3}],
     "ISIR": [{}, {"proposals": 7}, {"shared_chain": True}],
     "NegativeCache": [{"refresh": 0.1}, {"refresh": 0.0}],

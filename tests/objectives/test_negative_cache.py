@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dualenc.errors import DualencError
 from dualenc.objectives import NegativeCache
-from dualenc.objectives import negative_cache as feature_cache
-from dualenc.objectives.negative_cache import FeatureCache
+from dualenc.objectives import feature_cache
+from dualenc.objectives.feature_cache import FeatureCache
 from dualenc.objectives.state import SharedRandom
 from tests.objectives.every import Dispatched
 from tests.objectives.slow import Case, gradients, make_case
