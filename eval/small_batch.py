@@ -26,7 +26,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -38,8 +38,6 @@ from dualenc.data import BeirPairs, PairDataset
 from dualenc.data.beir import read_beir
 from dualenc.data.corpus import Corpus, RetrievalSet
 from dualenc.encoders import DualEncoder, TextEncoder, VectorEncoder, train_tokenizer
-from dualenc.evaluation.metrics import paired_bootstrap
-from dualenc.evaluation.report import Table, print_table
 from dualenc.evaluation.retrieval import Result, retrieve
 from dualenc.objectives import (
     DCL,

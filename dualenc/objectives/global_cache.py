@@ -28,7 +28,7 @@ class GlobalCache(Objective):
     often a copy of z is expected there (multiple importance sampling by the balance heuristic, Veach and Guibas 1995),
     so that Σ_z n_z·exp(s/τ)/(…) has the mean Σ_z c_z·exp(s/τ), over the corpus, at any parameters: what is remembered
     decides who is looked at, and what is old or missing only makes q a worse guide. Normalising leaves a bias of the
-    order of 1/(B + R).
+    order of 1/R: with fewer than about eight draws a side it shows, so give small batches more `extra_encodes`.
 
     Embeddings of the batch, of mined negatives and of draws are remembered as they come, at no cost; draws that the
     batch holds already are not encoded again. A step compares all anchors with all that is remembered, 4·B·N·D

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_mlp_is_a_perceptron_beside_the_vectors_themselves(dim: int) -> None:
     normed = centred / (centred.square().mean(dim=1, keepdim=True) + 1e-5).sqrt() * w["norm.weight"] + w["norm.bias"]
     change = F.gelu(normed @ w["up.weight"].T + w["up.bias"]) @ w["down.weight"].T + w["down.bias"]
     skip = x if dim == 12 else x @ w["skip.weight"].T
-    torch.testing.assert_close(encoded(model, "left"), F.normalize(skip + change))
+    torch.testing.assert_close(encoded(model, "left"), F.normalize(math.sqrt(12) * skip + change))
 
 
 @pytest.mark.parametrize("tower", ["linear", "mlp", "identity"])

@@ -12,8 +12,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from dualenc.errors import DualencError
-from dualenc.objectives import NegativeCache
-from dualenc.objectives import feature_cache
+from dualenc.objectives import NegativeCache, feature_cache
 from dualenc.objectives.feature_cache import FeatureCache
 from dualenc.objectives.state import SharedRandom
 from tests.objectives.every import Dispatched
