@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -242,15 +243,14 @@ def test_two_folders_make_pairs_by_id(tmp_path: Path) -> None:
         VectorPairs(tmp_path / "left", tmp_path / "right", on_error="raise")
 
 
-@pytest.mark.parametrize("kind", ["folder", "parquet"])
+@pytest.mark.parametrize("kind", ["folder", "parquet", "vector", "embedding"])
 def test_a_beir_folder_may_hold_vectors(tmp_path: Path, kind: str) -> None:
     for part, vectors in (("queries", LEFT), ("corpus", RIGHT)):
         if kind == "folder":
             write_embeddings(tmp_path / part, NAMES, vectors)
         else:
-            write_table(
-                tmp_path / f"{part}.parquet", [{"_id": n, "vector": v.tolist()} for n, v in zip(NAMES, vectors)]
-            )
+            field, end = ("vector", "parquet") if kind == "parquet" else (kind, "jsonl")
+            write_table(tmp_path / f"{part}.{end}", [{"_id": n, field: v.tolist()} for n, v in zip(NAMES, vectors)])
     (tmp_path / "qrels").mkdir()
     lines = [f"n{q}\tn{d}\t1" for q, d in ((4, 1), (4, 2), (7, 9))]
     (tmp_path / "qrels" / "train.tsv").write_text("\n".join(lines) + "\n")
@@ -261,6 +261,30 @@ def test_a_beir_folder_may_hold_vectors(tmp_path: Path, kind: str) -> None:
         np.testing.assert_array_equal(pairs[2].right, RIGHT[9])
     assert read_beir(tmp_path, "train").corpus.modality == "vector"
     assert len(open_corpus(tmp_path, part="queries")) == N
+
+
+def test_lines_of_a_beir_folder_with_bad_vectors_are_left_out(tmp_path: Path) -> None:
+    """Whole numbers are vectors too, gzip is undone, and titles do not matter."""
+    documents = [{"_id": f"d{row}", "title": "", "embedding": [row, 1]} for row in range(4)]
+    documents[1]["embedding"], documents[2]["embedding"] = [0, 0], None
+    lines = "".join(json.dumps(document) + "\n" for document in documents)
+    (tmp_path / "corpus.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    write_jsonl(tmp_path / "queries.jsonl", [{"_id": "q", "vector": [1, 2, 3]}])
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels" / "train.tsv").write_text("q\td0\t1\nq\td1\t1\nq\td3\t1\n")
+    pairs = BeirPairs(tmp_path)
+    assert pairs.corpus.ids == ["d0", "d3"]
+    assert pairs.skipped == 3, "two vectors and the judgement of one of them"
+    assert [(pair.left.tolist(), pair.right.tolist()) for pair in pairs] == [
+        ([1, 2, 3], [0, 1]),
+        ([1, 2, 3], [3, 1]),
+    ]
+
+
+def test_texts_with_embeddings_beside_them_are_texts(tmp_path: Path) -> None:
+    for part in ("corpus", "queries"):
+        write_jsonl(tmp_path / f"{part}.jsonl", [{"_id": "a", "text": "a text", "vector": [0.5, 1.5]}])
+    assert open_corpus(tmp_path).items[0] == "a text"
 
 
 def test_bad_vectors_are_left_out_and_counted(tmp_path: Path) -> None:
