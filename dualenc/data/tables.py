@@ -167,19 +167,27 @@ def peek_lines(source: str | Path, split: str = "train", quotes: bool = True) ->
 
 def _kinds_of_records(file: Path, skips: Skips, quotes: bool = True) -> dict[str, ColumnKind]:
     head = [record for _, record in islice(read_records(file, skips, quotes), _ROWS_PEEKED)]
-    values = {
-        name: [record[name] for record in head if record.get(name) not in (None, [])] for name in (head or [{}])[0]
-    }
-    return {name: _kind_of_value(next(iter(filled), head[0][name])) for name, filled in values.items()}
+    result: dict[str, ColumnKind] = {}
+    for name, value in (head[0] if head else {}).items():
+        kinds = (_kind_of_value(record.get(name)) for record in head)
+        result[name] = next(filter(None, kinds), "list" if isinstance(value, list) else "value")
+    return result
 
 
-def _kind_of_value(value: Any) -> ColumnKind:
+def _kind_of_value(value: Any) -> ColumnKind | None:
+    """None of what holds nothing, and so tells nothing."""
     if not isinstance(value, list):
-        return "value"
-    if value and all(isinstance(entry, list) for entry in value):
-        return "vectors" if any(_kind_of_value(entry) == "vector" for entry in value) else "list"
-    numbers = all(type(entry) in (int, float) for entry in value) and any(type(entry) is float for entry in value)
-    return "vector" if numbers else "list"
+        return None if value is None else "value"
+    if all(entry in (None, []) for entry in value):
+        return None
+    if all(isinstance(entry, (list, NoneType)) for entry in value):
+        return "vectors" if any(_is_vector(entry) for entry in value) else "list"
+    return "vector" if _is_vector(value) else "list"
+
+
+def _is_vector(value: list[Any] | None) -> bool:
+    kinds = {type(entry) for entry in value or ()}
+    return float in kinds and kinds <= {float, int, NoneType}
 
 
 def _kind_of_type(kind: pa.DataType) -> ColumnKind:

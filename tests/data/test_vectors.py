@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from dualenc.data import BeirPairs, MinedPairs, TablePairs, VectorPairs, open_corpus, open_pairs, read_beir
 from dualenc.errors import BadSample, DualencError
@@ -115,6 +117,49 @@ def test_columns_may_hold_vectors_and_lists_of_them(tmp_path: Path, kind: str) -
             np.testing.assert_array_equal(found, vector)
     assert pairs.right_id[1] == pairs.right_id[2], "equal vectors are one item"
     assert len({pairs.item("right", i).tobytes() for i in range(pairs.num_right)}) == pairs.num_right
+
+
+NUMBER = st.sampled_from([0.0, 1.0, -2.5])
+VECTOR = st.one_of(
+    st.lists(NUMBER, min_size=2, max_size=2),
+    st.none(),
+    st.sampled_from([[], [1.0], [1.0, 2.0, 3.0], [float("nan"), 1.0], [None, 1.0], [1.0, float("inf")]]),
+)
+VECTORS = st.one_of(st.none(), st.lists(VECTOR, max_size=3))
+MIXED = st.lists(st.fixed_dictionaries({"q": VECTOR, "d": VECTORS, "n": VECTORS}), max_size=6)
+
+
+def is_good(vector: Any) -> bool:
+    return vector is not None and len(vector) == 2 and None not in vector and 0 < np.abs(vector).sum() < np.inf
+
+
+@given(MIXED, st.sampled_from(["parquet", "jsonl", "saved"]), st.integers(0, 3))
+@example([{"q": [None, 1.0], "d": [None], "n": [[], None]}, {"q": None, "d": [], "n": None}], "jsonl", 0)
+@example([{"q": [1.0, 1.0], "d": [None, [1.0, None]], "n": []}], "jsonl", 0)
+@settings(max_examples=40)
+def test_pairs_of_vectors_are_those_of_a_loop(
+    tmp_path_factory: pytest.TempPathFactory, mixed: list[dict[str, Any]], kind: str, place: int
+) -> None:
+    """Among good rows, which say what size is meant, any others."""
+    folder = tmp_path_factory.mktemp("mixed")
+    solid = [{"q": [1.0, row + 0.5], "d": [[row + 0.5, 1.0]] * 3, "n": [[9.5, row]] * 3} for row in range(8)]
+    records = [*solid[:place], *mixed, *solid[place:]]
+    good = [row for row in records if is_good(row["q"])]
+    positive = {(tuple(row["q"]), tuple(d)) for row in good for d in row["d"] or [] if is_good(d)}
+    expected, told = [], len(records) - len(good)
+    for row in good:
+        right = [d for d in row["d"] or [] if is_good(d)]
+        told += max(1, len(row["d"] or [])) - len(right)
+        negatives = [n for n in row["n"] or [] if is_good(n)]
+        kept = [n for n in negatives if (tuple(row["q"]), tuple(n)) not in positive]
+        expected += [(row["q"], d, kept) for d in right]
+        told += len(right) * (len(negatives) - len(kept))
+    told += sum(not is_good(n) for row in records for n in row["n"] or [])
+    pairs = TablePairs(write_lists(folder, kind, records), "q", "d", "n")
+    assert [(p.left.tolist(), p.right.tolist(), [n.tolist() for n in p.negatives]) for p in pairs] == expected
+    assert pairs.skipped == told
+    for side, count in (("left", pairs.num_left), ("right", pairs.num_right)):
+        assert len({pairs.item(side, i).tobytes() for i in range(count)}) == count  # type: ignore[arg-type]
 
 
 def test_of_bad_vectors_in_columns_the_rows_are_left_out(tmp_path: Path) -> None:
