@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -132,8 +133,8 @@ def open_table(
 
 
 def peek_columns(source: str | Path, split: str = "train", subset: str | None = None) -> dict[str, ColumnKind]:
-    """The columns a table has and what they hold, without reading it whole; of records, the first counts, and for what
-    it leaves empty those after it.
+    """The columns a table has and what they hold, without reading it whole: of records, the columns of the first, and
+    what most of the first hundred hold.
 
     Lists of floating-point numbers are vectors ("vector"), lists of those several vectors ("vectors"); all other lists
     are lists.
@@ -168,26 +169,26 @@ def peek_lines(source: str | Path, split: str = "train", quotes: bool = True) ->
 def _kinds_of_records(file: Path, skips: Skips, quotes: bool = True) -> dict[str, ColumnKind]:
     head = [record for _, record in islice(read_records(file, skips, quotes), _ROWS_PEEKED)]
     result: dict[str, ColumnKind] = {}
-    for name, value in (head[0] if head else {}).items():
-        kinds = (_kind_of_value(record.get(name)) for record in head)
-        result[name] = next(filter(None, kinds), "list" if isinstance(value, list) else "value")
+    for name in head[0] if head else ():
+        values = [record.get(name) for record in head]
+        kinds = Counter(kind for kind in map(_kind_of_value, values) if kind is not None)
+        otherwise: ColumnKind = "list" if any(isinstance(value, list) for value in values) else "value"
+        result[name] = kinds.most_common(1)[0][0] if kinds else otherwise
     return result
 
 
 def _kind_of_value(value: Any) -> ColumnKind | None:
-    """None of what holds nothing, and so tells nothing."""
+    """None of nothing, and of lists of whole numbers, which may be meant either way."""
     if not isinstance(value, list):
         return None if value is None else "value"
-    if all(entry in (None, []) for entry in value):
+    nested = all(isinstance(entry, (list, NoneType)) for entry in value) and any(value)
+    lists = [entry or [] for entry in value] if nested else [value]
+    types = {type(number) for entry in lists for number in entry}
+    if types <= {int, NoneType}:
         return None
-    if all(isinstance(entry, (list, NoneType)) for entry in value):
-        return "vectors" if any(_is_vector(entry) for entry in value) else "list"
-    return "vector" if _is_vector(value) else "list"
-
-
-def _is_vector(value: list[Any] | None) -> bool:
-    kinds = {type(entry) for entry in value or ()}
-    return float in kinds and kinds <= {float, int, NoneType}
+    if types <= {int, float, NoneType}:
+        return "vectors" if nested else "vector"
+    return "list"
 
 
 def _kind_of_type(kind: pa.DataType) -> ColumnKind:

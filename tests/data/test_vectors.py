@@ -196,8 +196,9 @@ def test_negatives_of_another_size_than_the_documents_are_bad(tmp_path: Path) ->
 def test_the_first_rows_tell_what_lines_hold(tmp_path: Path) -> None:
     records = in_lists("n", LEFT)
     records[0]["q"], records[1]["d"] = None, []
+    records[2]["q"], records[3]["d"], records[4]["q"] = "a text", [["a text"]], [1] * D
     path = write_jsonl(tmp_path / "x.jsonl", records)
-    assert len(TablePairs(path, "q", "d")) == len(open_pairs(path, "q", "d")) == 2 * (N - 3)
+    assert len(TablePairs(path, "q", "d")) == len(open_pairs(path, "q", "d")) == 2 * (N - 5)
     whole = [{"q": [1, 2], "d": [3, row]} for row in range(3)]
     path = write_jsonl(tmp_path / "whole.jsonl", whole)
     pairs = TablePairs(path, "q", "d", left_modality="vector", right_modality="vector")
