@@ -81,6 +81,7 @@ def make_toys(toys: Path) -> None:
         "evaluate zero-shot clip classes --out zero-shot",
         "evaluate image-text clip captioned --out image-text",
         "evaluate convergence image-run classes --out convergence --pairs 6",
+        OBJECTIVES.replace("{", "").replace("}", "").replace("--out out", "--out objectives"),
     ):
         if main(line.split()) != 0:
             raise RuntimeError(f"dualenc {line}: the toys must be sound")
@@ -883,6 +884,7 @@ def trees(toys: Path) -> Iterator[Case]:
     finished = {
         "corrupted": "evaluate corrupted {image} {classes} --out {corrupted} --corruptions contrast,brightness",
         "convergence": "evaluate convergence {image-run} {classes} --out {convergence} --pairs 6",
+        "objectives": OBJECTIVES.replace("--out out", "--out {objectives}"),
         "probe": "evaluate probe {image} {classes} --out {probe}",
         "zero-shot": "evaluate zero-shot {clip} {classes} --out {zero-shot}",
         "retrieval": "evaluate retrieval {text} {beir} --out {retrieval}",
