@@ -17,11 +17,23 @@ from torch import Tensor
 from dualenc.errors import DualencError
 
 _BUCKET_ELEMENTS = 2**24
+_works_alone = False
 
 
 def is_initialized() -> bool:
-    """Whether a process group of more than one process is up."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    """Whether a process group of more than one process is up, and this process works with the others."""
+    return not _works_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Work as if there were no other process: for pieces of work that are shared out whole, one to each process."""
+    global _works_alone
+    before, _works_alone = _works_alone, True
+    try:
+        yield
+    finally:
+        _works_alone = before
 
 
 def rank() -> int:

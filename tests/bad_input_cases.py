@@ -63,6 +63,7 @@ def make_toys(toys: Path) -> None:
     (toys / "caption").unlink()
     (toys / "templates.txt").write_text("a photo of a {}.\na plain {}.\n")
     (toys / "names.txt").write_text("blue\ngreen\nred\n")
+    save_vectors(toys)
     for name, recipe in recipes(toys).items():
         (toys / name).write_text(yaml.safe_dump(recipe, sort_keys=False))
     corrupted = "evaluate corrupted image classes --corruptions contrast,brightness"
@@ -80,6 +81,7 @@ def make_toys(toys: Path) -> None:
         "evaluate zero-shot clip classes --out zero-shot",
         "evaluate image-text clip captioned --out image-text",
         "evaluate convergence image-run classes --out convergence --pairs 6",
+        OBJECTIVES.replace("{", "").replace("}", "").replace("--out out", "--out objectives"),
     ):
         if main(line.split()) != 0:
             raise RuntimeError(f"dualenc {line}: the toys must be sound")
@@ -90,6 +92,21 @@ def make_toys(toys: Path) -> None:
     shutil.copy("retrieval/run.trec", "a.trec")
     shutil.copy("retrieval/per_query.ndjson", "a.ndjson")
     shutil.copy("beir/qrels/test.tsv", "qrels.tsv")
+
+
+def save_vectors(toys: Path) -> None:
+    """Pairs of vectors with mined negatives: in columns, and in folders that mined ids name."""
+    from dualenc.encoders import VectorEncoder
+    from tests.data.make import write_jsonl
+
+    rows = [[row / 7, 1.0, row % 3] for row in range(12)]
+    VectorEncoder(3).save(toys / "adapter")
+    write_jsonl(
+        toys / "vectors.jsonl", [{"q": row, "d": [row[::-1]], "n": [rows[i - 1]]} for i, row in enumerate(rows)]
+    )
+    _parquet(toys / "named.parquet", {"_id": [f"v{i}" for i in range(12)], "vector": rows})
+    mined = [{"query": f"v{i}", "pos": [f"v{i - 1}"], "neg": [f"v{i - 2}"]} for i in range(2, 12)]
+    write_jsonl(toys / "mined-ids.jsonl", mined)
 
 
 def warm_up(toys: Path) -> None:
@@ -130,6 +147,20 @@ def recipes(toys: Path) -> dict[str, dict[str, Any]]:
             "data": classes,
             "objective": {"class_path": "InfoNCE", "init_args": {"temperature": 0.2}},
             "evaluator": {"class_path": "KNNEvaluator", "init_args": {"train": classes, "test": classes, "k": 2}},
+            "trainer": {"output": "run", **trainer},
+        },
+        "vectors-recipe.yaml": {
+            "model": {"class_path": "VectorEncoder", "init_args": {}},
+            "data": {
+                "class_path": "TablePairs",
+                "init_args": {
+                    "path": str(toys / "vectors.jsonl"),
+                    "left_column": "q",
+                    "right_column": "d",
+                    "negative_column": "n",
+                },
+            },
+            "objective": {"class_path": "DCL", "init_args": {"temperature": 0.1}},
             "trainer": {"output": "run", **trainer},
         },
         "clip-recipe.yaml": {
@@ -268,6 +299,7 @@ def all_cases(toys: Path) -> list[Case]:
         modalities(),
         outputs(),
         data(),
+        vectors(),
         trees(toys),
     ]
     return [case for group in groups for case in group] + list(recipe_keys(toys)) + list(evaluations(toys))
@@ -797,11 +829,62 @@ def data() -> Iterator[Case]:
         yield Case(f"a table of the image {target!r}", IMAGE_TEXT, pointing(target))  # type: ignore[arg-type]
 
 
+def vectors() -> Iterator[Case]:
+    """Vectors in columns, and mined negatives that name vectors, with contents that cannot be right."""
+    train = "train {vectors-recipe.yaml} data.path={vectors.jsonl}"
+    mined = "train {vectors-recipe.yaml} data={class_path:␣MinedPairs,␣init_args:␣{path:␣{mined-ids.jsonl}"
+    named = f"{mined},␣queries:␣{{named.parquet}},␣documents:␣{{named.parquet}}}}}}"
+    yield Case("sound: train on columns of vectors", train, expected="works")
+    yield Case("sound: train on mined ids of vectors", named, expected="works")
+
+    def row(**changed: Any) -> str:
+        return json.dumps({"q": [0.5, 1.0], "d": [[1.0, 0.5]], "n": [[2.0, 0.5]]} | changed) + "\n"
+
+    def write(name: str, content: str) -> Change:
+        return lambda box: holding(content)(box[name])
+
+    rest = "".join(row(q=[0.5, float(number)]) for number in range(4))
+    for name, value in (
+        ("null", None),
+        ("no numbers", []),
+        ("nulls", [None, None]),
+        ("words", ["a", "b"]),
+        ("a word", "a"),
+        ("an object", {"a": 1.0}),
+        ("truth values", [True, False]),
+        ("three numbers", [1.0, 2.0, 3.0]),
+        ("zeros", [0.0, 0.0]),
+        ("infinity", [float("inf"), 1.0]),
+        ("a number of 400 digits", [10**400, 1.0]),
+        ("lists three deep", [[[1.0, 2.0]]]),
+        ("lists 500 deep", json.loads("[" * 500 + "1.5" + "]" * 500)),
+    ):
+        for column in "qdn":
+            some = write("vectors.jsonl", row(**{column: value}) + rest)
+            yield Case(f"one {column} of vectors is {name}", train, some, expected="works")  # that row is left out
+            every = write("vectors.jsonl", row(**{column: value}) * 5)
+            # Without negatives there are still pairs, and any list of numbers that is finite is a vector.
+            may_train = column == "n" or name == "three numbers"
+            yield Case(f"every {column} of vectors is {name}", train, every, may(may_train))
+    for name, content in {
+        "unknown ids": '{"query": "no", "pos": ["none"], "neg": []}\n',
+        "ids that are objects": '{"query": {"a": 1}, "pos": ["v1"], "neg": []}\n',
+        "nothing": "",
+        "no positives": '{"query": "v1", "neg": ["v2"]}\n',
+    }.items():
+        yield Case(f"mined ids with {name}", named, write("mined-ids.jsonl", content))
+    yield Case("mined ids without documents", f"{mined},␣queries:␣{{named.parquet}}}}}}")
+    yield Case("mined ids of texts", named.replace("{named.parquet}", "{docs.parquet}"))
+    yield Case("mined ids of a lost file", named.replace("{named.parquet}", "lost.npy"))
+    yield Case("embed with three columns of vectors", "embed {adapter} {vectors.jsonl} --out out", expected="either")
+
+
 def trees(toys: Path) -> Iterator[Case]:
     """Unfinished work of evaluations, and our own folders in shapes that we never write."""
     finished = {
         "corrupted": "evaluate corrupted {image} {classes} --out {corrupted} --corruptions contrast,brightness",
         "convergence": "evaluate convergence {image-run} {classes} --out {convergence} --pairs 6",
+        "objectives": OBJECTIVES.replace("--out out", "--out {objectives}"),
         "probe": "evaluate probe {image} {classes} --out {probe}",
         "zero-shot": "evaluate zero-shot {clip} {classes} --out {zero-shot}",
         "retrieval": "evaluate retrieval {text} {beir} --out {retrieval}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dualenc import distributed
 from dualenc.cli import nearest
 from dualenc.commands.convergence import CHUNK, open_set
 from dualenc.commands.evaluation import (
@@ -25,6 +25,7 @@ from dualenc.commands.evaluation import (
 )
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
+from dualenc.evaluation.ledger import Ledger
 from dualenc.evaluation.objectives import (
     ESTIMATORS,
     OTHER_LOSSES,
@@ -69,7 +70,9 @@ def objectives(
 
     Writes metrics.json and report.html. Pairs are embedded once and stay as they are; gradients are those with respect
     to the embeddings, and the pairs that are embedded are the whole corpus. Each objective makes six independent runs,
-    until the standard error of its bias is below 0.02, or to the limit of epochs.
+    until the standard error of its bias is below 0.02, or to the limit of epochs. Under `accelerate launch` the
+    processes share the objectives. Interrupted, or with further objectives, it measures only those that it has not
+    measured yet.
 
     Args:
         model: model folder or name.
@@ -101,11 +104,10 @@ def objectives(
             raise DualencError(f"--objectives: there is no '{name}'{nearest(name, ESTIMATORS)}; choose from {known}")
     if not chosen:
         raise DualencError("--objectives names none; leave it out to measure all")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Objectives would take the batches of all processes for one.
-        raise DualencError("evaluate objectives works in one process; start it without accelerate launch")
     target, device_to_use = begin("objectives", model, data, out, device)
     from dualenc.encoders import load_model
+    from dualenc.encoders.dual import SIDES
+    from dualenc.search.embed import tower_checksum
 
     encoder = load_model(model, device=str(device_to_use)).eval()
     if temperature is None:
@@ -116,18 +118,28 @@ def objectives(
     # In whole batches: a rest would make a smaller one.
     rows = random_rows(len(found), min(pairs, len(found)) // batch_size * batch_size)
     frozen = embed_pairs(encoder, found, rows, seed)
-    order = next(epochs(len(frozen), batch_size, seed))
-    shares = softmax_shares(frozen, temperature, order).cpu().numpy()
-    _, loss = frozen.exact(temperature)
-    results = {}
-    for name in chosen:
-        how: dict[str, Any] = {"warm_up": warm_up, "bound": BOUND, "max_epochs": max_epochs, "seed": seed}
-        results[name] = measure(frozen, ESTIMATORS[name], temperature, batch_size, **how)
-        print(f"{name}: {results[name].epochs} epochs", file=sys.stderr)
-    facts: Row = {"model": model, "data": data, "split": split, "kind": encoder.kind, "pairs": len(frozen)}
-    facts |= {"pairs_of_data": len(found), "batch_size": batch_size, "temperature": temperature}
-    facts |= {"warm_up": warm_up, "max_epochs": max_epochs, "seed": seed}
-    _conclude(target, facts, results, loss, shares)
+    how: dict[str, Any] = {"warm_up": warm_up, "bound": BOUND, "max_epochs": max_epochs, "seed": seed}
+    signature = {"batch_size": batch_size, "temperature": temperature, "pairs": len(frozen), **how}
+    if distributed.is_main():
+        signature |= {"data": found.identity(), "model": [tower_checksum(encoder.tower(side)) for side in SIDES]}
+    ledger: Ledger[str] = Ledger(target / "finished", distributed.broadcast_object(signature))
+    own = ledger.missing(chosen)
+    with distributed.alone():  # objectives would take the batches of all processes for one
+        order = next(epochs(len(frozen), batch_size, seed))
+        shares = softmax_shares(frozen, temperature, order).cpu().numpy()
+        _, loss = frozen.exact(temperature)
+        for name in own:
+            measured = measure(frozen, ESTIMATORS[name], temperature, batch_size, **how)
+            ledger.add({name: measured.to_plain()})
+            print(f"{name}: {measured.epochs} epochs", file=sys.stderr)
+    done = ledger.all_values()
+    if distributed.is_main():
+        facts: Row = {"model": model, "data": data, "split": split, "kind": encoder.kind, "pairs": len(frozen)}
+        facts |= {"pairs_of_data": len(found), "batch_size": batch_size, "temperature": temperature}
+        facts |= {"warm_up": warm_up, "max_epochs": max_epochs, "seed": seed}
+        results = {name: Measured.from_plain(done[name]) for name in chosen}
+        _conclude(target, facts, results, loss, shares)
+    distributed.barrier()
 
 
 def trained_temperature(model: DualEncoder, folder: Path) -> float | None:

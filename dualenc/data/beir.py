@@ -13,8 +13,8 @@ from dualenc.data.columns import Picked
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.lines import read_text_lines
 from dualenc.data.pairs import PairDataset, Skips
-from dualenc.data.tables import ColumnKind, open_table
-from dualenc.data.vectors import is_vectors, open_vectors
+from dualenc.data.tables import ColumnKind, open_table, peek_lines
+from dualenc.data.vectors import VECTOR_NAMES, is_vectors, open_vectors
 from dualenc.errors import DualencError
 from dualenc.types import OnError
 
@@ -39,8 +39,9 @@ class BeirPairs(PairDataset):
     Left ids number the queries of this split that have a relevant document, in the order of queries.jsonl. Right
     ids are positions in the whole corpus: every document is a candidate of the global loss.
 
-    In place of corpus.jsonl and queries.jsonl there may be vectors: folders of embeddings `corpus` and `queries`, or
-    files corpus.parquet and queries.parquet with columns `_id` and `vector`.
+    In place of texts there may be vectors: folders of embeddings `corpus` and `queries`, files corpus.parquet and
+    queries.parquet with columns `_id` and `vector` (or `embedding`), or these as fields of the jsonl files, which then
+    have no `text`.
 
     Args:
         path: the BEIR folder.
@@ -107,7 +108,7 @@ def read_beir(
 
     Args:
         folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may end in .gz. Vectors may
-            stand in their place, as for `BeirPairs`.
+            stand in place of texts, as for `BeirPairs`.
         split: the qrels file to read, without `.tsv`.
         titles: join a document's title to its text.
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
@@ -157,9 +158,13 @@ def read_corpus(folder: str | Path, part: str = "corpus", *, titles: bool = True
         BadSample: a malformed line, an empty text, a repeated id, under on_error="raise".
     """
     file = next((f for end in ("", ".gz") if (f := Path(folder) / f"{part}.jsonl{end}").is_file()), None)
-    vectors = _vectors_of(Path(folder), part) if file is None else None
+    vectors = _vectors_of(Path(folder), part)
+    if file is not None:
+        # Texts count where both are there: a file of texts with their embeddings is still one of texts.
+        fields = peek_lines(file).keys()
+        vectors = None if "text" in fields or not fields & set(VECTOR_NAMES) else file
     if vectors is not None:
-        return open_vectors(vectors, id_column="_id" if vectors.suffix == ".parquet" else None, skips=skips)
+        return open_vectors(vectors, id_column=None if vectors.is_dir() else "_id", skips=skips)
     if file is None:
         raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/")
     titles = titles and part == "corpus"

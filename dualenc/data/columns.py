@@ -115,6 +115,15 @@ class Column:
                 result[place] = value
         return result
 
+    def places_in(self, names: Sequence[str]) -> np.ndarray:
+        """Where each value stands among some strings, (len(self),); -1 for one that is not there."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        known = pa.array(names, pa.large_string())
+        places = pc.index_in(pc.cast(self.array, known.type), value_set=known)
+        return np.asarray(pc.fill_null(places, -1).to_numpy(), dtype=np.int64)
+
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Bytes of the texts or file contents at some positions (n,); 0 for values of other kinds."""
         import pyarrow.compute as pc

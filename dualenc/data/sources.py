@@ -12,7 +12,7 @@ from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
 from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
 from dualenc.data.tables import TABLE_FORMATS, ColumnKind, file_format, is_saved, open_table, peek_columns
-from dualenc.data.vectors import ID_NAMES, VectorPairs, is_vectors, open_vectors
+from dualenc.data.vectors import ID_NAMES, is_vectors, open_vectors, usual_ids
 from dualenc.data.webdataset import IMAGES, WebDatasetPairs, is_tars, tar_corpus
 from dualenc.errors import DualencError
 from dualenc.types import Modality, OnError
@@ -79,8 +79,8 @@ def open_corpus(
     elif is_vectors(path):
         corpus = open_vectors(path, skips=skips)
     elif modality == "vector" or vector_column is not None:
-        known = None if id_column is not None else _known(peek_columns(path, split, subset), ID_NAMES)
-        how: dict[str, Any] = {"id_column": id_column or known, "split": split, "subset": subset, "limit": limit}
+        id_column = id_column or usual_ids(path, split, subset)
+        how: dict[str, Any] = {"id_column": id_column, "split": split, "subset": subset, "limit": limit}
         corpus = open_vectors(path, vector_column, **how, skips=skips)
     else:
         kinds = peek_columns(path, split, subset)
@@ -145,17 +145,6 @@ def open_pairs(
     if left is None or right is None:
         missing = "left_column" if left is None else "right_column"
         raise DualencError(f"{path}: no telling which column is {missing}; name it (columns: {', '.join(kinds)})")
-    if "vector" in (kinds.get(left), kinds.get(right)):
-        return VectorPairs(
-            path,
-            left_column=left,
-            right_column=right,
-            split=split,
-            subset=subset,
-            limit=limit,
-            deduplicate=deduplicate,
-            on_error=on_error,
-        )
     return TablePairs(
         path,
         left,

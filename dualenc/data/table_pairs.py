@@ -18,11 +18,21 @@ from dualenc.data.columns import (
     labels_of_folders,
     number_distinct,
 )
-from dualenc.data.corpus import table_corpus
+from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.images import ImageFiles, find_images
 from dualenc.data.lines import read_text_lines
 from dualenc.data.pairs import Items, PairDataset, Ragged, Skips
-from dualenc.data.tables import TABLE_FORMATS, ColumnKind, DataTable, open_table, peek_columns
+from dualenc.data.tables import TABLE_FORMATS, ColumnKind, DataTable, open_table, peek_columns, peek_lines
+from dualenc.data.vectors import (
+    Faults,
+    VectorColumn,
+    VectorKeys,
+    holds_vectors,
+    is_vectors,
+    open_vectors,
+    usable,
+    usual_ids,
+)
 from dualenc.errors import DualencError
 from dualenc.types import Modality, OnError
 
@@ -34,7 +44,8 @@ class ColumnPairs(PairDataset):
     """Pairs between the values of two columns of an opened table; the arguments are those of `TablePairs`.
 
     Pair by pair in the order of rows; a row with a list on the right makes one pair for each entry, which share
-    their left item. Ids are numbered in order of appearance.
+    their left item. Ids are numbered in order of appearance. With `left_vectors` and `right_vectors` the columns hold
+    ids of these vectors.
     """
 
     def __init__(
@@ -46,18 +57,19 @@ class ColumnPairs(PairDataset):
         *,
         left_modality: Modality | None = None,
         right_modality: Modality | None = None,
+        left_vectors: Corpus | None = None,
+        right_vectors: Corpus | None = None,
         deduplicate: bool = True,
         max_negatives: int | None = None,
     ) -> None:
-        left = _Values(table, left_column, left_modality)
-        right = _Values(table, right_column, right_modality)
-        if left.column.is_list:
+        left = _Values(table, left_column, left_modality, left_vectors)
+        right = _Values(table, right_column, right_modality, right_vectors)
+        if left.is_list:
             raise DualencError(f"{table.source}: column {left_column!r} holds lists; name it as right_column instead")
-        good, there = left.column.filled(), right.column.filled()
-        left.tell_empty(np.flatnonzero(~good))
-        without = np.flatnonzero(np.bincount(right.rows, minlength=len(table)) == 0)
-        empty = np.concatenate([without, right.rows[~there]])
-        right.tell_empty(np.sort(empty[good[empty]]))
+        good, there = usable(left.faults, len(table)), usable(right.faults, len(right.items))
+        left.tell(~good)
+        without = np.bincount(right.rows, minlength=len(table)) == 0
+        right.tell(~there & good[right.rows], np.flatnonzero(without & good))
         right_at = np.flatnonzero(there & good[right.rows])  # position of the right value of every pair
         rows = right.rows[right_at]
         table.skips.demand(len(rows), "pair")
@@ -65,9 +77,9 @@ class ColumnPairs(PairDataset):
         items, keys, pool = right.items, right.keys, right_at
         mined = None
         if negative_column is not None:  # its values lie behind those of the right column
-            negative = _Values(table, negative_column, right.modality)
-            filled = negative.column.filled()
-            negative.tell_empty(negative.rows[~filled])
+            negative = _Values(table, negative_column, right.modality, right_vectors, right.dim)
+            filled = usable(negative.faults, len(negative.items))
+            negative.tell(~filled)
             paired = np.bincount(rows, minlength=len(table)) > 0
             kept = np.flatnonzero(filled & paired[negative.rows])
             mined = Ragged.from_sorted(negative.rows[kept], len(items) + kept, len(table))
@@ -100,25 +112,62 @@ class ColumnPairs(PairDataset):
 
 
 class _Values:
-    """One column as items, its lists laid flat.
+    """One column as items, its lists laid flat: n values.
+
+    Args:
+        table: the rows.
+        name: one of its columns.
+        modality: what it holds; found out from the values by default.
+        vectors: what the values are ids of, if they are ids.
+        dim: size that vectors in the column must have; by default the most frequent one.
 
     Attributes:
-        rows: the row that each value stands in.
+        is_list: whether a row may hold several values.
+        rows: (n,) the row that each value stands in.
+        items: (n,) texts, images or vectors.
         keys: strings that are equal for equal items; None where they would cost reading every image.
+        faults: which values cannot be used; the first reason is also that of a row without any.
+        dim: size of the vectors in the column.
     """
 
-    def __init__(self, table: DataTable, name: str, modality: Modality | None) -> None:
-        self.table, self.column = table, Column(table, name, modality, lists=True)
-        self.modality, self.rows = self.column.modality, self.column.row_of_values()
-        texts = Texts(self.column)
-        self.items: Items = texts if self.modality == "text" else ColumnImages(table, self.column)
-        self.keys: Items | None = texts if self.modality == "text" or self.column.holds_strings else None
+    def __init__(
+        self,
+        table: DataTable,
+        name: str,
+        modality: Modality | None,
+        vectors: Corpus | None = None,
+        dim: int | None = None,
+    ) -> None:
+        self.table, self.dim = table, dim
+        self.items: Items
+        self.keys: Items | None
+        if vectors is None and (modality == "vector" or (modality is None and holds_vectors(table, name))):
+            found = VectorColumn(table, name, dim)
+            self.modality: Modality = "vector"
+            self.is_list, self.rows, self.dim = found.is_list, found.rows, found.dim
+            self.items, self.keys = found.items, VectorKeys(found.items)
+            self.faults: Faults = found.faults
+            return
+        column = Column(table, name, "text" if vectors is not None else modality, lists=True)
+        texts, there = Texts(column), column.filled()
+        self.is_list, self.rows = column.is_list, column.row_of_values()
+        self.modality = column.modality if vectors is None else vectors.modality
+        self.items = texts if column.modality == "text" else ColumnImages(table, column)
+        self.keys = texts if column.modality == "text" or column.holds_strings else None
+        what = "id" if vectors is not None else column.modality
+        self.faults = {f"no {what} in column {name!r}": (~there, "fill it in or remove the row")}
+        if vectors is not None:
+            place = column.places_in(vectors.ids)
+            self.items = Picked(vectors.items, place)
+            self.faults["id without a vector"] = (there & (place < 0), f"column {name!r} names what is not embedded")
 
-    def tell_empty(self, rows: np.ndarray) -> None:
-        """Count rows without a usable value."""
-        if len(rows):
-            reason = f"no {self.modality} in column {self.column.name!r}"
-            self.table.skips.bad(reason, self.table.where(int(rows[0])), "fill it in or remove the row", len(rows))
+    def tell(self, bad: np.ndarray, without: np.ndarray | None = None) -> None:
+        """Count the bad ones (n,) of the values, and rows that hold none."""
+        for number, (reason, (mask, mend)) in enumerate(self.faults.items()):
+            rows = self.rows[mask & bad]
+            if number == 0 and without is not None:
+                rows = np.sort(np.concatenate([without, rows]))
+            self.table.tell(reason, rows, mend)
 
 
 def _number(items: Items, keys: Items | None, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -136,23 +185,25 @@ class TablePairs(ColumnPairs):
         path: a .jsonl, .json, .csv, .tsv, .txt or .parquet file, a glob or folder of such files, a folder written by
             `datasets.save_to_disk`, or a hub name.
         left_column: query or image. Images may be file contents, `datasets` images, or paths relative to the table.
-        right_column: document or caption; a list of captions makes one pair each.
-        negative_column: mined negatives, a text or a list of texts.
+            Columns of lists of floating-point numbers are vectors.
+        right_column: document or caption; a list of captions, or of vectors, makes one pair each.
+        negative_column: mined negatives, one or a list of what the right column holds.
         split: of a folder, saved data set or hub name.
         subset: configuration of a hub data set.
-        left_modality: "text" or "image"; found out from the values by default.
+        left_modality: "text", "image" or "vector"; found out from the values by default.
         right_modality: the same for the right column.
         image_root: where relative image paths start, and where images must lie; by default the table's folder.
         allow_outside: whether image paths may lead out of that folder; only for a table that you trust.
-        deduplicate: equal texts, and equal image paths, of one side are the same item and share an id.
+        deduplicate: equal texts, vectors and image paths of one side are the same item and share an id.
         max_negatives: keep that many negatives of each row, from the front.
         limit: read the first rows only.
         quotes: whether `"` encloses fields of csv and tsv files.
-        on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
+        on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first. Vectors that are not
+            finite, zero, or of another size than most are bad.
 
     Raises:
         DualencError: no such file, column or split; nothing usable; a broken file.
-        BadSample: a malformed line or an empty cell, under on_error="raise".
+        BadSample: a malformed line, an empty cell or a bad vector, under on_error="raise".
     """
 
     def __init__(
@@ -174,13 +225,18 @@ class TablePairs(ColumnPairs):
         quotes: bool = True,
         on_error: OnError = "skip",
     ) -> None:
+        skips = Skips(path, on_error)
         columns: dict[str, ColumnKind] = {left_column: "value", right_column: "list"}
+        kinds = peek_lines(path, split, quotes)
+        for name, modality in ((left_column, left_modality), (right_column, right_modality)):
+            if modality == "vector" or (modality is None and kinds.get(name) in ("vector", "vectors")):
+                columns[name] = "vector" if columns[name] == "value" else "vectors"
         if negative_column is not None:
-            columns[negative_column] = "list"
+            columns[negative_column] = columns[right_column]
         table = open_table(
             path,
             columns,
-            Skips(path, on_error),
+            skips,
             split=split,
             subset=subset,
             limit=limit,
@@ -207,16 +263,26 @@ class MinedPairs(ColumnPairs):
     [{"docid", "title", "text"}, …], "negative_passages": […]}`. A query with several positives makes one pair each.
     Equal texts are the same item, wherever they stand.
 
+    Vectors may stand in place of the texts, as lists of numbers in the file; or lie elsewhere, and the file names them:
+
+        MinedPairs("mined.jsonl", queries="emb/queries", documents="emb/corpus")
+
+    Then what is read of Tevatron's lines is `query_id` and each `docid`, so that one file serves for the texts and for
+    their embeddings; and with `{"query", "pos", "neg"}`, these are ids.
+
     Args:
         path: a .jsonl file, or a glob of them.
         titles: join a passage's title to its text.
         max_negatives: keep that many negatives of each query, from the front.
         limit: read the first queries only.
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
+        queries: vectors of the queries: a folder of embeddings, a .npy file, or a table of vectors and ids.
+        documents: likewise of positives and negatives.
 
     Raises:
         DualencError: no such file, neither layout, nothing usable.
-        BadSample: a malformed line, an empty query or passage, under on_error="raise".
+        BadSample: a malformed line, an empty query or passage, a bad vector, an id without a vector, under
+            on_error="raise".
     """
 
     def __init__(
@@ -227,21 +293,47 @@ class MinedPairs(ColumnPairs):
         max_negatives: int | None = None,
         limit: int | None = None,
         on_error: OnError = "skip",
+        queries: str | Path | None = None,
+        documents: str | Path | None = None,
     ) -> None:
+        if (queries is None) != (documents is None):
+            raise DualencError(f"{path}: queries and documents are given together; name the vectors of both")
+        skips = Skips(path, on_error)
+        left, right = (_named(source, skips) for source in (queries, documents))
         columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
-        reshape = _mined_with_titles if titles else _mined
-        table = open_table(path, columns, Skips(path, on_error), optional=("neg",), limit=limit, reshape=reshape)
+        reshape = _mined_ids if left is not None else _mined_with_titles if titles else _mined
+        modality: Modality = "text"
+        if left is None and peek_lines(path).get("query") == "vector":
+            columns, modality = {"query": "vector", "pos": "vectors", "neg": "vectors"}, "vector"
+        table = open_table(path, columns, skips, optional=("neg",), limit=limit, reshape=reshape)
         super().__init__(
-            table, "query", "pos", "neg", left_modality="text", right_modality="text", max_negatives=max_negatives
+            table,
+            "query",
+            "pos",
+            "neg",
+            left_modality=modality,
+            right_modality=modality,
+            left_vectors=left,
+            right_vectors=right,
+            max_negatives=max_negatives,
         )
 
 
-def _mined(record: dict[str, Any], titles: bool = False) -> dict[str, Any]:
+def _named(source: str | Path | None, skips: Skips) -> Corpus | None:
+    """Vectors with the ids that mined negatives know them by."""
+    if source is None:
+        return None
+    return open_vectors(source, id_column=None if is_vectors(source) else usual_ids(source), skips=skips)
+
+
+def _mined(record: dict[str, Any], titles: bool = False, ids: bool = False) -> dict[str, Any]:
     """Tevatron's nested passages as FlagEmbedding's lists of texts; the reading of columns judges all else."""
 
     def text_of(entry: Any) -> Any:
         if not isinstance(entry, dict):
             return entry
+        if ids:
+            return entry.get("docid")
         parts = (entry.get("title") if titles else None, entry.get("text"))
         if any(not isinstance(part, (str, NoneType)) for part in parts):
             raise TypeError("a passage's title or text is no string")
@@ -252,11 +344,15 @@ def _mined(record: dict[str, Any], titles: bool = False) -> dict[str, Any]:
         return record
     lists = {new: record.get(old) for new, old in names.items()}
     texts = {new: [text_of(entry) for entry in old] if isinstance(old, list) else old for new, old in lists.items()}
-    return {**record, **texts}
+    return {**record, **texts, **({"query": record.get("query_id")} if ids else {})}
 
 
 def _mined_with_titles(record: dict[str, Any]) -> dict[str, Any]:
     return _mined(record, titles=True)
+
+
+def _mined_ids(record: dict[str, Any]) -> dict[str, Any]:
+    return _mined(record, ids=True)
 
 
 class ImageFolderPairs(ColumnPairs):

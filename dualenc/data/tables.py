@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,10 +23,11 @@ from dualenc.errors import DualencError
 from dualenc.files import atomic_path, read_json, write_json
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
     from datasets import Dataset
 
-ColumnKind = Literal["value", "list", "vector"]
+ColumnKind = Literal["value", "list", "vector", "vectors"]
 Reshape = Callable[[dict[str, Any]], dict[str, Any]]
 FILE, LINE = "__file__", "__line__"
 TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
@@ -34,6 +36,7 @@ IN_MEMORY_BYTES = 32 << 20
 """Files that are smaller than this together are kept in memory instead of the cache folder."""
 
 _BATCH_ROWS = 2000
+_ROWS_PEEKED = 100
 _ROWS_BEFORE_MISSING = 1000  # a column absent from that many records is taken for a typing error
 _VERSION = 2  # of what the cache holds; raise it when the reading changes
 _BAR_BYTES = 256 << 20  # parquet files below that are read in a moment
@@ -65,6 +68,11 @@ class DataTable:
     def has(self, name: str) -> bool:
         """Whether there is such a column with at least one value in it."""
         return name in self.dataset.column_names and self.dataset.data.column(name).null_count < len(self)
+
+    def tell(self, reason: str, rows: np.ndarray, mend: str) -> None:
+        """Note some rows (n,) as bad samples, the first of them with its place."""
+        if len(rows):
+            self.skips.bad(reason, self.where(int(rows[0])), mend, len(rows))
 
     def where(self, row: int) -> str:
         """Where a row stands: file:line if it was read from lines."""
@@ -125,9 +133,11 @@ def open_table(
 
 
 def peek_columns(source: str | Path, split: str = "train", subset: str | None = None) -> dict[str, ColumnKind]:
-    """The columns a table has and what they hold, without reading it whole; of records, the first counts.
+    """The columns a table has and what they hold, without reading it whole: of records, the columns of the first, and
+    what most of the first hundred hold.
 
-    Lists of floating-point numbers are vectors; all other lists are lists.
+    Lists of floating-point numbers are vectors ("vector"), lists of those several vectors ("vectors"); all other lists
+    are lists.
 
     Raises:
         DualencError: no such file or split; a broken file.
@@ -139,17 +149,46 @@ def peek_columns(source: str | Path, split: str = "train", subset: str | None = 
         schema = _parquet_schema(files[0])
     else:
         skips = Skips(files[0])
-        record = next((record for _, record in read_records(files[0], skips)), None)
-        skips.demand(record is not None, "record")
-        return {name: _kind_of_value(value) for name, value in (record or {}).items()}
+        kinds = _kinds_of_records(files[0], skips)
+        skips.demand(len(kinds), "record")
+        return kinds
     return {field.name: _kind_of_type(field.type) for field in schema}
 
 
-def _kind_of_value(value: Any) -> ColumnKind:
+def peek_lines(source: str | Path, split: str = "train", quotes: bool = True) -> dict[str, ColumnKind]:
+    """What the columns of a line-based file hold, by its first records: how to read them, which other sources know.
+
+    Raises:
+        DualencError: no such file or split.
+    """
+    files = find_files(str(source), split)
+    lines = bool(files) and file_format(files[0]) in LINE_FORMATS
+    return _kinds_of_records(files[0], Skips(files[0]), quotes) if lines else {}
+
+
+def _kinds_of_records(file: Path, skips: Skips, quotes: bool = True) -> dict[str, ColumnKind]:
+    head = [record for _, record in islice(read_records(file, skips, quotes), _ROWS_PEEKED)]
+    result: dict[str, ColumnKind] = {}
+    for name in head[0] if head else ():
+        values = [record.get(name) for record in head]
+        kinds = Counter(kind for kind in map(_kind_of_value, values) if kind is not None)
+        otherwise: ColumnKind = "list" if any(isinstance(value, list) for value in values) else "value"
+        result[name] = kinds.most_common(1)[0][0] if kinds else otherwise
+    return result
+
+
+def _kind_of_value(value: Any) -> ColumnKind | None:
+    """None of nothing, and of lists of whole numbers, which may be meant either way."""
     if not isinstance(value, list):
-        return "value"
-    numbers = all(type(entry) in (int, float) for entry in value) and any(type(entry) is float for entry in value)
-    return "vector" if numbers else "list"
+        return None if value is None else "value"
+    nested = all(isinstance(entry, (list, NoneType)) for entry in value) and any(value)
+    lists = [entry or [] for entry in value] if nested else [value]
+    types = {type(number) for entry in lists for number in entry}
+    if types <= {int, NoneType}:
+        return None
+    if types <= {int, float, NoneType}:
+        return "vectors" if nested else "vector"
+    return "list"
 
 
 def _kind_of_type(kind: pa.DataType) -> ColumnKind:
@@ -157,7 +196,9 @@ def _kind_of_type(kind: pa.DataType) -> ColumnKind:
 
     if "list" not in str(kind).partition("<")[0]:
         return "value"
-    return "vector" if pa.types.is_floating(kind.value_type) else "list"
+    if pa.types.is_floating(kind.value_type):
+        return "vector"
+    return "vectors" if _kind_of_type(kind.value_type) == "vector" else "list"
 
 
 def check_columns(source: str, available: Iterable[str], wanted: Iterable[str]) -> None:
@@ -192,9 +233,9 @@ def table_of_lines(
     """Read the named columns of line-based files of one format; the arguments are those of `open_table`.
 
     Returns:
-        The columns, as strings ("value"), lists of strings ("list"; a single text is a list of one) or lists of numbers
-        ("vector"), and with them the file number and line of each row. What `skips` was told is remembered in the
-        cache, too.
+        The columns, as strings ("value"), lists of strings ("list"; a single text is a list of one), lists of numbers
+        ("vector") or lists of those ("vectors"; a single one is a list of one), and with them the file number and line
+        of each row. What `skips` was told is remembered in the cache, too.
 
     Raises:
         DualencError: an unreadable file, a column that no record has, a cache that is damaged or cannot be written.
@@ -203,7 +244,9 @@ def table_of_lines(
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
-    types = {"value": pa.large_string(), "list": pa.list_(pa.large_string()), "vector": pa.large_list(pa.float32())}
+    vector = pa.large_list(pa.float32())
+    types = {"value": pa.large_string(), "list": pa.list_(pa.large_string())}
+    types |= {"vector": vector, "vectors": pa.large_list(vector)}
     fields = [(name, types[kind]) for name, kind in columns.items()]
     schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
     rows = islice(_rows(files, columns, optional, skips, quotes, reshape), limit)
@@ -251,7 +294,7 @@ def _rows(
     reshape: Reshape | None,
 ) -> Iterator[dict[str, Any]]:
     """Each record's wanted columns; insists early that every one that must be there is met with."""
-    convert_to = {"value": _text, "list": _texts, "vector": _vector}
+    convert_to = {"value": _text, "list": _texts, "vector": _vector, "vectors": _vectors}
     converters = [(name, convert_to[kind]) for name, kind in columns.items()]
     absent = {name for name in columns if name not in optional}
     seen: dict[str, None] = {}
@@ -302,6 +345,12 @@ def _vector(value: Any) -> list[float] | None:
     if not isinstance(value, list) or not all(type(entry) in (int, float, NoneType) for entry in value):
         raise TypeError(f"a {type(value).__name__} stands where a list of numbers is expected")
     return [math.nan if entry is None or abs(entry) > 1e300 else float(entry) for entry in value]
+
+
+def _vectors(value: Any) -> list[list[float] | None]:
+    if isinstance(value, list) and all(isinstance(entry, (list, NoneType)) for entry in value):
+        return [_vector(entry) for entry in value]
+    return [] if value is None else [_vector(value)]
 
 
 # Every other source.

@@ -16,12 +16,17 @@ from dualenc.errors import DualencError
 from dualenc.types import OnError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from dualenc.search.embeddings import Array
 
 VECTOR_NAMES = ("vector", "embedding", "embeddings", "vectors", "emb")
 ID_NAMES = ("_id", "id", "docid", "doc_id", "document_id")
 
 _BLOCK = 1 << 14  # rows that are looked at together
+
+Faults = dict[str, tuple[np.ndarray, str]]
+"""Why values cannot be used: of which of them each reason is true, (n,) bool, and how to mend it."""
 
 
 class VectorItems:
@@ -111,7 +116,7 @@ class VectorPairs(PairDataset):
         self.skipped = skips.report()
 
 
-class _Numbers:
+class VectorKeys:
     """Vectors as strings that are equal for equal vectors."""
 
     def __init__(self, items: Items) -> None:
@@ -126,7 +131,7 @@ class _Numbers:
 
 def _number(items: Items, rows: np.ndarray, deduplicate: bool) -> tuple[np.ndarray, np.ndarray]:
     """Row of each distinct item, and the number of the item at each of `rows` (n,)."""
-    return number_distinct(_Numbers(items), rows) if deduplicate else (rows, np.arange(len(rows)))
+    return number_distinct(VectorKeys(items), rows) if deduplicate else (rows, np.arange(len(rows)))
 
 
 def is_vectors(path: str | Path) -> bool:
@@ -168,80 +173,128 @@ def open_vectors(
 
     ids: list[str | None]
     where: Callable[[int], str] = f"{source} row {{}}".format
-    if Path(source).suffix == ".npy":
-        matrix = load_npy(Path(source))
-        ids = [str(row) for row in range(len(matrix))]
-    elif is_vectors(source):
-        opened = Embeddings.open(source)
-        matrix, ids = opened.vectors, list(opened.ids)
+    if Path(source).suffix == ".npy" or is_vectors(source):
+        opened = None if Path(source).suffix == ".npy" else Embeddings.open(source)
+        matrix = load_npy(Path(source)) if opened is None else opened.vectors
+        ids = list(map(str, range(len(matrix)))) if opened is None else list(opened.ids)
+        vectors: Items = VectorItems(matrix)
+        faults = matrix_faults(matrix)
     else:
         column = column or _usual_column(str(source), split, subset)
         columns: dict[str, ColumnKind] = {column: "vector", **({} if id_column is None else {id_column: "value"})}
         table = open_table(source, columns, skips, split=split, subset=subset, limit=limit)
-        matrix, rows = vector_column(table, column)
-        ids = [str(row) for row in rows.tolist()]
+        found = VectorColumn(table, column)
+        if found.is_list:
+            raise DualencError(f"{source}: column {column!r} holds lists of vectors; name one with one in each row")
+        vectors, faults, where = found.items, found.faults, table.where
+        ids = list(map(str, range(len(table))))
         if id_column is not None:
-            names = Column(table, id_column, "text").values(rows).tolist()
+            names = Column(table, id_column, "text").values(np.arange(len(table))).tolist()
             ids = [None if name is None else str(name) for name in names]
-
-        def where(row: int) -> str:
-            return table.where(int(rows[row]))
-
+    for reason, (bad, mend) in faults.items():
+        if bad.any():
+            skips.bad(reason, where(int(np.argmax(bad))), mend, int(bad.sum()))
     first: dict[str, int] = {}  # of each id
-    good = _usable(matrix, where, skips)
-    for row in good.tolist():
+    for row in np.flatnonzero(usable(faults, len(ids))).tolist():
         name = ids[row]
         if name is None:
             skips.bad("vector without an id", where(row), "give it one")
         elif first.setdefault(name, row) != row:
             skips.bad("vector with an id used before", where(row), f"{name!r} stands twice")
     skips.demand(len(first), "vector")
-    kept = np.array(list(first.values()), dtype=np.int64)
-    return Corpus(list(first), Picked(VectorItems(matrix), kept), "vector")
+    return Corpus(list(first), Picked(vectors, np.array(list(first.values()))), "vector")
 
 
-def vector_column(table: DataTable, name: str) -> tuple[Array, np.ndarray]:
-    """A column of lists of numbers as a matrix (n, D), mapped from the file where it can be, and its rows (n,).
+class VectorColumn:
+    """A table's column of lists of numbers, or of lists of such lists, which are laid flat: n values.
 
-    D is the most frequent length; lists of another one and missing ones are told to the table's `skips`.
+    Args:
+        table: the rows.
+        name: one of its columns.
+        dim: D, the size that vectors must have; by default the most frequent one.
+
+    Attributes:
+        is_list: whether a row may hold several vectors.
+        rows: (n,) the row that each value stands in.
+        items: (n,) the vectors, mapped from the file where they can be; those with faults are none.
+        faults: which values are missing, of another size, not finite, or zero.
 
     Raises:
-        DualencError: the column holds something else, or nothing.
+        DualencError: the column holds something else.
     """
+
+    def __init__(self, table: DataTable, name: str, dim: int | None = None) -> None:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        from dualenc.search.embeddings import ShardedVectors
+
+        array = table.dataset.data.column(name)
+        self.rows = np.arange(len(array))
+        self.is_list = _is_list(array.type) and _is_list(array.type.value_type)
+        if self.is_list:
+            self.rows = np.repeat(self.rows, pc.fill_null(pc.list_value_length(array), 0).to_numpy())
+            array = pc.list_flatten(array)
+        kind = array.type.value_type if _is_list(array.type) else pa.null()
+        if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
+            held = table.dataset.data.column(name).type
+            raise DualencError(
+                f"{table.source}: column {name!r} holds {held}, where vectors are needed; name a column of lists of "
+                "numbers"
+            )
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
+        if dim is None:
+            dim = int(np.bincount(lengths[lengths > 0], minlength=2).argmax())
+        fits = lengths == dim
+        shards, start = [np.zeros((0, dim), np.float32)], 0
+        for chunk in array.chunks:
+            good = fits[start : start + len(chunk)]
+            start += len(chunk)
+            chunk = chunk if good.all() else chunk.filter(pa.array(good))
+            # A missing number becomes NaN, which is told with the others.
+            shards.append(pc.list_flatten(chunk).to_numpy(zero_copy_only=False).reshape(-1, dim))
+        matrix = ShardedVectors([shard for shard in shards if len(shard)] or shards[:1])
+        self.dim = dim
+        self.items = Picked(VectorItems(matrix), np.cumsum(fits) - 1)
+        self.faults: Faults = {
+            f"no vector in column {name!r}": (lengths == 0, "fill it in or remove the row"),
+            f"vector of another size than {dim}": (~fits & (lengths > 0), "embed it as the others, or remove it"),
+        }
+        for reason, (bad, mend) in matrix_faults(matrix).items():
+            mask = np.zeros(len(lengths), dtype=bool)
+            mask[fits] = bad
+            self.faults[reason] = mask, mend
+
+
+def holds_vectors(table: DataTable, name: str) -> bool:
+    """Whether a column is one of lists of floating-point numbers, or of lists of such lists."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
-    from dualenc.search.embeddings import ShardedVectors
+    kind = inner = table.dataset.data.schema.field(name).type
+    while _is_list(inner):
+        inner = inner.value_type
+    return kind != inner and pa.types.is_floating(inner)
 
-    array = table.dataset.data.column(name)
-    kinds = pa.types
-    is_list = any(check(array.type) for check in (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list))
-    inner = array.type.value_type if is_list else None
-    if not is_list or not (kinds.is_floating(inner) or kinds.is_integer(inner)):
-        raise DualencError(
-            f"{table.source}: column {name!r} holds {array.type}, where vectors are needed; name a column of lists of "
-            "numbers"
-        )
-    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
-    missing = np.flatnonzero(lengths == 0)
-    if len(missing):
-        where = table.where(int(missing[0]))
-        table.skips.bad(f"no vector in column {name!r}", where, "fill it in or remove the row", len(missing))
-    table.skips.demand(len(lengths) - len(missing), "vector")
-    dim = int(np.bincount(lengths[lengths > 0]).argmax())
-    other = np.flatnonzero((lengths != dim) & (lengths > 0))
-    if len(other):
-        reason = f"vector of another size than {dim}"
-        table.skips.bad(reason, table.where(int(other[0])), f"it has {lengths[other[0]]} numbers", len(other))
-    shards, start = [np.zeros((0, dim), np.float32)], 0
-    for chunk in array.chunks:
-        good = lengths[start : start + len(chunk)] == dim
-        start += len(chunk)
-        chunk = chunk if good.all() else chunk.filter(pa.array(good))
-        # A missing number becomes NaN, which is told with the others.
-        shards.append(pc.list_flatten(chunk).to_numpy(zero_copy_only=False).reshape(-1, dim))
-    shards = [shard for shard in shards if len(shard)]
-    return ShardedVectors(shards), np.flatnonzero(lengths == dim)
+
+def _is_list(kind: pa.DataType) -> bool:
+    import pyarrow.types as kinds
+
+    return kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)
+
+
+def matrix_faults(matrix: Array) -> Faults:
+    """Which rows of a matrix (n, D) are not finite or zero."""
+    blocks = (np.asarray(matrix[at : at + _BLOCK], dtype=np.float64) for at in range(0, len(matrix), _BLOCK))
+    squares = np.concatenate([np.zeros(0), *(np.einsum("nd,nd->n", block, block) for block in blocks)])
+    return {
+        "vector that is not finite": (~np.isfinite(squares), "embed it again or remove it"),
+        "vector of zeros": (squares == 0, "it has no direction; remove it"),
+    }
+
+
+def usable(faults: Faults, count: int) -> np.ndarray:
+    """Which of so many values have no fault, (count,) bool."""
+    return ~np.any([np.zeros(count, dtype=bool), *(bad for bad, _ in faults.values())], axis=0)
 
 
 def _usual_column(source: str, split: str, subset: str | None) -> str:
@@ -251,6 +304,11 @@ def _usual_column(source: str, split: str, subset: str | None) -> str:
     if found is None:
         raise DualencError(f"{source}: no telling which column holds vectors; name it (columns: {', '.join(kinds)})")
     return found
+
+
+def usual_ids(source: str | Path, split: str = "train", subset: str | None = None) -> str | None:
+    """The column of a table that holds ids, if it has one of a usual name."""
+    return next((name for name in ID_NAMES if name in peek_columns(source, split, subset)), None)
 
 
 def load_npy(path: Path) -> np.ndarray:
@@ -271,21 +329,3 @@ def load_npy(path: Path) -> np.ndarray:
         found = f"{matrix.dtype} of shape {matrix.shape}" if isinstance(matrix, np.ndarray) else "an archive"
         raise DualencError(f"{path}: holds {found}, where numbers of shape (N, D) are needed")
     return matrix
-
-
-def _usable(matrix: Array, where: Callable[[int], str], skips: Skips) -> np.ndarray:
-    """Rows that are finite and not zero, (n,)."""
-    squares = np.concatenate(
-        [
-            np.einsum("nd,nd->n", block, block)
-            for start in range(0, len(matrix), _BLOCK)
-            for block in [np.asarray(matrix[start : start + _BLOCK], dtype=np.float64)]
-        ]
-    )
-    bad = np.flatnonzero(~np.isfinite(squares))
-    if len(bad):
-        skips.bad("vector that is not finite", where(int(bad[0])), "embed it again or remove it", len(bad))
-    zero = np.flatnonzero(squares == 0)
-    if len(zero):
-        skips.bad("vector of zeros", where(int(zero[0])), "it has no direction; remove it", len(zero))
-    return np.flatnonzero(np.isfinite(squares) & (squares > 0))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from dualenc.encoders.dual import DualEncoder
+    from dualenc.encoders.vector import VectorEncoder
+    from dualenc.types import Side
 
 
 class Code(NamedTuple):
@@ -38,6 +40,12 @@ from sentence_transformers import SentenceTransformer
 queries = SentenceTransformer("{name}/query").encode_query(["a question"])
 documents = SentenceTransformer("{name}/document").encode_document(["a text"])
 print(queries @ documents.T)
+"""
+
+_ONE_TEXT = """\
+from sentence_transformers import SentenceTransformer
+
+vectors = SentenceTransformer("{name}").encode_{role}(["a text"])
 """
 
 _IMAGE_TEXT = """\
@@ -104,9 +112,47 @@ def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
             {metric: number} or {metric: {column: number}}; `base_model`, `datasets`, `language` and `license` for
             the front matter. Further keys become sections of their own.
     """
+    library, _, _, usage = ECOSYSTEMS[model.kind]
+    facts = {"Kind": f"{model.kind} dual encoder", "Format": library, **model.describe()}
+    if model.kind == "query-document" and not model.shares_weights:
+        usage = _TWO_TEXTS
+    elif getattr(model, "small_image_stem", False):
+        usage = _SMALL_IMAGE
+    items = {"text": '["a text"]', "image": "images", "vector": "rows_of_an_array"}[model.right.modality]
+    quoted = _quoted(name)
+    examples = {library: usage.format(name=quoted, items=items), "dualenc": _OWN.format(name=quoted, items=items)}
+    return _card(model.kind, name, facts, examples, card)
+
+
+def base_card(model: VectorEncoder, name: str, base: str, side: Side, card: Mapping[str, Any]) -> str:
+    """Write the text of the README.md of a folder with a text model and an adapter of its vectors behind it.
+
+    Args:
+        model: the adapter.
+        name: of the folder.
+        base: what the text model is called.
+        side: of the adapter's tower in the folder.
+        card: as of `model_card`.
+    """
+    library, _, _, usage = ECOSYSTEMS["query-document"]
+    facts = {
+        "Kind": "text encoder: a base as it was, and an adapter of its vectors",
+        "Format": library,
+        "Base": base,
+        "Adapter": model.tower(side).describe() + ("" if model.shares_weights else f"; the {side} tower"),
+        "Vector size": str(model.dim),
+    }
+    if not model.shares_weights:
+        usage = _ONE_TEXT
+    example = usage.format(name=_quoted(name), role="query" if side == "left" else "document")
+    return _card("query-document", name, facts, {library: example}, card)
+
+
+def _card(kind: str, name: str, facts: Mapping[str, str], examples: Mapping[str, str], card: Mapping[str, Any]) -> str:
+    """Front matter, facts, what the caller knows, and examples by library."""
     from huggingface_hub import ModelCardData
 
-    library, pipeline, tags, usage = ECOSYSTEMS[model.kind]
+    library, pipeline, tags, _ = ECOSYSTEMS[kind]
     told: dict[str, Any] = {key: card.get(key) for key in FRONT}
     front_matter = ModelCardData(
         library_name=library,
@@ -114,7 +160,6 @@ def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
         tags=list(dict.fromkeys([library, *tags, "dualenc"])),
         **told,  # what is None is left out
     )
-    facts = {"Kind": f"{model.kind} dual encoder", "Format": library, **model.describe()}
     parts = [
         f"---\n{front_matter.to_yaml()}\n---",
         f"# {_inline(name)}",
@@ -127,16 +172,14 @@ def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
             title = SECTIONS.get(key, _inline(str(key).replace("_", " ").capitalize()))
             parts.append(f"## {title}\n\n{_metrics(value) if key == 'metrics' else _text(value)}")
 
-    if model.kind == "query-document" and not model.shares_weights:
-        usage = _TWO_TEXTS
-    elif getattr(model, "small_image_stem", False):
-        usage = _SMALL_IMAGE
-    items = {"text": '["a text"]', "image": "images", "vector": "rows_of_an_array"}[model.right.modality]
-    quoted = json.dumps(name)[1:-1]  # what stands between the quotes of a literal
-    examples = {library: usage.format(name=quoted, items=items), "dualenc": _OWN.format(name=quoted, items=items)}
     parts.append("## Use")
     parts += [f"With {tool}:\n\n```python\n{code}```" for tool, code in examples.items()]
     return "\n\n".join(parts) + "\n"
+
+
+def _quoted(name: str) -> str:
+    """What stands between the quotes of a literal."""
+    return json.dumps(name)[1:-1]
 
 
 def _metrics(value: Any) -> str:

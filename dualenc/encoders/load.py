@@ -97,23 +97,29 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
     Raises:
         DualencError: there is no such folder, and the hub gives nothing under this name.
     """
-    text = os.fspath(name)
-    is_local = text.startswith("local-dir:") or os.path.exists(text) or looks_like_path(text)
-    if text.startswith("hf-hub:") or not is_local:
+    repository = hub_name(name)
+    if repository is not None:
         from huggingface_hub import snapshot_download
 
-        text = text.removeprefix("hf-hub:")
         try:
-            return Path(snapshot_download(text, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+            return Path(snapshot_download(repository, allow_patterns=WANTED, ignore_patterns=UNWANTED))
         except Exception as error:
             raise DualencError(
-                f"{text}: neither a folder here nor a model that the hub gives ({first_line(error)}); check the name"
+                f"{repository}: neither a folder here nor a model that the hub gives ({first_line(error)}); "
+                "check the name"
             ) from error
-    folder = Path(text.removeprefix("local-dir:")).expanduser()
+    folder = Path(os.fspath(name).removeprefix("local-dir:")).expanduser()
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "no such folder"
         raise DualencError(f"{folder}: {what}; give the folder of a model")
     return folder
+
+
+def hub_name(name: str | os.PathLike[str]) -> str | None:
+    """The repository of the hub that a model's name means; None of a local folder."""
+    text = os.fspath(name)
+    is_local = text.startswith("local-dir:") or os.path.exists(text) or looks_like_path(text)
+    return text.removeprefix("hf-hub:") if text.startswith("hf-hub:") or not is_local else None
 
 
 def looks_like_path(text: str) -> bool:

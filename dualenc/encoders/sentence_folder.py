@@ -121,7 +121,7 @@ def write_sentence_files(folder: Path, dim: int, pooling: Pooling, max_length: i
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": dim, **flags, "include_prompt": True})
 
 
-def append_dense(base: Path, folder: Path, weight: Tensor, bias: Tensor) -> None:
+def append_dense(base: Path, folder: Path, weight: Tensor, bias: Tensor, readme: str) -> None:
     """Write a sentence-transformers folder again with Normalize, Dense and Normalize behind its modules.
 
     Args:
@@ -129,6 +129,7 @@ def append_dense(base: Path, folder: Path, weight: Tensor, bias: Tensor) -> None
         folder: where; new.
         weight: of the Dense module, (D, input_dim).
         bias: (D,).
+        readme: the model card, in place of the base's.
 
     Raises:
         DualencError: the base is no folder of sentence-transformers, or its vectors have another size.
@@ -165,6 +166,7 @@ def append_dense(base: Path, folder: Path, weight: Tensor, bias: Tensor) -> None
                 tensors = {"linear.weight": weight.detach().contiguous(), "linear.bias": bias.detach().contiguous()}
                 save_file(tensors, new / path / "model.safetensors")
         write_json(new / "modules.json", modules)
+        (new / "README.md").write_text(readme, encoding="utf-8")
 
 
 def _read_pooling(path: Path, has_prompts: bool) -> Pooling:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dualenc.encoders.card import base_card
 from dualenc.encoders.dual import DUALENC_FILE, SIDES, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.load import first_line, model_folder
+from dualenc.encoders.load import first_line, hub_name, model_folder
 from dualenc.encoders.sentence_folder import append_dense
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
@@ -119,7 +120,11 @@ class VectorEncoder(DualEncoder):
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     def save_with_base(
-        self, folder: str | os.PathLike[str], base: str | os.PathLike[str], side: Side = "right"
+        self,
+        folder: str | os.PathLike[str],
+        base: str | os.PathLike[str],
+        side: Side = "right",
+        card: dict[str, Any] | None = None,
     ) -> None:
         """Write a sentence-transformers model: the base that made the vectors, with a linear tower behind it.
 
@@ -129,6 +134,7 @@ class VectorEncoder(DualEncoder):
             folder: where; a new one.
             base: sentence-transformers folder or hub name of the base.
             side: which tower.
+            card: what the README says beyond the architecture, see `dualenc.encoders.card.model_card`.
 
         Raises:
             DualencError: the tower is not linear, the folder exists, or the base does not fit.
@@ -138,7 +144,11 @@ class VectorEncoder(DualEncoder):
             raise DualencError(f"the {side} tower is {tower.config['tower']}; only linear ones have a Dense module")
         if Path(folder).exists():
             raise DualencError(f"{folder}: exists; choose a new folder")
-        append_dense(model_folder(base), Path(folder), tower.map.weight.cpu(), tower.map.bias.cpu())
+        source, on_hub = model_folder(base), hub_name(base)
+        # A path of this machine tells nobody else anything.
+        told = {} if on_hub is None else {"base_model": on_hub}
+        readme = base_card(self, Path(folder).name, on_hub or source.name, side, told | (card or {}))
+        append_dense(source, Path(folder), tower.map.weight.cpu(), tower.map.bias.cpu(), readme)
 
     def tower(self, side: Side) -> VectorTower:
         """The tower of a side, "left" or "right"."""

@@ -226,6 +226,15 @@ class Measured:
         """Mean error of a step."""
         return statistics.mean(self.step_errors)
 
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON, without the loss and the time of every step, of which there are many."""
+        return {**vars(self), "bias": list(self.bias), "values": [], "seconds": []}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Measured:
+        """What `to_plain` gave."""
+        return cls(**{**plain, "bias": Bias(*plain["bias"])})
+
     @property
     def step_error_error(self) -> float:
         """Standard error of `step_error`."""

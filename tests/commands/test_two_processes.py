@@ -32,11 +32,14 @@ def written(
     toy.save_documents(folder / "docs.jsonl", 2100)
     splits = save_splits(folder / "splits", test=3)
     corrupted: list[Any] = [image_model, splits, "--corruptions", "gaussian_noise,fog,pixelate"]
+    measured: list[Any] = ["--objectives", "InfoNCE,SogCLR,NegativeCache,EMC2,ISIR", "--batch-size", 4]
+    measured += ["--warm-up", 1, "--max-epochs", 1]
     commands: dict[str, list[Any]] = {
         "embed": ["embed", toy_text, folder / "docs.jsonl"],
         "retrieval": ["evaluate", "retrieval", toy_text, beir],
         "corrupted": ["evaluate", "corrupted", *corrupted, "--train", splits, "--severities", 3, "--num-workers", 0],
         "convergence": ["evaluate", "convergence", short_run, classes, "--pairs", 8],
+        "objectives": ["evaluate", "objectives", short_run / "model", classes, *measured],
         "probe": ["evaluate", "probe", image_model, splits, "--shots", 1, "--num-workers", 0],
     }
 
@@ -53,6 +56,7 @@ def written(
         ("retrieval", ["run.trec", "per_query.ndjson", "metrics.json"]),
         ("corrupted", ["metrics.json"]),
         ("convergence", ["metrics.json"]),
+        ("objectives", ["metrics.json"]),
         ("probe", ["metrics.json"]),
     ],
 )
@@ -62,7 +66,7 @@ def test_an_evaluation_finds_the_same(written: Written, command: str, names: lis
         assert (two / command / name).read_bytes() == (one / command / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("folder", ["corrupted/finished/versions", "convergence/finished"])
+@pytest.mark.parametrize("folder", ["corrupted/finished/versions", "convergence/finished", "objectives/finished"])
 def test_both_processes_take_a_share(written: Written, folder: str) -> None:
     assert len(list((written[1] / folder).iterdir())) == 2
 

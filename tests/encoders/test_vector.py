@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch.nn import functional as F
 
 from dualenc.encoders import TextEncoder, VectorEncoder, load_model
@@ -145,6 +147,46 @@ def test_a_linear_tower_is_a_dense_module_behind_its_base(
     np.testing.assert_allclose(
         sentence_vectors(tmp_path / "whole", texts), encoded(model, "right", vectors).numpy(), atol=1e-6
     )
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_the_card_of_a_base_with_an_adapter_names_it_and_its_example_runs(
+    tmp_path: Path, side: Any, bert: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base has a prompt for queries, which the example of a left tower must use."""
+    TextEncoder(config=bert, tokenizer=tokenizer, query_prompt="ask: ").save(tmp_path / "base")
+    dim = sentence_vectors(tmp_path / "base", ["a"]).shape[1]
+    model = shaken(VectorEncoder(dim, tower="linear", dim=24, shared=side == "both"))
+    part = "right" if side == "both" else side
+    model.save_with_base(tmp_path / "it's", tmp_path / "base", part, card={"license": "mit", "task": "Find a text."})
+    text = (tmp_path / "it's" / "README.md").read_text()
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert (front["library_name"], front["license"]) == ("sentence-transformers", "mit")
+    assert "base_model" not in front, "a folder of this machine is no model of the hub"
+    assert str(tmp_path) not in text
+    assert "| Base | base |" in text
+    assert f"linear, {dim} → 24" in text
+    assert "## Task\n\nFind a text." in text
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(example, found)
+    if side == "both":
+        assert found["queries"].shape == found["documents"].shape == (1, 24)
+    else:
+        vectors = sentence_vectors(tmp_path / "base", [("ask: " if side == "left" else "") + "a text"])
+        np.testing.assert_allclose(found["vectors"], encoded(model, part, vectors).numpy(), atol=1e-6)
+
+
+def test_the_card_names_a_base_of_the_hub(
+    tmp_path: Path, bert: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TextEncoder(config=bert, tokenizer=tokenizer).save(tmp_path / "base")
+    monkeypatch.setattr("dualenc.encoders.vector.model_folder", lambda name: tmp_path / "base")
+    VectorEncoder(32, tower="linear").save_with_base(tmp_path / "whole", "hf-hub:some/base")
+    text = (tmp_path / "whole" / "README.md").read_text()
+    assert yaml.safe_load(text.split("---\n")[1])["base_model"] == "some/base"
+    assert "| Base | some/base |" in text
 
 
 def test_what_cannot_stand_behind_a_base_is_refused(tmp_path: Path, bert: Any, tokenizer: Any) -> None:

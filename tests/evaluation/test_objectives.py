@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from itertools import combinations
 
 import numpy as np
@@ -152,6 +154,14 @@ def test_a_pair_without_negatives_is_named() -> None:
     frozen.left_positives = torch.tensor([[0, 1], [0, 1]])
     with pytest.raises(DualencError, match="pair 0 has no negative here"):
         softmax_shares(frozen, TAU, [torch.arange(2)])
+
+
+def test_what_is_kept_of_a_measurement_tells_the_same(frozen: FrozenPairs) -> None:
+    found = measure(frozen, ISIR, TAU, 3, warm_up=1, max_epochs=2, runs=3)
+    again = Measured.from_plain(json.loads(json.dumps(found.to_plain())))
+    assert again == dataclasses.replace(found, values=[], seconds=[])
+    assert str(again.bias) == str(found.bias)
+    assert (again.step_error, again.step_error_error) == (found.step_error, found.step_error_error)
 
 
 def measured(bias: float, encodes: float = 0.0, step_error: float = 0.5, error: float = 1e-4) -> Measured:

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from dualenc.data import TablePairs
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
+from dualenc.encoders.vector import WEIGHTS_FILE, VectorEncoder
 from dualenc.errors import BadSample
 from dualenc.objectives.in_batch import InfoNCE
 
@@ -100,6 +105,28 @@ def tiny_pairs(num_pairs: int = 24, seed: int = 0, bad: tuple[int, ...] = (), **
     return PairDataset(items[0], items[1], **arguments)
 
 
+def vector_pairs(folder: Path) -> PairDataset:
+    """The numbers of `tiny_pairs` as vectors in a file, most with mined negatives."""
+    rows = []
+    for pair in tiny_pairs():
+        left, right = ([float(x) for x in side.split()] for side in (pair.left, pair.right))
+        rows.append({"left": left, "right": right, "hard": [[-x for x in right], left][: pair.index % 3]})
+    path = folder / "vectors.parquet"
+    if not path.exists():
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    return TablePairs(path, "left", "right", "hard")
+
+
+def vector_encoder() -> VectorEncoder:
+    """Adapters for `vector_pairs`, the same ones each time, in which nothing begins at zero."""
+    draw = torch.Generator().manual_seed(0)
+    model = VectorEncoder(WIDTH, dim=5, hidden=8, right_tower="linear")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=draw) / 3)
+    return model
+
+
 def tiny_objective(pairs: PairDataset, **arguments: Any) -> InfoNCE:
     """InfoNCE with a learnable temperature, in float64."""
     settings = {"temperature": 0.2, "learnable_temperature": True, **arguments}
@@ -113,6 +140,8 @@ def gradients(*modules: nn.Module) -> list[Tensor]:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """The weights that a run has written."""
+    if (folder / "model" / WEIGHTS_FILE).exists():
+        return load_file(folder / "model" / WEIGHTS_FILE)
     return torch.load(folder / "model" / "weights.pt", weights_only=True)
 
 

@@ -9,7 +9,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 
 from dualenc.objectives import EMC2
 from dualenc.training.log import read_metrics
-from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs, weights
+from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs, vector_encoder, vector_pairs, weights
 from tests.training.launched import free_port, launch
 from tests.training.runs import FixedEvaluator, train
 
@@ -40,9 +40,16 @@ def one_case(output: Path, bad=(), negatives=None, proposals=None, batchnorm=Fal
     train(output, model=TinyEncoder(batchnorm=batchnorm, shared=shared), pairs=pairs, evaluator=evaluator, **changes)
 
 
+def train_vectors(output: Path) -> None:
+    """Adapters in float32, with mined negatives."""
+    pairs = vector_pairs(output.parent / "one")
+    train(output / "vectors", model=vector_encoder(), pairs=pairs, objective=tiny_objective(pairs).float())
+
+
 def all_cases(output: Path) -> None:
     for name, changes in CASES.items():
         one_case(output / name, **changes)
+    train_vectors(output)
     # A run that began on one process goes on on two.
     train(output / "grown", model=TinyEncoder(), resume=True)
 
@@ -50,11 +57,16 @@ def all_cases(output: Path) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Every case with one process and with two."""
-    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    folder = tmp_path_factory.mktemp("runs")
+    one, two = folder / "one", folder / "two"
+    one.mkdir()
+    two.mkdir()
     begin_grown(two / "grown")
+    vector_pairs(one)  # written before two processes want it
     ranks = launch(two, all_cases, two, ranks=2)
     for name, changes in CASES.items():
         one_case(one / name, **changes)
+    train_vectors(one)
     ended = [process.end(300) for process in ranks]
     assert [code for code, _ in ended] == [0, 0], ended
     return one, two
@@ -88,6 +100,10 @@ def test_two_processes_give_the_model_of_one(runs, name):
     one, two = runs
     # The bias before a BatchNorm has no gradient but rounding, which AdamW divides by its own size.
     assert_same_model(one / name, two / name, atol=1e-8 if "batchnorm" in name else 1e-12)
+
+
+def test_two_processes_give_the_adapters_of_one(runs):
+    assert_same_model(*(folder / "vectors" for folder in runs), atol=2e-6)
 
 
 def test_the_log_is_that_of_one_process(runs):

@@ -11,7 +11,15 @@ from dualenc.errors import DualencError
 from dualenc.training import checkpoint
 from dualenc.training.log import read_metrics
 from tests.data.make import write_beir
-from tests.training.fakes import TinyEncoder, kill_this_process, same, weights
+from tests.training.fakes import (
+    TinyEncoder,
+    kill_this_process,
+    same,
+    tiny_objective,
+    vector_encoder,
+    vector_pairs,
+    weights,
+)
 from tests.training.runs import FixedEvaluator, run_and_die, train, train_and_die
 
 
@@ -29,6 +37,19 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, unbroken, num_workers, kil
     assert not (tmp_path / "model").exists()
     train(tmp_path, resume=True, num_workers=num_workers)
     assert same(weights(tmp_path), weights(unbroken))
+
+
+def test_killed_and_resumed_equals_unbroken_with_vectors_from_a_file(tmp_path):
+    def parts():
+        pairs = vector_pairs(tmp_path)
+        return {"model": vector_encoder(), "pairs": pairs, "objective": tiny_objective(pairs).float()}
+
+    train(tmp_path / "whole", **parts())
+    assert run_and_die(train_and_die, tmp_path / "broken", 7, parts()) == -signal.SIGKILL
+    assert not (tmp_path / "broken" / "model").exists()
+    assert train(tmp_path / "broken", resume=True, **parts()).steps == 12
+    assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
+    assert not same(weights(tmp_path / "whole"), vector_encoder().state_dict()), "training has changed something"
 
 
 def test_killed_again_and_again(tmp_path, unbroken):
