@@ -38,6 +38,9 @@ from dualenc.data import BeirPairs, PairDataset
 from dualenc.data.beir import read_beir
 from dualenc.data.corpus import Corpus, RetrievalSet
 from dualenc.encoders import DualEncoder, TextEncoder, VectorEncoder, train_tokenizer
+from dualenc.evaluation.metrics import paired_bootstrap
+from dualenc.evaluation.plots import as_svg, lines
+from dualenc.evaluation.report import Table, print_table
 from dualenc.evaluation.retrieval import Result, retrieve
 from dualenc.objectives import (
     DCL,
@@ -66,10 +69,9 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "NegativeCache": lambda **common: NegativeCache(refresh=0.001, **common),
     "SACLR": SACLR,
     "GlobalCache": GlobalCache,
+    "GlobalCache 0.5": lambda **common: GlobalCache(extra_encodes=0.5, **common),
+    "GlobalCache 2": lambda **common: GlobalCache(extra_encodes=2.0, **common),
 }
-HALF = "GlobalCache-0.5"
-OBJECTIVES[HALF] = lambda **common: GlobalCache(extra_encodes=0.5, **common)
-OBJECTIVES["GlobalCache-2"] = lambda **common: GlobalCache(extra_encodes=2.0, **common)
 
 TEMPERATURES = (0.03, 0.05, 0.1)
 RATES = (1.0, 0.5, 2.0)
@@ -77,6 +79,7 @@ RATES = (1.0, 0.5, 2.0)
 ORDINARY_BATCH = 32
 POINTS = 4
 """Evaluations of a training, besides the one before it."""
+RESULTS = Path("eval/results/small_batch.jsonl")
 
 
 @dataclass
@@ -298,11 +301,11 @@ def run(
     path: Path,
     objectives: Sequence[str] = ("InfoNCE", "DCL", "SogCLR", "ISIR", "GlobalCache"),
     batch_sizes: Sequence[int] = (32,),
-    epochs: float = 4,
+    epochs: float = 6,
     seeds: int = 3,
     equal: Literal["pairs", "passes"] = "pairs",
     tune_at: int | None = None,
-    results: Path = Path("eval/results/small_batch.jsonl"),
+    results: Path = RESULTS,
 ) -> None:
     """Tune objectives, train them with all seeds, and add every run to the results.
 
@@ -319,35 +322,123 @@ def run(
     """
     torch.set_num_threads(1)
     opened, runs, name = TASKS[task](path), Runs(results), f"{task} {path.name}"
+
+    def trained(objective: str, at: int, rate: float, tau: float, seed: int, share: float = 1.0) -> dict[str, Any]:
+        pairs_seen = round(share * epochs * len(opened.pairs))
+        own = {"task": name, "objective": objective, "batch_size": at, "pairs_seen": pairs_seen}
+        own |= {"rate": rate, "temperature": tau, "seed": seed, "equal": "pairs" if share == 1 else "passes"}
+        return runs.get(own, lambda: train(opened, objective, at, rate, tau, seed, pairs_seen))
+
     for batch_size, objective in itertools.product(batch_sizes, objectives):
-
-        def trained(
-            rate: float,
-            tau: float,
-            seed: int,
-            batch_size: int = batch_size,
-            objective: str = objective,
-            share: float = 1.0,
-        ) -> dict[str, Any]:
-            pairs_seen = round(share * epochs * len(opened.pairs))
-            own = {"task": name, "objective": objective, "batch_size": batch_size, "pairs_seen": pairs_seen}
-            own |= {"rate": rate, "temperature": tau, "seed": seed, "equal": equal if share != 1 else "pairs"}
-            print(own, flush=True)
-            return runs.get(own, lambda: train(opened, objective, batch_size, rate, tau, seed, pairs_seen))
-
-        def tuned(at: int, trained: Any = trained) -> tuple[float, float]:
-            tau = max(TEMPERATURES, key=lambda tau: trained(RATES[0], tau, 0, at)["validation"])
-            return max(RATES, key=lambda rate: trained(rate, tau, 0, at)["validation"]), tau
-
-        rate, tau = tuned(tune_at or batch_size)
+        at = tune_at or batch_size
+        taus = {tau: trained(objective, at, RATES[0], tau, 0)["validation"] for tau in TEMPERATURES}
+        tau = max(taus, key=lambda one: taus[one])
+        rates = {rate: trained(objective, at, rate, tau, 0)["validation"] for rate in RATES}
+        rate = max(rates, key=lambda one: rates[one])
         for seed in range(seeds):
-            found = trained(rate, tau, seed)
+            found = trained(objective, batch_size, rate, tau, seed)
             if equal == "passes" and found["extra_encodes"] > 0.01:
-                found = trained(rate, tau, seed, share=1 / (1 + found["extra_encodes"] / 2))
-            print(f"{name} {objective} B={batch_size}: {found['test']:.4f}", flush=True)
+                found = trained(objective, batch_size, rate, tau, seed, share=1 / (1 + found["extra_encodes"] / 2))
+            print(f"{name} {objective} B={batch_size} seed {seed}: {found['test']:.4f}", flush=True)
+
+
+class Row:
+    """All seeds of one objective at one batch size, with the settings that were chosen for it."""
+
+    def __init__(self, runs: Runs, task: str, objective: str, batch_size: int, equal: str = "pairs") -> None:
+        wanted = {"task": task, "objective": objective, "batch_size": batch_size, "equal": equal}
+        chosen: dict[tuple[float, float, int], list[dict[str, Any]]] = {}
+        for one in runs.found.values():
+            own = one["settings"]
+            if wanted.items() <= own.items():
+                # Equal passes are a few pairs more or less with each seed.
+                about = own["pairs_seen"] if equal == "pairs" else 0
+                chosen.setdefault((own["rate"], own["temperature"], about), []).append(one)
+        key = max(chosen, key=lambda of: len(chosen[of]), default=(0.0, 0.0, 0))
+        self.objective, self.batch_size = objective, batch_size
+        (self.rate, self.temperature, _), self.seeds = key, chosen.get(key, [])
+
+    def mean(self, what: str) -> float:
+        """Over the seeds."""
+        return statistics.mean(one[what] for one in self.seeds)
+
+    @property
+    def quality(self) -> str:
+        """Mean and standard deviation of the test quality."""
+        values = [one["test"] for one in self.seeds]
+        return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}" if len(values) > 1 else "–"
+
+    @property
+    def per_query(self) -> np.ndarray:
+        """(Q,) mean over the seeds of each query's quality."""
+        decoded = [np.frombuffer(base64.b64decode(one["scores"]), np.uint8) for one in self.seeds]
+        return np.mean(decoded, axis=0) / 255
+
+
+def report(results: Path = RESULTS, figures: Path | None = None, samples: int = 10_000) -> None:
+    """Print tables of all runs that are there, and draw.
+
+    Args:
+        results: where finished runs are kept.
+        figures: a folder to draw to.
+        samples: of the paired bootstrap over queries.
+    """
+    runs = Runs(results)
+    keys = [one["settings"] for one in runs.found.values()]
+    for task in dict.fromkeys(own["task"] for own in keys):
+        cells = dict.fromkeys((own["objective"], own["batch_size"]) for own in keys if own["task"] == task)
+        rows = [Row(runs, task, *cell) for cell in cells]
+        rows = sorted((row for row in rows if len(row.seeds) > 1), key=lambda row: (row.batch_size, -row.mean("test")))
+        in_batch = max(
+            (row for row in rows if row.objective == "InfoNCE"), key=lambda row: row.mean("test"), default=None
+        )
+        table = []
+        for row in rows:
+            passes = Row(runs, task, row.objective, row.batch_size, "passes")
+            named = {"objective": row.objective, "B": row.batch_size, "equal pairs": row.quality}
+            named |= {
+                "equal passes": passes.quality
+                if passes.seeds
+                else row.quality
+                if row.mean("extra_encodes") < 0.01
+                else "–"
+            }
+            if in_batch is not None:
+                found = paired_bootstrap(in_batch.per_query, row.per_query, samples=samples)
+                named[f"over InfoNCE, B = {in_batch.batch_size}"] = (
+                    "–" if row is in_batch else f"{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+                )
+            extra, seconds = f"{row.mean('extra_encodes'):.2f}", f"{row.mean('seconds'):.0f}"
+            chosen = {"rate, τ": f"{row.rate:g}, {row.temperature:g}", "seeds": len(row.seeds)}
+            table.append(named | {"extra encodes": extra, "seconds": seconds} | chosen)
+        print_table(Table(task, table))
+        if figures is not None and rows:
+            draw(task, rows, figures)
+
+
+def draw(task: str, rows: Sequence[Row], folder: Path) -> None:
+    """Quality by batch size; and at the ordinary batch size by pairs seen and by seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = task.replace(" ", "_")
+    by_size: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        by_size.setdefault(row.objective, []).append((row.batch_size, row.mean("test")))
+    sizes = {name: tuple(zip(*points)) for name, points in by_size.items() if len(points) > 1}
+    if sizes:
+        figure = lines(sizes, xlabel="batch size", ylabel="nDCG@10")
+        figure.axes[0].set_xscale("log", base=2)
+        (folder / f"{stem}_batch.svg").write_text(as_svg(figure))
+    for axis, label in enumerate(("pairs seen", "seconds of one core")):
+        curves = {}
+        for row in rows:
+            if row.batch_size == ORDINARY_BATCH:
+                points = np.mean([one["curve"] for one in row.seeds], axis=0)
+                curves[row.objective] = points[:, axis].tolist(), points[:, 2].tolist()
+        figure = lines(curves, xlabel=label, ylabel="nDCG@10 on held-out data")
+        (folder / f"{stem}_{label.split()[0]}.svg").write_text(as_svg(figure))
 
 
 if __name__ == "__main__":
     from jsonargparse import auto_cli
 
-    auto_cli([run])
+    auto_cli([run, report])
