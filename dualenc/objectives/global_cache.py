@@ -12,7 +12,7 @@ from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors, listed
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
 from dualenc.objectives.chains import candidate_items, embed, find, ids_of, items_of
-from dualenc.objectives.feature_cache import FeatureCache
+from dualenc.objectives.feature_cache import MAX_ELEMENTS, FeatureCache
 from dualenc.objectives.state import SharedRandom
 
 
@@ -93,9 +93,7 @@ class GlobalCache(Objective):
             number[:num_batch] = 1
             number.index_add_(0, find(compared, distinct), copies.to(number))
             # How often a copy of each item was to be expected: among the draws, and in the batch.
-            logits = (asking @ remembered.T - seen.log_sum[:, None]).masked_fill(listed(barred, compared), -torch.inf)
-            sees = torch.isfinite(seen.log_sum)[:, None]
-            shares = torch.where(sees & known, logits.exp(), 0.0).sum(dim=0) / sees.sum().clamp(min=1)
+            shares = torch.where(known, mean_shares(asking, barred, seen.log_sum, compared, remembered), 0.0)
             num_pairs, of_batch = self.corpus_size(anchors.candidate_side) or 1, num_batch // (2 if self.views else 1)
             expected = min(max(of_batch - 1, 0) / max(num_pairs - 1, 1), 1.0) + num_draws * share_seen * shares
             log_weights = number.log() - expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
@@ -140,6 +138,22 @@ class GlobalCache(Objective):
             return None, 1.0
         blocks = self.random.permutation(cache.num_blocks, device)[:wanted]
         return sorted(blocks.tolist()), wanted / cache.num_blocks
+
+
+def mean_shares(anchors: Tensor, barred: Tensor, log_sum: Tensor, items: Tensor, embeddings: Tensor) -> Tensor:
+    """(n,) q of items (n,) with some embeddings (n, D): the mean of exp(s/τ − log_sum) over anchors that see anything.
+
+    Args:
+        anchors: (A, D) embeddings over τ.
+        barred: (A, K) distinct items that an anchor does not see, padded with -1.
+        log_sum: (A,) of what each anchor sees, -inf for nothing.
+    """
+    sees = torch.isfinite(log_sum)
+    level, shares = torch.where(sees, log_sum, torch.inf)[:, None], []
+    for some in torch.arange(len(items), device=items.device).split(max(1, MAX_ELEMENTS // max(1, len(anchors)))):
+        weights = torch.exp(anchors @ embeddings[some].T - level)
+        shares.append(weights.masked_fill_(listed(barred, items[some]), 0.0).sum(dim=0))
+    return torch.cat(shares) / sees.sum().clamp(min=1)
 
 
 def softmax(logits: Tensor, hidden: Tensor) -> Tensor:
