@@ -41,7 +41,7 @@ class GlobalCache(Objective):
 
     Embeddings of the batch, of mined negatives and of draws are remembered as they come, at no cost; draws that the
     batch holds already are not encoded again. A step compares all anchors with all that is remembered, 4·B·N·D
-    multiply-adds for both directions together (twice that where N is large), or with a random part of it (`pool`).
+    multiply-adds for both directions together, or with a random part of it where N is large (`pool`).
     Ranks share what is remembered, and the work.
 
     Args:
@@ -49,8 +49,8 @@ class GlobalCache(Objective):
             side, and with views R = extra_encodes·B views. 0 draws none.
         control: α in [0, 1]. 0 normalises weights over batch and draws alone; 1 is unbiased where parameters move
             little between two visits of an item, and loses quality where they move much.
-        pool: look at so many remembered items per step, in random blocks, so that its time does not grow with N; by
-            default at all.
+        pool: look at so many remembered items of each side per step at most, in random blocks, so that its time does
+            not grow with N; null: at all of them.
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
     """
 
@@ -58,7 +58,7 @@ class GlobalCache(Objective):
     needs_encode = True
 
     def __init__(
-        self, *, extra_encodes: float = 1.0, control: float = 0.5, pool: int | None = None, **common: Any
+        self, *, extra_encodes: float = 1.0, control: float = 0.5, pool: int | None = 65_536, **common: Any
     ) -> None:
         super().__init__(**common)
         if not 0 <= extra_encodes < math.inf:

@@ -42,6 +42,7 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "ISogCLR": ("ISogCLR", {}),
     "SACLR row": ("SACLR", {}),
     "SACLR-1 matrix": ("SACLR", {"form": "matrix", "negatives": 1}),
+    "GlobalCache": ("GlobalCache", {}),
     "NegativeCache": ("NegativeCache", {}),
     "EMC2": ("EMC2", {}),
     "EMC2 fresh": ("EMC2", {"score": "fresh"}),

@@ -26,7 +26,20 @@ from torch import Tensor, nn
 
 from dualenc.encoders import BatchStatistics
 from dualenc.evaluation.report import Table, print_table
-from dualenc.objectives import DCL, EMC2, HCL, ISIR, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
+from dualenc.objectives import (
+    DCL,
+    EMC2,
+    HCL,
+    ISIR,
+    SACLR,
+    GlobalCache,
+    InfoNCE,
+    ISogCLR,
+    NegativeCache,
+    Objective,
+    SigLIP,
+    SogCLR,
+)
 from dualenc.training.encoding import uses_batch_statistics
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
@@ -38,6 +51,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "ISogCLR": ISogCLR,
     "SACLR row": SACLR,
     "SACLR-1 matrix": lambda **common: SACLR(form="matrix", negatives=1, **common),
+    "GlobalCache": GlobalCache,
     "NegativeCache ρ=0": lambda **common: NegativeCache(refresh=0.0, **common),
     "EMC2 stored": EMC2,
     "EMC2 fresh": lambda **common: EMC2(score="fresh", **common),
