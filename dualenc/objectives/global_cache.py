@@ -15,40 +15,33 @@ from dualenc.objectives.chains import candidate_items, embed, find, ids_of, item
 from dualenc.objectives.feature_cache import MAX_ELEMENTS, FeatureCache
 from dualenc.objectives.state import SharedRandom
 
-LEAST_PARTITION = 0.25
-"""No less of what the comparison alone gives: a weight is at most four times what it would be without memories."""
-
 
 class GlobalCache(Objective):
-    """The softmax over the batch and a few shared draws, corrected by all that is remembered of the corpus.
+    """The softmax over the batch and a few shared draws, each weighed by 1 / how often it was to be expected here.
 
     The latest embedding of every item is remembered. A step draws R items from q, the mean over the batch's anchors of
-    their softmax over what is remembered, encodes them anew, and compares all anchors with the batch and the draws. An
-    item z that stands there n_z times gets the weight
+    their softmax over what is remembered, encodes them anew, and compares all anchors with the batch and the draws:
 
-        w_z = n_z / ( (B−1)/(M−1) + R·q(z)/c_z )
+        p(z|x) ∝ n_z·exp(s(x,z)/τ) / ( (B−1)/(M−1) + R·q(z)/c_z )
 
-    with M pairs and c_z how many of them z is in: the bracket is how often a copy of z was to be expected (multiple
-    importance sampling by the balance heuristic, Veach and Guibas 1995). So Σ_z w_z·f(z) has the mean of f over the
-    corpus, for any f and at any parameters; it stands for the partition function and for its gradient, each with what
-    is remembered as control variate:
+    with n_z how often z stands among batch and draws, M pairs, and c_z how many of them z is in. The bracket is how
+    often a copy of z was to be expected (multiple importance sampling by the balance heuristic, Veach and Guibas 1995),
+    so that Σ_z n_z·exp(s/τ)/(…) has the mean Σ_z c_z·exp(s/τ), over the corpus, at any parameters: what is remembered
+    decides who is looked at, and what is old or missing only makes q a worse guide. Normalising leaves a bias: small
+    where anchors share their hard negatives, and larger where every anchor has its own and R is below B.
 
-        Ẑ_x = Σ_z w_z·e^{s(x,z)/τ} + α·( Σ_v e^{s(x,v̄)/τ} − Σ_z w_z·e^{s(x,z̄)/τ} ),   v over all, v̄ as remembered
-
-    and the same with e^{s/τ}·∇s for e^{s/τ}; what is remembered has a gradient into x alone. The brackets after α are 0
-    on average: old memories make noise, and no bias. The ratio of the two has a bias of the order of (1 − α)/R where
-    parameters stand still.
+    The gradient into an anchor moves by α times what the same comparison, made with remembered embeddings, misses of
+    all that is remembered. That is 0 on average, and takes away noise where parameters move slowly: a control variate.
 
     Embeddings of the batch, of mined negatives and of draws are remembered as they come, at no cost; draws that the
     batch holds already are not encoded again. A step compares all anchors with all that is remembered, 4·B·N·D
-    multiply-adds for both directions together, or with a random part of it where N is large (`pool`).
-    Ranks share what is remembered, and the work.
+    multiply-adds for both directions together, or with a random part of it where N is large (`pool`). Ranks share what
+    is remembered, and the work.
 
     Args:
         extra_encodes: items drawn per pair of the batch, for both directions together: R = extra_encodes·B/2 of each
             side, and with views R = extra_encodes·B views. 0 draws none.
-        control: α in [0, 1]. 0 normalises weights over batch and draws alone; 1 is unbiased where parameters move
-            little between two visits of an item, and loses quality where they move much.
+        control: α in [0, 1].
         pool: look at so many remembered items of each side per step at most, in random blocks, so that its time does
             not grow with N; null: at all of them.
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
@@ -108,28 +101,21 @@ class GlobalCache(Objective):
             if updates:
                 cache.write(compared, torch.cat([anchors.candidates, embeddings]))
             first = sum(anchors.sizes[: distributed.rank()])
-            own_rows = slice(first, first + len(anchors.ids))
+            own_mean, own_log_mean = (of[first : first + len(anchors.ids)] for of in (seen.mean, seen.log_mean))
 
-        def weigh(some: Anchors, seen_mean: Tensor, seen_sum: Tensor) -> Tensor:
+        def weigh(some: Anchors, seen_mean: Tensor) -> Tensor:
             similarities = torch.cat([some.similarities, some.embeddings @ embeddings.T], dim=1)
             with torch.no_grad():
                 hidden = torch.cat([some.excluded, ~some.is_negative(ids_of(outside, some.views))], dim=1)
-                log_now = (similarities / some.temperature + log_weights).masked_fill(hidden, -torch.inf)
-                log_then = some.embeddings @ remembered.T / some.temperature + log_weights
-                # All that follows is relative to what an anchor sees, now or as remembered.
-                level = torch.maximum(torch.logsumexp(log_now, dim=1), seen_sum)[:, None].nan_to_num(neginf=0.0)
-                now = torch.exp(log_now - level)
-                then = torch.exp((log_then - level).masked_fill(hidden | ~known, -torch.inf))
-                now_sum, all_then = now.sum(dim=1, keepdim=True), torch.exp(seen_sum[:, None] - level)
-                partition = now_sum + self.control * (all_then - then.sum(dim=1, keepdim=True))
-                partition = torch.maximum(partition, LEAST_PARTITION * now_sum).clamp(min=torch.finfo(now.dtype).tiny)
-                missed = self.control * (all_then * seen_mean - then @ remembered) / partition
-            return (now / partition * similarities).sum(dim=1) + (some.embeddings * missed).sum(dim=1)
+                hidden = hidden | (number == 0)
+                weights = softmax(similarities / some.temperature + log_weights, hidden)
+                # What the same comparison misses of all that is remembered.
+                logits = some.embeddings @ remembered.T / some.temperature + log_weights
+                missed = seen_mean - softmax(logits, hidden | ~known) @ remembered
+            return (weights * similarities).sum(dim=1) + self.control * (some.embeddings * missed).sum(dim=1)
 
-        # What a pool shows stands for all.
-        seen_rows = (seen.mean[own_rows], seen.log_sum[own_rows] - math.log(share_seen))
-        negatives = anchors.by_rows(weigh, *seen_rows, row_entries=4 * len(compared))
-        value = seen.log_mean[own_rows].nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
+        negatives = anchors.by_rows(weigh, own_mean, row_entries=4 * len(compared))
+        value = own_log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
         return AnchorLosses(negatives / anchors.temperature - anchors.positive_logits, value.detach())
 
     def _everyone(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
@@ -169,3 +155,8 @@ def mean_shares(anchors: Tensor, barred: Tensor, log_sum: Tensor, items: Tensor,
         weights = torch.exp(anchors @ embeddings[some].T - level)
         shares.append(weights.masked_fill_(listed(barred, items[some]), 0.0).sum(dim=0))
     return torch.cat(shares) / sees.sum().clamp(min=1)
+
+
+def softmax(logits: Tensor, hidden: Tensor) -> Tensor:
+    """(A, C) over what is not hidden (A, C); 0 in a row where everything is."""
+    return torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=1).nan_to_num(0.0)

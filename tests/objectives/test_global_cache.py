@@ -63,20 +63,19 @@ class Slow:
         present = [(item, _vector(corpus, item) if vector is None else vector) for item, vector in present]
         losses = []
         for anchor, total in zip(anchors, sums):
-            old = [(item, remembered[item]) for item, _ in present if item in remembered]
-            now, then = (
-                [mass(anchor, item, vector) / count[item.id] / expected(item) for item, vector in some]
-                for some in (present, old)
-            )
-            partition = max(sum(now) + self.control * (total - sum(then)), 0.25 * sum(now), 1e-300)
-            loss = -anchor.positive
-            for weight, (_, vector) in zip(now, present):
-                loss = loss + weight / partition * (anchor.vector @ vector)
-            for item, vector in remembered.items():
-                loss = loss + self.control * mass(anchor, item, vector) / partition * (anchor.vector @ vector)
-            for weight, (_, vector) in zip(then, old):
-                loss = loss - self.control * weight / partition * (anchor.vector @ vector)
-            losses.append(loss / self.temperature)
+            weights = [mass(anchor, item, vector) / count[item.id] / expected(item) for item, vector in present]
+            pushed = torch.zeros((), dtype=torch.float64)
+            for weight, (_, vector) in zip(weights, present):
+                pushed = pushed + weight / max(sum(weights), 1e-300) * (anchor.vector @ vector)
+            missed = torch.zeros(5, dtype=torch.float64)
+            if total > 0:
+                for item, vector in remembered.items():
+                    missed += mass(anchor, item, vector) / total * vector
+                old = [(item, remembered[item]) for item, _ in present if item in remembered]
+                weights = [mass(anchor, item, vector) / count[item.id] / expected(item) for item, vector in old]
+                for weight, (_, vector) in zip(weights, old):
+                    missed -= weight / max(sum(weights), 1e-300) * vector
+            losses.append((pushed + self.control * (anchor.vector @ missed) - anchor.positive) / self.temperature)
         for item, vector in reversed(present):
             self.memory[item] = vector.detach().clone()
         return torch.stack(losses).mean()
