@@ -250,15 +250,17 @@ def vectors(path: Path) -> Task:
     return on_features(*beir_parts(path), learning_rate=1e-3)
 
 
-def on_features(pairs: PairDataset, validation: RetrievalSet, test: RetrievalSet, learning_rate: float) -> Task:
-    """The same pairs and queries as vectors of 256 numbers."""
+def on_features(
+    pairs: PairDataset, validation: RetrievalSet, test: RetrievalSet, learning_rate: float, dim: int = 256
+) -> Task:
+    """The same pairs and queries as vectors of `dim` numbers."""
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.preprocessing import normalize
 
     weigh = TfidfVectorizer(sublinear_tf=True, min_df=3, max_df=0.3, stop_words="english", dtype=np.float32)
     weighed = weigh.fit_transform([*pairs.left_items, *pairs.right_items])
-    reduce = TruncatedSVD(256, random_state=0).fit(weighed)
+    reduce = TruncatedSVD(dim, random_state=0).fit(weighed)
 
     def features(texts: Sequence[str]) -> np.ndarray:
         return normalize(reduce.transform(weigh.transform(list(texts)))).astype(np.float32)
@@ -276,7 +278,7 @@ def on_features(pairs: PairDataset, validation: RetrievalSet, test: RetrievalSet
     )
     documents = corpus(test.corpus)
     parts = (Quality(RetrievalSet(corpus(part.queries), documents, part.qrels)) for part in (validation, test))
-    return Task(lambda: VectorEncoder(256, tower="mlp", dim=64, hidden=512, shared=False), train, *parts, learning_rate)
+    return Task(lambda: VectorEncoder(dim, tower="mlp", dim=64, hidden=512, shared=False), train, *parts, learning_rate)
 
 
 def text(path: Path) -> Task:
@@ -434,6 +436,8 @@ def draw(task: str, rows: Sequence[Row], folder: Path) -> None:
             if row.batch_size == ORDINARY_BATCH:
                 points = np.mean([one["curve"] for one in row.seeds], axis=0)
                 curves[row.objective] = points[:, axis].tolist(), points[:, 2].tolist()
+        if not curves:
+            continue
         figure = lines(curves, xlabel=label, ylabel="nDCG@10 on held-out data")
         (folder / f"{stem}_{label.split()[0]}.svg").write_text(as_svg(figure))
 

@@ -1,0 +1,75 @@
+"""Small batches compared: tuned alike, every run kept, counted in pairs and in passes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.eval.scripts import load_script
+
+WORDS = [f"word{number}" for number in range(50)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Forty queries, each with three words of its document; no dev.tsv."""
+    draw, path = np.random.default_rng(0), tmp_path / "toy"
+    (path / "qrels").mkdir(parents=True)
+    documents = [draw.choice(WORDS, 12, replace=False) for _ in range(40)]
+    for name, texts in (("corpus", documents), ("queries", [words[:3] for words in documents])):
+        rows = [json.dumps({"_id": f"{name[0]}{i}", "text": " ".join(words)}) for i, words in enumerate(texts)]
+        (path / f"{name}.jsonl").write_text("\n".join(rows))
+    for split, rows in (("train", range(30)), ("test", range(30, 40))):
+        lines = [f"q{i}\tc{i}\t1" for i in rows]
+        (path / "qrels" / f"{split}.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]))
+    return path
+
+
+def test_runs_are_tuned_kept_and_reported(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = load_script("small_batch.py")
+    monkeypatch.setattr(script, "HELD_OUT", 10)
+    monkeypatch.setattr(script, "ORDINARY_BATCH", 4)
+    script.TASKS["few"] = lambda path: script.on_features(*script.beir_parts(path), 1e-3, dim=8)
+    results = tmp_path / "results.jsonl"
+    how = {"objectives": ["InfoNCE", "ISIR"], "batch_sizes": [4], "epochs": 2, "seeds": 2, "results": results}
+    script.run("few", folder, **how)
+    lines = results.read_text().splitlines()
+    # Three temperatures, two more rates, and one more seed.
+    assert len(lines) == 2 * 6
+    for line in lines:
+        found = json.loads(line)
+        assert found["settings"]["pairs_seen"] == 2 * 20
+        assert (found["extra_encodes"] > 0.5) == (found["settings"]["objective"] == "ISIR")
+        assert found["curve"][0][0] == 0
+        assert 36 <= found["curve"][-1][0] <= 48
+    script.run("few", folder, **how)
+    assert results.read_text().splitlines() == lines
+    script.run("few", folder, **how, equal="passes")
+    added = [json.loads(line) for line in results.read_text().splitlines()[len(lines) :]]
+    chosen = [json.loads(line) for line in lines if '"ISIR"' in line]
+    for one in added:
+        own = one["settings"]
+        assert (own["objective"], own["equal"]) == ("ISIR", "passes")
+        alike = [of for of in chosen if all(of["settings"][k] == own[k] for k in ("rate", "temperature", "seed"))]
+        assert own["pairs_seen"] == round(40 / (1 + alike[0]["extra_encodes"] / 2))
+    capsys.readouterr()
+    script.report(results, figures=tmp_path / "figures", samples=100)
+    printed = capsys.readouterr().out
+    assert "InfoNCE" in printed
+    assert "ISIR" in printed
+    assert {file.name for file in (tmp_path / "figures").iterdir()} == {"few_toy_pairs.svg", "few_toy_seconds.svg"}
+
+
+def test_held_out_queries_are_not_trained_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("small_batch.py")
+    monkeypatch.setattr(script, "HELD_OUT", 10)
+    pairs, validation, test = script.beir_parts(folder)
+    assert len(pairs) == 20
+    assert validation.queries.ids == [f"q{i}" for i in range(20, 30)]
+    assert test.queries.ids == [f"q{i}" for i in range(30, 40)]
+    assert not {pairs.left_items[i] for i in range(20)} & {validation.queries.items[i] for i in range(10)}
