@@ -1023,6 +1023,7 @@ def recipe_keys(toys: Path) -> Iterator[Case]:
             "ISIR": {"kernel": "isir", "recent": -1},
             "HCL": {"hardness": -1, "class_prior": 1, "annealing_steps": -1},
             "SACLR": {"alpha": 2, "rho": -1, "form": "x", "negatives": 0, "kernel": "x"},
+            "GlobalCache": {"extra_encodes": -1},
             "NegativeCache": {"refresh": 2},
             "ISogCLR": {"radius": -1, "min_temperature": 2, "temperature_momentum": 1},
             "ExactGlobal": {"corpus_chunk_size": 0},

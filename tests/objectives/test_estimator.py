@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from dualenc.objectives import DCL, EMC2, ISIR, ExactGlobal, InfoNCE, NegativeCache, Objective, SogCLR
+from dualenc.objectives import DCL, EMC2, ISIR, ExactGlobal, GlobalCache, InfoNCE, NegativeCache, Objective, SogCLR
 from dualenc.objectives.chains import ChainObjective
 from dualenc.objectives.isir import iterated_sir
 from tests.objectives.frozen import TAU, Frozen, averaged_bias, batches
@@ -123,6 +123,13 @@ def test_proposals_from_neighbors_reach_the_law_in_fewer_steps(kind: type[ChainO
 def test_averaged_gradient_of_the_full_cache_is_the_global_gradient() -> None:
     criterion = NegativeCache(num_left=N, temperature=TAU, refresh=0.5)
     assert averaged_bias(Frozen.make(), criterion, B, warm_up=2, num_epochs=80) <= 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("views", [False, True])
+def test_averaged_gradient_of_shared_draws_is_nearly_the_global_gradient(views: bool) -> None:
+    criterion = GlobalCache(num_left=N, temperature=TAU, views=views, extra_encodes=4.0)
+    assert averaged_bias(Frozen.make(views=views), criterion, B, warm_up=2, num_epochs=80) <= 0.06
 
 
 @pytest.mark.parametrize("criterion", [InfoNCE(temperature=TAU), DCL(temperature=TAU)])
