@@ -83,8 +83,8 @@ def objectives(
         right_column: of a table of pairs.
         batch_size: B, pairs in a batch.
         temperature: τ; by default what the model was trained with, if it or its run's checkpoints tell, or 0.07.
-        objectives: some of InfoNCE, DCL, SogCLR, SogCLR-0.1 (γ = 0.1), ISogCLR, GlobalCache, NegativeCache, EMC2, ISIR, HCL,
-            SACLR, SigLIP; by default all.
+        objectives: some of InfoNCE, DCL, SogCLR, SogCLR-0.1 (γ = 0.1), ISogCLR, GlobalCache, NegativeCache, EMC2, ISIR,
+            HCL, SACLR, SigLIP; by default all.
         pairs: the most pairs that are embedded, chosen at random and always the same; a multiple of the batch size.
         warm_up: epochs of each run before anything counts, in which averages and chains settle.
         max_epochs: the most epochs of a run after that.

@@ -10,11 +10,19 @@ from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.chains import inverse_cdf
+from dualenc.objectives.anchors import PADDING, Anchors
+from dualenc.objectives.chains import inverse_cdf, items_of
 from dualenc.objectives.state import first_rows
 
 MAX_BLOCKS = 16384
 MAX_ELEMENTS = 2**22
+
+
+class Place(NamedTuple):
+    """Rows (n,) of a cache, ascending; and the same as a slice, which copies nothing, where they are neighbours."""
+
+    rows: Tensor
+    inside: slice | Tensor
 
 
 class Attention(NamedTuple):
@@ -90,18 +98,19 @@ class FeatureCache(nn.Module):
         """
         value = anchors.new_full((len(anchors),), -torch.inf)
         log_sum, count, block = value.clone(), torch.zeros_like(value), torch.zeros_like(value, dtype=torch.long)
-        for rows, logits, seen in self._runs(anchors, barred):
+        first = 0
+        for _, logits, seen in self._runs(anchors, barred):
             count += seen
             # The log of the sum of exp over each block, -inf for an empty one; in place.
             blocks = logits.unflatten(1, (-1, self.block_size))
             peak = blocks.amax(dim=2)
             peak.masked_fill_(torch.isneginf(peak), 0.0)
             log_sums = blocks.sub_(peak[:, :, None]).exp_().sum(dim=2).log_().add_(peak)
-            first = int(rows[0]) // self.block_size
             best, place = (log_sums + gumbels[self.blocks][first : first + log_sums.shape[1]].T).max(dim=1)
             block = torch.where(best > value, place + first, block)
             value = torch.maximum(value, best)
             log_sum = torch.logaddexp(log_sum, torch.logsumexp(log_sums, dim=1))
+            first += log_sums.shape[1]
         found = torch.stack([value, log_sum, count])[None].double()
         value_of, log_sum_of, count_of = distributed.gather(found, [1] * distributed.world_size()).unbind(dim=1)
         log_mean = torch.logsumexp(log_sum_of, dim=0) - count_of.sum(dim=0).clamp(min=1).log()
@@ -123,11 +132,11 @@ class FeatureCache(nn.Module):
             blocks: ascending numbers of the blocks to look at, the same on every rank; by default all.
         """
 
-        def runs() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-            for rows, logits, seen in self._runs(anchors, barred, counts, blocks):
+        def runs() -> Iterator[tuple[Place, Tensor, Tensor, Tensor]]:
+            for place, logits, seen in self._runs(anchors, barred, counts, blocks):
                 peak = logits.amax(dim=1)
                 peak.masked_fill_(torch.isneginf(peak), 0.0)
-                yield rows, logits.sub_(peak[:, None]).exp_(), peak, seen
+                yield place, logits.sub_(peak[:, None]).exp_(), peak, seen
 
         log_sum, count, kept = anchors.new_full((len(anchors),), -torch.inf), torch.zeros_like(anchors[:, 0]), []
         for number, run in enumerate(runs()):
@@ -138,18 +147,14 @@ class FeatureCache(nn.Module):
         log_sums, seen_by = distributed.gather(found, [1] * distributed.world_size()).unbind(dim=1)
         log_sum, count = torch.logsumexp(log_sums, dim=0), seen_by.sum(dim=0)
         sees = torch.isfinite(log_sum)
-        items, shares, mean = (
-            [anchors.new_zeros(0, dtype=torch.long)],
-            [anchors.new_zeros(0)],
-            torch.zeros_like(anchors),
-        )
+        mean, nothing = torch.zeros_like(anchors), anchors.new_zeros(0)
+        items, shares = [nothing.long()], [nothing]
         # What fits into one run need not be computed again.
-        for rows, weights, peak, _ in kept or runs():
+        for place, weights, peak, _ in kept or runs():
             scale = torch.exp(peak - log_sum).masked_fill(~sees, 0.0)
-            items.append(rows + self.first_item)
+            items.append(place.rows + self.first_item)
             shares.append(scale @ weights / sees.sum().clamp(min=1))
-            place = slice(int(rows[0]), int(rows[-1]) + 1) if blocks is None else rows
-            mean += scale[:, None] * (weights @ self.features[place].to(weights))
+            mean += scale[:, None] * (weights @ self.features[place.inside].to(weights))
         log_mean = log_sum - count.clamp(min=1).log()
         return Attention(torch.cat(items), torch.cat(shares), distributed.all_reduce(mean), log_sum, log_mean)
 
@@ -187,25 +192,25 @@ class FeatureCache(nn.Module):
 
     def _runs(
         self, anchors: Tensor, barred: Tensor, counts: Tensor | None = None, blocks: list[int] | None = None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    ) -> Iterator[tuple[Place, Tensor, Tensor]]:
         """Runs of whole blocks of this rank, small enough for (A, n) similarities; some blocks, or all of them.
 
         Yields:
-            (n,) rows; (A, n) s/τ, plus the log of an item's count, -inf where an anchor sees no item; and (A,) how many
-            items each anchor sees.
+            Where the run is; (A, n) s/τ, plus the log of an item's count, -inf where an anchor sees no item; and (A,)
+            how many items each anchor sees.
         """
         own, size = self.blocks, max(1, MAX_ELEMENTS // max(1, len(anchors) * self.block_size))
         wanted = range(own.start, own.stop) if blocks is None else [b for b in blocks if own.start <= b < own.stop]
-        offsets = torch.arange(self.block_size, device=anchors.device)
         for first in range(0, len(wanted) if len(self.features) else 0, size):
-            starts = torch.tensor(wanted[first : first + size], device=anchors.device) * self.block_size
-            rows = (starts[:, None] + offsets).flatten() - self.first_item
-            # Neighbouring blocks are looked at where they are.
-            place = slice(int(rows[0]), int(rows[-1]) + 1) if blocks is None else rows
-            number = self.filled[place].to(anchors)
+            numbers = torch.tensor(list(wanted[first : first + size])).to(anchors.device) - own.start
+            rows = (numbers[:, None] * self.block_size + torch.arange(self.block_size, device=anchors.device)).flatten()
+            start = first * self.block_size
+            # All blocks together are looked at where they are.
+            place = Place(rows, slice(start, start + len(rows)) if blocks is None else rows)
+            number = self.filled[place.inside].to(anchors)
             if counts is not None:
                 number = number * counts[(rows + self.first_item).clamp(max=len(counts) - 1)]
-            logits = anchors @ self.features[place].to(anchors).T
+            logits = anchors @ self.features[place.inside].to(anchors).T
             logits += number.log()
             local = barred - self.first_item
             column = torch.searchsorted(rows, local).clamp(max=len(rows) - 1)
@@ -213,7 +218,7 @@ class FeatureCache(nn.Module):
             column = column[anchor, listed]
             logits[anchor, column] = -torch.inf
             none = anchors.new_zeros(len(anchors))
-            yield rows, logits, number.sum() - none.index_add_(0, anchor, number[column])
+            yield place, logits, number.sum() - none.index_add_(0, anchor, number[column])
 
     def _inside_block(self, anchors: Tensor, barred: Tensor, block: Tensor, uniform: Tensor) -> Tensor:
         """(A,) items drawn inside the winning blocks (A,) of this rank."""
@@ -270,3 +275,14 @@ class FeatureCache(nn.Module):
             own = slice(self.first_item, self.first_item + len(self.features))
             self.features[: len(features[own])] = features[own]
             self.filled[: len(filled[own])] = filled[own]
+
+
+def queries_of_all(anchors: Anchors) -> tuple[Tensor, Tensor]:
+    """What the anchors of all ranks ask a cache: embeddings over τ (A, D), and the items that are no negatives (A, K),
+    padded with -1."""
+    barred = items_of(anchors.positive_ids, anchors.views)
+    # Lists of ranks may differ in length.
+    width = int(distributed.all_reduce(barred.new_full((), barred.shape[1]), "max"))
+    barred = nn.functional.pad(barred, (0, width - barred.shape[1]), value=PADDING)
+    embeddings = distributed.gather(anchors.embeddings / anchors.temperature, anchors.sizes)
+    return embeddings, distributed.gather(barred, anchors.sizes)

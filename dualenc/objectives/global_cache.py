@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dualenc import distributed
-from dualenc.objectives.anchors import PADDING, Anchors, listed
+from dualenc.objectives.anchors import Anchors, listed
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.chains import candidate_items, embed, find, ids_of, items_of
-from dualenc.objectives.feature_cache import MAX_ELEMENTS, FeatureCache
+from dualenc.objectives.chains import candidate_items, embed, find, ids_of
+from dualenc.objectives.feature_cache import MAX_ELEMENTS, FeatureCache, queries_of_all
 from dualenc.objectives.state import SharedRandom
 
 
@@ -76,7 +76,7 @@ class GlobalCache(Objective):
         cache = self.left_cache if anchors.candidate_side == "left" else self.right_cache
         items, num_batch, updates = candidate_items(anchors), anchors.num_global, self.updates_state
         with torch.no_grad():
-            asking, barred = self._everyone(anchors)
+            asking, barred = queries_of_all(anchors)
             blocks, share_seen = self._blocks(cache, anchors.ids.device)
             seen = cache.attend(asking, barred, self._item_counts(anchors), blocks)
             num_draws = round(self.extra_encodes * num_batch / 2)
@@ -117,15 +117,6 @@ class GlobalCache(Objective):
         negatives = anchors.by_rows(weigh, own_mean, row_entries=4 * len(compared))
         value = own_log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
         return AnchorLosses(negatives / anchors.temperature - anchors.positive_logits, value.detach())
-
-    def _everyone(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
-        """Of the anchors of all ranks: embeddings over τ (A, D), and the items (A, K) that are no negatives."""
-        barred = items_of(anchors.positive_ids, self.views)
-        # Lists of ranks may differ in length.
-        width = int(distributed.all_reduce(barred.new_full((), barred.shape[1]), "max"))
-        barred = nn.functional.pad(barred, (0, width - barred.shape[1]), value=PADDING)
-        embeddings = distributed.gather(anchors.embeddings / anchors.temperature, anchors.sizes)
-        return embeddings, distributed.gather(barred, anchors.sizes)
 
     def _item_counts(self, anchors: Anchors) -> Tensor | None:
         """(N,) how often each candidate item stands in the corpus; None for once."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from dualenc import distributed
-from dualenc.objectives.anchors import PADDING, Anchors
+from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.chains import candidate_items, embed, find, items_of
-from dualenc.objectives.feature_cache import FeatureCache
+from dualenc.objectives.chains import candidate_items, embed, find
+from dualenc.objectives.feature_cache import FeatureCache, queries_of_all
 from dualenc.objectives.state import SharedRandom
 
 REFRESH_CHUNK = 256
@@ -58,12 +57,8 @@ class NegativeCache(Objective):
                     renewed = torch.cat([embed(some, encode, anchors) for some in own.split(REFRESH_CHUNK)])
                     cache.write(due, distributed.gather(renewed, sizes))
                 cache.write(items, anchors.candidates)
-            barred = items_of(anchors.positive_ids, self.views)
-            # Lists of ranks may differ in length.
-            width = int(distributed.all_reduce(barred.new_full((), barred.shape[1]), "max"))
-            barred = nn.functional.pad(barred, (0, width - barred.shape[1]), value=PADDING)
-            everyone = (anchors.rows, anchors.embeddings / anchors.temperature, barred)
-            rows, embeddings, barred = (distributed.gather(values, anchors.sizes) for values in everyone)
+            embeddings, barred = queries_of_all(anchors)
+            rows = distributed.gather(anchors.rows, anchors.sizes)
             uniform = self.random.uniform(cache.num_blocks + 1, anchors.num_global, like=embeddings)[:, rows]
             first = sum(anchors.sizes[: distributed.rank()])
             gumbels, of_rank = -(-uniform[1:].log()).log(), slice(first, first + len(anchors.rows))
