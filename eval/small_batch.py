@@ -13,8 +13,9 @@ the quality on held-out data; then all seeds. Learning rates grow with the squar
 run is added to --results, and a run that is there already is not made again: tables grow.
 
 Tasks: "vectors", two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder; "text", a
-one-layer transformer from scratch on it; "minilm", a pretrained one; "functions", vectors of the names and the bodies
-of the Python functions on this machine; "image_text", a small open_clip model; "images", a narrow ResNet on two views.
+one-layer transformer from scratch on it; "minilm", a pretrained one; "image_text", a small open_clip model on tables
+{train,dev,test}.parquet of images and captions; "images", a narrow ResNet on two views of labelled images, by its
+20 nearest neighbours.
 """
 
 from __future__ import annotations
@@ -26,20 +27,23 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from quality import new_encoder, open_parts
 
-from dualenc.data import BeirPairs, PairDataset
+from dualenc.data import BeirPairs, ImageViews, PairDataset, TablePairs
 from dualenc.data.beir import read_beir
 from dualenc.data.corpus import Corpus, RetrievalSet
-from dualenc.encoders import DualEncoder, TextEncoder, VectorEncoder, train_tokenizer
+from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, VectorEncoder, train_tokenizer
+from dualenc.evaluation.image_text import both_ways_ranks
 from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.evaluation.plots import as_svg, lines
+from dualenc.evaluation.probe import knn_predict
 from dualenc.evaluation.report import Table, print_table
 from dualenc.evaluation.retrieval import Result, retrieve
 from dualenc.objectives import (
@@ -55,7 +59,7 @@ from dualenc.objectives import (
     Objective,
     SogCLR,
 )
-from dualenc.training import Evaluator, Trainer
+from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator, Trainer
 from dualenc.training.evaluators import embed_side
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
@@ -73,7 +77,6 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "GlobalCache 2": lambda **common: GlobalCache(extra_encodes=2.0, **common),
 }
 
-TEMPERATURES = (0.03, 0.05, 0.1)
 RATES = (1.0, 0.5, 2.0)
 """Factors of a task's learning rate; the first one while τ is chosen."""
 ORDINARY_BATCH = 32
@@ -91,6 +94,7 @@ class Task:
         pairs: M training pairs.
         validation, test: two measures of the same kind, by which to tune and to report.
         learning_rate: about right at a batch of 32.
+        temperatures: to choose from.
     """
 
     new_model: Callable[[], DualEncoder]
@@ -98,24 +102,65 @@ class Task:
     validation: Quality
     test: Quality
     learning_rate: float
+    temperatures: tuple[float, ...] = (0.03, 0.05, 0.1)
 
 
 class Quality(Evaluator):
-    """nDCG@10, and of every query its own."""
+    """One number, the mean of what each query is worth, which the last call leaves in `per_query`."""
+
+    per_query: list[float]
+
+    def mean(self, per_query: Iterable[float]) -> dict[str, float]:
+        """Of the queries of a call."""
+        self.per_query = list(per_query)
+        return {self.primary: statistics.mean(self.per_query)}
+
+
+class Retrieval(Quality):
+    """nDCG@10."""
 
     primary = "ndcg@10"
 
     def __init__(self, collection: RetrievalSet) -> None:
         self.collection = collection
-        self.per_query: list[float] = []
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         queries = embed_side(model, "left", self.collection.queries, 256)
         documents = embed_side(model, "right", self.collection.corpus, 256)
         run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, depth=10)
         scores = Result("model", "held-out", run, self.collection.qrels, len(documents.ids)).per_query
-        self.per_query = [of_query[self.primary] for of_query in scores.values()]
-        return {self.primary: statistics.mean(self.per_query)}
+        return self.mean(of_query[self.primary] for of_query in scores.values())
+
+
+class ImageOfCaption(Quality):
+    """Recall@10 of images by captions."""
+
+    primary = "recall@10"
+
+    def __init__(self, pairs: PairDataset) -> None:
+        self.evaluator = ImageTextEvaluator(pairs)
+
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        images = embed_side(model, "left", self.evaluator.images, 64)
+        texts = embed_side(model, "right", self.evaluator.texts, 64)
+        ranks = both_ways_ranks(images.vectors, texts.vectors, self.evaluator.captions)["text_to_image"]
+        return self.mean((ranks <= 10).astype(float).tolist())
+
+
+class Neighbours(Quality):
+    """Accuracy of a vote of 20 neighbours."""
+
+    primary = "20-NN"
+
+    def __init__(self, train: ImageViews, test: ImageViews) -> None:
+        self.evaluator = KNNEvaluator(train, test)
+
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        train, test = (
+            embed_side(model, "left", corpus, 256, output="features").vectors for corpus in self.evaluator.corpora
+        )
+        votes, labels = self.evaluator.labels
+        return self.mean((knn_predict(train, votes, test, k=20) == labels).astype(float).tolist())
 
 
 @dataclass
@@ -245,7 +290,7 @@ def beir_parts(path: Path) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
     return PairDataset(left, right, left_id, right_id), validation, test
 
 
-def vectors(path: Path) -> Task:
+def vectors(path: Path, model: str) -> Task:
     """Two perceptrons on frozen features: latent semantic analysis of the training texts."""
     return on_features(*beir_parts(path), learning_rate=1e-3)
 
@@ -277,11 +322,11 @@ def on_features(
         right_modality="vector",
     )
     documents = corpus(test.corpus)
-    parts = (Quality(RetrievalSet(corpus(part.queries), documents, part.qrels)) for part in (validation, test))
+    parts = (Retrieval(RetrievalSet(corpus(part.queries), documents, part.qrels)) for part in (validation, test))
     return Task(lambda: VectorEncoder(dim, tower="mlp", dim=64, hidden=512, shared=False), train, *parts, learning_rate)
 
 
-def text(path: Path) -> Task:
+def text(path: Path, model: str) -> Task:
     """A one-layer transformer with a tokenizer of its own, both from scratch."""
     pairs, validation, test = beir_parts(path)
     tokenizer = train_tokenizer(pairs.right_items, 8000, max_length=64)
@@ -291,10 +336,51 @@ def text(path: Path) -> Task:
     def new_model() -> DualEncoder:
         return TextEncoder(config=config, tokenizer=tokenizer, max_length=64)
 
-    return Task(new_model, pairs, Quality(validation), Quality(test), learning_rate=3e-3)
+    return Task(new_model, pairs, Retrieval(validation), Retrieval(test), learning_rate=3e-3)
 
 
-TASKS: dict[str, Callable[[Path], Task]] = {"vectors": vectors, "text": text}
+def minilm(path: Path, model: str) -> Task:
+    """A published encoder, fine-tuned on 128 tokens."""
+    pairs, validation, test = beir_parts(path)
+
+    def new_model() -> DualEncoder:
+        return TextEncoder(model, max_length=128)
+
+    return Task(new_model, pairs, Retrieval(validation), Retrieval(test), learning_rate=2e-5)
+
+
+def image_text(path: Path, model: str) -> Task:
+    """A small open_clip model from scratch, on 64 pixels."""
+    config = {
+        "embed_dim": 128,
+        "vision_cfg": {"image_size": 64, "patch_size": 16, "width": 128, "layers": 4, "head_width": 32},
+        "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 128, "heads": 4, "layers": 2},
+    }
+    train, validation, test = (
+        TablePairs(path / f"{part}.parquet", left_column="image", right_column="captions", deduplicate=part == "train")
+        for part in ("train", "dev", "test")
+    )
+
+    def new_model() -> DualEncoder:
+        return ImageTextEncoder(config=config, crop_scale=(0.5, 1.0))
+
+    return Task(new_model, train, ImageOfCaption(validation), ImageOfCaption(test), learning_rate=5e-4)
+
+
+def images(path: Path, model: str) -> Task:
+    """Two views of 4,000 images, a narrow four-block ResNet on 24 pixels."""
+    train, validation, test = open_parts(str(path), 4000, 2000)
+    parts = (Neighbours(train, part) for part in (validation, test))
+    return Task(new_encoder, train, *parts, learning_rate=2e-3, temperatures=(0.1, 0.2, 0.4))
+
+
+TASKS: dict[str, Callable[[Path, str], Task]] = {
+    "vectors": vectors,
+    "text": text,
+    "minilm": minilm,
+    "image_text": image_text,
+    "images": images,
+}
 HELD_OUT = 1000
 
 
@@ -307,12 +393,13 @@ def run(
     seeds: int = 3,
     equal: Literal["pairs", "passes"] = "pairs",
     tune_at: int | None = None,
+    model: str = "sentence-transformers/all-MiniLM-L6-v2",
     results: Path = RESULTS,
 ) -> None:
     """Tune objectives, train them with all seeds, and add every run to the results.
 
     Args:
-        task: one of vectors, text.
+        task: one of vectors, text, minilm, image_text, images.
         path: the data.
         objectives: which.
         batch_sizes: B.
@@ -320,10 +407,11 @@ def run(
         seeds: how many.
         equal: what is the same for all.
         tune_at: the batch size at which to tune for all of them; by default each is tuned for itself.
+        model: name or folder of the model that minilm starts from.
         results: where finished runs are kept.
     """
     torch.set_num_threads(1)
-    opened, runs, name = TASKS[task](path), Runs(results), f"{task} {path.name}"
+    opened, runs, name = TASKS[task](path, model), Runs(results), f"{task} {path.name}"
 
     def trained(objective: str, at: int, rate: float, tau: float, seed: int, share: float = 1.0) -> dict[str, Any]:
         pairs_seen = round(share * epochs * len(opened.pairs))
@@ -333,7 +421,7 @@ def run(
 
     for batch_size, objective in itertools.product(batch_sizes, objectives):
         at = tune_at or batch_size
-        taus = {tau: trained(objective, at, RATES[0], tau, 0)["validation"] for tau in TEMPERATURES}
+        taus = {tau: trained(objective, at, RATES[0], tau, 0)["validation"] for tau in opened.temperatures}
         tau = max(taus, key=lambda one: taus[one])
         rates = {rate: trained(objective, at, rate, tau, 0)["validation"] for rate in RATES}
         rate = max(rates, key=lambda one: rates[one])
@@ -427,7 +515,7 @@ def draw(task: str, rows: Sequence[Row], folder: Path) -> None:
         by_size.setdefault(row.objective, []).append((row.batch_size, row.mean("test")))
     sizes = {name: tuple(zip(*points)) for name, points in by_size.items() if len(points) > 1}
     if sizes:
-        figure = lines(sizes, xlabel="batch size", ylabel="nDCG@10")
+        figure = lines(sizes, xlabel="batch size", ylabel="quality on test data")
         figure.axes[0].set_xscale("log", base=2)
         (folder / f"{stem}_batch.svg").write_text(as_svg(figure))
     for axis, label in enumerate(("pairs seen", "seconds of one core")):
@@ -438,7 +526,7 @@ def draw(task: str, rows: Sequence[Row], folder: Path) -> None:
                 curves[row.objective] = points[:, axis].tolist(), points[:, 2].tolist()
         if not curves:
             continue
-        figure = lines(curves, xlabel=label, ylabel="nDCG@10 on held-out data")
+        figure = lines(curves, xlabel=label, ylabel="quality on held-out data")
         (folder / f"{stem}_{label.split()[0]}.svg").write_text(as_svg(figure))
 
 

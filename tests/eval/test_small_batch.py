@@ -34,7 +34,7 @@ def test_runs_are_tuned_kept_and_reported(
     script = load_script("small_batch.py")
     monkeypatch.setattr(script, "HELD_OUT", 10)
     monkeypatch.setattr(script, "ORDINARY_BATCH", 4)
-    script.TASKS["few"] = lambda path: script.on_features(*script.beir_parts(path), 1e-3, dim=8)
+    script.TASKS["few"] = lambda path, model: script.on_features(*script.beir_parts(path), 1e-3, dim=8)
     results = tmp_path / "results.jsonl"
     how = {"objectives": ["InfoNCE", "ISIR"], "batch_sizes": [4], "epochs": 2, "seeds": 2, "results": results}
     script.run("few", folder, **how)
