@@ -25,7 +25,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "ISIR": ISIR,
     "NegativeCache": lambda **common: NegativeCache(refresh=0.0, **common),
     "GlobalCache": GlobalCache,
-    "GlobalCache, pool of 65,536": lambda **common: GlobalCache(pool=65_536, **common),
+    "GlobalCache, pool=None": lambda **common: GlobalCache(pool=None, **common),
 }
 WRITTEN = 1 << 16
 
