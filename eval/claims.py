@@ -160,22 +160,19 @@ class SmallTower(Tower):
 
     Args:
         prepare: where images come from.
-        normalise: batch normalisation; without it an embedding depends on its own image alone.
     """
 
     modality = "image"
     feature_dim, dim = 128, 64
 
-    def __init__(self, prepare: StoredViews, normalise: bool = True) -> None:
+    def __init__(self, prepare: StoredViews) -> None:
         super().__init__()
         self.prepare = prepare
         layers: list[nn.Module] = []
         for before, after in ((3, 32), (32, 64), (64, 128)):
-            norm = nn.BatchNorm2d(after) if normalise else nn.Identity()
-            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), norm, nn.ReLU()]
+            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
         self.backbone = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        middle = nn.BatchNorm1d(128) if normalise else nn.Identity()
-        self.projector = nn.Sequential(nn.Linear(128, 128), middle, nn.ReLU(), nn.Linear(128, self.dim))
+        self.projector = nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, self.dim))
 
     def features(self, inputs: Inputs) -> Tensor:
         """(B, 128) of pixels (B, 3, S, S)."""
@@ -189,8 +186,8 @@ class SmallTower(Tower):
 class SmallEncoder(DualEncoder):
     """Two views of an image through one small tower."""
 
-    def __init__(self, prepare: StoredViews, normalise: bool = True) -> None:
-        tower = SmallTower(prepare, normalise).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    def __init__(self, prepare: StoredViews) -> None:
+        tower = SmallTower(prepare).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         super().__init__(tower, tower, kind="image", views=True)
 
     def write(self, folder: Path) -> None:
@@ -342,6 +339,9 @@ def descend(
 ) -> list[dict[str, float]]:
     """Plain SGD on a finite set of stored views, its rate falling to zero along a cosine; the exact loss on the way.
 
+    Batch normalisation keeps the statistics of the untrained network on the whole set: an embedding is then a function
+    of its own image alone, and the exact loss that of the function which is trained.
+
     Args:
         name: of an objective in `ON_FINITE_SET`.
         views: (M, 2, 3, S, S) two views of each image, in float32.
@@ -356,7 +356,13 @@ def descend(
     """
     torch.manual_seed(seed)
     ids = torch.arange(len(views))
-    model = SmallEncoder(StoredViews(views[:0, 0], views[:0]), normalise=False)
+    model = SmallEncoder(StoredViews(views[:0, 0], views[:0]))
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+            layer.momentum = 1.0
+    with torch.no_grad():
+        model.train().encode("left", {"image": views.flatten(0, 1)})
+    model.eval()
     objective = ON_FINITE_SET[name](num_left=len(views), temperature=temperature, views=True, seed=seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     steps_per_epoch = len(views) // batch_size
@@ -375,7 +381,8 @@ def descend(
             found.append({"epoch": epoch, "loss": point.loss, "squared gradient": point.squared_gradient_norm})
         for rows in batches.select(epoch) if epoch < epochs else ():
             batch = torch.from_numpy(rows)
-            out = objective(encode("left", batch), encode("right", batch), batch, encode=encode)
+            left, right = model.encode("left", {"image": views[batch].transpose(0, 1).flatten(0, 1)}).chunk(2)
+            out = objective(left, right, batch, encode=encode)
             optimizer.zero_grad()
             out.loss.backward()
             optimizer.step()
