@@ -13,11 +13,11 @@ an interrupted table resumes.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -210,7 +210,7 @@ class Task(Evaluator):
     def __init__(self, path: str, num_train: int, num_test: int, num_versions: int) -> None:
         parts = open_parts(path, num_train, num_test)
         images = [[part[row].left.copy() for row in range(len(part))] for part in parts]
-        self.labels = [part.labels for part in parts]
+        self.labels = [np.asarray(part.labels) for part in parts]
         small = [[image.resize((SIZE, SIZE), Image.Resampling.BICUBIC) for image in part] for part in images]
         self.plain = [torch.from_numpy(np.stack(part)).permute(0, 3, 1, 2) for part in small]
         self.augmented = views_of(images[0], [range(AUGMENTATIONS)] * num_train)
@@ -292,8 +292,7 @@ class Comparison:
 
         settings = {"temperature": temperature, "steps": given.steps, "pairs": given.pairs, "test": given.test}
         settings |= {"versions": given.versions, **shared}
-        words = "".join(letter if letter.isalnum() else "-" for letter in name)
-        return cached(Path(given.out) / f"{words}-{temperature}-{seed}.json", train, settings)
+        return cached(Path(given.out) / f"{file_name(name)}-{temperature}-{seed}.json", train, settings)
 
     def temperature(self, name: str) -> float:
         """The best on validation images with the first seed."""
@@ -326,7 +325,6 @@ class Comparison:
 ON_FINITE_SET: dict[str, Callable[..., Objective]] = {
     "SimCLR": InfoNCE,
     "SogCLR": sogclr,
-    "SogCLR, γ = 0.1": partial(SogCLR, gamma=0.1),
     "NegativeCache": partial(NegativeCache, refresh=0.1),
     "EMC2": EMC2,
     "EMC2, one chain for both views": partial(EMC2, shared_chain=True),
@@ -334,13 +332,24 @@ ON_FINITE_SET: dict[str, Callable[..., Objective]] = {
 }
 
 
+def with_fixed_statistics(model: SmallEncoder, images: Tensor) -> SmallEncoder:
+    """In evaluation mode, with the statistics that batch normalisation of the untrained network has on (M, 3, S, S).
+
+    An embedding is then a function of its own image alone, and the exact loss that of the function which is trained.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+            layer.momentum = 1.0
+    with torch.no_grad():
+        model.train().encode("left", {"image": images})
+    model.eval()
+    return model
+
+
 def descend(
     name: str, views: Tensor, *, epochs: int, batch_size: int, learning_rate: float, temperature: float, seed: int
 ) -> list[dict[str, float]]:
     """Plain SGD on a finite set of stored views, its rate falling to zero along a cosine; the exact loss on the way.
-
-    Batch normalisation keeps the statistics of the untrained network on the whole set: an embedding is then a function
-    of its own image alone, and the exact loss that of the function which is trained.
 
     Args:
         name: of an objective in `ON_FINITE_SET`.
@@ -356,30 +365,28 @@ def descend(
     """
     torch.manual_seed(seed)
     ids = torch.arange(len(views))
-    model = SmallEncoder(StoredViews(views[:0, 0], views[:0]))
-    for layer in model.modules():
-        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
-            layer.momentum = 1.0
-    with torch.no_grad():
-        model.train().encode("left", {"image": views.flatten(0, 1)})
-    model.eval()
+    model = with_fixed_statistics(SmallEncoder(StoredViews(views[:0, 0], views[:0])), views.flatten(0, 1))
     objective = ON_FINITE_SET[name](num_left=len(views), temperature=temperature, views=True, seed=seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     steps_per_epoch = len(views) // batch_size
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps_per_epoch)
     batches = RandomBatches(len(views), batch_size, seed=seed)
     sides = {"left": views[:, 0], "right": views[:, 1]}
-    chunks = [[{"image": part} for part in side.split(250)] for side in sides.values()]
+    left_chunks, right_chunks = ([{"image": part} for part in side.split(250)] for side in sides.values())
 
     def encode(side: Side, rows: Tensor) -> Tensor:
         return model.encode(side, {"image": sides[side][rows]})
 
-    found: list[dict[str, float]] = []
-    for epoch in range(epochs + 1):
-        if epoch % max(epochs // 10, 1) == 0:
-            point = exact_gradient(model, model.encode, *chunks, FiniteSet(ids, ids, views=True), temperature)
-            found.append({"epoch": epoch, "loss": point.loss, "squared gradient": point.squared_gradient_norm})
-        for rows in batches.select(epoch) if epoch < epochs else ():
+    def measure(epoch: int) -> dict[str, float]:
+        pairs = FiniteSet(ids, ids, views=True)
+        point = exact_gradient(
+            model, lambda _, inputs: model.left(inputs), left_chunks, right_chunks, pairs, temperature
+        )
+        return {"epoch": epoch, "loss": point.loss, "squared gradient": point.squared_gradient_norm}
+
+    found = [measure(0)]
+    for epoch in range(epochs):
+        for rows in batches.select(epoch):
             batch = torch.from_numpy(rows)
             left, right = model.encode("left", {"image": views[batch].transpose(0, 1).flatten(0, 1)}).chunk(2)
             out = objective(left, right, batch, encode=encode)
@@ -387,32 +394,36 @@ def descend(
             out.loss.backward()
             optimizer.step()
             schedule.step()
+        if (epoch + 1) % max(epochs // 10, 1) == 0 or epoch + 1 == epochs:
+            found.append(measure(epoch + 1))
     return found
 
 
 def convergence(views: Tensor, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Where each objective ends on the finite set: exact loss and squared gradient, at each learning rate."""
-    rows: list[dict[str, object]] = []
-    shared = {"epochs": arguments.epochs, "batch_size": 4, "temperature": 0.2}
-    for rate in arguments.rates:
-        for name in ON_FINITE_SET:
-            runs = []
-            for seed in range(arguments.seeds):
-                settings = {**shared, "learning_rate": rate, "seed": seed}
-                words = "".join(letter if letter.isalnum() else "-" for letter in name)
-                path = Path(arguments.out) / f"finite-{words}-{rate}-{seed}.json"
-                if not path.exists():
-                    write_json(path, {**settings, "curve": descend(name, views, **settings)})
-                kept = json.loads(path.read_text())
-                curve = kept.pop("curve")
-                if kept != settings:
-                    raise SystemExit(f"{path} was made with {kept}, now asked for are {settings}: choose another --out")
-                runs.append(curve[-1])
-            row = {"objective": name, "rate": str(rate), **mean_and_sd("loss", [end["loss"] for end in runs])}
-            norms = [end["squared gradient"] for end in runs]
-            rows.append(row | {"squared gradient": " ".join(f"{norm:.1e}" for norm in sorted(norms))})
-            print(rows[-1], flush=True)
+    """Where each objective ends on the finite set: exact loss and squared gradient, over seeds."""
+    shared = {"epochs": arguments.epochs, "batch_size": 4, "learning_rate": arguments.rate, "temperature": 0.2}
+    ends: dict[str, list[dict[str, float]]] = {name: [] for name in ON_FINITE_SET}
+    for seed in range(arguments.seeds):
+        for name, own in ends.items():
+
+            def train(name: str = name, seed: int = seed) -> dict[str, Any]:
+                curve = descend(name, views, seed=seed, **shared)
+                print(f"{name}, seed {seed}: {curve[-1]}", flush=True)
+                return {**curve[-1], "curve": curve}
+
+            path = Path(arguments.out) / f"finite-{file_name(name)}-{arguments.rate}-{seed}.json"
+            own.append(cached(path, train, {**shared, "seed": seed}))
+    rows = []
+    for name, own in ends.items():
+        norms = sorted(end["squared gradient"] for end in own)
+        row = {"objective": name, **mean_and_sd("loss", [end["loss"] for end in own])}
+        rows.append(row | {"squared gradient": " ".join(f"{norm:.1e}" for norm in norms)})
     return rows
+
+
+def file_name(words: str) -> str:
+    """Letters and digits, with a hyphen for everything else."""
+    return "".join(letter if letter.isalnum() else "-" for letter in words)
 
 
 def main() -> None:
@@ -423,8 +434,8 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=4000, help="images of validation and of test")
     parser.add_argument("--versions", type=int, default=300, help="test images whose corrupted versions are compared")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--epochs", type=int, default=100, help="of convergence, on 500 images")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.03, 0.1], help="learning rates of convergence")
+    parser.add_argument("--epochs", type=int, default=60, help="of convergence, on 500 images")
+    parser.add_argument("--rate", type=float, default=0.01, help="learning rate of convergence")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     task = Task(arguments.path, arguments.pairs, arguments.test, arguments.versions)
