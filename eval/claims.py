@@ -99,7 +99,6 @@ ARMS: dict[str, Arm] = {
     "β 0, τ⁺ 0.1 (debiased)": hard(0, 0.1),
     "β 1, τ⁺ 0": hard(1, 0),
     "β 1, τ⁺ 0.1": hard(1, 0.1),
-    "β 2, τ⁺ 0.1": hard(2, 0.1),
     "β 6, τ⁺ 0.1": hard(6, 0.1),
     "β 6, τ⁺ 0.1, annealed": hard(6, 0.1, 5),
 }
@@ -434,7 +433,7 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=4000, help="images of validation and of test")
     parser.add_argument("--versions", type=int, default=300, help="test images whose corrupted versions are compared")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--epochs", type=int, default=60, help="of convergence, on 500 images")
+    parser.add_argument("--epochs", type=int, default=40, help="of convergence, on 500 images")
     parser.add_argument("--rate", type=float, default=0.01, help="learning rate of convergence")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
