@@ -401,6 +401,7 @@ def descend(
 def convergence(views: Tensor, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Where each objective ends on the finite set: exact loss and squared gradient, over seeds."""
     shared = {"epochs": arguments.epochs, "batch_size": 4, "learning_rate": arguments.rate, "temperature": 0.2}
+    set_name = f"finite-{len(views)}-{arguments.epochs}"
     ends: dict[str, list[dict[str, float]]] = {name: [] for name in ON_FINITE_SET}
     for seed in range(arguments.seeds):
         for name, own in ends.items():
@@ -410,8 +411,8 @@ def convergence(views: Tensor, arguments: argparse.Namespace) -> list[dict[str, 
                 print(f"{name}, seed {seed}: {curve[-1]}", flush=True)
                 return {**curve[-1], "curve": curve}
 
-            path = Path(arguments.out) / f"finite-{file_name(name)}-{arguments.rate}-{seed}.json"
-            own.append(cached(path, train, {**shared, "seed": seed}))
+            path = Path(arguments.out) / f"{set_name}-{file_name(name)}-{arguments.rate}-{seed}.json"
+            own.append(cached(path, train, {**shared, "images": len(views), "seed": seed}))
     rows = []
     for name, own in ends.items():
         norms = sorted(end["squared gradient"] for end in own)
@@ -433,7 +434,8 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=4000, help="images of validation and of test")
     parser.add_argument("--versions", type=int, default=300, help="test images whose corrupted versions are compared")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--epochs", type=int, default=40, help="of convergence, on 500 images")
+    parser.add_argument("--images", type=int, default=500, help="of convergence: the first ones of --pairs")
+    parser.add_argument("--epochs", type=int, default=40, help="of convergence")
     parser.add_argument("--rate", type=float, default=0.01, help="learning rate of convergence")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -441,7 +443,7 @@ def main() -> None:
     comparison = Comparison(task, arguments)
     for name in arguments.only:
         if name == "convergence":
-            rows = convergence(scaled(task.augmented[:500, :2]), arguments)
+            rows = convergence(scaled(task.augmented[: arguments.images, :2]), arguments)
         else:
             rows = comparison.table(EXPERIMENTS[name], arguments.seeds)
         print_table(Table(name, rows))
