@@ -5,9 +5,9 @@
 
 Every arm has the same network, images, steps and learning rate, and the same two temperatures to choose from, by a
 linear probe on validation images with the first seed; arms that vary one argument take the temperature of the
-objective that they vary, and hard negatives that of their paper. `convergence` trains on a finite set of stored views
-and follows the exact gradient of the global loss (Yau et al. 2024, arXiv:2404.10575, Figure 7). One JSON file per run:
-an interrupted table resumes.
+objective that they vary, hard negatives and SACLR by its authors' program that of their paper. `convergence` trains on
+a finite set of stored views and follows the exact gradient of the global loss (Yau et al. 2024, arXiv:2404.10575,
+Figure 7). One JSON file per run: an interrupted table resumes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from dualenc.data import ImageViews
 from dualenc.data.views import SimCLR
 from dualenc.encoders import DualEncoder
 from dualenc.encoders.dual import DUALENC_FILE, Prepare, Tower, unit_norm
+from dualenc.evaluation import plots
 from dualenc.evaluation.convergence import FiniteSet, exact_gradient
 from dualenc.evaluation.corrupted import nearest_images, nearest_versions, summarise
 from dualenc.evaluation.corruptions import ALL, GeneratedCorruptions
@@ -85,6 +86,10 @@ ARMS: dict[str, Arm] = {
     "SACLR-all row": Arm(partial(SACLR, form="row")),
     "SACLR-1 matrix": Arm(partial(SACLR, form="matrix", negatives=1, rho=0.99)),
     "SACLR-all matrix": Arm(partial(SACLR, form="matrix", rho=0.99)),
+    "SACLR-1 row, authors": Arm(partial(SACLR, form="row", negatives=1, variant="authors"), temperatures=(0.25,)),
+    "SACLR-1 matrix, authors": Arm(
+        partial(SACLR, form="matrix", negatives=1, rho=0.99, variant="authors"), temperatures=(0.25,)
+    ),
     "EMC2, burn-in 0": Arm(partial(EMC2, burn_in=0.0), as_in="EMC2"),
     "EMC2, burn-in 3/4": Arm(partial(EMC2, burn_in=0.75), as_in="EMC2"),
     "EMC2, 2 augmentations": Arm(EMC2, as_in="EMC2", augmentations=2),
@@ -324,10 +329,10 @@ class Comparison:
 ON_FINITE_SET: dict[str, Callable[..., Objective]] = {
     "SimCLR": InfoNCE,
     "SogCLR": sogclr,
-    "NegativeCache": partial(NegativeCache, refresh=0.1),
     "EMC2": EMC2,
     "EMC2, one chain for both views": partial(EMC2, shared_chain=True),
     "ISIR": ISIR,
+    "NegativeCache": partial(NegativeCache, refresh=0.1),
 }
 
 
@@ -402,7 +407,7 @@ def convergence(views: Tensor, arguments: argparse.Namespace) -> list[dict[str, 
     """Where each objective ends on the finite set: exact loss and squared gradient, over seeds."""
     shared = {"epochs": arguments.epochs, "batch_size": 4, "learning_rate": arguments.rate, "temperature": 0.2}
     set_name = f"finite-{len(views)}-{arguments.epochs}"
-    ends: dict[str, list[dict[str, float]]] = {name: [] for name in ON_FINITE_SET}
+    ends: dict[str, list[dict[str, Any]]] = {name: [] for name in ON_FINITE_SET}
     for seed in range(arguments.seeds):
         for name, own in ends.items():
 
@@ -413,6 +418,13 @@ def convergence(views: Tensor, arguments: argparse.Namespace) -> list[dict[str, 
 
             path = Path(arguments.out) / f"{set_name}-{file_name(name)}-{arguments.rate}-{seed}.json"
             own.append(cached(path, train, {**shared, "images": len(views), "seed": seed}))
+    curves = {name: [end["curve"] for end in own] for name, own in ends.items()}
+    means = {
+        name: ([point["epoch"] for point in own[0]], np.mean([[point["loss"] for point in one] for one in own], axis=0))
+        for name, own in curves.items()
+    }
+    figure = plots.lines(means, xlabel="epoch", ylabel="exact global loss, mean over seeds")
+    figure.savefig(Path(arguments.out) / f"{set_name}.svg", metadata={"Date": None})
     rows = []
     for name, own in ends.items():
         norms = sorted(end["squared gradient"] for end in own)

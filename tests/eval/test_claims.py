@@ -122,3 +122,4 @@ def test_arms_are_trained_measured_and_kept(claims: ModuleType, images: Path, tm
         assert all(0 <= row[metric] <= 1 for metric in ("knn20", "nn1", "pair", "version"))
     ends = claims.convergence(claims.scaled(task.augmented[:, :2]), given)
     assert [row["objective"] for row in ends] == list(claims.ON_FINITE_SET)
+    assert (tmp_path / "finite-28-2.svg").stat().st_size > 0
