@@ -424,7 +424,7 @@ def convergence(views: Tensor, arguments: argparse.Namespace) -> list[dict[str, 
         for name, own in curves.items()
     }
     figure = plots.lines(means, xlabel="epoch", ylabel="exact global loss, mean over seeds")
-    figure.savefig(Path(arguments.out) / f"{set_name}.svg", metadata={"Date": None})
+    (Path(arguments.out) / f"{set_name}.svg").write_text(plots.as_svg(figure), encoding="utf-8")
     rows = []
     for name, own in ends.items():
         norms = sorted(end["squared gradient"] for end in own)
