@@ -5,8 +5,8 @@
 
 Every arm has the same network, images, steps and learning rate, and the same two temperatures to choose from, by a
 linear probe on validation images with the first seed; arms that vary one argument take the temperature of the
-objective that they vary, hard negatives and SACLR by its authors' program that of their paper. `convergence` trains on
-a finite set of stored views and follows the exact gradient of the global loss (Yau et al. 2024, arXiv:2404.10575,
+objective that they vary, hard negatives have 0.5, and SACLR by its authors' program that of its paper. `convergence`
+trains on a finite set of stored views and follows the exact gradient of the global loss (Yau et al. 2024, arXiv:2404.10575,
 Figure 7). One JSON file per run: an interrupted table resumes.
 """
 
@@ -67,7 +67,7 @@ class Arm:
 
 
 def hard(hardness: float, class_prior: float, annealing_steps: int = 0) -> Arm:
-    """Robinson et al. at their temperature; with both at zero it is SimCLR."""
+    """Robinson et al. at one temperature; with both at zero it is SimCLR."""
     objective = partial(HCL, hardness=hardness, class_prior=class_prior, annealing_steps=annealing_steps)
     return Arm(objective, temperatures=(0.5,))
 
