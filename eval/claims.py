@@ -6,8 +6,8 @@
 Every arm has the same network, images, steps and learning rate, and the same two temperatures to choose from, by a
 linear probe on validation images with the first seed; arms that vary one argument take the temperature of the
 objective that they vary, hard negatives have 0.5, and SACLR by its authors' program that of its paper. `convergence`
-trains on a finite set of stored views and follows the exact gradient of the global loss (Yau et al. 2024, arXiv:2404.10575,
-Figure 7). One JSON file per run: an interrupted table resumes.
+trains on a finite set of stored views and follows the exact gradient of the global loss (Yau et al. 2024,
+arXiv:2404.10575, Figure 7). One JSON file per run: an interrupted table resumes.
 """
 
 from __future__ import annotations
