@@ -308,7 +308,9 @@ def on_features(
     reduce = TruncatedSVD(dim, random_state=0).fit(weighed)
 
     def features(texts: Sequence[str]) -> np.ndarray:
-        return normalize(reduce.transform(weigh.transform(list(texts)))).astype(np.float32)
+        vectors = normalize(reduce.transform(weigh.transform(list(texts)))).astype(np.float32)
+        vectors[~vectors.any(axis=1)] = dim**-0.5  # texts without a word that is known
+        return vectors
 
     def corpus(of: Corpus) -> Corpus:
         return Corpus(of.ids, features(of.items), "vector")
