@@ -143,7 +143,8 @@ def mean_shares(anchors: Tensor, barred: Tensor, log_sum: Tensor, items: Tensor,
     sees = torch.isfinite(log_sum)
     level, shares = torch.where(sees, log_sum, torch.inf)[:, None], []
     for some in torch.arange(len(items), device=items.device).split(max(1, MAX_ELEMENTS // max(1, len(anchors)))):
-        weights = torch.exp(anchors @ embeddings[some].T - level)
+        # No share is above 1: what lies outside a pool may be nearer than all inside it.
+        weights = torch.exp(anchors @ embeddings[some].T - level).clamp_(max=1.0)
         shares.append(weights.masked_fill_(listed(barred, items[some]), 0.0).sum(dim=0))
     return torch.cat(shares) / sees.sum().clamp(min=1)
 

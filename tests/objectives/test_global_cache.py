@@ -279,6 +279,23 @@ def test_a_pool_is_all_that_a_step_looks_at(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(torch.cat(looked_at[::2]).unique()) >= size
 
 
+def test_what_lies_outside_a_pool_may_be_nearer_than_all_inside_it() -> None:
+    """At small τ by more than any float32 can tell; the item counts as expected at most once per draw."""
+    draw = torch.Generator().manual_seed(0)
+    far, near = torch.eye(4)[0], torch.eye(4)[1]
+    shares = mean_shares(
+        near[None] / 0.005, torch.tensor([[-1]]), torch.zeros(1), torch.arange(2), torch.stack([far, near])
+    )
+    assert shares.tolist() == [1.0, 1.0]
+    corpus = Corpus.make(0, 1000)
+    criterion = GlobalCache(num_left=1000, temperature=0.005, pool=64)
+    for _ in range(5):
+        ids = torch.randperm(1000, generator=draw)[:8]
+        left, right = (table[ids].detach().float().requires_grad_() for table in (corpus.left, corpus.right))
+        loss = criterion(left, right, ids, encode=lambda side, ids: corpus.encode(side, ids).float()).loss
+        assert all(bool(torch.isfinite(of).all()) for of in (loss, *torch.autograd.grad(loss, [left, right])))
+
+
 def test_bad_arguments_are_told() -> None:
     for given_, told in (
         ({"extra_encodes": -1}, "extra_encodes is"),
