@@ -77,7 +77,7 @@ class GlobalCache(Objective):
         items, num_batch, updates = candidate_items(anchors), anchors.num_global, self.updates_state
         with torch.no_grad():
             asking, barred = queries_of_all(anchors)
-            blocks, share_seen = self._blocks(cache, anchors.ids.device)
+            blocks, share_seen = self._blocks(cache)
             seen = cache.attend(asking, barred, self._item_counts(anchors), blocks)
             num_draws = round(self.extra_encodes * num_batch / 2)
             drawn = cache.sample(seen, num_draws, self.random.uniform(1, like=asking))
@@ -123,12 +123,13 @@ class GlobalCache(Objective):
         counts = self.counts(anchors.candidate_side)
         return counts.repeat_interleave(2) if counts is not None and self.views else counts
 
-    def _blocks(self, cache: FeatureCache, device: torch.device) -> tuple[list[int] | None, float]:
+    def _blocks(self, cache: FeatureCache) -> tuple[list[int] | None, float]:
         """The blocks to look at in this step, None for all; and the probability of an item to be in one of them."""
         wanted = cache.num_blocks if self.pool is None else -(-self.pool // cache.block_size)
         if wanted >= cache.num_blocks:
             return None, 1.0
-        blocks = self.random.permutation(cache.num_blocks, device)[:wanted]
+        # Drawn on the CPU: an accelerator need not be waited for.
+        blocks = self.random.permutation(cache.num_blocks, torch.device("cpu"))[:wanted]
         return sorted(blocks.tolist()), wanted / cache.num_blocks
 
 
