@@ -28,7 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -268,14 +268,14 @@ class Runs:
 def beir_parts(path: Path) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
     """Training pairs with their own documents as corpus, and held-out and test queries over all documents.
 
-    Where the folder has no dev.tsv, the last thousand training queries are held out.
+    Where the folder has no dev.tsv, the last thousand training queries, or a fifth of them, are held out.
     """
     whole, test = BeirPairs(path, "train"), read_beir(path, "test")
     queries, documents = whole.left_id, whole.right_id
     if (path / "qrels" / "dev.tsv").exists():
         validation = read_beir(path, "dev")
     else:
-        held_out = queries >= whole.num_left - HELD_OUT
+        held_out = queries >= whole.num_left - min(HELD_OUT, whole.num_left // 5)
         qrels: dict[str, dict[str, int]] = {}
         for query, document in zip(queries[held_out].tolist(), documents[held_out].tolist(), strict=True):
             qrels.setdefault(whole.queries.ids[query], {})[whole.corpus.ids[document]] = 1
@@ -342,8 +342,12 @@ def text(path: Path, model: str) -> Task:
 
 
 def minilm(path: Path, model: str) -> Task:
-    """A published encoder, fine-tuned on 128 tokens."""
+    """A published encoder, fine-tuned on 128 tokens; documents are those that a held-out or a test query is about."""
     pairs, validation, test = beir_parts(path)
+    judged = {document for part in (validation, test) for of_query in part.qrels.values() for document in of_query}
+    kept = {own: row for row, own in enumerate(test.corpus.ids) if own in judged}
+    documents = Corpus(list(kept), [test.corpus.items[row] for row in kept.values()])
+    validation, test = (part._replace(corpus=documents) for part in (validation, test))
 
     def new_model() -> DualEncoder:
         return TextEncoder(model, max_length=128)
@@ -376,6 +380,19 @@ def images(path: Path, model: str) -> Task:
     return Task(new_encoder, train, *parts, learning_rate=2e-3, temperatures=(0.1, 0.2, 0.4))
 
 
+def some_of(pairs: PairDataset, count: int) -> PairDataset:
+    """A random part of the pairs, with the items that occur in it and no others."""
+    rows = np.random.default_rng(0).permutation(len(pairs))[:count]
+    items, ids = [], []
+    for all_items, of_pairs in ((pairs.left_items, pairs.left_id), (pairs.right_items, pairs.right_id)):
+        used, numbers = np.unique(of_pairs[rows], return_inverse=True)
+        items.append(
+            all_items[used] if isinstance(all_items, np.ndarray) else [all_items[row] for row in used.tolist()]
+        )
+        ids.append(numbers)
+    return PairDataset(*items, *ids, left_modality=pairs.left_modality, right_modality=pairs.right_modality)
+
+
 TASKS: dict[str, Callable[[Path, str], Task]] = {
     "vectors": vectors,
     "text": text,
@@ -392,9 +409,13 @@ def run(
     objectives: Sequence[str] = ("InfoNCE", "DCL", "SogCLR", "ISIR", "GlobalCache"),
     batch_sizes: Sequence[int] = (32,),
     epochs: float = 6,
+    pairs: int | None = None,
     seeds: int = 3,
     equal: Literal["pairs", "passes"] = "pairs",
+    rates: Sequence[float] = RATES,
     tune_at: int | None = None,
+    tune_epochs: float | None = None,
+    tune_pairs: int | None = None,
     model: str = "sentence-transformers/all-MiniLM-L6-v2",
     results: Path = RESULTS,
 ) -> None:
@@ -406,32 +427,51 @@ def run(
         objectives: which.
         batch_sizes: B.
         epochs: pairs seen, over M; those of InfoNCE where passes are equal.
+        pairs: train on a random part of so many pairs.
         seeds: how many.
         equal: what is the same for all.
-        tune_at: the batch size at which to tune for all of them; by default each is tuned for itself.
+        rates: factors of the task's learning rate to choose from, the first of them while τ is chosen.
+        tune_at, tune_epochs, tune_pairs: batch size, epochs and pairs at which to tune, where not those of the runs.
         model: name or folder of the model that minilm starts from.
         results: where finished runs are kept.
     """
     torch.set_num_threads(1)
-    opened, runs, name = TASKS[task](path, model), Runs(results), f"{task} {path.name}"
+    opened, runs = TASKS[task](path, model), Runs(results)
+    parts = {
+        count: opened if count is None else replace(opened, pairs=some_of(opened.pairs, count))
+        for count in {pairs, tune_pairs}
+    }
 
-    def trained(objective: str, at: int, rate: float, tau: float, seed: int, share: float = 1.0) -> dict[str, Any]:
-        pairs_seen = round(share * epochs * len(opened.pairs))
-        own = {"task": name, "objective": objective, "batch_size": at, "pairs_seen": pairs_seen}
+    def trained(
+        objective: str, at: int, rate: float, tau: float, seed: int, share: float = 1.0, tuning: bool = False
+    ) -> dict[str, Any]:
+        count = tune_pairs or pairs if tuning else pairs
+        length = tune_epochs or epochs if tuning else epochs
+        pairs_seen = round(share * length * len(parts[count].pairs))
+        own = {"task": name_of(task, path, count), "objective": objective, "batch_size": at, "pairs_seen": pairs_seen}
         own |= {"rate": rate, "temperature": tau, "seed": seed, "equal": "pairs" if share == 1 else "passes"}
-        return runs.get(own, lambda: train(opened, objective, at, rate, tau, seed, pairs_seen))
+        return runs.get(own, lambda: train(parts[count], objective, at, rate, tau, seed, pairs_seen))
 
     for batch_size, objective in itertools.product(batch_sizes, objectives):
         at = tune_at or batch_size
-        taus = {tau: trained(objective, at, RATES[0], tau, 0)["validation"] for tau in opened.temperatures}
-        tau = max(taus, key=lambda one: taus[one])
-        rates = {rate: trained(objective, at, rate, tau, 0)["validation"] for rate in RATES}
-        rate = max(rates, key=lambda one: rates[one])
+        by_tau = {
+            tau: trained(objective, at, rates[0], tau, 0, tuning=True)["validation"] for tau in opened.temperatures
+        }
+        tau = max(by_tau, key=lambda one: by_tau[one])
+        by_rate = {rate: trained(objective, at, rate, tau, 0, tuning=True)["validation"] for rate in rates}
+        rate = max(by_rate, key=lambda one: by_rate[one])
         for seed in range(seeds):
             found = trained(objective, batch_size, rate, tau, seed)
             if equal == "passes" and found["extra_encodes"] > 0.01:
                 found = trained(objective, batch_size, rate, tau, seed, share=1 / (1 + found["extra_encodes"] / 2))
-            print(f"{name} {objective} B={batch_size} seed {seed}: {found['test']:.4f}", flush=True)
+            print(
+                f"{name_of(task, path, pairs)} {objective} B={batch_size} seed {seed}: {found['test']:.4f}", flush=True
+            )
+
+
+def name_of(task: str, path: Path, pairs: int | None) -> str:
+    """What a task on these data is called in tables."""
+    return f"{task} {path.name}" if pairs is None else f"{task} {path.name}, {pairs:,} pairs"
 
 
 class Row:
