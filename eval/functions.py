@@ -60,13 +60,35 @@ def functions(file: Path, module: str) -> Iterator[tuple[str, str]]:
             yield " ".join([*words(module), *own, *parameters]), " ".join(body)
 
 
-def main(folder: Path, held_out: int = 1000, seed: int = 0, roots: list[Path] | None = None) -> None:
+def write(bodies: dict[str, str], folder: Path, held_out: int, limit: int, seed: int) -> None:
+    """A random part of what was read (signature by body), as a BEIR folder."""
+    draw = np.random.default_rng(seed)
+    chosen = [list(bodies.items())[row] for row in np.sort(draw.permutation(len(bodies))[:limit])]
+    queries = {signature: f"q{number}" for number, signature in enumerate(dict.fromkeys(own for _, own in chosen))}
+    part = np.full(len(queries), "train", dtype="U5")
+    part[draw.permutation(len(queries))[: 2 * held_out]] = ["dev", "test"] * held_out
+    part_of = dict(zip(queries, part.tolist(), strict=True))
+    (folder / "qrels").mkdir(parents=True, exist_ok=True)
+    with (folder / "queries.jsonl").open("w") as file:
+        file.writelines(json.dumps({"_id": own, "text": text}) + "\n" for text, own in queries.items())
+    with (folder / "corpus.jsonl").open("w") as file:
+        file.writelines(json.dumps({"_id": f"d{row}", "text": body}) + "\n" for row, (body, _) in enumerate(chosen))
+    for split in ("train", "dev", "test"):
+        rows = [f"{queries[own]}\td{row}\t1\n" for row, (_, own) in enumerate(chosen) if part_of[own] == split]
+        (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(rows))
+    print(f"{len(chosen)} bodies of {len(bodies)}, {len(queries)} signatures in {folder}")
+
+
+def main(
+    folder: Path, held_out: int = 1000, limit: int = 105_000, seed: int = 0, roots: list[Path] | None = None
+) -> None:
     """Write the task.
 
     Args:
         folder: where to.
         held_out: queries for tuning, and as many for testing.
-        seed: of the draw.
+        limit: documents at most, a random part of all.
+        seed: of the draws.
         roots: folders of Python files; by default the standard library and what is installed.
     """
     roots = roots or [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
@@ -75,25 +97,7 @@ def main(folder: Path, held_out: int = 1000, seed: int = 0, roots: list[Path] | 
     for file in tqdm(files, "reading functions", unit="file"):
         for signature, body in functions(file, f"{file.parent.name} {file.stem}"):
             bodies.setdefault(body, signature)
-    queries = {signature: f"q{number}" for number, signature in enumerate(dict.fromkeys(bodies.values()))}
-    (folder / "qrels").mkdir(parents=True, exist_ok=True)
-    with (folder / "queries.jsonl").open("w") as file_of_queries:
-        file_of_queries.writelines(json.dumps({"_id": own, "text": text}) + "\n" for text, own in queries.items())
-    with (folder / "corpus.jsonl").open("w") as corpus:
-        corpus.writelines(json.dumps({"_id": f"d{row}", "text": body}) + "\n" for row, body in enumerate(bodies))
-    order = np.random.default_rng(seed).permutation(len(queries))
-    part = np.full(len(queries), "train", dtype="U5")
-    part[order[:held_out]], part[order[held_out : 2 * held_out]] = "dev", "test"
-    part_of = dict(zip(queries, part.tolist(), strict=True))
-    for split in ("train", "dev", "test"):
-        with (folder / "qrels" / f"{split}.tsv").open("w") as qrels:
-            qrels.write("query-id\tcorpus-id\tscore\n")
-            qrels.writelines(
-                f"{queries[signature]}\td{row}\t1\n"
-                for row, signature in enumerate(bodies.values())
-                if part_of[signature] == split
-            )
-    print(f"{len(bodies)} bodies, {len(queries)} signatures in {folder}")
+    write(bodies, folder, held_out, limit, seed)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,10 @@ class Attention(NamedTuple):
 
 
 class FeatureCache(nn.Module):
-    """The last known embedding of each of N items; empty slots are never drawn.
+    """The last known embedding of each of N items, in half precision; empty slots are never drawn.
+
+    Rounding turns an embedding by 2e-4 rad, less than a step of training does; what decides on the gradient is encoded
+    anew. Double precision is kept as it is.
 
     Each rank holds its blocks only; the state dict holds all of them, whatever the number of ranks (saving is
     collective: call `state_dict()` on every rank).
@@ -227,7 +230,7 @@ class FeatureCache(nn.Module):
         for start in range(0, len(anchors), per_chunk):
             some = slice(start, start + per_chunk)
             rows = block[some, None] * self.block_size + torch.arange(self.block_size, device=block.device)
-            logits, items = torch.einsum("ad,acd->ac", anchors[some], self.features[rows]), rows + self.first_item
+            logits, items = torch.einsum("ad,acd->ac", anchors[some], self.features[rows].to(anchors)), rows + self.first_item
             possible = self.filled[rows] & ~(items[:, :, None] == barred[some, None, :]).any(dim=2)
             weights = torch.softmax(logits.masked_fill(~possible, -torch.inf), dim=1)
             drawn.append(items.gather(1, inverse_cdf(weights, uniform[some])[:, None])[:, 0])
@@ -245,7 +248,8 @@ class FeatureCache(nn.Module):
 
     def _allocate(self, like: Tensor) -> None:
         num_rows = (self.blocks.stop - self.blocks.start) * self.block_size
-        self.features = like.new_zeros(num_rows, like.shape[1])
+        dtype = like.dtype if like.dtype == torch.float64 else torch.float16
+        self.features = like.new_zeros(num_rows, like.shape[1], dtype=dtype)
         self.filled = torch.zeros(num_rows, dtype=torch.bool, device=like.device)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

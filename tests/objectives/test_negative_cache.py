@@ -181,7 +181,7 @@ def test_draws_follow_the_softmax_over_the_filled_slots() -> None:
     cache, features = filled_cache()
     barred = [4, 7, -1, 290, 0]
     query = same_query(20_000, barred)
-    logits = (features @ query[0][0]).double()
+    logits = (features.half().float() @ query[0][0]).double()
     logits[torch.arange(N) % 3 == 0] = -torch.inf
     logits[torch.tensor([4, 7, 290])] = -torch.inf
     expected = torch.softmax(logits, dim=0) * len(query[0])
@@ -194,6 +194,18 @@ def test_draws_follow_the_softmax_over_the_filled_slots() -> None:
     assert chisquare(counts[0].numpy(), counts[1].numpy()).pvalue > 0.001
     exact = torch.logsumexp(logits, dim=0) - torch.isfinite(logits).sum().log()
     torch.testing.assert_close(log_mean.double(), exact.expand(len(items)), atol=1e-5, rtol=0)
+
+
+def test_embeddings_are_remembered_in_half_precision_but_for_double() -> None:
+    for dtype, kept in ((torch.float32, torch.float16), (torch.bfloat16, torch.float16), (torch.float64, torch.float64)):
+        cache, vectors = FeatureCache(10), torch.nn.functional.normalize(torch.randn(10, 64), dim=1).to(dtype)
+        cache.write(torch.arange(10), vectors)
+        assert cache.features.dtype == kept
+        found, known = cache.recall(torch.arange(10), like=vectors)
+        assert found.dtype == dtype
+        assert known.all()
+        turned = (found - vectors).double().norm(dim=1)
+        assert (turned <= (0 if dtype == kept else 5e-4)).all()
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
