@@ -63,7 +63,8 @@ def functions(file: Path, module: str) -> Iterator[tuple[str, str]]:
 def write(bodies: dict[str, str], folder: Path, held_out: int, limit: int, seed: int) -> None:
     """A random part of what was read (signature by body), as a BEIR folder."""
     draw = np.random.default_rng(seed)
-    chosen = [list(bodies.items())[row] for row in np.sort(draw.permutation(len(bodies))[:limit])]
+    pairs = list(bodies.items())
+    chosen = [pairs[row] for row in np.sort(draw.permutation(len(pairs))[:limit])]
     queries = {signature: f"q{number}" for number, signature in enumerate(dict.fromkeys(own for _, own in chosen))}
     part = np.full(len(queries), "train", dtype="U5")
     part[draw.permutation(len(queries))[: 2 * held_out]] = ["dev", "test"] * held_out
