@@ -27,7 +27,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +42,7 @@ from dualenc.data.corpus import Corpus, RetrievalSet
 from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, VectorEncoder, train_tokenizer
 from dualenc.evaluation.image_text import both_ways_ranks
 from dualenc.evaluation.metrics import paired_bootstrap
-from dualenc.evaluation.plots import as_svg, lines
+from dualenc.evaluation.plots import COLOURS, as_svg, lines
 from dualenc.evaluation.probe import knn_predict
 from dualenc.evaluation.report import Table, print_table
 from dualenc.evaluation.retrieval import Result, retrieve
@@ -83,6 +83,8 @@ ORDINARY_BATCH = 32
 POINTS = 4
 """Evaluations of a training, besides the one before it."""
 RESULTS = Path("eval/results/small_batch.jsonl")
+GAPS_IN, GAPS_OF = "vectors papers", ("GlobalCache", "ISIR", "SogCLR", "DCL")
+"""The task and the objectives of the figure that shows where the gap to InfoNCE opens and closes."""
 
 
 @dataclass
@@ -475,36 +477,60 @@ def name_of(task: str, path: Path, pairs: int | None) -> str:
 
 
 class Row:
-    """All seeds of one objective at one batch size, with the settings that were chosen for it."""
+    """All seeds of one objective at one batch size and length, with the settings that were chosen for it.
 
-    def __init__(self, runs: Runs, task: str, objective: str, batch_size: int, equal: str = "pairs") -> None:
-        wanted = {"task": task, "objective": objective, "batch_size": batch_size, "equal": equal}
-        chosen: dict[tuple[float, float, int], list[dict[str, Any]]] = {}
+    Args:
+        runs: where they are.
+        cell: what their settings have in common: task, objective, batch_size, pairs_seen.
+    """
+
+    def __init__(self, runs: Runs, cell: dict[str, Any]) -> None:
+        chosen: dict[tuple[float, float], list[dict[str, Any]]] = {}
         for one in runs.found.values():
             own = one["settings"]
-            if wanted.items() <= own.items():
-                # Equal passes are a few pairs more or less with each seed.
-                about = own["pairs_seen"] if equal == "pairs" else 0
-                chosen.setdefault((own["rate"], own["temperature"], about), []).append(one)
-        key = max(chosen, key=lambda of: len(chosen[of]), default=(0.0, 0.0, 0))
-        self.objective, self.batch_size = objective, batch_size
-        (self.rate, self.temperature, _), self.seeds = key, chosen.get(key, [])
+            if {**cell, "equal": "pairs"}.items() <= own.items():
+                chosen.setdefault((own["rate"], own["temperature"]), []).append(one)
+        (self.rate, self.temperature), self.seeds = max(chosen.items(), key=lambda item: len(item[1]))
+        self.objective, self.batch_size, self.pairs_seen = (cell[k] for k in ("objective", "batch_size", "pairs_seen"))
+        # Of equal passes, each seed saw pairs of its own number.
+        self.passes = [one for one in (self._fewer_pairs(runs, one) for one in self.seeds) if one is not None]
+
+    @staticmethod
+    def _fewer_pairs(runs: Runs, one: dict[str, Any]) -> dict[str, Any] | None:
+        """The run with as many passes as InfoNCE makes: itself, where nothing else is encoded."""
+        if one["extra_encodes"] <= 0.01:
+            return one
+        pairs_seen = one["settings"]["pairs_seen"] / (1 + one["extra_encodes"] / 2)
+        wanted = {**one["settings"], "equal": "passes"}
+        del wanted["pairs_seen"]
+        alike = [found for found in runs.found.values() if wanted.items() <= found["settings"].items()]
+        return next((found for found in alike if abs(found["settings"]["pairs_seen"] / pairs_seen - 1) < 0.01), None)
 
     def mean(self, what: str) -> float:
         """Over the seeds."""
         return statistics.mean(one[what] for one in self.seeds)
 
     @property
-    def quality(self) -> str:
-        """Mean and standard deviation of the test quality."""
-        values = [one["test"] for one in self.seeds]
-        return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}" if len(values) > 1 else "–"
-
-    @property
     def per_query(self) -> np.ndarray:
         """(Q,) mean over the seeds of each query's quality."""
         decoded = [np.frombuffer(base64.b64decode(one["scores"]), np.uint8) for one in self.seeds]
         return np.mean(decoded, axis=0) / 255
+
+
+def spread(seeds: Sequence[dict[str, Any]]) -> str:
+    """Mean and standard deviation of the test quality."""
+    values = [one["test"] for one in seeds]
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}" if len(values) > 1 else "not run"
+
+
+def rows_of(runs: Runs, task: str, pairs_seen: int | None = None) -> list[Row]:
+    """Every cell of a task with several seeds, by batch size and then the best first."""
+    keys = ("task", "objective", "batch_size", "pairs_seen")
+    settings = [one["settings"] for one in runs.found.values() if one["settings"]["task"] == task]
+    cells = {tuple(own[key] for key in keys) for own in settings if own["equal"] == "pairs"}
+    rows = [Row(runs, dict(zip(keys, cell, strict=True))) for cell in cells]
+    rows = [row for row in rows if len(row.seeds) > 1 and pairs_seen in (None, row.pairs_seen)]
+    return sorted(rows, key=lambda row: (row.batch_size, -row.mean("test")))
 
 
 def report(results: Path = RESULTS, figures: Path | None = None, samples: int = 10_000) -> None:
@@ -516,42 +542,37 @@ def report(results: Path = RESULTS, figures: Path | None = None, samples: int = 
         samples: of the paired bootstrap over queries.
     """
     runs = Runs(results)
-    keys = [one["settings"] for one in runs.found.values()]
-    for task in dict.fromkeys(own["task"] for own in keys):
-        cells = dict.fromkeys((own["objective"], own["batch_size"]) for own in keys if own["task"] == task)
-        rows = [Row(runs, task, *cell) for cell in cells]
-        rows = sorted((row for row in rows if len(row.seeds) > 1), key=lambda row: (row.batch_size, -row.mean("test")))
-        in_batch = max(
-            (row for row in rows if row.objective == "InfoNCE"), key=lambda row: row.mean("test"), default=None
-        )
-        table = []
-        for row in rows:
-            passes = Row(runs, task, row.objective, row.batch_size, "passes")
-            named = {"objective": row.objective, "B": row.batch_size, "equal pairs": row.quality}
-            named |= {
-                "equal passes": passes.quality
-                if passes.seeds
-                else row.quality
-                if row.mean("extra_encodes") < 0.01
-                else "–"
-            }
-            if in_batch is not None:
-                found = paired_bootstrap(in_batch.per_query, row.per_query, samples=samples)
-                named[f"over InfoNCE, B = {in_batch.batch_size}"] = (
-                    "–" if row is in_batch else f"{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-                )
-            extra, seconds = f"{row.mean('extra_encodes'):.2f}", f"{row.mean('seconds'):.0f}"
-            chosen = {"rate, τ": f"{row.rate:g}, {row.temperature:g}", "seeds": len(row.seeds)}
-            table.append(named | {"extra encodes": extra, "seconds": seconds} | chosen)
-        print_table(Table(task, table))
-        if figures is not None and rows:
+    by_length: dict[tuple[str, int], list[Row]] = {}
+    for task in dict.fromkeys(one["settings"]["task"] for one in runs.found.values()):
+        for row in rows_of(runs, task):
+            by_length.setdefault((task, row.pairs_seen), []).append(row)
+    for (task, pairs_seen), rows in by_length.items():
+        print_table(Table(f"{task}: {pairs_seen:,} pairs seen", list(cells_of(rows, samples))))
+        if figures is not None:
             draw(task, rows, figures)
+    if figures is not None:
+        draw_gaps(by_length, runs, figures / "small_batch_gaps.svg")
+
+
+def cells_of(rows: Sequence[Row], samples: int) -> Iterator[dict[str, object]]:
+    """One line per row, with its difference to the best batch size of InfoNCE."""
+    of_batch = [row for row in rows if row.objective == "InfoNCE"]
+    best = max(of_batch, key=lambda row: row.mean("test"), default=None)
+    for row in rows:
+        cells = {"objective": row.objective, "B": row.batch_size, "equal pairs": spread(row.seeds)}
+        cells["equal passes"] = spread(row.passes)
+        if best is not None:
+            found = paired_bootstrap(best.per_query, row.per_query, samples=samples)
+            over = f"{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+            cells[f"over InfoNCE, B = {best.batch_size}"] = "–" if row is best else over
+        cells |= {"extra encodes": f"{row.mean('extra_encodes'):.2f}", "seconds": f"{row.mean('seconds'):.0f}"}
+        yield cells | {"rate, τ": f"{row.rate:g}, {row.temperature:g}", "seeds": len(row.seeds)}
 
 
 def draw(task: str, rows: Sequence[Row], folder: Path) -> None:
     """Quality by batch size; and at the ordinary batch size by pairs seen and by seconds."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = task.replace(" ", "_")
+    stem = f"{task}_{rows[0].pairs_seen}".replace(" ", "_").replace(",", "")
     by_size: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         by_size.setdefault(row.objective, []).append((row.batch_size, row.mean("test")))
@@ -566,10 +587,60 @@ def draw(task: str, rows: Sequence[Row], folder: Path) -> None:
             if row.batch_size == ORDINARY_BATCH:
                 points = np.mean([one["curve"] for one in row.seeds], axis=0)
                 curves[row.objective] = points[:, axis].tolist(), points[:, 2].tolist()
-        if not curves:
-            continue
-        figure = lines(curves, xlabel=label, ylabel="quality on held-out data")
-        (folder / f"{stem}_{label.split()[0]}.svg").write_text(as_svg(figure))
+        if curves:
+            figure = lines(curves, xlabel=label, ylabel="quality on held-out data")
+            (folder / f"{stem}_{label.split()[0]}.svg").write_text(as_svg(figure))
+
+
+def draw_gaps(by_length: dict[tuple[str, int], list[Row]], runs: Runs, path: Path) -> None:
+    """How far objectives are above InfoNCE with the same settings: by batch size, τ, epochs and number of pairs.
+
+    The first three of one task, the last of parts of another, each as far as there are runs.
+    """
+    from matplotlib.figure import Figure
+
+    panels: dict[str, dict[str, dict[float, float]]] = {}
+
+    def add(panel: str, at: float, of_objective: dict[str, float]) -> None:
+        base = of_objective.get("InfoNCE")
+        for name, value in of_objective.items():
+            if base is not None and name in GAPS_OF:
+                panels.setdefault(panel, {}).setdefault(name, {})[at] = value - base
+
+    of_task = {seen: rows for (task, seen), rows in by_length.items() if task == GAPS_IN}
+    longest = max(of_task, key=lambda seen: len(of_task[seen]), default=0)
+    for size in {row.batch_size for row in of_task.get(longest, [])}:
+        add("batch size", size, {row.objective: row.mean("test") for row in of_task[longest] if row.batch_size == size})
+    for seen, rows in of_task.items():
+        small = {row.objective: row.mean("test") for row in rows if row.batch_size == ORDINARY_BATCH}
+        add("pairs seen", seen, small)
+    tuning = [one for one in runs.found.values() if one["settings"]["task"] == GAPS_IN and one["settings"]["seed"] == 0]
+    by_tau: dict[float, dict[str, float]] = {}
+    wanted = {"batch_size": ORDINARY_BATCH, "rate": RATES[0], "pairs_seen": longest, "equal": "pairs"}
+    for one in tuning:
+        own = one["settings"]
+        if wanted.items() <= own.items():
+            by_tau.setdefault(own["temperature"], {})[own["objective"]] = one["test"]
+    for tau, of_objective in by_tau.items():
+        add("τ of all (one seed)", tau, of_objective)
+    for (task, _), rows in by_length.items():
+        _, _, pairs = task.partition(", ")
+        if pairs:
+            small = {row.objective: row.mean("test") for row in rows if row.batch_size == ORDINARY_BATCH}
+            add("pairs to train on (functions)", int(pairs.split()[0].replace(",", "")), small)
+    if not panels:
+        return
+    figure = Figure(figsize=(3.2 * len(panels), 3.2), layout="constrained")
+    for axes, (panel, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for colour, name in zip(COLOURS, GAPS_OF, strict=False):
+            points = sorted(curves.get(name, {}).items())
+            axes.plot(*zip(*points), marker="o", markersize=4, color=colour, label=name) if points else None
+        axes.axhline(0, color="grey", linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_xlabel(panel)
+    figure.axes[0].set_ylabel("quality above InfoNCE")
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    path.write_text(as_svg(figure))
 
 
 if __name__ == "__main__":
