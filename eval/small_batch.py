@@ -636,7 +636,10 @@ def draw_gaps(by_length: dict[tuple[str, int], list[Row]], runs: Runs, path: Pat
             points = sorted(curves.get(name, {}).items())
             axes.plot(*zip(*points), marker="o", markersize=4, color=colour, label=name) if points else None
         axes.axhline(0, color="grey", linewidth=0.8)
+        ticks = sorted({at for curve in curves.values() for at in curve})
         axes.set_xscale("log")
+        axes.set_xticks(ticks, [f"{tick:,g}" if tick < 1000 else f"{tick / 1000:,.0f}k" for tick in ticks])
+        axes.set_xticks([], minor=True)
         axes.set_xlabel(panel)
     figure.axes[0].set_ylabel("quality above InfoNCE")
     figure.axes[0].legend(frameon=False, fontsize=8)
