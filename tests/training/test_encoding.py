@@ -296,7 +296,7 @@ def test_texts_of_like_length_are_encoded_together_with_the_same_result():
         (embeddings * direction).sum().backward()
         found.append([embeddings.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     assert [rows for rows, _ in seen] == [2, 2, 2, 2, 8]
-    assert seen[1][1] < 10 < seen[0][1] == seen[4][1]
+    assert 4 * seen[1][1] < seen[0][1] == seen[4][1]
     assert close(*found, tolerance=1e-5)
 
 
