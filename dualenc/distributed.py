@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from dualenc.errors import DualencError
 
-_BUCKET_ELEMENTS = 2**24
 _works_alone = False
 
 
@@ -166,42 +166,102 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     return result / world_size() if op == "mean" else result
 
 
-def average_gradients(parameters: Iterable[torch.nn.Parameter], number: int = 0) -> int:
-    """Replace every gradient by its average over ranks, in flat buckets; a missing gradient counts as zero.
+class GradientAverage:
+    """Replaces gradients by their averages over ranks; while the backward pass still runs, if it is told of one.
 
-    The whole list must be the same on every rank. A parameter unused on all ranks keeps no gradient.
+    Gradients travel in flat buckets, the last parameters first, as a backward pass comes to them. After `expect` each
+    bucket leaves when the next backward pass has filled it and those before it have left, so that every rank sends
+    them in the same order; `finish` sends what is left, waits, and writes the averages. A missing gradient counts as
+    zero, and a parameter that no rank has used keeps none.
 
     Args:
-        parameters: whose gradients.
-        number: of this rank; travels with what is exchanged anyhow.
-
-    Returns:
-        The largest `number` of all ranks, the same on every rank.
+        parameters: whose gradients; the same list on every rank.
+        bucket_elements: how many numbers travel at once, about.
     """
-    trainable = [p for p in parameters if p.requires_grad]
-    if not is_initialized() or not trainable:
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], bucket_elements: int = 2**22) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.buckets: list[list[torch.nn.Parameter]] = []  # each of one precision and device
+        elements = 0
+        for parameter in reversed(self.parameters):
+            last = self.buckets[-1][-1] if self.buckets else None
+            alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
+            if not alike or elements + parameter.numel() > bucket_elements:
+                self.buckets.append([])
+                elements = 0
+            self.buckets[-1].append(parameter)
+            elements += parameter.numel()
+        self._group: Any = None
+        self._missing: list[int] | None = None
+        self._sent: list[tuple[Any, Tensor]] = []
+
+    def expect(self) -> None:
+        """The next backward pass is the last one before `finish`: what it has filled may leave at once.
+
+        Not for models whose layers exchange values with other ranks in the middle of their backward pass.
+        """
+        if not is_initialized():
+            return
+        if self._group is None:
+            # Of its own: what an objective exchanges in the backward pass does not come in between.
+            self._group = dist.new_group()
+            for number, bucket in enumerate(self.buckets):
+                for parameter in bucket:
+                    parameter.register_post_accumulate_grad_hook(partial(self._filled, number))
+        self._missing = [len(bucket) for bucket in self.buckets]
+
+    @lost_process_told()
+    def finish(self, number: int = 0) -> int:
+        """Write the averages.
+
+        Args:
+            number: of this rank; travels with what is exchanged anyhow.
+
+        Returns:
+            The largest `number` of all ranks, the same on every rank.
+        """
+        if not is_initialized() or not self.parameters:
+            return number
+        device = self.parameters[0].device
+        flags = torch.tensor([*(p.grad is not None for b in self.buckets for p in b), number], dtype=torch.int32)
+        while len(self._sent) < len(self.buckets):
+            self._send()
+        *used, number = all_reduce(flags.to(device), "max").tolist()
+        is_used, sent = iter(used), self._sent
+        self._missing, self._sent = None, []
+        for bucket, (work, flat) in zip(self.buckets, sent, strict=True):
+            work.wait()
+            parts = flat.div_(world_size()).split([parameter.numel() for parameter in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
+                if not next(is_used):
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad.copy_(part.view_as(parameter))
         return number
-    flags = [*(p.grad is not None for p in trainable), number]
-    *used, number = all_reduce(torch.tensor(flags, device=trainable[0].device, dtype=torch.int32), "max").tolist()
-    buckets: list[list[Tensor]] = []  # each of one precision and device, and not too large for one exchange
-    elements = 0
-    for parameter, is_used in zip(trainable, used, strict=True):
-        if not is_used:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradient = parameter.grad
-        alike = buckets and (buckets[-1][0].dtype, buckets[-1][0].device) == (gradient.dtype, gradient.device)
-        if not alike or elements + gradient.numel() > _BUCKET_ELEMENTS:
-            buckets.append([])
-            elements = 0
-        buckets[-1].append(gradient)
-        elements += gradient.numel()
-    for bucket in buckets:
-        flat = all_reduce(torch.cat([gradient.reshape(-1) for gradient in bucket]), "mean")
-        for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-    return number
+
+    def _filled(self, number: int, parameter: Tensor) -> None:
+        if self._missing is None:
+            return
+        self._missing[number] -= 1
+        while len(self._sent) < len(self.buckets) and self._missing[len(self._sent)] == 0:
+            self._send()
+
+    @lost_process_told()
+    def _send(self) -> None:
+        bucket = self.buckets[len(self._sent)]
+        gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in bucket)
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self._sent.append((dist.all_reduce(flat, group=self._group, async_op=True), flat))
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Average gradients over ranks, once the backward pass is over; for a loop of one's own.
+
+    Args:
+        parameters: whose gradients; the same list on every rank.
+    """
+    GradientAverage(parameters).finish()
 
 
 @lost_process_told()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 POOLINGS: tuple[str, ...] = get_args(Pooling)
 
+WeightType = Literal["float32", "bfloat16"]
 ROLES = ("query", "document")
 """Names of the two sides in folders and prompts, left first."""
 
@@ -51,6 +52,8 @@ class TextEncoder(DualEncoder):
         lora_dropout: dropout before the adapters.
         lora_targets: "all-linear", or endings of the names of the layers to adapt.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
+        dtype: of the weights that adapters leave as they are; adapters are always in float32. "bfloat16" halves the
+            memory of a large language model, and is refused without adapters: small updates would round to nothing.
 
     Raises:
         DualencError: the base model does not load, or an argument is missing or does not fit the others.
@@ -75,7 +78,13 @@ class TextEncoder(DualEncoder):
         lora_dropout: float = 0.0,
         lora_targets: str | list[str] = "all-linear",
         gradient_checkpointing: bool = False,
+        dtype: WeightType = "float32",
     ) -> None:
+        if dtype not in get_args(WeightType) or (dtype != "float32" and not lora_rank):
+            raise DualencError(
+                f"dtype is {dtype!r}: choose float32, or bfloat16 with lora_rank; to train all weights in less memory "
+                "set trainer.mixed_precision=bf16"
+            )
         if pooling is not None and pooling not in POOLINGS:
             raise DualencError(f"pooling is {pooling!r}: choose one of {', '.join(POOLINGS)}")
         bases = _bases(name, config, tokenizer, shared)
@@ -83,6 +92,7 @@ class TextEncoder(DualEncoder):
             accepted = inspect.signature(base.backbone.forward).parameters  # before adapters hide them
             base.tokenizer.model_input_names = [n for n in base.tokenizer.model_input_names if n in accepted]
             if lora_rank:
+                base.backbone.to(getattr(torch, dtype))
                 base.backbone = add_lora(base.backbone, lora_rank, lora_alpha, lora_dropout, lora_targets)
             if gradient_checkpointing:
                 if not getattr(base.backbone, "supports_gradient_checkpointing", True):
@@ -360,9 +370,10 @@ def check_length(max_length: int | None, model: PreTrainedModel, tokenizer: PreT
 
 
 def save_transformer(model: nn.Module, folder: Path) -> None:
-    """Write config.json and model.safetensors; adapters are merged into a copy's weights first."""
+    """Write config.json and model.safetensors; adapters are merged into a copy's weights first, in float32."""
     if hasattr(model, "merge_and_unload"):
-        model = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
+        dtype = next(p.dtype for p in model.parameters() if not p.requires_grad)
+        model = copy.deepcopy(model).float().merge_and_unload().to(dtype)  # type: ignore[operator]
     with quiet_transformers():
         model.save_pretrained(folder)  # type: ignore[operator]
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from dualenc import distributed
 from dualenc.batching.selector import BatchSelector
 from dualenc.data.pairs import PairDataset
+from dualenc.encoders.batchnorm import waits_for_others
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
@@ -84,6 +85,9 @@ class Loop:
             steps = sum(-(-count // settings.gradient_accumulation) for count in batches)
             self.total_steps = min(steps, settings.max_steps or steps)
         self.parameters = trainable_parameters([model, objective])
+        self.gradients = distributed.GradientAverage(self.parameters)
+        # Gradient caching makes many backward passes, and layers that exchange statistics do so within one.
+        self.one_backward = settings.chunk_size is None and not waits_for_others(model)
         self.optimizer = build_optimizer(
             [model, objective],
             settings.optimizer,
@@ -269,6 +273,8 @@ class Loop:
                 negative_id=_moved(batch.negative_id, self.device),
             )
             loss = output.loss / len(batches)
+            if self.one_backward and len(outputs) + 1 == len(batches):
+                self.gradients.expect()
             encoding.backward(loss if scaler is None else scaler.scale(loss))
             self.plan.observe(batch.indices, left, right, self.steps + 1)
             outputs.append(output)
@@ -284,7 +290,7 @@ class Loop:
             values["items_encoded"] = float(self.items.num_encoded - encoded_before) * distributed.world_size()
 
         # Averaged before unscaling: an overflow on one rank is then an overflow on all, and all skip the step.
-        self.signals.agreed = distributed.average_gradients(self.parameters, number=self.signals.noted)
+        self.signals.agreed = self.gradients.finish(self.signals.noted)
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         if limit is not None:

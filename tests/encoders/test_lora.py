@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import PreTrainedTokenizerBase
 
@@ -73,3 +74,36 @@ def test_without_peft(
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(DualencError, match=r"pip install 'dualenc\[lora\]'"):
         TextEncoder(config=bert, tokenizer=tokenizer, lora_rank=2)
+
+
+def test_what_adapters_leave_alone_may_be_in_bfloat16(
+    bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path
+) -> None:
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        torch.manual_seed(0)
+        model = TextEncoder(config=bert, tokenizer=tokenizer, lora_rank=2, dtype=dtype).train()
+        inputs = model.left.prepare(texts)
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+        assert {p.dtype for p in model.parameters() if not p.requires_grad} == {getattr(torch, dtype)}
+        model.eval().encode("left", inputs)[:, 0].sum().backward()
+        found[dtype] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    for name, gradient in found["float32"].items():
+        assert gradient is not None
+        assert (found["bfloat16"][name] - gradient).norm() <= 0.1 * gradient.norm() + 1e-6
+
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.add_(0.05)
+    embedded = model.encode("left", inputs)
+    assert embedded.dtype == torch.float32
+    model.save(tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
+    assert (load_model(tmp_path / "model").encode("left", inputs) - embedded).abs().max() < 0.02
+
+
+def test_bfloat16_without_adapters_is_refused(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DualencError, match="bfloat16 with lora_rank"):
+        TextEncoder(config=bert, tokenizer=tokenizer, dtype="bfloat16")

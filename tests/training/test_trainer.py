@@ -13,7 +13,16 @@ from dualenc.errors import DualencError
 from dualenc.objectives import ISIR, InfoNCE, SogCLR
 from dualenc.training.log import read_metrics
 from dualenc.training.trainer import Trainer, place, start_accelerator, synchronised
-from tests.training.fakes import TinyEncoder, kill_this_process, same, tiny_objective, tiny_pairs, weights
+from tests.training.fakes import (
+    TinyEncoder,
+    kill_this_process,
+    same,
+    tiny_objective,
+    tiny_pairs,
+    vector_encoder,
+    vector_pairs,
+    weights,
+)
 from tests.training.runs import FixedEvaluator, train
 
 
@@ -356,3 +365,17 @@ def test_synchronised_batchnorm_keeps_weights_and_timms_activations():
     norms = [module for module in converted.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
     assert len(norms) == sum(issubclass(kind, torch.nn.modules.batchnorm._BatchNorm) for kind in shape)
     assert all(isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
+
+
+@pytest.mark.slow
+def test_compiled_towers_train_to_the_same_weights(tmp_path):
+    pairs = vector_pairs(tmp_path)
+    runs = {}
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model, objective = vector_encoder(), tiny_objective(pairs).float()
+        train(tmp_path / str(compiled), model=model, pairs=pairs, objective=objective, compile=compiled)
+        assert (model.left._compiled_call_impl is not None) == compiled
+        runs[compiled] = weights(tmp_path / str(compiled))
+    assert runs[True].keys() == runs[False].keys(), "compiling changes no name"
+    assert all(torch.allclose(runs[True][name], runs[False][name], atol=1e-5) for name in runs[True])

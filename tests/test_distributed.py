@@ -1,0 +1,94 @@
+"""Gradients averaged over ranks, during the backward pass or after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from dualenc import distributed
+
+pytestmark = pytest.mark.slow
+WORLD = 3
+
+
+def network() -> nn.ModuleDict:
+    """Two layers in use, one that only some ranks use, one that none uses, and one in another precision."""
+    torch.manual_seed(0)
+    sizes = {"first": (5, 7), "second": (7, 3), "sometimes": (7, 3), "never": (4, 4)}
+    layers = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
+    layers["precise"] = nn.Linear(3, 2).double()
+    return layers
+
+
+def loss_of(layers: nn.ModuleDict, rank: int, part: int) -> torch.Tensor:
+    """A rank's loss; ranks above 0 use the second layer twice, and the layer that is sometimes used."""
+    rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * rank + part))
+    hidden = layers["first"](rows).relu()
+    out = layers["second"](hidden)
+    if rank:
+        out = out + layers["second"](hidden.flip(0)) + layers["sometimes"](hidden)
+    return layers["precise"](out.double()).pow(2).sum()
+
+
+def averaged(layers: nn.ModuleDict) -> list[torch.Tensor | None]:
+    """What one process finds: the mean over ranks of the gradients of both parts."""
+    layers.zero_grad()
+    for rank in range(WORLD):
+        for part in range(2):
+            (loss_of(layers, rank, part) / WORLD).backward()
+    return [p.grad for p in layers.parameters()]
+
+
+def work(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD)
+    found: dict[str, Any] = {}
+    for way in ("during", "after"):
+        layers = network()
+        average = distributed.GradientAverage(layers.parameters(), bucket_elements=40)
+        for step in range(2):  # hooks do their work in every step, and once
+            layers.zero_grad()
+            loss_of(layers, rank, 0).backward()
+            if way == "during":
+                average.expect()
+            loss_of(layers, rank, 1).backward()
+            left_before_the_end = len(average._sent)
+            found[f"number {way} {step}"] = average.finish(number=10 + rank)
+        found[way] = [p.grad for p in layers.parameters()]
+        found[f"{way} left"], found["buckets"] = left_before_the_end, len(average.buckets)
+    torch.save(found, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_three_ranks_average_during_the_backward_pass_and_after_it(tmp_path: Path) -> None:
+    mp.start_processes(work, (tmp_path,), nprocs=WORLD, start_method="fork")
+    expected = averaged(network())
+    for rank in range(WORLD):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert {found[f"number {way} {step}"] for way in ("during", "after") for step in range(2)} == {12}
+        for way in ("during", "after"):
+            for ours, right in zip(found[way], expected, strict=True):
+                assert (ours is None) == (right is None)
+                assert right is None or torch.allclose(ours, right, rtol=1e-6, atol=1e-6)
+        assert found["after left"] == 0
+        # The first bucket is that of the last parameters; the unused layer, which never fills, holds up what follows.
+        assert 0 < found["during left"] < found["buckets"]
+
+
+def test_alone_nothing_is_changed() -> None:
+    layers = network()
+    average = distributed.GradientAverage(layers.parameters())
+    average.expect()
+    loss_of(layers, 1, 0).backward()
+    before = [None if p.grad is None else p.grad.clone() for p in layers.parameters()]
+    assert average.finish(7) == 7
+    for ours, right in zip((p.grad for p in layers.parameters()), before, strict=True):
+        assert (ours is None and right is None) or torch.equal(ours, right)

@@ -1,0 +1,186 @@
+"""The configurations of recipes/launch start what they say: ranks on one machine, on several, and under SLURM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from tests.training.fakes import weights
+from tests.training.launched import free_port
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCH = ROOT / "recipes" / "launch"
+STEPS = 400
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """An adapter on random vectors; 400 steps take long enough to be interrupted."""
+    draw = np.random.default_rng(0)
+    for name in ("left", "right"):
+        np.save(tmp_path / f"{name}.npy", draw.standard_normal((64, 8)).astype(np.float32))
+    settings = {
+        "model": {"class_path": "VectorEncoder", "init_args": {"dim": 8, "tower": "linear"}},
+        "data": {
+            "class_path": "VectorPairs",
+            "init_args": {"left": str(tmp_path / "left.npy"), "right": str(tmp_path / "right.npy")},
+        },
+        "objective": {"class_path": "SogCLR", "init_args": {"temperature": 0.1}},
+        "trainer": {"output": str(tmp_path / "run"), "batch_size": 8, "max_steps": STEPS, "save_every": 20},
+    }
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+class Node:
+    """A command that goes on in a group of processes of its own, as on a machine of its own."""
+
+    def __init__(self, folder: Path, *words: object, **environment: object) -> None:
+        self.written = folder / f"written-{len(list(folder.glob('written-*')))}.txt"
+        own = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        own["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        with self.written.open("w") as stream:
+            self.process = subprocess.Popen(
+                [str(word) for word in words],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**os.environ, **own, **{name: str(value) for name, value in environment.items()}},
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """With all that it has started, which lives in sessions of its own."""
+        own = psutil.Process(self.process.pid)
+        for process in [own, *own.children(recursive=True)]:
+            process.kill()
+
+    def end(self, seconds: float = 240) -> tuple[int, str]:
+        """Exit code, and what it has written."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise TimeoutError(self.written.read_text()) from None
+        return code, self.written.read_text()
+
+
+def launch(folder: Path, config: str, *words: object) -> Node:
+    """`accelerate launch` with one of the configurations; further words are options of it and what to run."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", LAUNCH / config]
+    return Node(folder, *command, *words)
+
+
+def nodes(folder: Path, recipe: Path, *words: object) -> list[Node]:
+    """The same run on two machines with one process each."""
+    port = free_port()
+    meet = ("--main_process_ip", "127.0.0.1", "--main_process_port", port, "--num_processes", 2)
+    run = ("-m", "dualenc", "train", recipe, *words)
+    return [launch(folder, "several_nodes.yaml", "--machine_rank", rank, *meet, *run) for rank in range(2)]
+
+
+def test_one_machine_has_as_many_ranks_as_it_says(tmp_path: Path, recipe: Path) -> None:
+    words = ("--num_processes", 2, "--main_process_port", free_port(), "-m", "dualenc", "train", recipe)
+    code, written = launch(tmp_path, "one_node.yaml", *words).end()
+    assert code == 0, written
+    assert f"{STEPS} steps" in written
+
+
+def test_two_machines_train_what_one_process_trains(tmp_path: Path, recipe: Path) -> None:
+    ended = [node.end() for node in nodes(tmp_path, recipe)]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert close(tmp_path / "run", trained_alone(tmp_path, recipe))
+
+
+def test_a_lost_machine_ends_the_run_which_goes_on_with_another_number(tmp_path: Path, recipe: Path) -> None:
+    first, second = nodes(tmp_path, recipe)
+    wait_for_checkpoint(tmp_path / "run", first)
+    second.kill()
+    begun = time.monotonic()
+    code, written = first.end(60)
+    assert code != 0
+    assert time.monotonic() - begun < 60
+    told = [line for line in written.splitlines() if "dualenc: error: " in line]
+    assert len(told) == 1, written
+    assert "the connection to another process of this run is lost" in told[0]
+    assert "--resume" in told[0]
+    assert not (tmp_path / "run" / "model").exists()
+    code, written = Node(tmp_path, sys.executable, "-m", "dualenc", "train", recipe, "--resume").end()
+    assert code == 0, written
+    assert close(tmp_path / "run", trained_alone(tmp_path, recipe))
+
+
+SRUN = """#!/bin/bash
+# Stands in for SLURM: starts the tasks, and passes USR1 on to all of them, as `--signal` without B: does.
+while [[ $1 == --* ]]; do shift; done
+pids=()
+for task in $(seq 0 $((SLURM_NTASKS - 1))); do
+    SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
+    pids+=($!)
+done
+echo "${pids[@]}" > "$TASKS.part" && mv "$TASKS.part" "$TASKS"
+status=0
+for pid in "${pids[@]}"; do
+    wait "$pid" || { code=$?; [ $code -gt $status ] && status=$code; }
+done
+exit $status
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = requeue ]; then echo "requeued $2"; else echo 127.0.0.1; fi
+"""
+
+
+def test_a_slurm_job_out_of_time_is_queued_again_and_goes_on(tmp_path: Path, recipe: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    told = {"SLURM_JOB_ID": os.getpid(), "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2, "SLURM_JOB_NODELIST": "here"}
+    told |= {"TASKS": tmp_path / "tasks", "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    job = Node(tmp_path, "bash", LAUNCH / "slurm.sh", recipe, **told)
+    wait_for_checkpoint(tmp_path / "run", job)
+    for pid in (tmp_path / "tasks").read_text().split():
+        os.kill(int(pid), signal.SIGUSR1)
+    code, written = job.end()
+    assert code == 138, written
+    assert f"requeued {os.getpid()}" in written
+    code, written = Node(tmp_path, "bash", LAUNCH / "slurm.sh", recipe, **told).end()
+    assert code == 0, written
+    assert "requeued" not in written
+    assert close(tmp_path / "run", trained_alone(tmp_path, recipe))
+
+
+def wait_for_checkpoint(run: Path, node: Node, seconds: float = 120) -> None:
+    """Until the run has one; the node must not have ended by then."""
+    until = time.monotonic() + seconds
+    while not list((run / "checkpoints").glob("*")):
+        assert node.process.poll() is None, node.written.read_text()
+        assert time.monotonic() < until, node.written.read_text()
+        time.sleep(0.05)
+
+
+def trained_alone(folder: Path, recipe: Path) -> Path:
+    """The same run, unbroken, by one process."""
+    output = folder / "alone"
+    code, written = Node(folder, sys.executable, "-m", "dualenc", "train", recipe, f"trainer.output={output}").end()
+    assert code == 0, written
+    return output
+
+
+def close(*runs: Path) -> bool:
+    """Whether two runs end with the same weights, but for rounding in another order."""
+    first, second = (weights(run) for run in runs)
+    return all(np.allclose(first[name], second[name], atol=1e-4) for name in first)
