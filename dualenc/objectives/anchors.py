@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dualenc import distributed
+from dualenc.objectives.looks import upload
 from dualenc.types import Side
 
 PADDING = -1
@@ -34,6 +35,7 @@ class Anchors:
         candidate_side: whose items the candidates are: what `encode` is asked for.
         ids: (A,) ids of the anchors.
         rows: (A,) positions of the anchors among all anchors of the global batch, for random draws shared by ranks.
+        rows_on_cpu: (A,) the same on the CPU.
         sizes: number of anchors on every rank, for gathering without asking again.
         embeddings: (A, D) with gradient.
         partners: (A, D) embeddings of the anchors' own positives, with gradient.
@@ -55,6 +57,7 @@ class Anchors:
     candidate_side: Side
     ids: Tensor
     rows: Tensor
+    rows_on_cpu: Tensor
     sizes: list[int]
     embeddings: Tensor
     partners: Tensor
@@ -89,7 +92,7 @@ class Anchors:
 
         def block(start: int) -> Rows:
             rows = slice(start, start + size)
-            by_row = ("ids", "rows", "embeddings", "partners", "positive_column", "positive_ids")
+            by_row = ("ids", "rows", "rows_on_cpu", "embeddings", "partners", "positive_column", "positive_ids")
             own: dict[str, Any] = {name: getattr(self, name)[rows] for name in by_row}
             some = replace(self, **own, mirror=None, with_grad=torch.is_grad_enabled())
             return function(some, *(tensor[rows] for tensor in tensors))
@@ -259,11 +262,11 @@ class Pairs:
     left_copies: int
     right_copies: int
 
-    @property
-    def rows(self) -> Tensor:
-        """(b,) positions of this rank's pairs in the global batch."""
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """(b,) positions of this rank's pairs in the global batch, on the device and on the CPU."""
         start = sum(self.sizes[: distributed.rank()])
-        return torch.arange(start, start + len(self.left_id), device=self.left_id.device)
+        rows = torch.arange(start, start + len(self.left_id))
+        return upload(rows, self.left_id.device), rows
 
     def detached(self, left: Tensor, right: Tensor) -> Pairs:
         """The same without gradient, with copies (b, D) of this rank's embeddings."""
@@ -280,7 +283,7 @@ class Pairs:
 
 def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
     """Two towers: left anchors against all right items (and mined negatives), then right against left."""
-    rows, mined = pairs.rows, len(pairs.negative_id) > 0
+    (rows, rows_on_cpu), mined = pairs.rows(), len(pairs.negative_id) > 0
     once = pairs.left_copies <= 1 and pairs.right_copies <= 1
     left_id, right_id, all_left_id, all_right_id = pairs.left_id, pairs.right_id, pairs.all_left_id, pairs.all_right_id
     left = Anchors(
@@ -288,6 +291,7 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         candidate_side="right",
         ids=left_id,
         rows=rows,
+        rows_on_cpu=rows_on_cpu,
         sizes=pairs.sizes,
         embeddings=pairs.left,
         partners=pairs.right,
@@ -320,7 +324,8 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
 
 def view_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
     """Two views of each image: 2b anchors against the 2P views of the global batch."""
-    rows, total, ids, all_ids = pairs.rows, sum(pairs.sizes), pairs.left_id, pairs.all_left_id
+    (rows, rows_on_cpu), total = pairs.rows(), sum(pairs.sizes)
+    ids, all_ids = pairs.left_id, pairs.all_left_id
     further = (pairs.left_positives, pairs.right_positives)
     known = known_positives(ids, ids, all_ids, all_ids, 1, *further)
     yield Anchors(
@@ -328,6 +333,7 @@ def view_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         candidate_side="left",
         ids=torch.cat([ids, ids]),
         rows=torch.cat([rows, rows + total]),
+        rows_on_cpu=torch.cat([rows_on_cpu, rows_on_cpu + total]),
         sizes=[2 * size for size in pairs.sizes],
         embeddings=torch.cat([pairs.left, pairs.right]),
         partners=torch.cat([pairs.right, pairs.left]),

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING, Anchors, Pairs, pair_anchors, view_anchors
+from dualenc.objectives.looks import Asking, Looks
 from dualenc.objectives.state import SharedRandom
 from dualenc.types import Side
 
@@ -189,7 +190,8 @@ class Objective(nn.Module):
             left_id, right_id: (b,) integer ids in [0, num_left) and [0, num_right); without right_id pairs share
                 one index. Items with equal ids are never negatives of one another's partners.
             encode: `encode(side, ids (n,)) -> (n, D)`, asked for items outside the batch by objectives that need
-                them; honours `torch.is_grad_enabled()`. With views, "left" and "right" are an image's two views.
+                them, with ids on the CPU; honours `torch.is_grad_enabled()`. With views, "left" and "right" are an
+                image's two views.
             left_positives: (b, K) right ids known to be relevant to each left item, padded with -1.
             right_positives: (b, K) left ids known to be relevant to each right item, padded with -1.
             negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of left anchors; not
@@ -207,6 +209,7 @@ class Objective(nn.Module):
             self._fail("encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
         like, device = pairs.left, left.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        looks = Looks()
 
         def ask(side: Side, ids: Tensor) -> Tensor:
             assert encode is not None
@@ -215,11 +218,7 @@ class Objective(nn.Module):
                 found = encode(side, ids)
             if found.shape != (expected := (len(ids), like.shape[1])):
                 raise DualencError(f"encode gave shape {tuple(found.shape)} for {len(ids)} ids; it must be {expected}")
-            with torch.no_grad():
-                # A norm is finite when all entries are, and takes one pass.
-                norm = float(torch.linalg.vector_norm(found, dtype=torch.float64))
-            if not math.isfinite(norm):
-                raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
+            looks.note(found)
             return found.to(like)
 
         # Outside of training, random draws are made but not counted.
@@ -227,8 +226,8 @@ class Objective(nn.Module):
         with torch.autocast(device, enabled=False):
             temperature = self.temperature.to(like.dtype)
             asked = None if encode is None else ask
-            # One direction after the other: what the first one held is gone before the second begins.
-            losses = [self.anchor_losses(anchors, asked) for anchors in self._anchors(pairs, temperature)]
+            # One direction after the other, or, if they ask the device, in step.
+            losses = looks.together([self.anchor_losses(of, asked) for of in self._anchors(pairs, temperature)])
             # Over all anchors of the global batch, so that the average over ranks is the global loss.
             scale = distributed.world_size() / max(2 * sum(pairs.sizes), 1)
             loss = torch.cat([of.surrogate for of in losses]).sum() * scale
@@ -260,8 +259,12 @@ class Objective(nn.Module):
         """
         raise TypeError(f"{type(self).__name__} does not define losses")
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        """One loss per anchor. Objectives that ask for out-of-batch items define this instead of the three above."""
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses | Asking[AnchorLosses]:
+        """One loss per anchor. Objectives that ask for out-of-batch items define this instead of the three above.
+
+        `encode` wants ids on the CPU. One that computes them on the device learns them by `ids = yield ids_on_device`:
+        a look at the device that both directions share.
+        """
         with torch.no_grad():
             found = anchors.by_rows(self.statistics)
         losses = anchors.by_rows(self.losses, *self.update(anchors, *found))

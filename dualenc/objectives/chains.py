@@ -17,6 +17,7 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
+from dualenc.objectives.looks import Asking, upload
 from dualenc.objectives.state import SharedRandom, first_rows
 from dualenc.types import Side
 
@@ -43,15 +44,19 @@ class Chains(nn.Module):
 
     def store(self, anchors: Anchors, chains: Tensor, state: Tensor, **remembered: Tensor) -> None:
         """Write where the chains (A,) of all ranks' anchors are now; of several rows of a chain the first counts."""
-        gathered = distributed.gather(torch.stack([anchors.rows, chains, state], dim=1), anchors.sizes)
-        in_order = gathered[:, 0].argsort()
-        in_order = in_order[gathered[in_order, 2] != NO_STATE]
-        chosen = in_order[first_rows(gathered[in_order, 1])]
-        _, chains, state = gathered[chosen].unbind(dim=1)
-        self.state[chains] = state
-        for name, values in remembered.items():
+        rows, chains, state = (distributed.gather(of, anchors.sizes) for of in (anchors.rows, chains, state))
+        some, new = state != NO_STATE, {"state": state}
+        new |= {name: distributed.gather(values, anchors.sizes) for name, values in remembered.items()}
+        chosen = None
+        if not anchors.distinct_rows:
+            # Rows without a state stand behind all others.
+            in_order = torch.where(some, rows, anchors.num_global + rows).argsort()
+            chosen = in_order[first_rows(chains[in_order])][in_order.argsort()]
+            some = some[chosen]
+        for name, values in new.items():
             table = getattr(self, name)
-            table[chains] = distributed.gather(values, anchors.sizes)[chosen].to(table)
+            values = values if chosen is None else values[chosen]
+            table[chains] = torch.where(some, values.to(table), table[chains])
 
     def forget(self) -> None:
         """Back to before the first step."""
@@ -118,7 +123,7 @@ class RecentItems(nn.Module):
 
         Args:
             anchors: those of this rank.
-            usable: (A,) whether a chain needs no start; with all of them usable nothing is drawn.
+            usable: (A,) whether a chain needs no start.
             random: for the draws.
 
         Returns:
@@ -130,7 +135,8 @@ class RecentItems(nn.Module):
         if not self.num_slots:
             return nothing
         uniform = random.uniform(anchors.num_global, like=infinite)[anchors.rows]
-        nothing_drawn = bool(usable.all())
+        # On the CPU a look costs nothing and may save the comparison; a GPU would wait longer than it compares.
+        nothing_drawn = usable.device.type == "cpu" and bool(usable.all())
         if self.embeddings.shape[1] == 0 or (nothing_drawn and not self.hold_the_corpus):
             return nothing
 
@@ -215,19 +221,25 @@ def find(items: Tensor, wanted: Tensor) -> Tensor:
 
 
 def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
-    """(n, D) embeddings of items (n,), each distinct one encoded once; this rank's own needs, no collective."""
+    """(n, D) embeddings of items (n,) on the CPU, each distinct one encoded once; this rank's own needs, no collective."""
     if not len(items):
         return anchors.embeddings[:0]
-    distinct, row = torch.unique(items, return_inverse=True)
     if not anchors.views:
-        return encode(anchors.candidate_side, distinct)[row]
-    embeddings = anchors.embeddings.new_zeros(len(distinct), anchors.embeddings.shape[1])
-    sides: tuple[Side, ...] = ("left", "right")
-    for view, side in enumerate(sides):
-        place = (distinct % 2 == view).nonzero()[:, 0]
-        if len(place):
-            embeddings = embeddings.index_put((place,), encode(side, distinct[place] // 2))
-    return embeddings[row]
+        distinct, row = torch.unique(items, return_inverse=True)
+        embeddings = encode(anchors.candidate_side, distinct)
+    else:
+        # First the left views, then the right ones.
+        distinct, row = torch.unique(torch.stack([items % 2, items // 2]), dim=1, return_inverse=True)
+        sides: tuple[Side, ...] = ("left", "right")
+        parts = distinct[1].split([int((distinct[0] == view).sum()) for view in (0, 1)])
+        embeddings = torch.cat([encode(side, ids) for side, ids in zip(sides, parts, strict=True) if len(ids)])
+    return embeddings[upload(row, anchors.ids.device)]
+
+
+def known_rows(items: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor]:
+    """Of items (A,) on the CPU, -1 for none: those that there are (n,), and their rows (n,) on the anchors' device."""
+    rows = (items != NO_STATE).nonzero()[:, 0]
+    return items[rows], upload(rows, anchors.ids.device)
 
 
 class Neighbors(nn.Module):
@@ -257,6 +269,7 @@ class Visit:
         state: (A,) the item that each chain comes with, -1 for none.
         partner, similarity, log_mean: (A,) what `RecentItems.look` gives; the first two for what starts anew.
         items, partners: (C,) the proposals, and the other ids of the pairs that they come from, -1 if from none.
+        drawn: (C,) the proposals on the CPU, where they were drawn there.
         near: (L,) sorted ids that `neighbor_share` of the draws come from, each as likely as it is often listed; None
             where all are uniform.
     """
@@ -271,6 +284,7 @@ class Visit:
     log_mean: Tensor
     items: Tensor
     partners: Tensor
+    drawn: Tensor | None
     near: Tensor | None
 
 
@@ -380,7 +394,7 @@ class ChainObjective(Objective):
         self.recent_right.set_counts(right_counts, weigh=self.corpus_of_pairs)
 
     def items_drawn(self, ids: Tensor) -> Tensor:
-        """(C,) the items that drawn ids (R,) propose."""
+        """(C,) the items that drawn ids (R,) propose, on the device of these."""
         raise TypeError(f"{type(self).__name__} does not define items_drawn")
 
     def visit(self, anchors: Anchors) -> Visit:
@@ -405,21 +419,24 @@ class ChainObjective(Objective):
         usable = ~barred & (state != NO_STATE)
         item, partner, similarity, log_mean = recent.look(anchors, usable, self.random)
         state = torch.where(usable, state, item)
-        near = None
+        drawn = near = None
         if self.proposals != "batch":
             neighbors = self.left_neighbors if anchors.side == "left" else self.right_neighbors
             if self.neighbor_share and len(neighbors.ids):
                 listed = neighbors.ids[distributed.gather(anchors.ids, anchors.sizes)].flatten().sort().values
                 listed = listed[listed >= 0]
                 near = listed if len(listed) else None
-            size, count, device = self.num_items(anchors.candidate_side) or 1, self.proposals, items.device
+            # Uniform draws are made on the CPU, which then knows them without a look.
+            device = torch.device("cpu") if near is None else items.device
+            size, count = self.num_items(anchors.candidate_side) or 1, self.proposals
             drawn = self.random.integers(size, count, device=device)
             if near is not None:
                 from_list = self.random.uniform(count, like=anchors.embeddings) < self.neighbor_share
                 drawn = torch.where(from_list, near[self.random.integers(len(near), count, device=device)], drawn)
-            items = self.items_drawn(drawn)
+            drawn = self.items_drawn(drawn)
+            items, drawn = upload(drawn, items.device), drawn if near is None else None
             partners = torch.full_like(items, NO_STATE)
-        return Visit(chains, recent, own, usable, state, partner, similarity, log_mean, items, partners, near)
+        return Visit(chains, recent, own, usable, state, partner, similarity, log_mean, items, partners, drawn, near)
 
     def log_density(self, anchors: Anchors, visit: Visit, items: Tensor) -> Tensor:
         """(n,) log of the probability that a proposal is one of some items (n,), over that of a uniform draw."""
@@ -430,16 +447,33 @@ class ChainObjective(Objective):
         boost = self.neighbor_share * size / len(visit.near) * listed.to(anchors.embeddings)
         return torch.log(1 - self.neighbor_share + boost)
 
-    def embed_proposals(self, anchors: Anchors, visit: Visit, wanted: Tensor, encode: Encode) -> tuple[Tensor, Tensor]:
-        """(C, D) the proposals, and (n, D) this rank's wanted items (n,), each encoded once."""
-        if self.proposals == "batch":
-            return anchors.candidates[: anchors.num_global], embed(wanted, encode, anchors)
-        own, sizes = distributed.share(visit.items)
+    def embed_proposals(
+        self, anchors: Anchors, visit: Visit, state: Tensor | None, num_views: int, encode: Encode
+    ) -> Asking[tuple[Tensor, Tensor, Tensor]]:
+        """Embed the proposals, and states outside the batch of this rank's anchors, each item once.
+
+        Args:
+            state: (A,) items, -1 for what need not be encoded; None for none.
+            num_views: 2 to embed of each state also the item that follows it.
+
+        Returns:
+            (C, D) the proposals; (n,) the rows whose states are embedded; and (n, D) or (2n, D) their embeddings.
+        """
+        in_batch, known = self.proposals == "batch", visit.drawn
+        asked = [state if state is not None else anchors.ids[:0]]
+        if not in_batch and known is None:
+            asked.append(visit.items)
+        states, *drawn = (yield torch.cat(asked)).split([len(part) for part in asked])
+        states, rows = known_rows(states, anchors)
+        wanted = states if num_views == 1 else torch.stack([states, states + 1], dim=1).flatten()
+        if in_batch:
+            return anchors.candidates[: anchors.num_global], rows, embed(wanted, encode, anchors)
+        own, sizes = distributed.share(drawn[0] if known is None else known)
         embeddings = embed(torch.cat([own, wanted]), encode, anchors)
         proposed = distributed.gather_with_grad(embeddings[: len(own)], sizes)
         if self.updates_state and visit.recent.num_slots and visit.near is None:
             visit.recent.add(visit.items, visit.partners, proposed)
-        return proposed, embeddings[len(own) :]
+        return proposed, rows, embeddings[len(own) :]
 
     def compare(self, anchors: Anchors, visit: Visit, proposed: Tensor) -> tuple[Tensor, Tensor]:
         """(A, C) similarities with the proposals (C, D), and (A, C) whether these are negatives of the anchors."""

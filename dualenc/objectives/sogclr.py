@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dualenc import distributed
 from dualenc.objectives.anchors import Anchors, log_mean_exp, weighted_sum
 from dualenc.objectives.base import Objective
-from dualenc.objectives.state import LogAverages
+from dualenc.objectives.state import LogAverages, first_rows, mean_by_first
 
 
 class SogCLR(Objective):
@@ -132,16 +132,13 @@ class ISogCLR(SogCLR):
             pull = torch.exp(log_mean - log_u) * mean_similarity
             rows = (anchors.ids, log_u + self.radius - pull / tau, anchors.num_negatives)
             ids, slope, count = (distributed.gather(values, anchors.sizes) for values in rows)
-            some = count > 0
-            ids, slope = ids[some], slope[some]
             # v ← momentum·v + (1 − momentum)·slope, of an item that stands in several rows their mean; τ ← τ − rate·v.
-            items, row_item, copies = torch.unique(ids, return_inverse=True, return_counts=True)
-            slope = torch.zeros_like(slope[: len(items)]).index_add(0, row_item, slope) / copies
+            slope, some = mean_by_first(slope, count > 0, first_rows(ids))
             table = self.left_temperatures if anchors.side == "left" else self.right_temperatures
-            kept = self.temperature_momentum
-            velocity = kept * table.momentum[items] + (1 - kept) * slope.to(table.momentum)
-            table.momentum[items] = velocity
-            table.tau[items] = (table.tau[items] - self.temperature_rate * velocity).clamp(*self.bounds)
+            kept, old = self.temperature_momentum, table.momentum[ids]
+            velocity = torch.where(some, kept * old + (1 - kept) * slope.to(old), old)
+            moved = (table.tau[ids] - self.temperature_rate * velocity).clamp(*self.bounds)
+            table.momentum[ids], table.tau[ids] = velocity, torch.where(some, moved, table.tau[ids])
         return tau, log_u
 
     def losses(self, block: Anchors, *known: Tensor) -> tuple[Tensor, Tensor]:

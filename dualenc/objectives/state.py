@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
+from dualenc.objectives.looks import upload
 from dualenc.seeds import derive_seed
 
 ROWS_PER_DRAW = 256
@@ -43,7 +44,7 @@ class SharedRandom(nn.Module):
         rank that holds it nor on the rows it is looked at with, and looking again gives the same ones.
 
         Returns:
-            A function of rows (n,) and a tensor with the wanted device and precision, which gives (n, width).
+            A function of rows (n,) on the CPU and a tensor with the wanted device and precision, which gives (n, width).
         """
         first = self.draws
         self.draws += max(1, -(-num_rows // ROWS_PER_DRAW))
@@ -55,11 +56,12 @@ class SharedRandom(nn.Module):
 
         def draws_of(rows: Tensor, like: Tensor) -> Tensor:
             if num_rows <= ROWS_PER_DRAW:
-                return run(0, like)[rows]
+                return run(0, like)[upload(rows, like.device)]
             draws, number_of = like.new_empty(len(rows), width), rows // ROWS_PER_DRAW
             for number in number_of.unique().tolist():
                 place = (number_of == number).nonzero()[:, 0]
-                draws[place] = run(number, like)[rows[place] - number * ROWS_PER_DRAW]
+                inside = upload(rows[place] - number * ROWS_PER_DRAW, like.device)
+                draws[upload(place, like.device)] = run(number, like)[inside]
             return draws
 
         return draws_of
@@ -148,18 +150,21 @@ class LogAverages(nn.Module):
             return updated
         # The mean of u, not of log u, over an item's rows, each scaled by their peak so that exp stays in range.
         usable = usable & torch.isfinite(stored)
-        stored = stored.masked_fill(~usable, -torch.inf)
-        items, row_item = torch.unique(ids, return_inverse=True)
-        peak = stored.new_full((len(items),), -torch.inf).scatter_reduce(0, row_item, stored, reduce="amax")
-        scaled = torch.exp(stored - peak[row_item]).masked_fill(~usable, 0.0)
-        total, count = (torch.zeros_like(peak).index_add(0, row_item, rows.to(peak)) for rows in (scaled, usable))
-        mean = (peak + (total / count).log()).to(self.log_u)
-        self.log_u[items] = torch.where(count > 0, mean, self.log_u[items])
+        stored, first = stored.masked_fill(~usable, -torch.inf), first_rows(ids)
+        peak = torch.full_like(stored, -torch.inf).scatter_reduce(0, first, stored, reduce="amax")[first]
+        mean, some = mean_by_first(torch.exp(stored - peak), usable, first)
+        self.log_u[ids] = torch.where(some, (peak + mean.log()).to(self.log_u), self.log_u[ids])
         return updated
 
 
 def first_rows(ids: Tensor) -> Tensor:
-    """Positions of the first row of each distinct id (A,), so that a write by id never meets the same id twice."""
-    items, row_item = torch.unique(ids, return_inverse=True)
-    rows = torch.arange(len(ids), device=ids.device)
-    return rows.new_full((len(items),), len(ids)).scatter_reduce(0, row_item, rows, reduce="amin")
+    """(A,) of each row the first row with the same id: writing what stands there gives all copies of an id one value."""
+    ordered, order = ids.sort(stable=True)
+    return order[torch.searchsorted(ordered, ids)]
+
+
+def mean_by_first(values: Tensor, usable: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """(A,) the mean of the usable values (A,) among the rows that share a first row (A,); and whether there are any."""
+    values = values.masked_fill(~usable, 0.0)
+    total, count = (torch.zeros_like(values).index_add(0, first, rows.to(values))[first] for rows in (values, usable))
+    return total / count.clamp(min=1), count > 0
