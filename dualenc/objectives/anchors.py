@@ -5,6 +5,7 @@ Shapes: b pairs of this rank, P pairs of all ranks, A anchors, C candidates, D d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -178,9 +179,21 @@ class Anchors:
             return self.by_rows(lambda block: block.excluded.shape[1] - block.excluded.sum(dim=1))
 
     @property
+    def all_have_negatives(self) -> bool:
+        """Whether it is known that no anchor is without."""
+        return self.distinct and self.num_global > (2 if self.views else 1)
+
+    @cached_property
+    def log_num_negatives(self) -> Tensor | float:
+        """(A,) log of how many candidates are negatives, 0 without any; a number where it is known to be the same."""
+        if self.distinct:
+            return math.log(max(self.num_global - (2 if self.views else 1), 1))
+        return self.num_negatives.clamp(min=1).to(self.embeddings.dtype).log()
+
+    @property
     def log_mean_exp(self) -> Tensor:
         """(A,) log of the mean of exp(s/τ) over the negatives, with gradient; -inf without any."""
-        return log_mean_exp(self.logits, self.num_negatives)
+        return torch.logsumexp(self.logits, dim=1) - self.log_num_negatives
 
     def is_negative(self, ids: Tensor) -> Tensor:
         """(A, n) whether any items, ids (n,) of the candidates' side, are negatives."""

@@ -308,8 +308,9 @@ class Objective(nn.Module):
         """N, a side's items, each as often as it stands in the corpus; None if unknown."""
         return self.num_items(side) if self.counts(side) is None else self.num_pairs
 
-    def log_corpus_size(self, anchors: Anchors) -> Tensor:
-        """(A,) log of the number of negatives an anchor has in the whole corpus; in the batch, if N is unknown."""
+    def log_corpus_size(self, anchors: Anchors) -> Tensor | float:
+        """(A,) log of the number of negatives an anchor has in the whole corpus; in the batch, if N is unknown. A number
+        where all anchors have as many."""
         total, counts = self.corpus_size(anchors.candidate_side), self.counts(anchors.candidate_side)
         positives, num_views = anchors.positive_ids, 2 if anchors.views else 1
         if total is None:
@@ -317,7 +318,7 @@ class Objective(nn.Module):
         elif counts is not None:
             number = total - counts[positives.clamp(min=0)].masked_fill(positives == PADDING, 0.0).sum(dim=1)
         elif positives.shape[1] == 1:
-            return anchors.embeddings.new_full((len(anchors.ids),), math.log(num_views * max(total - 1, 1)))
+            return math.log(num_views * max(total - 1, 1))
         else:
             number = total - (positives != PADDING).sum(dim=1)
         number = number if total is None else num_views * number

@@ -103,14 +103,17 @@ class RecentItems(nn.Module):
             total = torch.zeros_like(self.log_counts, dtype=torch.float64).index_add_(0, slots, counts.double())
             self.log_counts.copy_(total.log())
 
-    def add(self, items: Tensor, partners: Tensor, embeddings: Tensor) -> None:
-        """Take in items (n,), their partners (n,) and embeddings (n, D), alike on all ranks."""
+    def add(self, items: Tensor, partners: Tensor, embeddings: Tensor, distinct: bool = False) -> None:
+        """Take in items (n,), their partners (n,) and embeddings (n, D), alike on all ranks; no item comes twice if
+        `distinct`."""
         if embeddings.shape[1] != self.embeddings.shape[1]:
             self.embeddings = embeddings.new_zeros(self.num_slots, embeddings.shape[1], dtype=self.log_counts.dtype)
-        rows = first_rows(items % self.num_slots)
-        items, slots = items[rows], items[rows] % self.num_slots
-        self.items[slots], self.partners[slots] = items, partners[rows]
-        self.embeddings[slots] = embeddings[rows].detach().to(self.embeddings)
+        slots, embeddings = items, embeddings.detach()
+        if not (distinct and self.num_slots == self.num_items):
+            rows = first_rows(items % self.num_slots)
+            items, partners, embeddings = items[rows], partners[rows], embeddings[rows]
+            slots = items % self.num_slots
+        self.items[slots], self.partners[slots], self.embeddings[slots] = items, partners, embeddings.to(self.embeddings)
 
     @property
     def hold_the_corpus(self) -> bool:
@@ -130,7 +133,7 @@ class RecentItems(nn.Module):
             (A,) each: item, partner and similarity of a draw from the softmax, -1, -1 and -inf for none; and the log
             of the mean of exp(s/τ) over the negatives that are here, -inf for none.
         """
-        infinite, nowhere = torch.full_like(anchors.positive_similarities, -torch.inf), torch.full_like(anchors.ids, -1)
+        infinite, nowhere = anchors.embeddings.new_full(anchors.ids.shape, -torch.inf), torch.full_like(anchors.ids, -1)
         nothing = nowhere, nowhere, infinite, infinite
         if not self.num_slots:
             return nothing
@@ -141,20 +144,20 @@ class RecentItems(nn.Module):
             return nothing
 
         def rows(some: Anchors, uniform: Tensor) -> tuple[Tensor, ...]:
-            allowed = some.is_negative(ids_of(self.items, some.views)) & (self.items != NO_STATE)
+            hidden = ~some.is_negative(ids_of(self.items, some.views)) | (self.items == NO_STATE)
             if not some.views:
-                allowed &= some.ids[:, None] != self.partners
+                hidden |= some.ids[:, None] == self.partners
             similarities = some.embeddings @ self.embeddings.to(some.embeddings).T
-            log_counts = self.log_counts.to(similarities).expand_as(allowed).masked_fill(~allowed, -torch.inf)
+            log_counts = self.log_counts.to(similarities).expand_as(hidden).masked_fill(hidden, -torch.inf)
             logits = similarities / some.temperature + log_counts
             log_sum = torch.logsumexp(logits, dim=1)
-            possible = torch.isfinite(log_sum)
-            log_mean = torch.where(possible, log_sum - torch.logsumexp(log_counts, dim=1), -torch.inf)
+            impossible = log_sum == -torch.inf
+            log_mean = (log_sum - torch.logsumexp(log_counts, dim=1)).masked_fill(impossible, -torch.inf)
             if nothing_drawn:
                 return (log_mean,)
             drawn = inverse_cdf(torch.exp(logits - log_sum[:, None]).nan_to_num(0.0), uniform)
-            item, partner = (torch.where(possible, ids[drawn], NO_STATE) for ids in (self.items, self.partners))
-            return item, partner, torch.where(possible, at(similarities, drawn), -torch.inf), log_mean
+            item, partner = (ids[drawn].masked_fill(impossible, NO_STATE) for ids in (self.items, self.partners))
+            return item, partner, at(similarities, drawn).masked_fill(impossible, -torch.inf), log_mean
 
         *drawn, log_mean = anchors.by_rows(rows, uniform, row_entries=2 * self.num_slots)
         item, partner, similarity = drawn or nothing[:3]
@@ -217,7 +220,7 @@ def find(items: Tensor, wanted: Tensor) -> Tensor:
         return torch.full_like(wanted, -1)
     ordered, order = items.sort(stable=True)
     place = torch.searchsorted(ordered, wanted).clamp(max=len(items) - 1)
-    return torch.where(ordered[place] == wanted, order[place], -1)
+    return order[place].masked_fill(ordered[place] != wanted, -1)
 
 
 def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
@@ -405,7 +408,7 @@ class ChainObjective(Objective):
         # Two views come in no pair.
         partners = torch.full_like(items, NO_STATE) if self.views else distributed.gather(anchors.ids, anchors.sizes)
         if self.updates_state and recent.num_slots:
-            recent.add(items, partners, anchors.candidates[: anchors.num_global])
+            recent.add(items, partners, anchors.candidates[: anchors.num_global], anchors.distinct)
             seen, recent.num_seen = recent.num_seen, recent.num_seen + anchors.num_global
             if seen < recent.enough <= recent.num_seen:
                 # All of a small corpus or most slots have come: chains that began while little was there begin anew.

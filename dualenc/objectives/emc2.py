@@ -57,7 +57,7 @@ class EMC2(ChainObjective):
         stored = visit.chains.score[visit.own].to(visit.similarity)
         score = torch.where(visit.usable, stored, visit.similarity)
         place = find(items, state)
-        away = torch.where(place < 0, state, NO_STATE)
+        away = state.masked_fill(place >= 0, NO_STATE)
         draws_of = self.random.rows(anchors.num_global, len(items))
         order = self.random.permutation(len(items), device=items.device)
         proposed = anchors.candidates[: anchors.num_global]
@@ -105,7 +105,7 @@ class EMC2(ChainObjective):
             visit.chains.store(anchors, visit.own, next_state, score=next_score)
         if self.score == "stored":
             # Only states that outlived burn-in are encoded.
-            late, rows = known_rows((yield torch.where(state_weight > 0, away, NO_STATE)), anchors)
+            late, rows = known_rows((yield away.masked_fill(state_weight <= 0, NO_STATE)), anchors)
             if len(late):
                 embeddings = embed(late, encode, anchors)
                 outside = outside.index_put((rows,), (anchors.embeddings[rows] * embeddings).sum(dim=1))

@@ -54,7 +54,7 @@ class ISIR(ChainObjective):
         if self.views:
             places = torch.where(places < 0, -1, torch.cat([places, places + len(items) // 2], dim=1))
         uniform = self.random.uniform(anchors.num_global, like=anchors.embeddings)[anchors.rows]
-        away = torch.where(place < 0, state, NO_STATE)
+        away = state.masked_fill(place >= 0, NO_STATE)
         proposed, rows, embeddings = yield from self.embed_proposals(anchors, visit, away, num_views, encode)
         embeddings = embeddings.view(len(rows), num_views, anchors.embeddings.shape[1])
         outside = anchors.embeddings.new_full(places.shape, -torch.inf)

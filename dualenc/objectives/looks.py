@@ -3,6 +3,7 @@ before it, and the GPU then for the host."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from typing import TypeVar
 
@@ -54,10 +55,11 @@ class Looks:
     def _look(self, questions: list[Tensor]) -> list[Tensor]:
         """The questions (n,) on the CPU, in one transfer, together with the noted norms."""
         norms, self._norms = self._norms, []
-        finite = [torch.isfinite(torch.stack(norms)).long()] if norms else []
-        on_device = [part for part in (*finite, *questions) if len(part)]
+        # Norms travel as the integers that their bits are.
+        bits = [torch.stack(norms).view(torch.long)] if norms else []
+        on_device = [part for part in (*bits, *questions) if len(part)]
         values = torch.cat(on_device).cpu() if on_device else torch.zeros(0, dtype=torch.long)
-        if not bool(values[: len(norms)].all()):
+        if not all(map(math.isfinite, values[: len(norms)].view(torch.double).tolist())):
             raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
         return list(values[len(norms) :].split([len(question) for question in questions]))
 

@@ -102,7 +102,7 @@ class SACLR(Objective):
         if self.negatives == 1:
             draws = [self.random.uniform(anchors.num_global, like=anchors.embeddings)[anchors.rows]]
         log_mean, some = anchors.by_rows(mean_of_negatives, *draws)
-        log_count = torch.where(some, self.log_corpus_size(anchors), 0.0)
+        log_count = some.to(log_mean) * self.log_corpus_size(anchors)
 
         # log ξ, or in the authors' variant log ξ/n.
         positive, negatives, authors = log_positive.detach(), log_mean.detach(), self.variant == "authors"

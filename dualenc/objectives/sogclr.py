@@ -53,17 +53,17 @@ class SogCLR(Objective):
     def _track(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
         """(A,) log u_a, this step's mean counted in."""
         table, store = self.left_averages if anchors.side == "left" else self.right_averages, self.updates_state
-        log_u = table.track(anchors.ids, log_mean, self.gamma, anchors.sizes, store, anchors.distinct_rows)
+        known = {"distinct": anchors.distinct_rows, "all_usable": anchors.all_have_negatives}
+        log_u = table.track(anchors.ids, log_mean, self.gamma, anchors.sizes, store, **known)
         # An anchor that has never met a negative has no average; it has no weights either.
-        return torch.nan_to_num(log_u, nan=0.0)
+        return log_u if anchors.all_have_negatives else torch.nan_to_num(log_u, nan=0.0)
 
     def losses(self, block: Anchors, *known: Tensor) -> tuple[Tensor, Tensor]:
         (log_u,) = known
         with torch.no_grad():
-            log_total = log_u + block.num_negatives.clamp(min=1).to(log_u).log()
-            weights = torch.exp(block.logits - log_total[:, None])
-        surrogate = weighted_sum(weights, block.scores) - block.positive_logits
-        return surrogate, (log_u + self.log_corpus_size(block) - block.positive_logits).detach()
+            weights = torch.exp(block.logits - (log_u + block.log_num_negatives)[:, None])
+            value = log_u + self.log_corpus_size(block) - block.positive_logits
+        return weighted_sum(weights, block.scores) - block.positive_logits, value
 
 
 class ISogCLR(SogCLR):

@@ -114,6 +114,7 @@ class LogAverages(nn.Module):
         sizes: list[int] | None = None,
         store: bool = True,
         distinct: bool = False,
+        all_usable: bool = False,
     ) -> Tensor:
         """u ← (1 − rate)·u + rate·value for the rows of this rank; the table takes the rows of all ranks.
 
@@ -127,29 +128,27 @@ class LogAverages(nn.Module):
             sizes: number of rows on every rank, where known.
             store: whether the table is written; pass the objective's `updates_state`, alike on all ranks.
             distinct: no item stands in two rows, on any ranks.
+            all_usable: no row is without negatives, on any ranks.
 
         Returns:
             (A,) the updated log u of each row, without gradient.
         """
-        old = self.log_u[ids].to(log_values)
-        updated, usable = log_values, log_values > -torch.inf
+        old, updated = self.log_u[ids].to(log_values), log_values
         if rate < 1:
             updated = torch.logaddexp(old + math.log1p(-rate), log_values + math.log(rate))
             updated = torch.where(torch.isnan(old), log_values, updated)
-        # A row without negatives gets its item's old average back, but has no say in the new one.
-        updated = torch.where(usable, updated, old)
+        if not all_usable:
+            # A row without negatives gets its item's old average back, but has no say in the new one.
+            updated = torch.where(log_values > -torch.inf, updated, old)
         if not store:
             return updated
-        if distributed.is_initialized():
-            ids, usable, stored = (distributed.gather(rows, sizes) for rows in (ids, usable, updated))
-        else:
-            stored = updated
+        ids, stored = distributed.gather(ids, sizes), distributed.gather(updated, sizes)
         if distinct:
             # What a row without negatives writes is what was there.
             self.log_u[ids] = stored.to(self.log_u)
             return updated
         # The mean of u, not of log u, over an item's rows, each scaled by their peak so that exp stays in range.
-        usable = usable & torch.isfinite(stored)
+        usable = torch.isfinite(stored) & (distributed.gather(log_values, sizes) > -torch.inf)
         stored, first = stored.masked_fill(~usable, -torch.inf), first_rows(ids)
         peak = torch.full_like(stored, -torch.inf).scatter_reduce(0, first, stored, reduce="amax")[first]
         mean, some = mean_by_first(torch.exp(stored - peak), usable, first)
