@@ -129,6 +129,11 @@ class Anchors:
         with torch.set_grad_enabled(self.with_grad):
             return self.positive_similarities / self.temperature
 
+    @property
+    def positive_scores(self) -> Tensor:
+        """(A,) s(x, y)/τ, read from the matrix of scores, with gradient."""
+        return self.scores.gather(1, self.positive_column[:, None])[:, 0]
+
     @cached_property
     def excluded(self) -> Tensor:
         """(A, C) true where a candidate is no negative of the anchor."""
@@ -240,7 +245,7 @@ def weighted_sum(weights: Tensor, scores: Tensor) -> Tensor:
         weights: (A, C), used as constants, no gradient flows through a weight; zero where masked.
         scores: (A, C), finite everywhere.
     """
-    return (weights.detach() * scores).sum(dim=1)
+    return ((weights.detach() if weights.requires_grad else weights) * scores).sum(dim=1)
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,18 @@ class AnchorLosses(NamedTuple):
     value: Tensor | None = None
 
 
+class _Reported(torch.autograd.Function):
+    """The value of one scalar with the gradient of another."""
+
+    @staticmethod
+    def forward(ctx: Any, surrogate: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
+
+
 class Objective(nn.Module):
     """Base of all objectives of the global contrastive loss; usable in any training loop.
 
@@ -230,12 +242,11 @@ class Objective(nn.Module):
             losses = looks.together([self.anchor_losses(of, asked) for of in self._anchors(pairs, temperature)])
             # Over all anchors of the global batch, so that the average over ranks is the global loss.
             scale = distributed.world_size() / max(2 * sum(pairs.sizes), 1)
-            loss = torch.cat([of.surrogate for of in losses]).sum() * scale
+            loss = torch.cat([of.surrogate for of in losses]).sum()
             if any(of.value is not None for of in losses):
-                with torch.no_grad():
-                    values = [of.surrogate if of.value is None else of.value for of in losses]
-                    difference = torch.cat(values).sum() * scale - loss
-                loss = loss + difference
+                values = [of.surrogate.detach() if of.value is None else of.value for of in losses]
+                loss = _Reported.apply(loss, torch.cat(values).sum())
+            loss = loss * scale
         for random, draws in sources:
             random.draws = draws
         watched, temperature = pairs.detached(*copies), temperature.detach()
@@ -309,8 +320,8 @@ class Objective(nn.Module):
         return self.num_items(side) if self.counts(side) is None else self.num_pairs
 
     def log_corpus_size(self, anchors: Anchors) -> Tensor | float:
-        """(A,) log of the number of negatives an anchor has in the whole corpus; in the batch, if N is unknown. A number
-        where all anchors have as many."""
+        """(A,) log of the number of negatives an anchor has in the whole corpus, or in the batch, if N is unknown; one
+        number for all of them where it is the same."""
         total, counts = self.corpus_size(anchors.candidate_side), self.counts(anchors.candidate_side)
         positives, num_views = anchors.positive_ids, 2 if anchors.views else 1
         if total is None:

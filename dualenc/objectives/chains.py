@@ -113,7 +113,11 @@ class RecentItems(nn.Module):
             rows = first_rows(items % self.num_slots)
             items, partners, embeddings = items[rows], partners[rows], embeddings[rows]
             slots = items % self.num_slots
-        self.items[slots], self.partners[slots], self.embeddings[slots] = items, partners, embeddings.to(self.embeddings)
+        self.items[slots], self.partners[slots], self.embeddings[slots] = (
+            items,
+            partners,
+            embeddings.to(self.embeddings),
+        )
 
     @property
     def hold_the_corpus(self) -> bool:
@@ -224,7 +228,7 @@ def find(items: Tensor, wanted: Tensor) -> Tensor:
 
 
 def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
-    """(n, D) embeddings of items (n,) on the CPU, each distinct one encoded once; this rank's own needs, no collective."""
+    """(n, D) embeddings of items (n,) on the CPU, each distinct one encoded once; of this rank, no collective."""
     if not len(items):
         return anchors.embeddings[:0]
     if not anchors.views:

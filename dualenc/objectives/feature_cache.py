@@ -242,7 +242,10 @@ class FeatureCache(nn.Module):
         for start in range(0, len(anchors), per_chunk):
             some = slice(start, start + per_chunk)
             rows = block[some, None] * self.block_size + torch.arange(self.block_size, device=block.device)
-            logits, items = torch.einsum("ad,acd->ac", anchors[some], self.features[rows].to(anchors)), rows + self.first_item
+            logits, items = (
+                torch.einsum("ad,acd->ac", anchors[some], self.features[rows].to(anchors)),
+                rows + self.first_item,
+            )
             possible = self.filled[rows] & ~(items[:, :, None] == barred[some, None, :]).any(dim=2)
             weights = torch.softmax(logits.masked_fill(~possible, -torch.inf), dim=1)
             drawn.append(items.gather(1, inverse_cdf(weights, uniform[some])[:, None])[:, 0])

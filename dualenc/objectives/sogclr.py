@@ -62,8 +62,10 @@ class SogCLR(Objective):
         (log_u,) = known
         with torch.no_grad():
             weights = torch.exp(block.logits - (log_u + block.log_num_negatives)[:, None])
-            value = log_u + self.log_corpus_size(block) - block.positive_logits
-        return weighted_sum(weights, block.scores) - block.positive_logits, value
+            # The positive is no negative: its weight is 0, and −1 makes −s⁺/τ a term of the same sum.
+            weights.scatter_(1, block.positive_column[:, None], -1.0)
+            value = log_u + self.log_corpus_size(block) - block.positive_scores
+        return weighted_sum(weights, block.scores), value
 
 
 class ISogCLR(SogCLR):

@@ -44,7 +44,7 @@ class SharedRandom(nn.Module):
         rank that holds it nor on the rows it is looked at with, and looking again gives the same ones.
 
         Returns:
-            A function of rows (n,) on the CPU and a tensor with the wanted device and precision, which gives (n, width).
+            A function of rows (n,) on the CPU and a tensor of the wanted device and precision, which gives (n, width).
         """
         first = self.draws
         self.draws += max(1, -(-num_rows // ROWS_PER_DRAW))
@@ -157,7 +157,7 @@ class LogAverages(nn.Module):
 
 
 def first_rows(ids: Tensor) -> Tensor:
-    """(A,) of each row the first row with the same id: writing what stands there gives all copies of an id one value."""
+    """(A,) of each row the first row with the same id: who writes what stands there gives all copies one value."""
     ordered, order = ids.sort(stable=True)
     return order[torch.searchsorted(ordered, ids)]
 
