@@ -277,8 +277,8 @@ class Visit:
         partner, similarity, log_mean: (A,) what `RecentItems.look` gives; the first two for what starts anew.
         items, partners: (C,) the proposals, and the other ids of the pairs that they come from, -1 if from none.
         drawn: (C,) the proposals on the CPU, where they were drawn there.
-        near: (L,) sorted ids that `neighbor_share` of the draws come from, each as likely as it is often listed; None
-            where all are uniform.
+        near: (L,) sorted ids, after -1 for none, that `neighbor_share` of the draws come from if there are any, each as
+            likely as it is often listed; None where all are uniform.
     """
 
     chains: Chains
@@ -430,16 +430,17 @@ class ChainObjective(Objective):
         if self.proposals != "batch":
             neighbors = self.left_neighbors if anchors.side == "left" else self.right_neighbors
             if self.neighbor_share and len(neighbors.ids):
-                listed = neighbors.ids[distributed.gather(anchors.ids, anchors.sizes)].flatten().sort().values
-                listed = listed[listed >= 0]
-                near = listed if len(listed) else None
+                near = neighbors.ids[distributed.gather(anchors.ids, anchors.sizes)].flatten().sort().values
             # Uniform draws are made on the CPU, which then knows them without a look.
             device = torch.device("cpu") if near is None else items.device
             size, count = self.num_items(anchors.candidate_side) or 1, self.proposals
             drawn = self.random.integers(size, count, device=device)
-            if near is not None:
-                from_list = self.random.uniform(count, like=anchors.embeddings) < self.neighbor_share
-                drawn = torch.where(from_list, near[self.random.integers(len(near), count, device=device)], drawn)
+            if near is not None and len(near):
+                share, num_near = self._share_of_near(near)
+                uniform = self.random.uniform(2, count, like=near.double())
+                # What is listed stands at the end.
+                place = len(near) - 1 - (uniform[0] * num_near).long().clamp(max=num_near - 1).clamp(min=0)
+                drawn = torch.where(uniform[1] < share, near[place], drawn)
             drawn = self.items_drawn(drawn)
             items, drawn = upload(drawn, items.device), drawn if near is None else None
             partners = torch.full_like(items, NO_STATE)
@@ -450,9 +451,14 @@ class ChainObjective(Objective):
         if visit.near is None:
             return anchors.embeddings.new_zeros(len(items))
         ids, size = ids_of(items, self.views), self.num_items(anchors.candidate_side) or 1
+        share, num_near = self._share_of_near(visit.near)
         listed = torch.searchsorted(visit.near, ids, right=True) - torch.searchsorted(visit.near, ids)
-        boost = self.neighbor_share * size / len(visit.near) * listed.to(anchors.embeddings)
-        return torch.log(1 - self.neighbor_share + boost)
+        return torch.log(1 - share + share * size / num_near.clamp(min=1) * listed).to(anchors.embeddings)
+
+    def _share_of_near(self, near: Tensor) -> tuple[Tensor, Tensor]:
+        """The share of the draws that comes from a list (L,), 0 if it holds nothing but -1; and how much it holds."""
+        number = (near >= 0).sum()
+        return self.neighbor_share * (number > 0).double(), number
 
     def embed_proposals(
         self, anchors: Anchors, visit: Visit, state: Tensor | None, num_views: int, encode: Encode

@@ -78,6 +78,16 @@ def test_operations_and_waits_of_a_step(name: str, batch_size: int, column: int)
     assert waits <= AT_MOST[name][2]
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "waits"), [("ISIR", {}, 3), ("EMC2", {"score": "fresh"}, 3), ("EMC2", {}, 4)]
+)
+def test_waits_of_proposals_near_the_batch(name: str, arguments: dict[str, Any], waits: int) -> None:
+    criterion = getattr(objectives, name)(num_left=200, proposals=64, neighbor_share=0.5, **arguments)
+    for side in ("left", "right"):
+        criterion.set_neighbors(side, torch.arange(600).view(200, 3) % 200)
+    assert step_counts(criterion, 32, 200)[1] <= waits
+
+
 @pytest.mark.parametrize(("name", "arguments"), FURTHER_WAITS)
 def test_no_variant_waits_more_than_three_times(name: str, arguments: dict[str, Any]) -> None:
     """For what is wrong with the input, for the ids of what is to be encoded, and for what is wrong with that."""
