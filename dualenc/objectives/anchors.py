@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,21 @@ Rows = TypeVar("Rows", bound=Tensor | tuple[Tensor, ...])
 BLOCK_ENTRIES = 2**20
 
 
+class KnownIds(NamedTuple):
+    """Ids on the CPU.
+
+    Attributes:
+        own: (A,) of this rank's anchors.
+        all_anchors, all_rows: of the anchors of all ranks, in the order of ranks, and their positions in the batch.
+        candidates: (C,) of the candidates; None with mined negatives.
+    """
+
+    own: Tensor
+    all_anchors: Tensor
+    all_rows: Tensor
+    candidates: Tensor | None
+
+
 @dataclass
 class Anchors:
     """This rank's anchors of one direction against the candidates of the global batch; or some of its rows.
@@ -37,6 +52,7 @@ class Anchors:
         ids: (A,) ids of the anchors.
         rows: (A,) positions of the anchors among all anchors of the global batch, for random draws shared by ranks.
         rows_on_cpu: (A,) the same on the CPU.
+        known: ids as the host knows them; None where it does not, or where they are on the CPU anyway.
         sizes: number of anchors on every rank, for gathering without asking again.
         embeddings: (A, D) with gradient.
         partners: (A, D) embeddings of the anchors' own positives, with gradient.
@@ -70,6 +86,7 @@ class Anchors:
     views: bool = False
     distinct: bool = False
     mirror: Anchors | None = None
+    known: KnownIds | None = None
     with_grad: bool = field(default_factory=torch.is_grad_enabled)
 
     def by_rows(self, function: Callable[..., Rows], *tensors: Tensor, row_entries: int | None = None) -> Rows:
@@ -95,6 +112,7 @@ class Anchors:
             rows = slice(start, start + size)
             by_row = ("ids", "rows", "rows_on_cpu", "embeddings", "partners", "positive_column", "positive_ids")
             own: dict[str, Any] = {name: getattr(self, name)[rows] for name in by_row}
+            own["known"] = self.known and self.known._replace(own=self.known.own[rows])
             some = replace(self, **own, mirror=None, with_grad=torch.is_grad_enabled())
             return function(some, *(tensor[rows] for tensor in tensors))
 
@@ -262,6 +280,7 @@ class Pairs:
         negatives, negative_id: (n, D) and (n,) mined right items of all ranks.
         sizes: number of pairs on every rank.
         left_copies, right_copies: how many pairs of the batch share one left item, at most; one right item.
+        on_cpu: all_left_id and all_right_id on the CPU, where asked for.
     """
 
     left: Tensor
@@ -279,6 +298,7 @@ class Pairs:
     sizes: list[int]
     left_copies: int
     right_copies: int
+    on_cpu: tuple[Tensor, Tensor] | None = None
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """(b,) positions of this rank's pairs in the global batch, on the device and on the CPU."""
@@ -303,6 +323,10 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
     """Two towers: left anchors against all right items (and mined negatives), then right against left."""
     (rows, rows_on_cpu), mined = pairs.rows(), len(pairs.negative_id) > 0
     once = pairs.left_copies <= 1 and pairs.right_copies <= 1
+
+    def known(anchors: Tensor, candidates: Tensor, mined: bool = False) -> KnownIds:
+        return KnownIds(anchors[rows_on_cpu], anchors, torch.arange(len(anchors)), None if mined else candidates)
+
     left_id, right_id, all_left_id, all_right_id = pairs.left_id, pairs.right_id, pairs.all_left_id, pairs.all_right_id
     left = Anchors(
         side="left",
@@ -319,6 +343,7 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         positive_ids=known_positives(
             left_id, right_id, all_left_id, all_right_id, pairs.left_copies, pairs.left_positives
         ),
+        known=known(*pairs.on_cpu, mined) if pairs.on_cpu else None,
         temperature=temperature,
         distinct=once and not mined and pairs.left_positives is None,
     )
@@ -337,6 +362,7 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         ),
         distinct=once and pairs.right_positives is None,
         mirror=left,
+        known=known(*pairs.on_cpu[::-1]) if pairs.on_cpu else None,
     )
 
 
@@ -345,7 +371,11 @@ def view_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
     (rows, rows_on_cpu), total = pairs.rows(), sum(pairs.sizes)
     ids, all_ids = pairs.left_id, pairs.all_left_id
     further = (pairs.left_positives, pairs.right_positives)
-    known = known_positives(ids, ids, all_ids, all_ids, 1, *further)
+    positives, known = known_positives(ids, ids, all_ids, all_ids, 1, *further), None
+    if pairs.on_cpu is not None:
+        every, of_ranks = pairs.on_cpu[0], torch.arange(total).split(pairs.sizes)
+        all_rows = torch.cat([half for of in of_ranks for half in (of, of + total)])
+        known = KnownIds(every[rows_on_cpu].repeat(2), every[all_rows % total], all_rows, every.repeat(2))
     yield Anchors(
         side="left",
         candidate_side="left",
@@ -358,7 +388,8 @@ def view_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         positive_column=torch.cat([rows + total, rows]),
         candidates=torch.cat([pairs.all_left, pairs.all_right]),
         candidate_ids=torch.cat([all_ids, all_ids]),
-        positive_ids=torch.cat([known, known]),
+        positive_ids=torch.cat([positives, positives]),
+        known=known,
         temperature=temperature,
         views=True,
         distinct=pairs.left_copies <= 1 and all(more is None for more in further),

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +109,8 @@ class Objective(nn.Module):
         learnable_temperature: learn log τ with the model.
         views: left and right are two views of one image (unimodal training): 2B anchors, one shared id space.
         seed: of the objective's own random generator.
+        state_device: where state per item is: "auto" is where the objective is, "cpu" the CPU's memory, pinned where
+            there is a GPU, whatever device the objective is moved to; the rows of a step travel.
 
     Raises:
         DualencError: an argument out of range; in `forward`, shapes or ids that do not fit, embeddings that are not
@@ -145,8 +147,12 @@ class Objective(nn.Module):
         learnable_temperature: bool = False,
         views: bool = False,
         seed: int = 0,
+        state_device: Literal["auto", "cpu"] = "auto",
     ) -> None:
         super().__init__()
+        if state_device not in ("auto", "cpu"):
+            self._fail("state_device", f"is {state_device!r}; it must be one of auto, cpu")
+        self.state_on_cpu = state_device == "cpu"
         if isinstance(temperature, Tensor):
             self._fail("temperature", "is a tensor; pass a number, and learnable_temperature=True to have it learned")
         if not (temperature >= MIN_TEMPERATURE and math.isfinite(temperature)):
@@ -417,7 +423,7 @@ class Objective(nn.Module):
             both = torch.stack([left_id, right_id])
             both = both if alone else distributed.gather(both.T, sizes).T.contiguous()
             rows = torch.cat(list(given.values()))
-            left_copies, right_copies = self._look(given, rows, both, known)
+            left_copies, right_copies, *on_cpu = self._look(given, rows, both, known)
             parts = rows.split([len(tensor) for tensor in given.values()])
         precision = torch.float64 if left.dtype == torch.float64 else torch.float32
         left, right = left.to(precision), right.to(precision)
@@ -440,12 +446,13 @@ class Objective(nn.Module):
             sizes=sizes,
             left_copies=left_copies,
             right_copies=right_copies,
+            on_cpu=(on_cpu[0], on_cpu[1]) if on_cpu else None,
         )
         return pairs, (parts[0].to(precision), parts[1].to(precision))
 
     def _look(
         self, embeddings: dict[str, Tensor], rows: Tensor, both: Tensor, ids: dict[str, Tensor]
-    ) -> tuple[int, int]:
+    ) -> tuple[Any, ...]:
         """Check all values in one look: on a GPU each look waits for the work before it.
 
         Args:
@@ -455,7 +462,8 @@ class Objective(nn.Module):
             ids: by name, this rank's.
 
         Returns:
-            How many pairs share one left item at most, and one right item.
+            How many pairs share one left item at most, and one right item; and where tables on the CPU need them, left
+            and right ids of the pairs of all ranks there.
         """
         seen: dict[str, tuple[Tensor, ...]] = {}
         if len(rows):
@@ -470,7 +478,14 @@ class Objective(nn.Module):
                 seen[name] = ids[name].flatten().aminmax(dim=0, keepdim=True)
         if self.views and ids["left_id"] is not ids["right_id"] and len(ids["left_id"]):
             seen["differ"] = ((ids["left_id"] != ids["right_id"]).any()[None],)
-        numbers = iter(torch.cat([part for parts in seen.values() for part in parts]).tolist() if seen else [])
+        on_cpu: list[Tensor] = []
+        looked = torch.cat([part for parts in seen.values() for part in parts]) if seen else torch.zeros(0)
+        if self.state_on_cpu and both.device.type != "cpu":
+            # Ids are exact in double precision.
+            together = torch.cat([looked.to(both.device, torch.float64), both.flatten()]).cpu()
+            looked, every = together.split([len(looked), both.numel()])
+            on_cpu = list(every.long().view(2, -1))
+        numbers = iter(looked.tolist())
         found = {name: list(islice(numbers, sum(map(len, parts)))) for name, parts in seen.items()}
 
         if not all(abs(norm - 1) <= NORM_TOLERANCE for norm in found.get("norms", [])):
@@ -497,7 +512,7 @@ class Objective(nn.Module):
                 self._fail(name, f"holds ids in [{low:.0f}, {high:.0f}]; they must lie in [0, {most}){padding}")
         if any(found.get("differ", [])):
             self._fail("right_id", "differs from left_id; with views=True both views carry the image's id")
-        return int(left_copies), int(right_copies)
+        return int(left_copies), int(right_copies), *on_cpu
 
     def _fail(self, argument: str, problem: str) -> NoReturn:
         raise DualencError(f"{type(self).__name__}: {argument} {problem}")

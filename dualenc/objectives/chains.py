@@ -17,6 +17,7 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
+from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.looks import Asking, upload
 from dualenc.objectives.state import SharedRandom, first_rows
 from dualenc.types import Side
@@ -24,7 +25,7 @@ from dualenc.types import Side
 NO_STATE = -1
 
 
-class Chains(nn.Module):
+class Chains(ItemState):
     """The item that each chain is on, -1 before the first step, and what an objective wants to remember with it.
 
     Args:
@@ -36,30 +37,33 @@ class Chains(nn.Module):
     score: Tensor
     partner: Tensor
 
-    def __init__(self, num_chains: int, remembers: Mapping[str, float]) -> None:
-        super().__init__()
+    def __init__(self, num_chains: int, remembers: Mapping[str, float], on_cpu: bool = False) -> None:
+        super().__init__(on_cpu)
         self.before = {"state": NO_STATE, **remembers}
         for name, value in self.before.items():
-            self.register_buffer(name, torch.full((num_chains,), value))
+            self.add_table(name, torch.full((num_chains,), value))
 
-    def store(self, anchors: Anchors, chains: Tensor, state: Tensor, **remembered: Tensor) -> None:
-        """Write where the chains (A,) of all ranks' anchors are now; of several rows of a chain the first counts."""
+    def store(
+        self, anchors: Anchors, chains: Tensor, known: Tensor | None, state: Tensor, **remembered: Tensor
+    ) -> None:
+        """Write where the chains (A,) of all ranks' anchors are now; of several rows of a chain the first counts.
+
+        Args:
+            known: the chains of all ranks on the CPU, where the host knows them.
+        """
         rows, chains, state = (distributed.gather(of, anchors.sizes) for of in (anchors.rows, chains, state))
         some, new = state != NO_STATE, {"state": state}
         new |= {name: distributed.gather(values, anchors.sizes) for name, values in remembered.items()}
-        chosen = None
         if not anchors.distinct_rows:
             # Rows without a state stand behind all others.
             in_order = torch.where(some, rows, anchors.num_global + rows).argsort()
             chosen = in_order[first_rows(chains[in_order])][in_order.argsort()]
-            some = some[chosen]
-        for name, values in new.items():
-            table = getattr(self, name)
-            values = values if chosen is None else values[chosen]
-            table[chains] = torch.where(some, values.to(table), table[chains])
+            some, new = some[chosen], {name: values[chosen] for name, values in new.items()}
+        self.put(chains, known, some, **new)
 
     def forget(self) -> None:
         """Back to before the first step."""
+        self.settle()
         for name, value in self.before.items():
             getattr(self, name).fill_(value)
 
@@ -211,8 +215,17 @@ def items_of(ids: Tensor, views: bool) -> Tensor:
 
 def candidate_items(anchors: Anchors) -> Tensor:
     """(C,) the candidates as items."""
-    ids = anchors.candidate_ids
-    if not anchors.views:
+    return _items_of_batch(anchors.candidate_ids, anchors.views)
+
+
+def known_candidate_items(anchors: Anchors) -> Tensor | None:
+    """(C,) the same on the CPU, where the host knows them."""
+    known = anchors.known.candidates if anchors.known else None
+    return None if known is None else _items_of_batch(known, anchors.views)
+
+
+def _items_of_batch(ids: Tensor, views: bool) -> Tensor:
+    if not views:
         return ids
     half = len(ids) // 2
     return torch.cat([2 * ids[:half], 2 * ids[half:] + 1])
@@ -249,14 +262,14 @@ def known_rows(items: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor]:
     return items[rows], upload(rows, anchors.ids.device)
 
 
-class Neighbors(nn.Module):
+class Neighbors(ItemState):
     """For each of m anchors a list of k ids near it; empty at first. Part of the state, whatever its shape."""
 
     ids: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("ids", torch.zeros(0, 0, dtype=torch.long))
+    def __init__(self, on_cpu: bool = False) -> None:
+        super().__init__(on_cpu)
+        self.add_table("ids", torch.zeros(0, 0, dtype=torch.long))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(prefix + "ids")
@@ -272,6 +285,7 @@ class Visit:
     Attributes:
         chains, recent: the tables that these anchors use.
         own: (A,) the number of each anchor's chain.
+        known, all_known: (A,) the same on the CPU, and those of the anchors of all ranks; None where not known there.
         usable: (A,) whether the chain is on a negative of the anchor; else it starts anew.
         state: (A,) the item that each chain comes with, -1 for none.
         partner, similarity, log_mean: (A,) what `RecentItems.look` gives; the first two for what starts anew.
@@ -284,6 +298,8 @@ class Visit:
     chains: Chains
     recent: RecentItems
     own: Tensor
+    known: Tensor | None
+    all_known: Tensor | None
     usable: Tensor
     state: Tensor
     partner: Tensor
@@ -359,9 +375,10 @@ class ChainObjective(Objective):
         self.num_neighbors = neighbors if neighbor_share else 0
         self.shared_chain = shared_chain or not self.views
         num_left, num_right = self.num_left or 1, self.num_right or 1
-        self.left_chains = Chains(num_left if self.shared_chain else 2 * num_left, self.remembers)
-        self.right_chains = self.left_chains if self.views else Chains(num_right, self.remembers)
-        self.left_neighbors, self.right_neighbors = Neighbors(), Neighbors()
+        on_cpu = self.state_on_cpu
+        self.left_chains = Chains(num_left if self.shared_chain else 2 * num_left, self.remembers, on_cpu)
+        self.right_chains = self.left_chains if self.views else Chains(num_right, self.remembers, on_cpu)
+        self.left_neighbors, self.right_neighbors = Neighbors(on_cpu), Neighbors(on_cpu)
         # Of left items for the chains of right anchors, and the other way round; with views both are the same.
         num_views = 2 if self.views else 1
         self.recent_left = RecentItems(recent * num_views, num_left * num_views)
@@ -417,11 +434,16 @@ class ChainObjective(Objective):
             if seen < recent.enough <= recent.num_seen:
                 # All of a small corpus or most slots have come: chains that began while little was there begin anew.
                 chains.forget()
-        own = anchors.ids
-        if not self.shared_chain:
+
+        def chains_of(ids: Tensor, rows: Tensor) -> Tensor:
             # The second views are the second half of all anchors.
-            own = 2 * anchors.ids + (anchors.rows >= anchors.num_global // 2)
-        state = chains.state[own]
+            return ids if self.shared_chain else 2 * ids + (rows >= anchors.num_global // 2)
+
+        own, known, all_known = chains_of(anchors.ids, anchors.rows), None, None
+        if anchors.known is not None:
+            known = chains_of(anchors.known.own, anchors.rows_on_cpu)
+            all_known = chains_of(anchors.known.all_anchors, anchors.known.all_rows)
+        state = chains.take("state", own, known)
         barred = (ids_of(state, self.views)[:, None] == anchors.positive_ids).any(dim=1)
         usable = ~barred & (state != NO_STATE)
         item, partner, similarity, log_mean = recent.look(anchors, usable, self.random)
@@ -430,7 +452,9 @@ class ChainObjective(Objective):
         if self.proposals != "batch":
             neighbors = self.left_neighbors if anchors.side == "left" else self.right_neighbors
             if self.neighbor_share and len(neighbors.ids):
-                near = neighbors.ids[distributed.gather(anchors.ids, anchors.sizes)].flatten().sort().values
+                everyone = distributed.gather(anchors.ids, anchors.sizes)
+                near = neighbors.take("ids", everyone, anchors.known and anchors.known.all_anchors)
+                near = near.flatten().sort().values
             # Uniform draws are made on the CPU, which then knows them without a look.
             device = torch.device("cpu") if near is None else items.device
             size, count = self.num_items(anchors.candidate_side) or 1, self.proposals
@@ -444,7 +468,8 @@ class ChainObjective(Objective):
             drawn = self.items_drawn(drawn)
             items, drawn = upload(drawn, items.device), drawn if near is None else None
             partners = torch.full_like(items, NO_STATE)
-        return Visit(chains, recent, own, usable, state, partner, similarity, log_mean, items, partners, drawn, near)
+        found = (usable, state, partner, similarity, log_mean)
+        return Visit(chains, recent, own, known, all_known, *found, items, partners, drawn, near)
 
     def log_density(self, anchors: Anchors, visit: Visit, items: Tensor) -> Tensor:
         """(n,) log of the probability that a proposal is one of some items (n,), over that of a uniform draw."""

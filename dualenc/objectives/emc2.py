@@ -54,7 +54,7 @@ class EMC2(ChainObjective):
         assert encode is not None
         visit = self.visit(anchors)
         items, state = visit.items, visit.state
-        stored = visit.chains.score[visit.own].to(visit.similarity)
+        stored = visit.chains.take("score", visit.own, visit.known).to(visit.similarity)
         score = torch.where(visit.usable, stored, visit.similarity)
         place = find(items, state)
         away = state.masked_fill(place >= 0, NO_STATE)
@@ -102,7 +102,7 @@ class EMC2(ChainObjective):
         negatives, state_weight, column, next_score = anchors.by_rows(walk_rows, *of_row, row_entries=4 * len(items))
         if self.updates_state:
             next_state = torch.where(column >= 0, items[column.clamp(min=0)], state)
-            visit.chains.store(anchors, visit.own, next_state, score=next_score)
+            visit.chains.store(anchors, visit.own, visit.all_known, next_state, score=next_score)
         if self.score == "stored":
             # Only states that outlived burn-in are encoded.
             late, rows = known_rows((yield away.masked_fill(state_weight <= 0, NO_STATE)), anchors)

@@ -12,6 +12,7 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.chains import inverse_cdf, items_of
+from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.looks import upload
 from dualenc.objectives.state import first_rows
 
@@ -20,7 +21,8 @@ MAX_ELEMENTS = 2**22
 
 
 class Place(NamedTuple):
-    """Rows (n,) of a cache, ascending; and the same as a slice, which copies nothing, where they are neighbours."""
+    """Rows (n,) of a cache, ascending; and the same where the cache is, as a slice where they are neighbours: it copies
+    nothing."""
 
     rows: Tensor
     inside: slice | Tensor
@@ -43,7 +45,7 @@ class Attention(NamedTuple):
     log_mean: Tensor
 
 
-class FeatureCache(nn.Module):
+class FeatureCache(ItemState):
     """The last known embedding of each of N items, in half precision; empty slots are never drawn.
 
     Rounding turns an embedding by 2e-4 rad, less than a step of training does; what decides on the gradient is encoded
@@ -54,32 +56,37 @@ class FeatureCache(nn.Module):
 
     Args:
         num_items: N.
+        on_cpu: see `ItemState`; what a step compares with is then brought over run by run.
     """
 
     features: Tensor
     filled: Tensor
 
-    def __init__(self, num_items: int) -> None:
-        super().__init__()
+    def __init__(self, num_items: int, on_cpu: bool = False) -> None:
+        super().__init__(on_cpu)
         self.num_items = num_items
         self.block_size = max(64, -(-num_items // MAX_BLOCKS))
         self.num_blocks = -(-num_items // self.block_size)
         # The dimension is known with the first write.
-        self.register_buffer("features", torch.zeros(0, 0), persistent=False)
-        self.register_buffer("filled", torch.zeros(0, dtype=torch.bool), persistent=False)
+        self.add_table("features", torch.zeros(0, 0), persistent=False)
+        self.add_table("filled", torch.zeros(0, dtype=torch.bool), persistent=False)
         # How often `due` was asked: a number of the host, which need not wait for it.
         self.num_steps = 0
 
-    def write(self, items: Tensor, features: Tensor) -> None:
-        """Remember features (n, D) of items (n,), the same on every rank; of an item's copies the first counts."""
+    def write(self, items: Tensor, features: Tensor, known: Tensor | None = None) -> None:
+        """Remember features (n, D) of items (n,), the same on every rank; of an item's copies the first counts.
+
+        Args:
+            known: the items on the CPU, where the host knows them.
+        """
         if not self.features.shape[1]:
             self._allocate(features)
-        local, features = items - self.first_item, features.detach()[first_rows(items)].to(self.features)
+        local, features = items - self.first_item, features.detach()[first_rows(items)]
+        known = None if known is None else known - self.first_item
         if distributed.is_initialized():
             own = (local >= 0) & (local < len(self.features))
-            local, features = local[own], features[own]
-        self.features[local] = features
-        self.filled[local] = True
+            local, features, known = local[own], features[own], None
+        self.put(local, known, features=features.to(self.features.dtype), filled=torch.ones_like(local))
 
     def due(self, share: float) -> Tensor:
         """(n,) the items to encode anew in this step, on the CPU: a share of all per step, in turn."""
@@ -161,7 +168,7 @@ class FeatureCache(nn.Module):
             scale = torch.exp(peak - log_sum).masked_fill(~sees, 0.0)
             items.append(place.rows + self.first_item)
             shares.append(scale @ weights / sees.sum().clamp(min=1))
-            mean += scale[:, None] * (weights @ self.features[place.inside].to(weights))
+            mean += scale[:, None] * (weights @ upload(self.features[place.inside], weights.device).to(weights))
         log_mean = log_sum - count.clamp(min=1).log()
         return Attention(torch.cat(items), torch.cat(shares), distributed.all_reduce(mean), log_sum, log_mean)
 
@@ -188,17 +195,18 @@ class FeatureCache(nn.Module):
         items = attention.items if len(attention.items) else attention.items.new_zeros(1)
         return distributed.all_reduce(torch.where(mine, items[drawn], -1), "max")
 
-    def recall(self, items: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def recall(self, items: Tensor, like: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What is remembered of items (n,), the same on every rank: (n, D) embeddings such as some (…, D), and (n,)
-        whether there is one; 0 where not."""
+        whether there is one; 0 where not. `known` are the items on the CPU, where the host knows them."""
         local, num_rows = items - self.first_item, len(self.filled)
         if not num_rows:
-            found, known = like.new_zeros(len(items), like.shape[1]), torch.zeros_like(items)
+            found, there = like.new_zeros(len(items), like.shape[1]), torch.zeros_like(items)
         else:
             inside = local.clamp(0, num_rows - 1)
-            known = ((inside == local) & self.filled[inside]).to(items)
-            found = self.features[inside].to(like) * known[:, None]
-        return distributed.all_reduce(found), distributed.all_reduce(known) > 0
+            known = None if known is None else (known - self.first_item).clamp(0, num_rows - 1)
+            there = ((inside == local) & self.take("filled", inside, known)).to(items)
+            found = self.take("features", inside, known).to(like) * there[:, None]
+        return distributed.all_reduce(found), distributed.all_reduce(there) > 0
 
     def _runs(
         self, anchors: Tensor, barred: Tensor, counts: Tensor | None = None, blocks: list[int] | None = None
@@ -209,6 +217,7 @@ class FeatureCache(nn.Module):
             Where the run is; (A, n) s/τ, plus the log of an item's count, -inf where an anchor sees no item; and (A,)
             how many items each anchor sees.
         """
+        self.settle()
         own, size = self.blocks, max(1, MAX_ELEMENTS // max(1, len(anchors) * self.block_size))
         wanted = range(own.start, own.stop) if blocks is None else [b for b in blocks if own.start <= b < own.stop]
         for first in range(0, len(wanted) if len(self.features) else 0, size):
@@ -219,14 +228,14 @@ class FeatureCache(nn.Module):
                 rows = torch.arange(start, stop, device=anchors.device)
                 place = Place(rows, slice(start, stop))
             else:
-                numbers = upload(torch.tensor(some), anchors.device) - own.start
-                steps = torch.arange(self.block_size, device=anchors.device)
-                rows = (numbers[:, None] * self.block_size + steps).flatten()
-                place = Place(rows, rows)
-            number = self.filled[place.inside].to(anchors)
+                numbers = torch.tensor(some) - own.start
+                inside = (numbers[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
+                rows = upload(inside, anchors.device)
+                place = Place(rows, inside if self.features.device.type == "cpu" else rows)
+            number = upload(self.filled[place.inside], anchors.device).to(anchors)
             if counts is not None:
                 number = number * counts[(rows + self.first_item).clamp(max=len(counts) - 1)]
-            logits = anchors @ self.features[place.inside].to(anchors).T
+            logits = anchors @ upload(self.features[place.inside], anchors.device).to(anchors).T
             logits += number.log()
             local = barred - self.first_item
             column = torch.searchsorted(rows, local).clamp(max=len(rows) - 1)
@@ -239,14 +248,16 @@ class FeatureCache(nn.Module):
         """(A,) items drawn inside the winning blocks (A,) of this rank."""
         drawn = [block[:0]]
         per_chunk = max(1, MAX_ELEMENTS // (self.block_size * max(1, self.features.shape[1])))
+        known = block.to(self.features.device)
         for start in range(0, len(anchors), per_chunk):
             some = slice(start, start + per_chunk)
-            rows = block[some, None] * self.block_size + torch.arange(self.block_size, device=block.device)
-            logits, items = (
-                torch.einsum("ad,acd->ac", anchors[some], self.features[rows].to(anchors)),
-                rows + self.first_item,
+            rows, known_rows = (
+                of[some, None] * self.block_size + torch.arange(self.block_size, device=of.device)
+                for of in (block, known)
             )
-            possible = self.filled[rows] & ~(items[:, :, None] == barred[some, None, :]).any(dim=2)
+            features, items = self.take("features", rows, known_rows).to(anchors), rows + self.first_item
+            logits = torch.einsum("ad,acd->ac", anchors[some], features)
+            possible = self.take("filled", rows, known_rows) & ~(items[:, :, None] == barred[some, None, :]).any(dim=2)
             weights = torch.softmax(logits.masked_fill(~possible, -torch.inf), dim=1)
             drawn.append(items.gather(1, inverse_cdf(weights, uniform[some])[:, None])[:, 0])
         return torch.cat(drawn)
@@ -264,8 +275,9 @@ class FeatureCache(nn.Module):
     def _allocate(self, like: Tensor) -> None:
         num_rows = (self.blocks.stop - self.blocks.start) * self.block_size
         dtype = like.dtype if like.dtype == torch.float64 else torch.float16
-        self.features = like.new_zeros(num_rows, like.shape[1], dtype=dtype)
-        self.filled = torch.zeros(num_rows, dtype=torch.bool, device=like.device)
+        device = torch.device("cpu") if self.on_cpu else like.device
+        self.features = self._placed(torch.zeros(num_rows, like.shape[1], dtype=dtype, device=device))
+        self.filled = self._placed(torch.zeros(num_rows, dtype=torch.bool, device=device))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dualenc import distributed
 from dualenc.objectives.anchors import Anchors, listed
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.chains import NO_STATE, candidate_items, embed, find, ids_of
+from dualenc.objectives.chains import NO_STATE, candidate_items, embed, find, ids_of, known_candidate_items
 from dualenc.objectives.feature_cache import MAX_ELEMENTS, FeatureCache, queries_of_all
 from dualenc.objectives.looks import Asking, upload
 from dualenc.objectives.state import SharedRandom
@@ -63,8 +63,8 @@ class GlobalCache(Objective):
             self._fail("pool", f"is {pool}; it must be at least 1, a number of items, or null for all")
         self.extra_encodes, self.control, self.pool = extra_encodes, control, pool
         # Named by the items they hold: left anchors draw from the right items.
-        self.left_cache = FeatureCache((self.num_left or 1) * (2 if self.views else 1))
-        self.right_cache = self.left_cache if self.views else FeatureCache(self.num_right or 1)
+        self.left_cache = FeatureCache((self.num_left or 1) * (2 if self.views else 1), self.state_on_cpu)
+        self.right_cache = self.left_cache if self.views else FeatureCache(self.num_right or 1, self.state_on_cpu)
         self.random = SharedRandom(self.seed)
 
     @property
@@ -91,7 +91,9 @@ class GlobalCache(Objective):
         with torch.no_grad():
             outside = upload(away, items.device)
             compared = torch.cat([items, outside])
-            remembered, known = cache.recall(compared, like=asking)
+            of_batch_on_cpu = known_candidate_items(anchors)
+            on_cpu = None if of_batch_on_cpu is None else torch.cat([of_batch_on_cpu, away])
+            remembered, known = cache.recall(compared, asking, on_cpu)
             # n_z: once for each place in the batch, and all draws of an item in the first place that holds it.
             number = asking.new_zeros(len(compared))
             number[:num_batch] = 1
@@ -103,7 +105,7 @@ class GlobalCache(Objective):
             expected = min(max(of_batch - 1, 0) / max(num_pairs - 1, 1), 1.0) + num_draws * share_seen * shares
             log_weights = number.log() - expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
             if updates:
-                cache.write(compared, torch.cat([anchors.candidates, embeddings]))
+                cache.write(compared, torch.cat([anchors.candidates, embeddings]), on_cpu)
             first = sum(anchors.sizes[: distributed.rank()])
             own_mean, own_log_mean = (of[first : first + len(anchors.ids)] for of in (seen.mean, seen.log_mean))
 

@@ -47,7 +47,7 @@ class ISIR(ChainObjective):
         items, state, num_views = visit.items, visit.state, 2 if self.views else 1
         if self.views:
             state = torch.where(state < 0, state, state // 2 * 2)
-        partner = torch.where(visit.usable, visit.chains.partner[visit.own], visit.partner)
+        partner = torch.where(visit.usable, visit.chains.take("partner", visit.own, visit.known), visit.partner)
         place = find(items, state)
         # (A, S) the state's item, with views S = 2: where it is among the proposals, and how similar it is elsewhere.
         places = place[:, None]
@@ -98,7 +98,8 @@ class ISIR(ChainObjective):
         if self.updates_state:
             moved, column = column >= 0, column.clamp(min=0)
             next_partner = torch.where(moved, visit.partners[column], partner)
-            visit.chains.store(anchors, visit.own, torch.where(moved, items[column], state), partner=next_partner)
+            next_state = torch.where(moved, items[column], state)
+            visit.chains.store(anchors, visit.own, visit.all_known, next_state, partner=next_partner)
         negatives = negatives + (outside_weights * torch.where(outside_weights > 0, outside, 0.0)).sum(dim=1)
         return self.global_loss(anchors, visit, negatives)
 

@@ -6,11 +6,12 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dualenc import distributed
 from dualenc.objectives.anchors import Anchors, log_mean_exp, weighted_sum
 from dualenc.objectives.base import Objective
+from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.state import LogAverages, first_rows, mean_by_first
 
 
@@ -36,8 +37,10 @@ class SogCLR(Objective):
             self._fail("gamma", f"is {gamma}; it must lie in (0, 1]")
         self.final_gamma, self.gamma_schedule = gamma, gamma_schedule
         self.gamma = gamma if gamma_schedule == "constant" else 1.0
-        self.left_averages = LogAverages(self.num_left or 1)
-        self.right_averages = self.left_averages if self.views else LogAverages(self.num_right or 1)
+        self.left_averages = LogAverages(self.num_left or 1, on_cpu=self.state_on_cpu)
+        self.right_averages = self.left_averages
+        if not self.views:
+            self.right_averages = LogAverages(self.num_right or 1, on_cpu=self.state_on_cpu)
 
     def set_progress(self, fraction: float) -> None:
         if self.gamma_schedule == "cosine":
@@ -53,8 +56,8 @@ class SogCLR(Objective):
     def _track(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
         """(A,) log u_a, this step's mean counted in."""
         table, store = self.left_averages if anchors.side == "left" else self.right_averages, self.updates_state
-        known = {"distinct": anchors.distinct_rows, "all_usable": anchors.all_have_negatives}
-        log_u = table.track(anchors.ids, log_mean, self.gamma, anchors.sizes, store, **known)
+        facts = {"distinct": anchors.distinct_rows, "all_usable": anchors.all_have_negatives}
+        log_u = table.track(anchors.ids, log_mean, self.gamma, anchors.sizes, store, **facts, known=anchors.known)
         # An anchor that has never met a negative has no average; it has no weights either.
         return log_u if anchors.all_have_negatives else torch.nan_to_num(log_u, nan=0.0)
 
@@ -113,14 +116,14 @@ class ISogCLR(SogCLR):
         self.radius, self.temperature_rate, self.temperature_momentum = radius, temperature_rate, temperature_momentum
         self.bounds = (min_temperature, max_temperature)
         start = float(self.temperature)
-        self.left_temperatures = AnchorTemperatures(self.num_left or 1, start)
+        self.left_temperatures = AnchorTemperatures(self.num_left or 1, start, self.state_on_cpu)
         self.right_temperatures = self.left_temperatures
         if not self.views:
-            self.right_temperatures = AnchorTemperatures(self.num_right or 1, start)
+            self.right_temperatures = AnchorTemperatures(self.num_right or 1, start, self.state_on_cpu)
 
     def statistics(self, block: Anchors) -> tuple[Tensor, ...]:
         table = self.left_temperatures if block.side == "left" else self.right_temperatures
-        tau = table.tau[block.ids].to(block.embeddings)
+        tau = table.take("tau", block.ids, block.known and block.known.own).to(block.embeddings)
         logits = _own_logits(block, tau)
         # The mean similarity under the softmax is what τ's slope needs; NaN in a row without negatives.
         mean = (torch.softmax(logits, dim=1) * block.similarities).sum(dim=1)
@@ -137,10 +140,11 @@ class ISogCLR(SogCLR):
             # v ← momentum·v + (1 − momentum)·slope, of an item that stands in several rows their mean; τ ← τ − rate·v.
             slope, some = mean_by_first(slope, count > 0, first_rows(ids))
             table = self.left_temperatures if anchors.side == "left" else self.right_temperatures
-            kept, old = self.temperature_momentum, table.momentum[ids]
-            velocity = torch.where(some, kept * old + (1 - kept) * slope.to(old), old)
-            moved = (table.tau[ids] - self.temperature_rate * velocity).clamp(*self.bounds)
-            table.momentum[ids], table.tau[ids] = velocity, torch.where(some, moved, table.tau[ids])
+            kept, everyone = self.temperature_momentum, anchors.known and anchors.known.all_anchors
+            old, old_tau = (table.take(name, ids, everyone) for name in ("momentum", "tau"))
+            velocity = kept * old + (1 - kept) * slope.to(old)
+            new_tau = (old_tau - self.temperature_rate * velocity).clamp(*self.bounds)
+            table.put(ids, everyone, some, momentum=velocity, tau=new_tau)
         return tau, log_u
 
     def losses(self, block: Anchors, *known: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,13 +160,13 @@ def _own_logits(block: Anchors, tau: Tensor) -> Tensor:
     return (block.similarities / tau[:, None]).masked_fill(block.excluded, -torch.inf)
 
 
-class AnchorTemperatures(nn.Module):
+class AnchorTemperatures(ItemState):
     """τ, at first `start`, and the momentum of its gradient for each of N items."""
 
     tau: Tensor
     momentum: Tensor
 
-    def __init__(self, num_items: int, start: float) -> None:
-        super().__init__()
-        self.register_buffer("tau", torch.full((num_items,), start))
-        self.register_buffer("momentum", torch.zeros(num_items))
+    def __init__(self, num_items: int, start: float, on_cpu: bool) -> None:
+        super().__init__(on_cpu)
+        self.add_table("tau", torch.full((num_items,), start))
+        self.add_table("momentum", torch.zeros(num_items))

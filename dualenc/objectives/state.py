@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
+from dualenc.objectives.anchors import KnownIds
+from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.looks import upload
 from dualenc.seeds import derive_seed
 
@@ -90,20 +92,21 @@ class SharedRandom(nn.Module):
         return torch.Generator(device).manual_seed(seed)
 
 
-class LogAverages(nn.Module):
+class LogAverages(ItemState):
     """A moving average u of a positive quantity per item, kept as log u so that exp never overflows.
 
     Args:
         num_items: N, the number of items.
         start: log u of every item. NaN marks an item that was never visited: its first value is taken whole, whatever
             the batch around it.
+        on_cpu: see `ItemState`.
     """
 
     log_u: Tensor
 
-    def __init__(self, num_items: int, start: float = torch.nan) -> None:
-        super().__init__()
-        self.register_buffer("log_u", torch.full((num_items,), start))
+    def __init__(self, num_items: int, start: float = torch.nan, on_cpu: bool = False) -> None:
+        super().__init__(on_cpu)
+        self.add_table("log_u", torch.full((num_items,), start))
 
     @torch.no_grad()
     def track(
@@ -115,6 +118,7 @@ class LogAverages(nn.Module):
         store: bool = True,
         distinct: bool = False,
         all_usable: bool = False,
+        known: KnownIds | None = None,
     ) -> Tensor:
         """u ← (1 − rate)·u + rate·value for the rows of this rank; the table takes the rows of all ranks.
 
@@ -129,11 +133,12 @@ class LogAverages(nn.Module):
             store: whether the table is written; pass the objective's `updates_state`, alike on all ranks.
             distinct: no item stands in two rows, on any ranks.
             all_usable: no row is without negatives, on any ranks.
+            known: the items on the CPU, where the host knows them.
 
         Returns:
             (A,) the updated log u of each row, without gradient.
         """
-        old, updated = self.log_u[ids].to(log_values), log_values
+        old, updated = self.take("log_u", ids, known and known.own).to(log_values), log_values
         if rate < 1:
             updated = torch.logaddexp(old + math.log1p(-rate), log_values + math.log(rate))
             updated = torch.where(torch.isnan(old), log_values, updated)
@@ -143,16 +148,17 @@ class LogAverages(nn.Module):
         if not store:
             return updated
         ids, stored = distributed.gather(ids, sizes), distributed.gather(updated, sizes)
+        everyone = known and known.all_anchors
         if distinct:
             # What a row without negatives writes is what was there.
-            self.log_u[ids] = stored.to(self.log_u)
+            self.put(ids, everyone, log_u=stored)
             return updated
         # The mean of u, not of log u, over an item's rows, each scaled by their peak so that exp stays in range.
         usable = torch.isfinite(stored) & (distributed.gather(log_values, sizes) > -torch.inf)
         stored, first = stored.masked_fill(~usable, -torch.inf), first_rows(ids)
         peak = torch.full_like(stored, -torch.inf).scatter_reduce(0, first, stored, reduce="amax")[first]
         mean, some = mean_by_first(torch.exp(stored - peak), usable, first)
-        self.log_u[ids] = torch.where(some, (peak + mean.log()).to(self.log_u), self.log_u[ids])
+        self.put(ids, everyone, some, log_u=peak + mean.log())
         return updated
 
 
