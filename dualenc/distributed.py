@@ -137,7 +137,7 @@ def gather(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
         sizes: every rank's b where the caller knows them, which saves an exchange.
     """
     if not is_initialized():
-        return tensor.detach()
+        return tensor.detach() if tensor.requires_grad else tensor
     return _all_gather(tensor.detach(), sizes or rank_sizes(tensor.shape[0], tensor.device))
 
 

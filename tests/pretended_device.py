@@ -6,8 +6,11 @@ device. It borrows the name of torch's "lazy" device, which has no kernels of it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_stack
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,7 +24,11 @@ from dualenc.objectives.state import SharedRandom
 DEVICE = torch.device("lazy", 0)
 COPIES = ("aten::_to_copy", "aten::copy_")
 BY_INDEX = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::_unique2")
+# What has a shape, or gives a number, that the host must know before it can go on.
+WAITS = (
+    *("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select"),
+    *("aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount"),
+)
 
 
 class OnDevice(torch.Tensor):
@@ -46,22 +53,42 @@ class OnDevice(torch.Tensor):
 
 
 class PretendedDevice(TorchDispatchMode):
-    """Runs every operation, and counts those that would wait for the device.
+    """Runs every operation, and counts those after which a real device would have run out of work.
 
     Attributes:
-        waits: how many there were.
+        waits: in how many operations the host waited for the device.
+        places: how often it did so in which line of the package.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits = 0
+        self.places: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, given = function._schema.name, kwargs or {}
-        if any(isinstance(leaf, OnDevice) for leaf in tree_leaves((args, given))):
-            to_cpu = name == "aten::_to_copy" and given.get("device") == torch.device("cpu")
-            self.waits += name in WAITS or to_cpu or (name in BY_INDEX and has_mask(args[1]))
-        return run(function, args, given)
+        if would_wait(function, args, kwargs or {}):
+            self.waits += 1
+            lines = [f for f in extract_stack() if "/dualenc/" in f.filename]
+            self.places[f"{Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else "elsewhere"] += 1
+        return run(function, args, kwargs or {})
+
+
+def would_wait(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the host waits for the device in this operation."""
+    name, leaves = function._schema.name, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    here = any(isinstance(leaf, OnDevice) for leaf in leaves)
+    if name == "aten::_to_copy":
+        # From memory that is not pinned, both ways are one after the other.
+        to = torch.device(kwargs.get("device") or leaves[0].device)
+        return to.type != leaves[0].device.type and not (to.type == DEVICE.type and kwargs.get("non_blocking"))
+    if name == "aten::copy_":
+        return isinstance(args[0], OnDevice) != isinstance(args[1], OnDevice) and args[1].dim() > 0
+    if not here:
+        return False
+    if name in BY_INDEX:
+        given = [index for index in args[1] if index is not None]
+        return has_mask(given) or any(index.dim() and not isinstance(index, OnDevice) for index in given)
+    return name in WAITS or (name == "aten::repeat_interleave" and kwargs.get("output_size") is None)
 
 
 def has_mask(indices: Any) -> bool:

@@ -5,16 +5,18 @@ Shapes: b pairs of this rank, P pairs of all ranks, A anchors, C candidates, D d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dualenc import distributed
+from dualenc.objectives.looks import upload
 from dualenc.types import Side
 
 PADDING = -1
@@ -23,6 +25,21 @@ Rows = TypeVar("Rows", bound=Tensor | tuple[Tensor, ...])
 
 # Entries of a matrix that is held at once: 1024 anchors against 1024 candidates.
 BLOCK_ENTRIES = 2**20
+
+
+class KnownIds(NamedTuple):
+    """Ids on the CPU.
+
+    Attributes:
+        own: (A,) of this rank's anchors.
+        all_anchors, all_rows: of the anchors of all ranks, in the order of ranks, and their positions in the batch.
+        candidates: (C,) of the candidates; None with mined negatives.
+    """
+
+    own: Tensor
+    all_anchors: Tensor
+    all_rows: Tensor
+    candidates: Tensor | None
 
 
 @dataclass
@@ -34,6 +51,8 @@ class Anchors:
         candidate_side: whose items the candidates are: what `encode` is asked for.
         ids: (A,) ids of the anchors.
         rows: (A,) positions of the anchors among all anchors of the global batch, for random draws shared by ranks.
+        rows_on_cpu: (A,) the same on the CPU.
+        known: ids as the host knows them; None where it does not, or where they are on the CPU anyway.
         sizes: number of anchors on every rank, for gathering without asking again.
         embeddings: (A, D) with gradient.
         partners: (A, D) embeddings of the anchors' own positives, with gradient.
@@ -55,6 +74,7 @@ class Anchors:
     candidate_side: Side
     ids: Tensor
     rows: Tensor
+    rows_on_cpu: Tensor
     sizes: list[int]
     embeddings: Tensor
     partners: Tensor
@@ -66,6 +86,7 @@ class Anchors:
     views: bool = False
     distinct: bool = False
     mirror: Anchors | None = None
+    known: KnownIds | None = None
     with_grad: bool = field(default_factory=torch.is_grad_enabled)
 
     def by_rows(self, function: Callable[..., Rows], *tensors: Tensor, row_entries: int | None = None) -> Rows:
@@ -89,8 +110,9 @@ class Anchors:
 
         def block(start: int) -> Rows:
             rows = slice(start, start + size)
-            by_row = ("ids", "rows", "embeddings", "partners", "positive_column", "positive_ids")
+            by_row = ("ids", "rows", "rows_on_cpu", "embeddings", "partners", "positive_column", "positive_ids")
             own: dict[str, Any] = {name: getattr(self, name)[rows] for name in by_row}
+            own["known"] = self.known and self.known._replace(own=self.known.own[rows])
             some = replace(self, **own, mirror=None, with_grad=torch.is_grad_enabled())
             return function(some, *(tensor[rows] for tensor in tensors))
 
@@ -124,6 +146,11 @@ class Anchors:
             return self.mirror.positive_logits
         with torch.set_grad_enabled(self.with_grad):
             return self.positive_similarities / self.temperature
+
+    @property
+    def positive_scores(self) -> Tensor:
+        """(A,) s(x, y)/τ, read from the matrix of scores, with gradient."""
+        return self.scores.gather(1, self.positive_column[:, None])[:, 0]
 
     @cached_property
     def excluded(self) -> Tensor:
@@ -175,9 +202,21 @@ class Anchors:
             return self.by_rows(lambda block: block.excluded.shape[1] - block.excluded.sum(dim=1))
 
     @property
+    def all_have_negatives(self) -> bool:
+        """Whether it is known that no anchor is without."""
+        return self.distinct and self.num_global > (2 if self.views else 1)
+
+    @cached_property
+    def log_num_negatives(self) -> Tensor | float:
+        """(A,) log of how many candidates are negatives, 0 without any; a number where it is known to be the same."""
+        if self.distinct:
+            return math.log(max(self.num_global - (2 if self.views else 1), 1))
+        return self.num_negatives.clamp(min=1).to(self.embeddings.dtype).log()
+
+    @property
     def log_mean_exp(self) -> Tensor:
         """(A,) log of the mean of exp(s/τ) over the negatives, with gradient; -inf without any."""
-        return log_mean_exp(self.logits, self.num_negatives)
+        return torch.logsumexp(self.logits, dim=1) - self.log_num_negatives
 
     def is_negative(self, ids: Tensor) -> Tensor:
         """(A, n) whether any items, ids (n,) of the candidates' side, are negatives."""
@@ -224,7 +263,7 @@ def weighted_sum(weights: Tensor, scores: Tensor) -> Tensor:
         weights: (A, C), used as constants, no gradient flows through a weight; zero where masked.
         scores: (A, C), finite everywhere.
     """
-    return (weights.detach() * scores).sum(dim=1)
+    return ((weights.detach() if weights.requires_grad else weights) * scores).sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -241,6 +280,7 @@ class Pairs:
         negatives, negative_id: (n, D) and (n,) mined right items of all ranks.
         sizes: number of pairs on every rank.
         left_copies, right_copies: how many pairs of the batch share one left item, at most; one right item.
+        on_cpu: all_left_id and all_right_id on the CPU, where asked for.
     """
 
     left: Tensor
@@ -258,12 +298,13 @@ class Pairs:
     sizes: list[int]
     left_copies: int
     right_copies: int
+    on_cpu: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def rows(self) -> Tensor:
-        """(b,) positions of this rank's pairs in the global batch."""
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """(b,) positions of this rank's pairs in the global batch, on the device and on the CPU."""
         start = sum(self.sizes[: distributed.rank()])
-        return torch.arange(start, start + len(self.left_id), device=self.left_id.device)
+        rows = torch.arange(start, start + len(self.left_id))
+        return upload(rows, self.left_id.device), rows
 
     def detached(self, left: Tensor, right: Tensor) -> Pairs:
         """The same without gradient, with copies (b, D) of this rank's embeddings."""
@@ -280,14 +321,19 @@ class Pairs:
 
 def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
     """Two towers: left anchors against all right items (and mined negatives), then right against left."""
-    rows, mined = pairs.rows, len(pairs.negative_id) > 0
+    (rows, rows_on_cpu), mined = pairs.rows(), len(pairs.negative_id) > 0
     once = pairs.left_copies <= 1 and pairs.right_copies <= 1
+
+    def known(anchors: Tensor, candidates: Tensor, mined: bool = False) -> KnownIds:
+        return KnownIds(anchors[rows_on_cpu], anchors, torch.arange(len(anchors)), None if mined else candidates)
+
     left_id, right_id, all_left_id, all_right_id = pairs.left_id, pairs.right_id, pairs.all_left_id, pairs.all_right_id
     left = Anchors(
         side="left",
         candidate_side="right",
         ids=left_id,
         rows=rows,
+        rows_on_cpu=rows_on_cpu,
         sizes=pairs.sizes,
         embeddings=pairs.left,
         partners=pairs.right,
@@ -297,6 +343,7 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         positive_ids=known_positives(
             left_id, right_id, all_left_id, all_right_id, pairs.left_copies, pairs.left_positives
         ),
+        known=known(*pairs.on_cpu, mined) if pairs.on_cpu else None,
         temperature=temperature,
         distinct=once and not mined and pairs.left_positives is None,
     )
@@ -315,26 +362,34 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         ),
         distinct=once and pairs.right_positives is None,
         mirror=left,
+        known=known(*pairs.on_cpu[::-1]) if pairs.on_cpu else None,
     )
 
 
 def view_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
     """Two views of each image: 2b anchors against the 2P views of the global batch."""
-    rows, total, ids, all_ids = pairs.rows, sum(pairs.sizes), pairs.left_id, pairs.all_left_id
+    (rows, rows_on_cpu), total = pairs.rows(), sum(pairs.sizes)
+    ids, all_ids = pairs.left_id, pairs.all_left_id
     further = (pairs.left_positives, pairs.right_positives)
-    known = known_positives(ids, ids, all_ids, all_ids, 1, *further)
+    positives, known = known_positives(ids, ids, all_ids, all_ids, 1, *further), None
+    if pairs.on_cpu is not None:
+        every, of_ranks = pairs.on_cpu[0], torch.arange(total).split(pairs.sizes)
+        all_rows = torch.cat([half for of in of_ranks for half in (of, of + total)])
+        known = KnownIds(every[rows_on_cpu].repeat(2), every[all_rows % total], all_rows, every.repeat(2))
     yield Anchors(
         side="left",
         candidate_side="left",
         ids=torch.cat([ids, ids]),
         rows=torch.cat([rows, rows + total]),
+        rows_on_cpu=torch.cat([rows_on_cpu, rows_on_cpu + total]),
         sizes=[2 * size for size in pairs.sizes],
         embeddings=torch.cat([pairs.left, pairs.right]),
         partners=torch.cat([pairs.right, pairs.left]),
         positive_column=torch.cat([rows + total, rows]),
         candidates=torch.cat([pairs.all_left, pairs.all_right]),
         candidate_ids=torch.cat([all_ids, all_ids]),
-        positive_ids=torch.cat([known, known]),
+        positive_ids=torch.cat([positives, positives]),
+        known=known,
         temperature=temperature,
         views=True,
         distinct=pairs.left_copies <= 1 and all(more is None for more in further),

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING, Anchors, Pairs, pair_anchors, view_anchors
+from dualenc.objectives.looks import Asking, Looks
 from dualenc.objectives.state import SharedRandom
 from dualenc.types import Side
 
@@ -82,6 +83,18 @@ class AnchorLosses(NamedTuple):
     value: Tensor | None = None
 
 
+class _Reported(torch.autograd.Function):
+    """The value of one scalar with the gradient of another."""
+
+    @staticmethod
+    def forward(ctx: Any, surrogate: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
+
+
 class Objective(nn.Module):
     """Base of all objectives of the global contrastive loss; usable in any training loop.
 
@@ -96,6 +109,8 @@ class Objective(nn.Module):
         learnable_temperature: learn log τ with the model.
         views: left and right are two views of one image (unimodal training): 2B anchors, one shared id space.
         seed: of the objective's own random generator.
+        state_device: where state per item is: "auto" is where the objective is, "cpu" the CPU's memory, pinned where
+            there is a GPU, whatever device the objective is moved to; the rows of a step travel.
 
     Raises:
         DualencError: an argument out of range; in `forward`, shapes or ids that do not fit, embeddings that are not
@@ -132,8 +147,12 @@ class Objective(nn.Module):
         learnable_temperature: bool = False,
         views: bool = False,
         seed: int = 0,
+        state_device: Literal["auto", "cpu"] = "auto",
     ) -> None:
         super().__init__()
+        if state_device not in ("auto", "cpu"):
+            self._fail("state_device", f"is {state_device!r}; it must be one of auto, cpu")
+        self.state_on_cpu = state_device == "cpu"
         if isinstance(temperature, Tensor):
             self._fail("temperature", "is a tensor; pass a number, and learnable_temperature=True to have it learned")
         if not (temperature >= MIN_TEMPERATURE and math.isfinite(temperature)):
@@ -189,7 +208,8 @@ class Objective(nn.Module):
             left_id, right_id: (b,) integer ids in [0, num_left) and [0, num_right); without right_id pairs share
                 one index. Items with equal ids are never negatives of one another's partners.
             encode: `encode(side, ids (n,)) -> (n, D)`, asked for items outside the batch by objectives that need
-                them; honours `torch.is_grad_enabled()`. With views, "left" and "right" are an image's two views.
+                them, with ids on the CPU; honours `torch.is_grad_enabled()`. With views, "left" and "right" are an
+                image's two views.
             left_positives: (b, K) right ids known to be relevant to each left item, padded with -1.
             right_positives: (b, K) left ids known to be relevant to each right item, padded with -1.
             negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of left anchors; not
@@ -207,6 +227,7 @@ class Objective(nn.Module):
             self._fail("encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
         like, device = pairs.left, left.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        looks = Looks()
 
         def ask(side: Side, ids: Tensor) -> Tensor:
             assert encode is not None
@@ -215,11 +236,7 @@ class Objective(nn.Module):
                 found = encode(side, ids)
             if found.shape != (expected := (len(ids), like.shape[1])):
                 raise DualencError(f"encode gave shape {tuple(found.shape)} for {len(ids)} ids; it must be {expected}")
-            with torch.no_grad():
-                # A norm is finite when all entries are, and takes one pass.
-                norm = float(torch.linalg.vector_norm(found, dtype=torch.float64))
-            if not math.isfinite(norm):
-                raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
+            looks.note(found)
             return found.to(like)
 
         # Outside of training, random draws are made but not counted.
@@ -227,16 +244,15 @@ class Objective(nn.Module):
         with torch.autocast(device, enabled=False):
             temperature = self.temperature.to(like.dtype)
             asked = None if encode is None else ask
-            # One direction after the other: what the first one held is gone before the second begins.
-            losses = [self.anchor_losses(anchors, asked) for anchors in self._anchors(pairs, temperature)]
+            # One direction after the other, or, if they ask the device, in step.
+            losses = looks.together([self.anchor_losses(of, asked) for of in self._anchors(pairs, temperature)])
             # Over all anchors of the global batch, so that the average over ranks is the global loss.
             scale = distributed.world_size() / max(2 * sum(pairs.sizes), 1)
-            loss = torch.cat([of.surrogate for of in losses]).sum() * scale
+            loss = torch.cat([of.surrogate for of in losses]).sum()
             if any(of.value is not None for of in losses):
-                with torch.no_grad():
-                    values = [of.surrogate if of.value is None else of.value for of in losses]
-                    difference = torch.cat(values).sum() * scale - loss
-                loss = loss + difference
+                values = [of.surrogate.detach() if of.value is None else of.value for of in losses]
+                loss = _Reported.apply(loss, torch.cat(values).sum())
+            loss = loss * scale
         for random, draws in sources:
             random.draws = draws
         watched, temperature = pairs.detached(*copies), temperature.detach()
@@ -260,8 +276,12 @@ class Objective(nn.Module):
         """
         raise TypeError(f"{type(self).__name__} does not define losses")
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        """One loss per anchor. Objectives that ask for out-of-batch items define this instead of the three above."""
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses | Asking[AnchorLosses]:
+        """One loss per anchor. Objectives that ask for out-of-batch items define this instead of the three above.
+
+        `encode` wants ids on the CPU. One that computes them on the device learns them by `ids = yield ids_on_device`:
+        a look at the device that both directions share.
+        """
         with torch.no_grad():
             found = anchors.by_rows(self.statistics)
         losses = anchors.by_rows(self.losses, *self.update(anchors, *found))
@@ -305,8 +325,9 @@ class Objective(nn.Module):
         """N, a side's items, each as often as it stands in the corpus; None if unknown."""
         return self.num_items(side) if self.counts(side) is None else self.num_pairs
 
-    def log_corpus_size(self, anchors: Anchors) -> Tensor:
-        """(A,) log of the number of negatives an anchor has in the whole corpus; in the batch, if N is unknown."""
+    def log_corpus_size(self, anchors: Anchors) -> Tensor | float:
+        """(A,) log of the number of negatives an anchor has in the whole corpus, or in the batch, if N is unknown; one
+        number for all of them where it is the same."""
         total, counts = self.corpus_size(anchors.candidate_side), self.counts(anchors.candidate_side)
         positives, num_views = anchors.positive_ids, 2 if anchors.views else 1
         if total is None:
@@ -314,7 +335,7 @@ class Objective(nn.Module):
         elif counts is not None:
             number = total - counts[positives.clamp(min=0)].masked_fill(positives == PADDING, 0.0).sum(dim=1)
         elif positives.shape[1] == 1:
-            return anchors.embeddings.new_full((len(anchors.ids),), math.log(num_views * max(total - 1, 1)))
+            return math.log(num_views * max(total - 1, 1))
         else:
             number = total - (positives != PADDING).sum(dim=1)
         number = number if total is None else num_views * number
@@ -402,7 +423,7 @@ class Objective(nn.Module):
             both = torch.stack([left_id, right_id])
             both = both if alone else distributed.gather(both.T, sizes).T.contiguous()
             rows = torch.cat(list(given.values()))
-            left_copies, right_copies = self._look(given, rows, both, known)
+            left_copies, right_copies, *on_cpu = self._look(given, rows, both, known)
             parts = rows.split([len(tensor) for tensor in given.values()])
         precision = torch.float64 if left.dtype == torch.float64 else torch.float32
         left, right = left.to(precision), right.to(precision)
@@ -425,12 +446,13 @@ class Objective(nn.Module):
             sizes=sizes,
             left_copies=left_copies,
             right_copies=right_copies,
+            on_cpu=(on_cpu[0], on_cpu[1]) if on_cpu else None,
         )
         return pairs, (parts[0].to(precision), parts[1].to(precision))
 
     def _look(
         self, embeddings: dict[str, Tensor], rows: Tensor, both: Tensor, ids: dict[str, Tensor]
-    ) -> tuple[int, int]:
+    ) -> tuple[Any, ...]:
         """Check all values in one look: on a GPU each look waits for the work before it.
 
         Args:
@@ -440,7 +462,8 @@ class Objective(nn.Module):
             ids: by name, this rank's.
 
         Returns:
-            How many pairs share one left item at most, and one right item.
+            How many pairs share one left item at most, and one right item; and where tables on the CPU need them, left
+            and right ids of the pairs of all ranks there.
         """
         seen: dict[str, tuple[Tensor, ...]] = {}
         if len(rows):
@@ -455,7 +478,14 @@ class Objective(nn.Module):
                 seen[name] = ids[name].flatten().aminmax(dim=0, keepdim=True)
         if self.views and ids["left_id"] is not ids["right_id"] and len(ids["left_id"]):
             seen["differ"] = ((ids["left_id"] != ids["right_id"]).any()[None],)
-        numbers = iter(torch.cat([part for parts in seen.values() for part in parts]).tolist() if seen else [])
+        on_cpu: list[Tensor] = []
+        looked = torch.cat([part for parts in seen.values() for part in parts]) if seen else torch.zeros(0)
+        if self.state_on_cpu and both.device.type != "cpu":
+            # Ids are exact in double precision.
+            together = torch.cat([looked.to(both.device, torch.float64), both.flatten()]).cpu()
+            looked, every = together.split([len(looked), both.numel()])
+            on_cpu = list(every.long().view(2, -1))
+        numbers = iter(looked.tolist())
         found = {name: list(islice(numbers, sum(map(len, parts)))) for name, parts in seen.items()}
 
         if not all(abs(norm - 1) <= NORM_TOLERANCE for norm in found.get("norms", [])):
@@ -482,7 +512,7 @@ class Objective(nn.Module):
                 self._fail(name, f"holds ids in [{low:.0f}, {high:.0f}]; they must lie in [0, {most}){padding}")
         if any(found.get("differ", [])):
             self._fail("right_id", "differs from left_id; with views=True both views carry the image's id")
-        return int(left_copies), int(right_copies)
+        return int(left_copies), int(right_copies), *on_cpu
 
     def _fail(self, argument: str, problem: str) -> NoReturn:
         raise DualencError(f"{type(self).__name__}: {argument} {problem}")

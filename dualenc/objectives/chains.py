@@ -17,13 +17,15 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
+from dualenc.objectives.item_state import ItemState
+from dualenc.objectives.looks import Asking, upload
 from dualenc.objectives.state import SharedRandom, first_rows
 from dualenc.types import Side
 
 NO_STATE = -1
 
 
-class Chains(nn.Module):
+class Chains(ItemState):
     """The item that each chain is on, -1 before the first step, and what an objective wants to remember with it.
 
     Args:
@@ -35,26 +37,33 @@ class Chains(nn.Module):
     score: Tensor
     partner: Tensor
 
-    def __init__(self, num_chains: int, remembers: Mapping[str, float]) -> None:
-        super().__init__()
+    def __init__(self, num_chains: int, remembers: Mapping[str, float], on_cpu: bool = False) -> None:
+        super().__init__(on_cpu)
         self.before = {"state": NO_STATE, **remembers}
         for name, value in self.before.items():
-            self.register_buffer(name, torch.full((num_chains,), value))
+            self.add_table(name, torch.full((num_chains,), value))
 
-    def store(self, anchors: Anchors, chains: Tensor, state: Tensor, **remembered: Tensor) -> None:
-        """Write where the chains (A,) of all ranks' anchors are now; of several rows of a chain the first counts."""
-        gathered = distributed.gather(torch.stack([anchors.rows, chains, state], dim=1), anchors.sizes)
-        in_order = gathered[:, 0].argsort()
-        in_order = in_order[gathered[in_order, 2] != NO_STATE]
-        chosen = in_order[first_rows(gathered[in_order, 1])]
-        _, chains, state = gathered[chosen].unbind(dim=1)
-        self.state[chains] = state
-        for name, values in remembered.items():
-            table = getattr(self, name)
-            table[chains] = distributed.gather(values, anchors.sizes)[chosen].to(table)
+    def store(
+        self, anchors: Anchors, chains: Tensor, known: Tensor | None, state: Tensor, **remembered: Tensor
+    ) -> None:
+        """Write where the chains (A,) of all ranks' anchors are now; of several rows of a chain the first counts.
+
+        Args:
+            known: the chains of all ranks on the CPU, where the host knows them.
+        """
+        rows, chains, state = (distributed.gather(of, anchors.sizes) for of in (anchors.rows, chains, state))
+        some, new = state != NO_STATE, {"state": state}
+        new |= {name: distributed.gather(values, anchors.sizes) for name, values in remembered.items()}
+        if not anchors.distinct_rows:
+            # Rows without a state stand behind all others.
+            in_order = torch.where(some, rows, anchors.num_global + rows).argsort()
+            chosen = in_order[first_rows(chains[in_order])][in_order.argsort()]
+            some, new = some[chosen], {name: values[chosen] for name, values in new.items()}
+        self.put(chains, known, some, **new)
 
     def forget(self) -> None:
         """Back to before the first step."""
+        self.settle()
         for name, value in self.before.items():
             getattr(self, name).fill_(value)
 
@@ -98,14 +107,21 @@ class RecentItems(nn.Module):
             total = torch.zeros_like(self.log_counts, dtype=torch.float64).index_add_(0, slots, counts.double())
             self.log_counts.copy_(total.log())
 
-    def add(self, items: Tensor, partners: Tensor, embeddings: Tensor) -> None:
-        """Take in items (n,), their partners (n,) and embeddings (n, D), alike on all ranks."""
+    def add(self, items: Tensor, partners: Tensor, embeddings: Tensor, distinct: bool = False) -> None:
+        """Take in items (n,), their partners (n,) and embeddings (n, D), alike on all ranks; no item comes twice if
+        `distinct`."""
         if embeddings.shape[1] != self.embeddings.shape[1]:
             self.embeddings = embeddings.new_zeros(self.num_slots, embeddings.shape[1], dtype=self.log_counts.dtype)
-        rows = first_rows(items % self.num_slots)
-        items, slots = items[rows], items[rows] % self.num_slots
-        self.items[slots], self.partners[slots] = items, partners[rows]
-        self.embeddings[slots] = embeddings[rows].detach().to(self.embeddings)
+        slots, embeddings = items, embeddings.detach()
+        if not (distinct and self.num_slots == self.num_items):
+            rows = first_rows(items % self.num_slots)
+            items, partners, embeddings = items[rows], partners[rows], embeddings[rows]
+            slots = items % self.num_slots
+        self.items[slots], self.partners[slots], self.embeddings[slots] = (
+            items,
+            partners,
+            embeddings.to(self.embeddings),
+        )
 
     @property
     def hold_the_corpus(self) -> bool:
@@ -118,37 +134,38 @@ class RecentItems(nn.Module):
 
         Args:
             anchors: those of this rank.
-            usable: (A,) whether a chain needs no start; with all of them usable nothing is drawn.
+            usable: (A,) whether a chain needs no start.
             random: for the draws.
 
         Returns:
             (A,) each: item, partner and similarity of a draw from the softmax, -1, -1 and -inf for none; and the log
             of the mean of exp(s/τ) over the negatives that are here, -inf for none.
         """
-        infinite, nowhere = torch.full_like(anchors.positive_similarities, -torch.inf), torch.full_like(anchors.ids, -1)
+        infinite, nowhere = anchors.embeddings.new_full(anchors.ids.shape, -torch.inf), torch.full_like(anchors.ids, -1)
         nothing = nowhere, nowhere, infinite, infinite
         if not self.num_slots:
             return nothing
         uniform = random.uniform(anchors.num_global, like=infinite)[anchors.rows]
-        nothing_drawn = bool(usable.all())
+        # On the CPU a look costs nothing and may save the comparison; a GPU would wait longer than it compares.
+        nothing_drawn = usable.device.type == "cpu" and bool(usable.all())
         if self.embeddings.shape[1] == 0 or (nothing_drawn and not self.hold_the_corpus):
             return nothing
 
         def rows(some: Anchors, uniform: Tensor) -> tuple[Tensor, ...]:
-            allowed = some.is_negative(ids_of(self.items, some.views)) & (self.items != NO_STATE)
+            hidden = ~some.is_negative(ids_of(self.items, some.views)) | (self.items == NO_STATE)
             if not some.views:
-                allowed &= some.ids[:, None] != self.partners
+                hidden |= some.ids[:, None] == self.partners
             similarities = some.embeddings @ self.embeddings.to(some.embeddings).T
-            log_counts = self.log_counts.to(similarities).expand_as(allowed).masked_fill(~allowed, -torch.inf)
+            log_counts = self.log_counts.to(similarities).expand_as(hidden).masked_fill(hidden, -torch.inf)
             logits = similarities / some.temperature + log_counts
             log_sum = torch.logsumexp(logits, dim=1)
-            possible = torch.isfinite(log_sum)
-            log_mean = torch.where(possible, log_sum - torch.logsumexp(log_counts, dim=1), -torch.inf)
+            impossible = log_sum == -torch.inf
+            log_mean = (log_sum - torch.logsumexp(log_counts, dim=1)).masked_fill(impossible, -torch.inf)
             if nothing_drawn:
                 return (log_mean,)
             drawn = inverse_cdf(torch.exp(logits - log_sum[:, None]).nan_to_num(0.0), uniform)
-            item, partner = (torch.where(possible, ids[drawn], NO_STATE) for ids in (self.items, self.partners))
-            return item, partner, torch.where(possible, at(similarities, drawn), -torch.inf), log_mean
+            item, partner = (ids[drawn].masked_fill(impossible, NO_STATE) for ids in (self.items, self.partners))
+            return item, partner, at(similarities, drawn).masked_fill(impossible, -torch.inf), log_mean
 
         *drawn, log_mean = anchors.by_rows(rows, uniform, row_entries=2 * self.num_slots)
         item, partner, similarity = drawn or nothing[:3]
@@ -198,8 +215,17 @@ def items_of(ids: Tensor, views: bool) -> Tensor:
 
 def candidate_items(anchors: Anchors) -> Tensor:
     """(C,) the candidates as items."""
-    ids = anchors.candidate_ids
-    if not anchors.views:
+    return _items_of_batch(anchors.candidate_ids, anchors.views)
+
+
+def known_candidate_items(anchors: Anchors) -> Tensor | None:
+    """(C,) the same on the CPU, where the host knows them."""
+    known = anchors.known.candidates if anchors.known else None
+    return None if known is None else _items_of_batch(known, anchors.views)
+
+
+def _items_of_batch(ids: Tensor, views: bool) -> Tensor:
+    if not views:
         return ids
     half = len(ids) // 2
     return torch.cat([2 * ids[:half], 2 * ids[half:] + 1])
@@ -211,33 +237,39 @@ def find(items: Tensor, wanted: Tensor) -> Tensor:
         return torch.full_like(wanted, -1)
     ordered, order = items.sort(stable=True)
     place = torch.searchsorted(ordered, wanted).clamp(max=len(items) - 1)
-    return torch.where(ordered[place] == wanted, order[place], -1)
+    return order[place].masked_fill(ordered[place] != wanted, -1)
 
 
 def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
-    """(n, D) embeddings of items (n,), each distinct one encoded once; this rank's own needs, no collective."""
+    """(n, D) embeddings of items (n,) on the CPU, each distinct one encoded once; of this rank, no collective."""
     if not len(items):
         return anchors.embeddings[:0]
-    distinct, row = torch.unique(items, return_inverse=True)
     if not anchors.views:
-        return encode(anchors.candidate_side, distinct)[row]
-    embeddings = anchors.embeddings.new_zeros(len(distinct), anchors.embeddings.shape[1])
-    sides: tuple[Side, ...] = ("left", "right")
-    for view, side in enumerate(sides):
-        place = (distinct % 2 == view).nonzero()[:, 0]
-        if len(place):
-            embeddings = embeddings.index_put((place,), encode(side, distinct[place] // 2))
-    return embeddings[row]
+        distinct, row = torch.unique(items, return_inverse=True)
+        embeddings = encode(anchors.candidate_side, distinct)
+    else:
+        # First the left views, then the right ones.
+        distinct, row = torch.unique(torch.stack([items % 2, items // 2]), dim=1, return_inverse=True)
+        sides: tuple[Side, ...] = ("left", "right")
+        parts = distinct[1].split([int((distinct[0] == view).sum()) for view in (0, 1)])
+        embeddings = torch.cat([encode(side, ids) for side, ids in zip(sides, parts, strict=True) if len(ids)])
+    return embeddings[upload(row, anchors.ids.device)]
 
 
-class Neighbors(nn.Module):
+def known_rows(items: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor]:
+    """Of items (A,) on the CPU, -1 for none: those that there are (n,), and their rows (n,) on the anchors' device."""
+    rows = (items != NO_STATE).nonzero()[:, 0]
+    return items[rows], upload(rows, anchors.ids.device)
+
+
+class Neighbors(ItemState):
     """For each of m anchors a list of k ids near it; empty at first. Part of the state, whatever its shape."""
 
     ids: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("ids", torch.zeros(0, 0, dtype=torch.long))
+    def __init__(self, on_cpu: bool = False) -> None:
+        super().__init__(on_cpu)
+        self.add_table("ids", torch.zeros(0, 0, dtype=torch.long))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(prefix + "ids")
@@ -253,17 +285,21 @@ class Visit:
     Attributes:
         chains, recent: the tables that these anchors use.
         own: (A,) the number of each anchor's chain.
+        known, all_known: (A,) the same on the CPU, and those of the anchors of all ranks; None where not known there.
         usable: (A,) whether the chain is on a negative of the anchor; else it starts anew.
         state: (A,) the item that each chain comes with, -1 for none.
         partner, similarity, log_mean: (A,) what `RecentItems.look` gives; the first two for what starts anew.
         items, partners: (C,) the proposals, and the other ids of the pairs that they come from, -1 if from none.
-        near: (L,) sorted ids that `neighbor_share` of the draws come from, each as likely as it is often listed; None
-            where all are uniform.
+        drawn: (C,) the proposals on the CPU, where they were drawn there.
+        near: (L,) sorted ids, after -1 for none, that `neighbor_share` of the draws come from if there are any, each as
+            likely as it is often listed; None where all are uniform.
     """
 
     chains: Chains
     recent: RecentItems
     own: Tensor
+    known: Tensor | None
+    all_known: Tensor | None
     usable: Tensor
     state: Tensor
     partner: Tensor
@@ -271,6 +307,7 @@ class Visit:
     log_mean: Tensor
     items: Tensor
     partners: Tensor
+    drawn: Tensor | None
     near: Tensor | None
 
 
@@ -338,9 +375,10 @@ class ChainObjective(Objective):
         self.num_neighbors = neighbors if neighbor_share else 0
         self.shared_chain = shared_chain or not self.views
         num_left, num_right = self.num_left or 1, self.num_right or 1
-        self.left_chains = Chains(num_left if self.shared_chain else 2 * num_left, self.remembers)
-        self.right_chains = self.left_chains if self.views else Chains(num_right, self.remembers)
-        self.left_neighbors, self.right_neighbors = Neighbors(), Neighbors()
+        on_cpu = self.state_on_cpu
+        self.left_chains = Chains(num_left if self.shared_chain else 2 * num_left, self.remembers, on_cpu)
+        self.right_chains = self.left_chains if self.views else Chains(num_right, self.remembers, on_cpu)
+        self.left_neighbors, self.right_neighbors = Neighbors(on_cpu), Neighbors(on_cpu)
         # Of left items for the chains of right anchors, and the other way round; with views both are the same.
         num_views = 2 if self.views else 1
         self.recent_left = RecentItems(recent * num_views, num_left * num_views)
@@ -380,7 +418,7 @@ class ChainObjective(Objective):
         self.recent_right.set_counts(right_counts, weigh=self.corpus_of_pairs)
 
     def items_drawn(self, ids: Tensor) -> Tensor:
-        """(C,) the items that drawn ids (R,) propose."""
+        """(C,) the items that drawn ids (R,) propose, on the device of these."""
         raise TypeError(f"{type(self).__name__} does not define items_drawn")
 
     def visit(self, anchors: Anchors) -> Visit:
@@ -391,55 +429,89 @@ class ChainObjective(Objective):
         # Two views come in no pair.
         partners = torch.full_like(items, NO_STATE) if self.views else distributed.gather(anchors.ids, anchors.sizes)
         if self.updates_state and recent.num_slots:
-            recent.add(items, partners, anchors.candidates[: anchors.num_global])
+            recent.add(items, partners, anchors.candidates[: anchors.num_global], anchors.distinct)
             seen, recent.num_seen = recent.num_seen, recent.num_seen + anchors.num_global
             if seen < recent.enough <= recent.num_seen:
                 # All of a small corpus or most slots have come: chains that began while little was there begin anew.
                 chains.forget()
-        own = anchors.ids
-        if not self.shared_chain:
+
+        def chains_of(ids: Tensor, rows: Tensor) -> Tensor:
             # The second views are the second half of all anchors.
-            own = 2 * anchors.ids + (anchors.rows >= anchors.num_global // 2)
-        state = chains.state[own]
+            return ids if self.shared_chain else 2 * ids + (rows >= anchors.num_global // 2)
+
+        own, known, all_known = chains_of(anchors.ids, anchors.rows), None, None
+        if anchors.known is not None:
+            known = chains_of(anchors.known.own, anchors.rows_on_cpu)
+            all_known = chains_of(anchors.known.all_anchors, anchors.known.all_rows)
+        state = chains.take("state", own, known)
         barred = (ids_of(state, self.views)[:, None] == anchors.positive_ids).any(dim=1)
         usable = ~barred & (state != NO_STATE)
         item, partner, similarity, log_mean = recent.look(anchors, usable, self.random)
         state = torch.where(usable, state, item)
-        near = None
+        drawn = near = None
         if self.proposals != "batch":
             neighbors = self.left_neighbors if anchors.side == "left" else self.right_neighbors
             if self.neighbor_share and len(neighbors.ids):
-                listed = neighbors.ids[distributed.gather(anchors.ids, anchors.sizes)].flatten().sort().values
-                listed = listed[listed >= 0]
-                near = listed if len(listed) else None
-            size, count, device = self.num_items(anchors.candidate_side) or 1, self.proposals, items.device
+                everyone = distributed.gather(anchors.ids, anchors.sizes)
+                near = neighbors.take("ids", everyone, anchors.known and anchors.known.all_anchors)
+                near = near.flatten().sort().values
+            # Uniform draws are made on the CPU, which then knows them without a look.
+            device = torch.device("cpu") if near is None else items.device
+            size, count = self.num_items(anchors.candidate_side) or 1, self.proposals
             drawn = self.random.integers(size, count, device=device)
-            if near is not None:
-                from_list = self.random.uniform(count, like=anchors.embeddings) < self.neighbor_share
-                drawn = torch.where(from_list, near[self.random.integers(len(near), count, device=device)], drawn)
-            items = self.items_drawn(drawn)
+            if near is not None and len(near):
+                share, num_near = self._share_of_near(near)
+                uniform = self.random.uniform(2, count, like=near.double())
+                # What is listed stands at the end.
+                place = len(near) - 1 - (uniform[0] * num_near).long().clamp(max=num_near - 1).clamp(min=0)
+                drawn = torch.where(uniform[1] < share, near[place], drawn)
+            drawn = self.items_drawn(drawn)
+            items, drawn = upload(drawn, items.device), drawn if near is None else None
             partners = torch.full_like(items, NO_STATE)
-        return Visit(chains, recent, own, usable, state, partner, similarity, log_mean, items, partners, near)
+        found = (usable, state, partner, similarity, log_mean)
+        return Visit(chains, recent, own, known, all_known, *found, items, partners, drawn, near)
 
     def log_density(self, anchors: Anchors, visit: Visit, items: Tensor) -> Tensor:
         """(n,) log of the probability that a proposal is one of some items (n,), over that of a uniform draw."""
         if visit.near is None:
             return anchors.embeddings.new_zeros(len(items))
         ids, size = ids_of(items, self.views), self.num_items(anchors.candidate_side) or 1
+        share, num_near = self._share_of_near(visit.near)
         listed = torch.searchsorted(visit.near, ids, right=True) - torch.searchsorted(visit.near, ids)
-        boost = self.neighbor_share * size / len(visit.near) * listed.to(anchors.embeddings)
-        return torch.log(1 - self.neighbor_share + boost)
+        return torch.log(1 - share + share * size / num_near.clamp(min=1) * listed).to(anchors.embeddings)
 
-    def embed_proposals(self, anchors: Anchors, visit: Visit, wanted: Tensor, encode: Encode) -> tuple[Tensor, Tensor]:
-        """(C, D) the proposals, and (n, D) this rank's wanted items (n,), each encoded once."""
-        if self.proposals == "batch":
-            return anchors.candidates[: anchors.num_global], embed(wanted, encode, anchors)
-        own, sizes = distributed.share(visit.items)
+    def _share_of_near(self, near: Tensor) -> tuple[Tensor, Tensor]:
+        """The share of the draws that comes from a list (L,), 0 if it holds nothing but -1; and how much it holds."""
+        number = (near >= 0).sum()
+        return self.neighbor_share * (number > 0).double(), number
+
+    def embed_proposals(
+        self, anchors: Anchors, visit: Visit, state: Tensor | None, num_views: int, encode: Encode
+    ) -> Asking[tuple[Tensor, Tensor, Tensor]]:
+        """Embed the proposals, and states outside the batch of this rank's anchors, each item once.
+
+        Args:
+            state: (A,) items, -1 for what need not be encoded; None for none.
+            num_views: 2 to embed of each state also the item that follows it.
+
+        Returns:
+            (C, D) the proposals; (n,) the rows whose states are embedded; and (n, D) or (2n, D) their embeddings.
+        """
+        in_batch, known = self.proposals == "batch", visit.drawn
+        asked = [state if state is not None else anchors.ids[:0]]
+        if not in_batch and known is None:
+            asked.append(visit.items)
+        states, *drawn = (yield torch.cat(asked)).split([len(part) for part in asked])
+        states, rows = known_rows(states, anchors)
+        wanted = states if num_views == 1 else torch.stack([states, states + 1], dim=1).flatten()
+        if in_batch:
+            return anchors.candidates[: anchors.num_global], rows, embed(wanted, encode, anchors)
+        own, sizes = distributed.share(drawn[0] if known is None else known)
         embeddings = embed(torch.cat([own, wanted]), encode, anchors)
         proposed = distributed.gather_with_grad(embeddings[: len(own)], sizes)
         if self.updates_state and visit.recent.num_slots and visit.near is None:
             visit.recent.add(visit.items, visit.partners, proposed)
-        return proposed, embeddings[len(own) :]
+        return proposed, rows, embeddings[len(own) :]
 
     def compare(self, anchors: Anchors, visit: Visit, proposed: Tensor) -> tuple[Tensor, Tensor]:
         """(A, C) similarities with the proposals (C, D), and (A, C) whether these are negatives of the anchors."""

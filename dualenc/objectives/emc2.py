@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode
-from dualenc.objectives.chains import NO_STATE, ChainObjective, at, embed, find
+from dualenc.objectives.chains import NO_STATE, ChainObjective, at, embed, find, known_rows
+from dualenc.objectives.looks import Asking
 
 
 class EMC2(ChainObjective):
@@ -49,24 +50,26 @@ class EMC2(ChainObjective):
         """One view of each image."""
         return 2 * ids + self.random.integers(2, len(ids), device=ids.device) if self.views else ids
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> Asking[AnchorLosses]:
         assert encode is not None
         visit = self.visit(anchors)
         items, state = visit.items, visit.state
-        stored = visit.chains.score[visit.own].to(visit.similarity)
+        stored = visit.chains.take("score", visit.own, visit.known).to(visit.similarity)
         score = torch.where(visit.usable, stored, visit.similarity)
         place = find(items, state)
-        away = (state != NO_STATE) & (place < 0)
-        asked = away.nonzero()[:, 0] if self.score == "fresh" else state[:0]
-        proposed, embeddings = self.embed_proposals(anchors, visit, state[asked], encode)
-        # (A,) similarities of out-of-batch states, with gradient.
-        outside = torch.zeros_like(anchors.positive_similarities)
-        outside = outside.index_put((asked,), (anchors.embeddings[asked] * embeddings).sum(dim=1))
-        if self.score == "fresh":
-            score = score.index_put((asked,), outside[asked].detach())
-        log_q, state_log_q = (self.log_density(anchors, visit, some) for some in (items, state))
+        away = state.masked_fill(place >= 0, NO_STATE)
         draws_of = self.random.rows(anchors.num_global, len(items))
         order = self.random.permutation(len(items), device=items.device)
+        proposed = anchors.candidates[: anchors.num_global]
+        # (A,) similarities of out-of-batch states, with gradient.
+        outside = torch.zeros_like(anchors.positive_similarities)
+        if self.score == "fresh" or self.proposals != "batch":
+            asked = away if self.score == "fresh" else None
+            proposed, rows, embeddings = yield from self.embed_proposals(anchors, visit, asked, 1, encode)
+            outside = outside.index_put((rows,), (anchors.embeddings[rows] * embeddings).sum(dim=1))
+        if self.score == "fresh":
+            score = torch.where(away != NO_STATE, outside.detach(), score)
+        log_q, state_log_q = (self.log_density(anchors, visit, some) for some in (items, state))
 
         def walk_rows(some: Anchors, place: Tensor, score: Tensor, state_log_q: Tensor) -> tuple[Tensor, ...]:
             similarities, allowed = self.compare(some, visit, proposed)
@@ -76,7 +79,7 @@ class EMC2(ChainObjective):
                     score = torch.where(there, at(similarities, place.clamp(min=0)), score)
                 # The chain compares s − τ·log q + τ·log(1/uniform) of a proposal with s − τ·log q of its state.
                 targets = (similarities - some.temperature * log_q)[:, order]
-                uniform = draws_of(some.rows, similarities)
+                uniform = draws_of(some.rows_on_cpu, similarities)
                 thresholds = (targets - some.temperature * uniform.log()).masked_fill(~allowed[:, order], -torch.inf)
                 num_proposals = allowed.sum(dim=1)
                 # The small term keeps a product such as 0.29·100 from falling short of its integer.
@@ -95,17 +98,17 @@ class EMC2(ChainObjective):
             return in_batch, torch.where(there, 0.0, state_weight), column, next_score
 
         # The jumps of the walk hold some four matrices at once.
-        rows = (place, score, state_log_q)
-        negatives, state_weight, column, next_score = anchors.by_rows(walk_rows, *rows, row_entries=4 * len(items))
+        of_row = (place, score, state_log_q)
+        negatives, state_weight, column, next_score = anchors.by_rows(walk_rows, *of_row, row_entries=4 * len(items))
         if self.updates_state:
             next_state = torch.where(column >= 0, items[column.clamp(min=0)], state)
-            visit.chains.store(anchors, visit.own, next_state, score=next_score)
+            visit.chains.store(anchors, visit.own, visit.all_known, next_state, score=next_score)
         if self.score == "stored":
             # Only states that outlived burn-in are encoded.
-            late = (away & (state_weight > 0)).nonzero()[:, 0]
+            late, rows = known_rows((yield away.masked_fill(state_weight <= 0, NO_STATE)), anchors)
             if len(late):
-                embeddings = embed(state[late], encode, anchors)
-                outside = outside.index_put((late,), (anchors.embeddings[late] * embeddings).sum(dim=1))
+                embeddings = embed(late, encode, anchors)
+                outside = outside.index_put((rows,), (anchors.embeddings[rows] * embeddings).sum(dim=1))
         return self.global_loss(anchors, visit, negatives + state_weight * outside)
 
 

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dualenc.objectives.anchors import Anchors, weighted_sum
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
+from dualenc.objectives.looks import upload
 from dualenc.types import Side
 
 
@@ -41,13 +42,13 @@ class ExactGlobal(Objective):
         assert encode is not None
         sides: tuple[Side, ...] = ("left", "right") if anchors.views else (anchors.candidate_side,)
         counts = self.counts(anchors.candidate_side)
-        corpus = torch.arange(self.num_items(anchors.candidate_side) or 0, device=anchors.ids.device)
-        chunks = corpus.split(self.corpus_chunk_size)
+        chunks = torch.arange(self.num_items(anchors.candidate_side) or 0).split(self.corpus_chunk_size)
 
         def logits_of(ids: Tensor) -> Tensor:
             """(A, n) s/τ plus the log of each item's count, -inf at positives; with views (A, 2n)."""
             embeddings = torch.cat([encode(side, ids) for side in sides])
-            logits, ids = anchors.embeddings @ embeddings.T / anchors.temperature, ids.repeat(len(sides))
+            logits = anchors.embeddings @ embeddings.T / anchors.temperature
+            ids = upload(ids.repeat(len(sides)), anchors.ids.device)
             if counts is not None:
                 logits = logits + counts[ids].log().to(logits)
             return logits.masked_fill(~anchors.is_negative(ids), -torch.inf)

@@ -12,6 +12,8 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.chains import inverse_cdf, items_of
+from dualenc.objectives.item_state import ItemState
+from dualenc.objectives.looks import upload
 from dualenc.objectives.state import first_rows
 
 MAX_BLOCKS = 16384
@@ -19,7 +21,8 @@ MAX_ELEMENTS = 2**22
 
 
 class Place(NamedTuple):
-    """Rows (n,) of a cache, ascending; and the same as a slice, which copies nothing, where they are neighbours."""
+    """Rows (n,) of a cache, ascending; and the same where the cache is, as a slice where they are neighbours: it copies
+    nothing."""
 
     rows: Tensor
     inside: slice | Tensor
@@ -42,7 +45,7 @@ class Attention(NamedTuple):
     log_mean: Tensor
 
 
-class FeatureCache(nn.Module):
+class FeatureCache(ItemState):
     """The last known embedding of each of N items, in half precision; empty slots are never drawn.
 
     Rounding turns an embedding by 2e-4 rad, less than a step of training does; what decides on the gradient is encoded
@@ -53,36 +56,41 @@ class FeatureCache(nn.Module):
 
     Args:
         num_items: N.
+        on_cpu: see `ItemState`; what a step compares with is then brought over run by run.
     """
 
     features: Tensor
     filled: Tensor
-    num_steps: Tensor
 
-    def __init__(self, num_items: int) -> None:
-        super().__init__()
+    def __init__(self, num_items: int, on_cpu: bool = False) -> None:
+        super().__init__(on_cpu)
         self.num_items = num_items
         self.block_size = max(64, -(-num_items // MAX_BLOCKS))
         self.num_blocks = -(-num_items // self.block_size)
         # The dimension is known with the first write.
-        self.register_buffer("features", torch.zeros(0, 0), persistent=False)
-        self.register_buffer("filled", torch.zeros(0, dtype=torch.bool), persistent=False)
-        self.register_buffer("num_steps", torch.zeros((), dtype=torch.long))
+        self.add_table("features", torch.zeros(0, 0), persistent=False)
+        self.add_table("filled", torch.zeros(0, dtype=torch.bool), persistent=False)
+        # How often `due` was asked: a number of the host, which need not wait for it.
+        self.num_steps = 0
 
-    def write(self, items: Tensor, features: Tensor) -> None:
-        """Remember features (n, D) of items (n,), the same on every rank; of an item's copies the first counts."""
+    def write(self, items: Tensor, features: Tensor, known: Tensor | None = None) -> None:
+        """Remember features (n, D) of items (n,), the same on every rank; of an item's copies the first counts.
+
+        Args:
+            known: the items on the CPU, where the host knows them.
+        """
         if not self.features.shape[1]:
             self._allocate(features)
-        chosen = first_rows(items)
-        local = items[chosen] - self.first_item
-        own = (local >= 0) & (local < len(self.features))
-        self.features[local[own]] = features.detach()[chosen][own].to(self.features)
-        self.filled[local[own]] = True
+        local, features = items - self.first_item, features.detach()[first_rows(items)]
+        known = None if known is None else known - self.first_item
+        if distributed.is_initialized():
+            own = (local >= 0) & (local < len(self.features))
+            local, features, known = local[own], features[own], None
+        self.put(local, known, features=features.to(self.features.dtype), filled=torch.ones_like(local))
 
     def due(self, share: float) -> Tensor:
         """(n,) the items to encode anew in this step, on the CPU: a share of all per step, in turn."""
-        step = int(self.num_steps)
-        self.num_steps += 1
+        step, self.num_steps = self.num_steps, self.num_steps + 1
         start, stop = (int(steps * share * self.num_items + 1e-9) for steps in (step, step + 1))
         return torch.arange(start, stop) % self.num_items
 
@@ -118,9 +126,12 @@ class FeatureCache(nn.Module):
         value_of, log_sum_of, count_of = distributed.gather(found, [1] * distributed.world_size()).unbind(dim=1)
         log_mean = torch.logsumexp(log_sum_of, dim=0) - count_of.sum(dim=0).clamp(min=1).log()
         best, winner = value_of.max(dim=0)
-        mine = ((winner == distributed.rank()) & torch.isfinite(best)).nonzero()[:, 0]
-        items = torch.full_like(block, -1)
-        items[mine] = self._inside_block(anchors[mine], barred[mine], block[mine], uniform[mine])
+        some, items = torch.isfinite(best), torch.full_like(block, -1)
+        if distributed.is_initialized():
+            mine = (some & (winner == distributed.rank())).nonzero()[:, 0]
+            items[mine] = self._inside_block(anchors[mine], barred[mine], block[mine], uniform[mine])
+        elif len(self.features):
+            items = torch.where(some, self._inside_block(anchors, barred, block, uniform), items)
         return distributed.all_reduce(items, "max"), log_mean.to(anchors)
 
     def attend(
@@ -157,41 +168,45 @@ class FeatureCache(nn.Module):
             scale = torch.exp(peak - log_sum).masked_fill(~sees, 0.0)
             items.append(place.rows + self.first_item)
             shares.append(scale @ weights / sees.sum().clamp(min=1))
-            mean += scale[:, None] * (weights @ self.features[place.inside].to(weights))
+            mean += scale[:, None] * (weights @ upload(self.features[place.inside], weights.device).to(weights))
         log_mean = log_sum - count.clamp(min=1).log()
         return Attention(torch.cat(items), torch.cat(shares), distributed.all_reduce(mean), log_sum, log_mean)
 
     def sample(self, attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
-        """(num_draws,) items, the same on every rank; item z comes num_draws·share_z times, rounded up or down.
+        """(num_draws,) ascending items, alike on all ranks; item z comes num_draws·share_z times, rounded up or down.
 
         One number places all draws at equal distances along the cumulative shares (systematic sampling): of all ways
         to draw with these expectations one with little variance.
 
         Args:
             attention: of this rank.
-            num_draws: how many; there are none where all shares are 0.
+            num_draws: how many; all are -1 where all shares are 0.
             uniform: (1,) a draw in (0, 1), the same on every rank.
         """
         cumulative = attention.shares.double().cumsum(dim=0)
-        own = cumulative[-1:] if len(cumulative) else cumulative.new_zeros(1)
+        if not len(cumulative):
+            cumulative = cumulative.new_zeros(1)
+        own = cumulative[-1:]
         ends = distributed.gather(own, [1] * distributed.world_size()).cumsum(dim=0)
         end = ends[distributed.rank()]
         places = (torch.arange(num_draws, device=own.device) + uniform.double()) / max(num_draws, 1) * ends[-1]
-        mine = places[(places >= end - own) & (places < end)] - (end - own)
-        drawn = torch.searchsorted(cumulative, mine, right=True).clamp(max=max(len(cumulative) - 1, 0))
-        return distributed.gather(attention.items[drawn])
+        mine = (places >= end - own) & (places < end)
+        drawn = torch.searchsorted(cumulative, places - (end - own), right=True).clamp(max=len(cumulative) - 1)
+        items = attention.items if len(attention.items) else attention.items.new_zeros(1)
+        return distributed.all_reduce(torch.where(mine, items[drawn], -1), "max")
 
-    def recall(self, items: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def recall(self, items: Tensor, like: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What is remembered of items (n,), the same on every rank: (n, D) embeddings such as some (…, D), and (n,)
-        whether there is one; 0 where not."""
-        local = items - self.first_item
-        own = ((local >= 0) & (local < len(self.filled))).nonzero()[:, 0]
-        found = like.new_zeros(len(items), like.shape[1] + 1)
-        if self.features.shape[1]:
-            found[own, :-1] = self.features[local[own]].to(found)
-            found[own, -1] = self.filled[local[own]].to(found)
-        found = distributed.all_reduce(found)
-        return found[:, :-1], found[:, -1] > 0
+        whether there is one; 0 where not. `known` are the items on the CPU, where the host knows them."""
+        local, num_rows = items - self.first_item, len(self.filled)
+        if not num_rows:
+            found, there = like.new_zeros(len(items), like.shape[1]), torch.zeros_like(items)
+        else:
+            inside = local.clamp(0, num_rows - 1)
+            known = None if known is None else (known - self.first_item).clamp(0, num_rows - 1)
+            there = ((inside == local) & self.take("filled", inside, known)).to(items)
+            found = self.take("features", inside, known).to(like) * there[:, None]
+        return distributed.all_reduce(found), distributed.all_reduce(there) > 0
 
     def _runs(
         self, anchors: Tensor, barred: Tensor, counts: Tensor | None = None, blocks: list[int] | None = None
@@ -202,37 +217,47 @@ class FeatureCache(nn.Module):
             Where the run is; (A, n) s/τ, plus the log of an item's count, -inf where an anchor sees no item; and (A,)
             how many items each anchor sees.
         """
+        self.settle()
         own, size = self.blocks, max(1, MAX_ELEMENTS // max(1, len(anchors) * self.block_size))
         wanted = range(own.start, own.stop) if blocks is None else [b for b in blocks if own.start <= b < own.stop]
         for first in range(0, len(wanted) if len(self.features) else 0, size):
-            numbers = torch.tensor(list(wanted[first : first + size])).to(anchors.device) - own.start
-            rows = (numbers[:, None] * self.block_size + torch.arange(self.block_size, device=anchors.device)).flatten()
-            start = first * self.block_size
-            # All blocks together are looked at where they are.
-            place = Place(rows, slice(start, start + len(rows)) if blocks is None else rows)
-            number = self.filled[place.inside].to(anchors)
+            some = wanted[first : first + size]
+            start, stop = first * self.block_size, (first + len(some)) * self.block_size
+            if blocks is None:
+                # All blocks together are looked at where they are.
+                rows = torch.arange(start, stop, device=anchors.device)
+                place = Place(rows, slice(start, stop))
+            else:
+                numbers = torch.tensor(some) - own.start
+                inside = (numbers[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
+                rows = upload(inside, anchors.device)
+                place = Place(rows, inside if self.features.device.type == "cpu" else rows)
+            number = upload(self.filled[place.inside], anchors.device).to(anchors)
             if counts is not None:
                 number = number * counts[(rows + self.first_item).clamp(max=len(counts) - 1)]
-            logits = anchors @ self.features[place.inside].to(anchors).T
+            logits = anchors @ upload(self.features[place.inside], anchors.device).to(anchors).T
             logits += number.log()
             local = barred - self.first_item
             column = torch.searchsorted(rows, local).clamp(max=len(rows) - 1)
-            anchor, listed = (rows[column] == local).nonzero(as_tuple=True)
-            column = column[anchor, listed]
-            logits[anchor, column] = -torch.inf
-            none = anchors.new_zeros(len(anchors))
-            yield place, logits, number.sum() - none.index_add_(0, anchor, number[column])
+            hit = rows[column] == local
+            lowered = torch.zeros_like(hit, dtype=logits.dtype).masked_fill_(hit, -torch.inf)
+            logits.scatter_add_(1, column, lowered)
+            yield place, logits, number.sum() - (number[column] * hit).sum(dim=1)
 
     def _inside_block(self, anchors: Tensor, barred: Tensor, block: Tensor, uniform: Tensor) -> Tensor:
         """(A,) items drawn inside the winning blocks (A,) of this rank."""
         drawn = [block[:0]]
         per_chunk = max(1, MAX_ELEMENTS // (self.block_size * max(1, self.features.shape[1])))
+        known = block.to(self.features.device)
         for start in range(0, len(anchors), per_chunk):
             some = slice(start, start + per_chunk)
-            rows = block[some, None] * self.block_size + torch.arange(self.block_size, device=block.device)
-            items = rows + self.first_item
-            logits = torch.einsum("ad,acd->ac", anchors[some], self.features[rows].to(anchors))
-            possible = self.filled[rows] & ~(items[:, :, None] == barred[some, None, :]).any(dim=2)
+            rows, known_rows = (
+                of[some, None] * self.block_size + torch.arange(self.block_size, device=of.device)
+                for of in (block, known)
+            )
+            features, items = self.take("features", rows, known_rows).to(anchors), rows + self.first_item
+            logits = torch.einsum("ad,acd->ac", anchors[some], features)
+            possible = self.take("filled", rows, known_rows) & ~(items[:, :, None] == barred[some, None, :]).any(dim=2)
             weights = torch.softmax(logits.masked_fill(~possible, -torch.inf), dim=1)
             drawn.append(items.gather(1, inverse_cdf(weights, uniform[some])[:, None])[:, 0])
         return torch.cat(drawn)
@@ -250,24 +275,26 @@ class FeatureCache(nn.Module):
     def _allocate(self, like: Tensor) -> None:
         num_rows = (self.blocks.stop - self.blocks.start) * self.block_size
         dtype = like.dtype if like.dtype == torch.float64 else torch.float16
-        self.features = like.new_zeros(num_rows, like.shape[1], dtype=dtype)
-        self.filled = torch.zeros(num_rows, dtype=torch.bool, device=like.device)
+        device = torch.device("cpu") if self.on_cpu else like.device
+        self.features = self._placed(torch.zeros(num_rows, like.shape[1], dtype=dtype, device=device))
+        self.filled = self._placed(torch.zeros(num_rows, dtype=torch.bool, device=device))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "num_steps"] = torch.tensor(self.num_steps)
         destination[prefix + "features"] = distributed.gather(self.features)[: self.num_items]
         destination[prefix + "filled"] = distributed.gather(self.filled)[: self.num_items]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         _, _, missing_keys, unexpected_keys, _ = rest
-        keys = [prefix + "features", prefix + "filled"]
+        keys = [prefix + name for name in ("features", "filled", "num_steps")]
         unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
         missing_keys.extend(key for key in keys if key not in state_dict)
         if any(key not in state_dict for key in keys):
             return
         # Saved elsewhere, for instance on the CPU; used where this cache is.
-        features, filled = (state_dict[key].to(self.num_steps.device) for key in keys)
+        features, filled = (state_dict[key].to(self.features.device) for key in keys[:2])
         if not len(filled):
             self.features, self.filled = features.clone(), filled.clone()
         elif len(filled) != self.num_items:
@@ -280,6 +307,7 @@ class FeatureCache(nn.Module):
             own = slice(self.first_item, self.first_item + len(self.features))
             self.features[: len(features[own])] = features[own]
             self.filled[: len(filled[own])] = filled[own]
+        self.num_steps = int(state_dict[keys[2]])
 
 
 def queries_of_all(anchors: Anchors) -> tuple[Tensor, Tensor]:
@@ -287,7 +315,8 @@ def queries_of_all(anchors: Anchors) -> tuple[Tensor, Tensor]:
     padded with -1."""
     barred = items_of(anchors.positive_ids, anchors.views)
     # Lists of ranks may differ in length.
-    width = int(distributed.all_reduce(barred.new_full((), barred.shape[1]), "max"))
-    barred = nn.functional.pad(barred, (0, width - barred.shape[1]), value=PADDING)
+    if distributed.is_initialized():
+        width = int(distributed.all_reduce(barred.new_full((), barred.shape[1]), "max"))
+        barred = nn.functional.pad(barred, (0, width - barred.shape[1]), value=PADDING)
     embeddings = distributed.gather(anchors.embeddings / anchors.temperature, anchors.sizes)
     return embeddings, distributed.gather(barred, anchors.sizes)

@@ -11,8 +11,9 @@ from torch import Tensor
 from dualenc import distributed
 from dualenc.objectives.anchors import Anchors, listed
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.chains import candidate_items, embed, find, ids_of
+from dualenc.objectives.chains import NO_STATE, candidate_items, embed, find, ids_of, known_candidate_items
 from dualenc.objectives.feature_cache import MAX_ELEMENTS, FeatureCache, queries_of_all
+from dualenc.objectives.looks import Asking, upload
 from dualenc.objectives.state import SharedRandom
 
 
@@ -62,8 +63,8 @@ class GlobalCache(Objective):
             self._fail("pool", f"is {pool}; it must be at least 1, a number of items, or null for all")
         self.extra_encodes, self.control, self.pool = extra_encodes, control, pool
         # Named by the items they hold: left anchors draw from the right items.
-        self.left_cache = FeatureCache((self.num_left or 1) * (2 if self.views else 1))
-        self.right_cache = self.left_cache if self.views else FeatureCache(self.num_right or 1)
+        self.left_cache = FeatureCache((self.num_left or 1) * (2 if self.views else 1), self.state_on_cpu)
+        self.right_cache = self.left_cache if self.views else FeatureCache(self.num_right or 1, self.state_on_cpu)
         self.random = SharedRandom(self.seed)
 
     @property
@@ -71,7 +72,7 @@ class GlobalCache(Objective):
         """How often an item was to be expected in the batch is known for random batches only."""
         return "extra_encodes=0 (the batch alone)" if self.extra_encodes else None
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> Asking[AnchorLosses]:
         assert encode is not None
         cache = self.left_cache if anchors.candidate_side == "left" else self.right_cache
         items, num_batch, updates = candidate_items(anchors), anchors.num_global, self.updates_state
@@ -81,25 +82,30 @@ class GlobalCache(Objective):
             seen = cache.attend(asking, barred, self._item_counts(anchors), blocks)
             num_draws = round(self.extra_encodes * num_batch / 2)
             drawn = cache.sample(seen, num_draws, self.random.uniform(1, like=asking))
-            distinct, copies = torch.unique(drawn, return_counts=True)
-            outside = distinct[find(items, distinct) < 0]
         # What is drawn from the batch has an embedding already; ranks split the rest.
-        own, sizes = distributed.share(outside)
+        away = yield torch.where(find(items, drawn) < 0, drawn, NO_STATE)
+        away = away[away != NO_STATE].unique()
+        own, sizes = distributed.share(away)
         embeddings = distributed.gather_with_grad(embed(own, encode, anchors), sizes)
+        yield None  # what is encoded is looked at before it is remembered
         with torch.no_grad():
+            outside = upload(away, items.device)
             compared = torch.cat([items, outside])
-            remembered, known = cache.recall(compared, like=asking)
+            of_batch_on_cpu = known_candidate_items(anchors)
+            on_cpu = None if of_batch_on_cpu is None else torch.cat([of_batch_on_cpu, away])
+            remembered, known = cache.recall(compared, asking, on_cpu)
             # n_z: once for each place in the batch, and all draws of an item in the first place that holds it.
             number = asking.new_zeros(len(compared))
             number[:num_batch] = 1
-            number.index_add_(0, find(compared, distinct), copies.to(number))
+            place = find(compared, drawn)
+            number.index_add_(0, place.clamp(min=0), (place >= 0).to(number))
             # How often a copy of each item was to be expected: among the draws, and in the batch.
             shares = torch.where(known, mean_shares(asking, barred, seen.log_sum, compared, remembered), 0.0)
             num_pairs, of_batch = self.corpus_size(anchors.candidate_side) or 1, num_batch // (2 if self.views else 1)
             expected = min(max(of_batch - 1, 0) / max(num_pairs - 1, 1), 1.0) + num_draws * share_seen * shares
             log_weights = number.log() - expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
             if updates:
-                cache.write(compared, torch.cat([anchors.candidates, embeddings]))
+                cache.write(compared, torch.cat([anchors.candidates, embeddings]), on_cpu)
             first = sum(anchors.sizes[: distributed.rank()])
             own_mean, own_log_mean = (of[first : first + len(anchors.ids)] for of in (seen.mean, seen.log_mean))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode
 from dualenc.objectives.chains import NO_STATE, ChainObjective, at, find, inverse_cdf
+from dualenc.objectives.looks import Asking
 
 
 class ISIR(ChainObjective):
@@ -40,23 +41,24 @@ class ISIR(ChainObjective):
         """Both views of each image."""
         return torch.cat([2 * ids, 2 * ids + 1]) if self.views else ids
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> Asking[AnchorLosses]:
         assert encode is not None
         visit = self.visit(anchors)
         items, state, num_views = visit.items, visit.state, 2 if self.views else 1
         if self.views:
             state = torch.where(state < 0, state, state // 2 * 2)
-        partner = torch.where(visit.usable, visit.chains.partner[visit.own], visit.partner)
+        partner = torch.where(visit.usable, visit.chains.take("partner", visit.own, visit.known), visit.partner)
         place = find(items, state)
-        away = ((state != NO_STATE) & (place < 0)).nonzero()[:, 0]
         # (A, S) the state's item, with views S = 2: where it is among the proposals, and how similar it is elsewhere.
-        offset = torch.arange(num_views, device=items.device)
-        places = torch.where(place[:, None] < 0, -1, place[:, None] + offset * (len(items) // num_views))
-        wanted = (state[away, None] + offset).flatten()
-        proposed, embeddings = self.embed_proposals(anchors, visit, wanted, encode)
+        places = place[:, None]
+        if self.views:
+            places = torch.where(places < 0, -1, torch.cat([places, places + len(items) // 2], dim=1))
+        uniform = self.random.uniform(anchors.num_global, like=anchors.embeddings)[anchors.rows]
+        away = state.masked_fill(place >= 0, NO_STATE)
+        proposed, rows, embeddings = yield from self.embed_proposals(anchors, visit, away, num_views, encode)
+        embeddings = embeddings.view(len(rows), num_views, anchors.embeddings.shape[1])
         outside = anchors.embeddings.new_full(places.shape, -torch.inf)
-        embeddings = embeddings.view(len(away), num_views, anchors.embeddings.shape[1])
-        outside = outside.index_put((away,), torch.einsum("ad,asd->as", anchors.embeddings[away], embeddings))
+        outside = outside.index_put((rows,), torch.einsum("ad,asd->as", anchors.embeddings[rows], embeddings))
         log_q, state_log_q = (self.log_density(anchors, visit, some) for some in (items, state))
         if visit.near is not None:
             # Draws of unequal density cannot stand for the state: it counts apart.
@@ -67,11 +69,11 @@ class ISIR(ChainObjective):
             same_pair = find(items * width + visit.partners, state * width + partner) >= 0
             stands_for_state = same_pair | ((partner < 0) & (place >= 0))
         else:
-            _, own, copies = torch.unique(items, return_inverse=True, return_counts=True)
-            log_q = log_q + copies[own].log()
+            ordered = items.sort().values
+            copies = torch.searchsorted(ordered, items, right=True) - torch.searchsorted(ordered, items)
+            log_q = log_q + copies.log()
             stands_for_state = place >= 0
         state_log_weight = (-state_log_q).masked_fill((state == NO_STATE) | stands_for_state, -torch.inf)
-        uniform = self.random.uniform(anchors.num_global, like=anchors.embeddings)[anchors.rows]
 
         def weigh(
             some: Anchors, uniform: Tensor, places: Tensor, outside: Tensor, state_log_weight: Tensor
@@ -91,12 +93,13 @@ class ISIR(ChainObjective):
                 outside_weights = outside_weights.masked_fill(there, 0.0)
             return (weights * similarities).sum(dim=1), outside_weights, column
 
-        rows = (uniform, places, outside.detach(), state_log_weight)
-        negatives, outside_weights, column = anchors.by_rows(weigh, *rows, row_entries=2 * len(items))
+        of_row = (uniform, places, outside.detach(), state_log_weight)
+        negatives, outside_weights, column = anchors.by_rows(weigh, *of_row, row_entries=2 * len(items))
         if self.updates_state:
             moved, column = column >= 0, column.clamp(min=0)
             next_partner = torch.where(moved, visit.partners[column], partner)
-            visit.chains.store(anchors, visit.own, torch.where(moved, items[column], state), partner=next_partner)
+            next_state = torch.where(moved, items[column], state)
+            visit.chains.store(anchors, visit.own, visit.all_known, next_state, partner=next_partner)
         negatives = negatives + (outside_weights * torch.where(outside_weights > 0, outside, 0.0)).sum(dim=1)
         return self.global_loss(anchors, visit, negatives)
 

@@ -9,8 +9,9 @@ import torch
 from dualenc import distributed
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.chains import candidate_items, embed, find
+from dualenc.objectives.chains import NO_STATE, candidate_items, embed, find, known_candidate_items, known_rows
 from dualenc.objectives.feature_cache import FeatureCache, queries_of_all
+from dualenc.objectives.looks import Asking, upload
 from dualenc.objectives.state import SharedRandom
 
 REFRESH_CHUNK = 256
@@ -40,23 +41,23 @@ class NegativeCache(Objective):
             self._fail("refresh", f"is {refresh}; it must lie in [0, 1], a share of the corpus")
         self.refresh = refresh
         # Named by the items they hold: left anchors draw from the right items.
-        self.left_cache = FeatureCache((self.num_left or 1) * (2 if self.views else 1))
-        self.right_cache = self.left_cache if self.views else FeatureCache(self.num_right or 1)
+        self.left_cache = FeatureCache((self.num_left or 1) * (2 if self.views else 1), self.state_on_cpu)
+        self.right_cache = self.left_cache if self.views else FeatureCache(self.num_right or 1, self.state_on_cpu)
         self.random = SharedRandom(self.seed)
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
+    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> Asking[AnchorLosses]:
         assert encode is not None
         cache = self.left_cache if anchors.candidate_side == "left" else self.right_cache
         items, updates = candidate_items(anchors), self.updates_state
         with torch.no_grad():
             if updates:
                 # The share that waited longest is encoded anew; ranks split the work.
-                due = cache.due(self.refresh).to(anchors.ids.device)
+                due = cache.due(self.refresh)
                 if len(due):
                     own, sizes = distributed.share(due)
                     renewed = torch.cat([embed(some, encode, anchors) for some in own.split(REFRESH_CHUNK)])
-                    cache.write(due, distributed.gather(renewed, sizes))
-                cache.write(items, anchors.candidates)
+                    cache.write(upload(due, items.device), distributed.gather(renewed, sizes), due)
+                cache.write(items, anchors.candidates, known_candidate_items(anchors))
             embeddings, barred = queries_of_all(anchors)
             rows = distributed.gather(anchors.rows, anchors.sizes)
             uniform = self.random.uniform(cache.num_blocks + 1, anchors.num_global, like=embeddings)[:, rows]
@@ -67,11 +68,12 @@ class NegativeCache(Objective):
         column = find(items, drawn)
         in_batch = (anchors.embeddings * anchors.candidates[column.clamp(min=0)]).sum(dim=1)
         similarity = torch.where(column >= 0, in_batch, 0.0)
-        away = ((drawn >= 0) & (column < 0)).nonzero()[:, 0]
-        embeddings = embed(drawn[away], encode, anchors)
-        similarity = similarity.index_put((away,), (anchors.embeddings[away] * embeddings).sum(dim=1))
+        away, rows = known_rows((yield torch.where(column < 0, drawn, NO_STATE)), anchors)
+        embeddings = embed(away, encode, anchors)
+        similarity = similarity.index_put((rows,), (anchors.embeddings[rows] * embeddings).sum(dim=1))
         if updates:
-            sizes = distributed.rank_sizes(len(away), away.device)
-            cache.write(distributed.gather(drawn[away], sizes), distributed.gather(embeddings, sizes))
+            yield None  # what is encoded is looked at before it is remembered
+            sizes = distributed.rank_sizes(len(away), rows.device)
+            cache.write(distributed.gather(drawn[rows], sizes), distributed.gather(embeddings, sizes), away)
         value = log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
         return AnchorLosses(similarity / anchors.temperature - anchors.positive_logits, value.detach())

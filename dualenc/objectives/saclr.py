@@ -71,10 +71,11 @@ class SACLR(Objective):
         self.variant = variant
         # The authors' scales are kept as 1/(s·n), a mean of kernels, since n differs between anchors.
         start = math.log(0.01) if variant == "authors" else math.nan
-        self.left_scales = LogAverages(self.num_left or 1 if form == "row" else 1, start)
+        on_cpu = self.state_on_cpu and form == "row"
+        self.left_scales = LogAverages(self.num_left or 1 if form == "row" else 1, start, on_cpu)
         self.right_scales = self.left_scales
         if not self.views:
-            self.right_scales = LogAverages(self.num_right or 1 if form == "row" else 1, start)
+            self.right_scales = LogAverages(self.num_right or 1 if form == "row" else 1, start, on_cpu)
         self.random = SharedRandom(self.seed)
 
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
@@ -102,7 +103,7 @@ class SACLR(Objective):
         if self.negatives == 1:
             draws = [self.random.uniform(anchors.num_global, like=anchors.embeddings)[anchors.rows]]
         log_mean, some = anchors.by_rows(mean_of_negatives, *draws)
-        log_count = torch.where(some, self.log_corpus_size(anchors), 0.0)
+        log_count = some.to(log_mean) * self.log_corpus_size(anchors)
 
         # log ξ, or in the authors' variant log ξ/n.
         positive, negatives, authors = log_positive.detach(), log_mean.detach(), self.variant == "authors"
@@ -120,8 +121,9 @@ class SACLR(Objective):
             everyone, ids = distributed.gather(log_new, anchors.sizes), torch.zeros_like(ids)
             mean = torch.logsumexp(everyone, dim=0) - math.log(max(anchors.num_global, 1))
             log_new = mean.expand_as(log_new)
-        old = table.log_u[ids].to(log_new) if authors else None
-        log_scale = table.track(ids, log_new, 1 - self.rho, anchors.sizes, store=self.updates_state)
+        known = anchors.known if self.form == "row" else None
+        old = table.take("log_u", ids, known and known.own).to(log_new) if authors else None
+        log_scale = table.track(ids, log_new, 1 - self.rho, anchors.sizes, store=self.updates_state, known=known)
         if old is not None:
             log_scale = old
 

@@ -6,12 +6,13 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dualenc import distributed
 from dualenc.objectives.anchors import Anchors, log_mean_exp, weighted_sum
 from dualenc.objectives.base import Objective
-from dualenc.objectives.state import LogAverages
+from dualenc.objectives.item_state import ItemState
+from dualenc.objectives.state import LogAverages, first_rows, mean_by_first
 
 
 class SogCLR(Objective):
@@ -36,8 +37,10 @@ class SogCLR(Objective):
             self._fail("gamma", f"is {gamma}; it must lie in (0, 1]")
         self.final_gamma, self.gamma_schedule = gamma, gamma_schedule
         self.gamma = gamma if gamma_schedule == "constant" else 1.0
-        self.left_averages = LogAverages(self.num_left or 1)
-        self.right_averages = self.left_averages if self.views else LogAverages(self.num_right or 1)
+        self.left_averages = LogAverages(self.num_left or 1, on_cpu=self.state_on_cpu)
+        self.right_averages = self.left_averages
+        if not self.views:
+            self.right_averages = LogAverages(self.num_right or 1, on_cpu=self.state_on_cpu)
 
     def set_progress(self, fraction: float) -> None:
         if self.gamma_schedule == "cosine":
@@ -53,17 +56,19 @@ class SogCLR(Objective):
     def _track(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
         """(A,) log u_a, this step's mean counted in."""
         table, store = self.left_averages if anchors.side == "left" else self.right_averages, self.updates_state
-        log_u = table.track(anchors.ids, log_mean, self.gamma, anchors.sizes, store, anchors.distinct_rows)
+        facts = {"distinct": anchors.distinct_rows, "all_usable": anchors.all_have_negatives}
+        log_u = table.track(anchors.ids, log_mean, self.gamma, anchors.sizes, store, **facts, known=anchors.known)
         # An anchor that has never met a negative has no average; it has no weights either.
-        return torch.nan_to_num(log_u, nan=0.0)
+        return log_u if anchors.all_have_negatives else torch.nan_to_num(log_u, nan=0.0)
 
     def losses(self, block: Anchors, *known: Tensor) -> tuple[Tensor, Tensor]:
         (log_u,) = known
         with torch.no_grad():
-            log_total = log_u + block.num_negatives.clamp(min=1).to(log_u).log()
-            weights = torch.exp(block.logits - log_total[:, None])
-        surrogate = weighted_sum(weights, block.scores) - block.positive_logits
-        return surrogate, (log_u + self.log_corpus_size(block) - block.positive_logits).detach()
+            weights = torch.exp(block.logits - (log_u + block.log_num_negatives)[:, None])
+            # The positive is no negative: its weight is 0, and −1 makes −s⁺/τ a term of the same sum.
+            weights.scatter_(1, block.positive_column[:, None], -1.0)
+            value = log_u + self.log_corpus_size(block) - block.positive_scores
+        return weighted_sum(weights, block.scores), value
 
 
 class ISogCLR(SogCLR):
@@ -111,14 +116,14 @@ class ISogCLR(SogCLR):
         self.radius, self.temperature_rate, self.temperature_momentum = radius, temperature_rate, temperature_momentum
         self.bounds = (min_temperature, max_temperature)
         start = float(self.temperature)
-        self.left_temperatures = AnchorTemperatures(self.num_left or 1, start)
+        self.left_temperatures = AnchorTemperatures(self.num_left or 1, start, self.state_on_cpu)
         self.right_temperatures = self.left_temperatures
         if not self.views:
-            self.right_temperatures = AnchorTemperatures(self.num_right or 1, start)
+            self.right_temperatures = AnchorTemperatures(self.num_right or 1, start, self.state_on_cpu)
 
     def statistics(self, block: Anchors) -> tuple[Tensor, ...]:
         table = self.left_temperatures if block.side == "left" else self.right_temperatures
-        tau = table.tau[block.ids].to(block.embeddings)
+        tau = table.take("tau", block.ids, block.known and block.known.own).to(block.embeddings)
         logits = _own_logits(block, tau)
         # The mean similarity under the softmax is what τ's slope needs; NaN in a row without negatives.
         mean = (torch.softmax(logits, dim=1) * block.similarities).sum(dim=1)
@@ -132,16 +137,14 @@ class ISogCLR(SogCLR):
             pull = torch.exp(log_mean - log_u) * mean_similarity
             rows = (anchors.ids, log_u + self.radius - pull / tau, anchors.num_negatives)
             ids, slope, count = (distributed.gather(values, anchors.sizes) for values in rows)
-            some = count > 0
-            ids, slope = ids[some], slope[some]
             # v ← momentum·v + (1 − momentum)·slope, of an item that stands in several rows their mean; τ ← τ − rate·v.
-            items, row_item, copies = torch.unique(ids, return_inverse=True, return_counts=True)
-            slope = torch.zeros_like(slope[: len(items)]).index_add(0, row_item, slope) / copies
+            slope, some = mean_by_first(slope, count > 0, first_rows(ids))
             table = self.left_temperatures if anchors.side == "left" else self.right_temperatures
-            kept = self.temperature_momentum
-            velocity = kept * table.momentum[items] + (1 - kept) * slope.to(table.momentum)
-            table.momentum[items] = velocity
-            table.tau[items] = (table.tau[items] - self.temperature_rate * velocity).clamp(*self.bounds)
+            kept, everyone = self.temperature_momentum, anchors.known and anchors.known.all_anchors
+            old, old_tau = (table.take(name, ids, everyone) for name in ("momentum", "tau"))
+            velocity = kept * old + (1 - kept) * slope.to(old)
+            new_tau = (old_tau - self.temperature_rate * velocity).clamp(*self.bounds)
+            table.put(ids, everyone, some, momentum=velocity, tau=new_tau)
         return tau, log_u
 
     def losses(self, block: Anchors, *known: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,13 +160,13 @@ def _own_logits(block: Anchors, tau: Tensor) -> Tensor:
     return (block.similarities / tau[:, None]).masked_fill(block.excluded, -torch.inf)
 
 
-class AnchorTemperatures(nn.Module):
+class AnchorTemperatures(ItemState):
     """τ, at first `start`, and the momentum of its gradient for each of N items."""
 
     tau: Tensor
     momentum: Tensor
 
-    def __init__(self, num_items: int, start: float) -> None:
-        super().__init__()
-        self.register_buffer("tau", torch.full((num_items,), start))
-        self.register_buffer("momentum", torch.zeros(num_items))
+    def __init__(self, num_items: int, start: float, on_cpu: bool) -> None:
+        super().__init__(on_cpu)
+        self.add_table("tau", torch.full((num_items,), start))
+        self.add_table("momentum", torch.zeros(num_items))

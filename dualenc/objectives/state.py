@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
+from dualenc.objectives.anchors import KnownIds
+from dualenc.objectives.item_state import ItemState
+from dualenc.objectives.looks import upload
 from dualenc.seeds import derive_seed
 
 ROWS_PER_DRAW = 256
@@ -43,7 +46,7 @@ class SharedRandom(nn.Module):
         rank that holds it nor on the rows it is looked at with, and looking again gives the same ones.
 
         Returns:
-            A function of rows (n,) and a tensor with the wanted device and precision, which gives (n, width).
+            A function of rows (n,) on the CPU and a tensor of the wanted device and precision, which gives (n, width).
         """
         first = self.draws
         self.draws += max(1, -(-num_rows // ROWS_PER_DRAW))
@@ -55,11 +58,12 @@ class SharedRandom(nn.Module):
 
         def draws_of(rows: Tensor, like: Tensor) -> Tensor:
             if num_rows <= ROWS_PER_DRAW:
-                return run(0, like)[rows]
+                return run(0, like)[upload(rows, like.device)]
             draws, number_of = like.new_empty(len(rows), width), rows // ROWS_PER_DRAW
             for number in number_of.unique().tolist():
                 place = (number_of == number).nonzero()[:, 0]
-                draws[place] = run(number, like)[rows[place] - number * ROWS_PER_DRAW]
+                inside = upload(rows[place] - number * ROWS_PER_DRAW, like.device)
+                draws[upload(place, like.device)] = run(number, like)[inside]
             return draws
 
         return draws_of
@@ -88,20 +92,21 @@ class SharedRandom(nn.Module):
         return torch.Generator(device).manual_seed(seed)
 
 
-class LogAverages(nn.Module):
+class LogAverages(ItemState):
     """A moving average u of a positive quantity per item, kept as log u so that exp never overflows.
 
     Args:
         num_items: N, the number of items.
         start: log u of every item. NaN marks an item that was never visited: its first value is taken whole, whatever
             the batch around it.
+        on_cpu: see `ItemState`.
     """
 
     log_u: Tensor
 
-    def __init__(self, num_items: int, start: float = torch.nan) -> None:
-        super().__init__()
-        self.register_buffer("log_u", torch.full((num_items,), start))
+    def __init__(self, num_items: int, start: float = torch.nan, on_cpu: bool = False) -> None:
+        super().__init__(on_cpu)
+        self.add_table("log_u", torch.full((num_items,), start))
 
     @torch.no_grad()
     def track(
@@ -112,6 +117,8 @@ class LogAverages(nn.Module):
         sizes: list[int] | None = None,
         store: bool = True,
         distinct: bool = False,
+        all_usable: bool = False,
+        known: KnownIds | None = None,
     ) -> Tensor:
         """u ← (1 − rate)·u + rate·value for the rows of this rank; the table takes the rows of all ranks.
 
@@ -125,41 +132,44 @@ class LogAverages(nn.Module):
             sizes: number of rows on every rank, where known.
             store: whether the table is written; pass the objective's `updates_state`, alike on all ranks.
             distinct: no item stands in two rows, on any ranks.
+            all_usable: no row is without negatives, on any ranks.
+            known: the items on the CPU, where the host knows them.
 
         Returns:
             (A,) the updated log u of each row, without gradient.
         """
-        old = self.log_u[ids].to(log_values)
-        updated, usable = log_values, log_values > -torch.inf
+        old, updated = self.take("log_u", ids, known and known.own).to(log_values), log_values
         if rate < 1:
             updated = torch.logaddexp(old + math.log1p(-rate), log_values + math.log(rate))
             updated = torch.where(torch.isnan(old), log_values, updated)
-        # A row without negatives gets its item's old average back, but has no say in the new one.
-        updated = torch.where(usable, updated, old)
+        if not all_usable:
+            # A row without negatives gets its item's old average back, but has no say in the new one.
+            updated = torch.where(log_values > -torch.inf, updated, old)
         if not store:
             return updated
-        if distributed.is_initialized():
-            ids, usable, stored = (distributed.gather(rows, sizes) for rows in (ids, usable, updated))
-        else:
-            stored = updated
+        ids, stored = distributed.gather(ids, sizes), distributed.gather(updated, sizes)
+        everyone = known and known.all_anchors
         if distinct:
             # What a row without negatives writes is what was there.
-            self.log_u[ids] = stored.to(self.log_u)
+            self.put(ids, everyone, log_u=stored)
             return updated
         # The mean of u, not of log u, over an item's rows, each scaled by their peak so that exp stays in range.
-        usable = usable & torch.isfinite(stored)
-        stored = stored.masked_fill(~usable, -torch.inf)
-        items, row_item = torch.unique(ids, return_inverse=True)
-        peak = stored.new_full((len(items),), -torch.inf).scatter_reduce(0, row_item, stored, reduce="amax")
-        scaled = torch.exp(stored - peak[row_item]).masked_fill(~usable, 0.0)
-        total, count = (torch.zeros_like(peak).index_add(0, row_item, rows.to(peak)) for rows in (scaled, usable))
-        mean = (peak + (total / count).log()).to(self.log_u)
-        self.log_u[items] = torch.where(count > 0, mean, self.log_u[items])
+        usable = torch.isfinite(stored) & (distributed.gather(log_values, sizes) > -torch.inf)
+        stored, first = stored.masked_fill(~usable, -torch.inf), first_rows(ids)
+        peak = torch.full_like(stored, -torch.inf).scatter_reduce(0, first, stored, reduce="amax")[first]
+        mean, some = mean_by_first(torch.exp(stored - peak), usable, first)
+        self.put(ids, everyone, some, log_u=peak + mean.log())
         return updated
 
 
 def first_rows(ids: Tensor) -> Tensor:
-    """Positions of the first row of each distinct id (A,), so that a write by id never meets the same id twice."""
-    items, row_item = torch.unique(ids, return_inverse=True)
-    rows = torch.arange(len(ids), device=ids.device)
-    return rows.new_full((len(items),), len(ids)).scatter_reduce(0, row_item, rows, reduce="amin")
+    """(A,) of each row the first row with the same id: who writes what stands there gives all copies one value."""
+    ordered, order = ids.sort(stable=True)
+    return order[torch.searchsorted(ordered, ids)]
+
+
+def mean_by_first(values: Tensor, usable: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """(A,) the mean of the usable values (A,) among the rows that share a first row (A,); and whether there are any."""
+    values = values.masked_fill(~usable, 0.0)
+    total, count = (torch.zeros_like(values).index_add(0, first, rows.to(values))[first] for rows in (values, usable))
+    return total / count.clamp(min=1), count > 0

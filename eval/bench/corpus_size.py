@@ -1,8 +1,11 @@
 """How the time of an objective grows with the corpus: a step on embeddings, forward and backward, over InfoNCE's.
 
     python eval/bench/corpus_size.py --sizes [10000,100000,1000000,10000000]
+    python eval/bench/corpus_size.py --sizes [10000000] --num_left 100000 --dimension 256
 
-Every item has been seen: caches are full. Items outside the batch come from a table and cost nothing here.
+Every item has been seen: caches are full. Items outside the batch come from a table and cost nothing here. State is
+what the objective's buffers take, memory what the process has grown by since before it was built (what an earlier
+objective has left is used first: time one at a time to see it all).
 """
 
 from __future__ import annotations
@@ -12,16 +15,18 @@ from collections.abc import Callable
 import torch
 from common import in_turn, quietest_clock
 from jsonargparse import auto_cli
+from psutil import Process
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from dualenc.evaluation.report import Table, print_table
-from dualenc.objectives import ISIR, GlobalCache, InfoNCE, NegativeCache, Objective, SogCLR
+from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, NegativeCache, Objective, SogCLR
 from dualenc.objectives.feature_cache import FeatureCache
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,
     "SogCLR": SogCLR,
+    "EMC2": EMC2,
     "ISIR": ISIR,
     "NegativeCache": lambda **common: NegativeCache(refresh=0.0, **common),
     "GlobalCache": GlobalCache,
@@ -30,20 +35,21 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
 WRITTEN = 1 << 16
 
 
-def stepper(criterion: Objective, num_items: int, batch_size: int, dimension: int) -> Callable[[], None]:
-    """A step of an objective that has seen all of N items."""
+def stepper(criterion: Objective, batch_size: int, dimension: int) -> Callable[[], None]:
+    """A step of an objective that has seen all of its items."""
     draw = torch.Generator().manual_seed(0)
     for cache in {module for module in criterion.modules() if isinstance(module, FeatureCache)}:
-        for items in torch.arange(num_items).split(WRITTEN):
+        for items in torch.arange(cache.num_items).split(WRITTEN):
             cache.write(items, normalize(torch.randn(len(items), dimension, generator=draw), dim=1))
 
     def encode(side: str, ids: Tensor) -> Tensor:
         return normalize(torch.randn(len(ids), dimension, generator=draw), dim=1).requires_grad_()
 
     def step() -> None:
-        ids = torch.randint(num_items, (batch_size,), generator=draw).unique()
-        left, right = (encode("", ids) for _ in range(2))
-        criterion(left, right, ids, encode=encode).loss.backward()
+        sizes = criterion.num_left or 1, criterion.num_right or 1
+        left_id, right_id = (torch.randint(size, (batch_size,), generator=draw) for size in sizes)
+        left, right = encode("", left_id), encode("", right_id)
+        criterion(left, right, left_id, right_id, encode=encode).loss.backward()
 
     return step
 
@@ -52,6 +58,8 @@ def main(
     sizes: list[int] = [10_000, 100_000, 1_000_000],  # noqa: B006 - a default for the command line, never changed
     batch_size: int = 32,
     dimension: int = 64,
+    num_left: int | None = None,
+    objectives: list[str] | None = None,
     repeats: int = 5,
 ) -> None:
     """Print a line per objective and size of the corpus.
@@ -60,19 +68,29 @@ def main(
         sizes: N.
         batch_size: B.
         dimension: D.
+        num_left: items on the left, such as queries; by default N.
+        objectives: those to time, after InfoNCE; by default all.
         repeats: timed steps.
     """
+    if unknown := set(objectives or []) - set(OBJECTIVES):
+        raise SystemExit(f"objectives: no {min(unknown)!r}; there are {', '.join(OBJECTIVES)}")
+    chosen = OBJECTIVES if objectives is None else {name: OBJECTIVES[name] for name in ["InfoNCE", *objectives]}
     rows: list[dict[str, object]] = []
     for num_items in sizes:
         reference = 0.0
-        for name, build in OBJECTIVES.items():
-            step = stepper(build(num_left=num_items, temperature=0.05), num_items, batch_size, dimension)
+        for name, build in chosen.items():
+            before = Process().memory_info().rss
+            criterion = build(num_left=num_left or num_items, num_right=num_items, temperature=0.05)
+            step = stepper(criterion, batch_size, dimension)
             times, _ = in_turn({name: step}, repeats, 1, quietest_clock(torch.get_num_threads()))
             milliseconds = 1000 * min(times[name])
             reference = reference or milliseconds
-            rows.append(
-                {"N": num_items, "objective": name, "ms": milliseconds, "over InfoNCE": milliseconds / reference}
-            )
+            row: dict[str, object] = {"N": num_items, "objective": name, "ms": milliseconds}
+            row["over InfoNCE"] = milliseconds / reference
+            row["state, MB"] = sum(buffer.nbytes for buffer in criterion.buffers()) / 1e6
+            row["memory, MB"] = (Process().memory_info().rss - before) / 1e6
+            rows.append(row)
+            del criterion, step
     print_table(Table(f"B = {batch_size}, D = {dimension}, {torch.get_num_threads()} threads", rows))
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
+from dualenc.objectives import SogCLR
+from dualenc.objectives.item_state import ItemState
 from tests.objectives.every import SETTINGS, STEPS, Setting, Towers, batch
 from tests.pretended_device import DEVICE, pretended_device
 
 STATELESS = ("InfoNCE", "DCL", "HCL", "SigLIP")
 
 
-def train(setting: Setting, device: torch.device | str) -> list[float]:
-    """The losses of some steps of plain gradient descent."""
+def train(setting: Setting, device: torch.device | str) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of some steps of plain gradient descent, and the objective's state after them."""
     towers, criterion = Towers(setting.views).to(device), setting.build().to(device)
     if setting.views:
         towers.right = towers.left  # moving has made two of one
@@ -33,16 +38,48 @@ def train(setting: Setting, device: torch.device | str) -> list[float]:
                 parameter.grad = None
         assert {value.device for value in out.metrics.values()} == {out.loss.device} == {torch.device(device)}
         losses.append(float(out.loss.detach().to("cpu")))
-    return losses
+    return losses, criterion.state_dict()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
 def test_losses_are_those_of_the_cpu(setting: Setting) -> None:
-    expected = train(setting, "cpu")
+    expected, _ = train(setting, "cpu")
     with pretended_device():
-        found = train(setting, DEVICE)
+        found, _ = train(setting, DEVICE)
     assert found == pytest.approx(expected, rel=1e-9)
+
+
+KEEP_TABLES = [s for s in SETTINGS if s.objective.__name__ not in (*STATELESS, "ExactGlobal")]
+
+
+@pytest.mark.parametrize("setting", KEEP_TABLES, ids=lambda s: s.name)
+def test_tables_in_cpu_memory_give_the_same_losses_and_state(setting: Setting) -> None:
+    on_cpu = replace(setting, arguments=setting.arguments | {"state_device": "cpu"})
+    expected, state = train(setting, "cpu")
+    with pretended_device():
+        found, found_state = train(on_cpu, DEVICE)
+        found_state = {name: values.to("cpu") for name, values in found_state.items()}
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert found_state.keys() == state.keys()
+    for name, values in state.items():
+        torch.testing.assert_close(found_state[name], values, equal_nan=True)
+
+
+@pytest.mark.parametrize("setting", KEEP_TABLES, ids=lambda s: s.name)
+def test_tables_in_cpu_memory_stay_there(setting: Setting) -> None:
+    criterion = replace(setting, arguments=setting.arguments | {"state_device": "cpu"}).build()
+    with pretended_device():
+        criterion.to(DEVICE)
+        assert criterion.log_temperature.device == DEVICE
+        # The one scale of SACLR's matrix form is no table.
+        tables = [t for m in criterion.modules() if isinstance(m, ItemState) for t in m.buffers() if t.numel() != 1]
+        assert {t.device.type for t in tables} <= {"cpu"}
+
+
+def test_tables_in_cpu_memory_follow_the_precision_of_the_rest() -> None:
+    criterion = SogCLR(num_left=5, state_device="cpu")
+    assert criterion.double().left_averages.log_u.dtype == torch.float64
 
 
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if s.objective.__name__ in STATELESS], ids=lambda s: s.name)

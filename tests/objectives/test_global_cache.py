@@ -89,7 +89,8 @@ def run_with_draws(criterion: GlobalCache, case: Case, corpus: Corpus) -> tuple[
     def spy(cache: FeatureCache, attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
         items = original(cache, attention, num_draws, uniform)
         side = "left" if cache is criterion.left_cache else "right"
-        drawn.append([Item(("left", "right")[i % 2], i // 2) if case.views else Item(side, i) for i in items.tolist()])
+        there = [i for i in items.tolist() if i >= 0]
+        drawn.append([Item(("left", "right")[i % 2], i // 2) if case.views else Item(side, i) for i in there])
         return items
 
     with pytest.MonkeyPatch.context() as patch:

@@ -131,6 +131,7 @@ def test_bad_encodings_are_told(build: type[Objective], side: str) -> None:
         (lambda: InfoNCE(num_left=0), "num_left is 0"),
         (lambda: SogCLR(), "num_left is missing"),
         (lambda: SogCLR(num_left=3, gamma=0.0), "gamma is 0.0"),
+        (lambda: SogCLR(num_left=3, state_device="gpu"), "state_device is 'gpu'; it must be one of auto, cpu"),
         (lambda: HCL(class_prior=1.0), "class_prior is 1.0"),
         (lambda: HCL(hardness=-1.0), "hardness is -1.0"),
         (lambda: HCL(annealing_steps=-1), "annealing_steps is -1"),

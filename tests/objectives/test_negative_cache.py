@@ -197,8 +197,11 @@ def test_draws_follow_the_softmax_over_the_filled_slots() -> None:
 
 
 def test_embeddings_are_remembered_in_half_precision_but_for_double() -> None:
-    half, double = torch.float16, torch.float64
-    for dtype, kept in ((torch.float32, half), (torch.bfloat16, half), (double, double)):
+    for dtype, kept in (
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.float16),
+        (torch.float64, torch.float64),
+    ):
         cache, vectors = FeatureCache(10), torch.nn.functional.normalize(torch.randn(10, 64), dim=1).to(dtype)
         cache.write(torch.arange(10), vectors)
         assert cache.features.dtype == kept

@@ -1,0 +1,91 @@
+"""State of items by the million: on the device of the embeddings, or in CPU memory while these are on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualenc.objectives.looks import upload
+
+
+class ItemState(nn.Module):
+    """Base of tables in buffers (N, …) with a row per item.
+
+    Tables in CPU memory stay there whatever device the objective is moved to, and are pinned where there is a GPU. What
+    a step writes to them stays on its device until somebody asks: mostly the next step after its first look, so that no
+    step waits for its own results.
+
+    Args:
+        on_cpu: keep the tables in CPU memory.
+    """
+
+    def __init__(self, on_cpu: bool = False) -> None:
+        super().__init__()
+        self.on_cpu = on_cpu
+        self._unsettled: list[tuple[Tensor, Tensor | None, dict[str, Tensor]]] = []
+
+    def add_table(self, name: str, values: Tensor, persistent: bool = True) -> None:
+        """Register a buffer, in pinned memory where rows of it will go to a GPU."""
+        self.register_buffer(name, self._placed(values), persistent=persistent)
+
+    def take(self, name: str, rows: Tensor, known: Tensor | None = None) -> Tensor:
+        """The rows (n,) of a table, on the device of `rows`.
+
+        Args:
+            name: of the table.
+            rows: integers of any shape.
+            known: the same on the CPU, where the host knows them; else it has to wait.
+        """
+        self.settle()
+        table: Tensor = getattr(self, name)
+        if table.device == rows.device:
+            return table[rows]
+        return upload(table[rows.cpu() if known is None else known], rows.device)
+
+    def put(self, rows: Tensor, known: Tensor | None, some: Tensor | None = None, **values: Tensor) -> None:
+        """Write values (n, …) into the rows (n,) of tables; who stands twice has the same values twice.
+
+        Args:
+            rows, known: see `take`.
+            some: (n,) the rows to be written; by default all.
+            values: by name of the table.
+        """
+        tables = {name: getattr(self, name) for name in values}
+        if any(table.device != rows.device for table in tables.values()):
+            self._unsettled.append((rows if known is None else known, some, {n: v.detach() for n, v in values.items()}))
+            return
+        for name, table in tables.items():
+            new = values[name].to(table)
+            if some is not None:
+                new = torch.where(some.view(-1, *[1] * (new.dim() - 1)), new, table[rows])
+            table[rows] = new
+
+    def settle(self) -> None:
+        """Write what is still on a device."""
+        unsettled, self._unsettled = self._unsettled, []
+        for rows, some, values in unsettled:
+            where = slice(None) if some is None else some.cpu()
+            for name, new in values.items():
+                table = getattr(self, name)
+                table[rows.cpu()[where]] = new.cpu()[where].to(table)
+
+    def _placed(self, values: Tensor) -> Tensor:
+        return values.cpu().pin_memory() if self.on_cpu and torch.cuda.is_available() else values
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ItemState:
+        self.settle()
+        if not self.on_cpu:
+            return super()._apply(fn, recurse)
+        # Another precision, but no other device.
+        return super()._apply(lambda table: self._placed(table.to(fn(table[:0]).dtype)), recurse)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.settle()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self._unsettled = []
+        super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -1,0 +1,71 @@
+"""What the host must know of the device, learned in as few looks as possible: on a GPU each look waits for all work
+before it, and the GPU then for the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dualenc.errors import DualencError
+
+Result = TypeVar("Result")
+
+Asking = Generator[Tensor | None, Tensor, Result]
+"""Work that asks `numbers = yield tensor` for what stands in a tensor (n,) of integers, and gets it on the CPU."""
+
+
+class Looks:
+    """Looks of one step; each also tells whether what was encoded since the last one is finite."""
+
+    def __init__(self) -> None:
+        self._norms: list[Tensor] = []
+
+    def note(self, embeddings: Tensor) -> None:
+        """Have embeddings (n, D) checked at the next look."""
+        # A norm is finite when all entries are, and takes one pass.
+        self._norms.append(torch.linalg.vector_norm(embeddings.detach(), dtype=torch.float64))
+
+    def together(self, works: Sequence[Result | Asking[Result]]) -> list[Result]:
+        """The results of all works. Those that ask go on in step with one another, so that all questions that are open
+        at a time are answered by one look; `yield` alone only waits for the check of what was encoded.
+
+        Raises:
+            DualencError: something that was encoded is not finite.
+        """
+        results: dict[int, Result] = {n: work for n, work in enumerate(works) if not isinstance(work, Generator)}
+        asking = {n: work for n, work in enumerate(works) if isinstance(work, Generator)}
+        answers: dict[int, Tensor | None] = dict.fromkeys(asking)
+        while answers:
+            questions: dict[int, Tensor] = {}
+            for number, answer in answers.items():
+                try:
+                    question = asking[number].send(answer)  # type: ignore[arg-type]  # None begins
+                    questions[number] = torch.zeros(0, dtype=torch.long) if question is None else question
+                except StopIteration as done:
+                    results[number] = done.value
+            answers = dict(zip(questions, self._look(list(questions.values())), strict=True))
+        if self._norms:
+            self._look([])
+        return [results[number] for number in range(len(works))]
+
+    def _look(self, questions: list[Tensor]) -> list[Tensor]:
+        """The questions (n,) on the CPU, in one transfer, together with the noted norms."""
+        norms, self._norms = self._norms, []
+        # Norms travel as the integers that their bits are.
+        bits = [torch.stack(norms).view(torch.long)] if norms else []
+        on_device = [part for part in (*bits, *questions) if len(part)]
+        values = torch.cat(on_device).cpu() if on_device else torch.zeros(0, dtype=torch.long)
+        if not all(map(math.isfinite, values[: len(norms)].view(torch.double).tolist())):
+            raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
+        return list(values[len(norms) :].split([len(question) for question in questions]))
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on a device, without a wait for what is still to be done there; itself where that is the CPU."""
+    if device.type == "cpu":
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
