@@ -86,7 +86,9 @@ class FeatureCache(ItemState):
         if distributed.is_initialized():
             own = (local >= 0) & (local < len(self.features))
             local, features, known = local[own], features[own], None
-        self.put(local, known, features=features.to(self.features.dtype), filled=torch.ones_like(local))
+        self.put(
+            local, known, features=features.to(self.features.dtype), filled=torch.ones_like(local, dtype=torch.bool)
+        )
 
     def due(self, share: float) -> Tensor:
         """(n,) the items to encode anew in this step, on the CPU: a share of all per step, in turn."""
