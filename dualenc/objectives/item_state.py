@@ -36,10 +36,6 @@ class ItemState(nn.Module):
         self.on_cpu = on_cpu
         self._unsettled: list[_OnTheWay] = []
 
-    def add_table(self, name: str, values: Tensor, persistent: bool = True) -> None:
-        """Register a buffer, in pinned memory where rows of it will go to a GPU."""
-        self.register_buffer(name, self._placed(values), persistent=persistent)
-
     def take(self, name: str, rows: Tensor, known: Tensor | None = None) -> Tensor:
         """The rows (n,) of a table, on the device of `rows`.
 
@@ -88,15 +84,17 @@ class ItemState(nn.Module):
                 table = getattr(self, name)
                 table[rows[where]] = new[where].to(table)
 
-    def _placed(self, values: Tensor) -> Tensor:
-        return values.cpu().pin_memory() if self.on_cpu and torch.cuda.is_available() else values
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ItemState:
         self.settle()
         if not self.on_cpu:
             return super()._apply(fn, recurse)
-        # Another precision, but no other device.
-        return super()._apply(lambda table: self._placed(table.to(fn(table[:0]).dtype)), recurse)
+
+        def stay(table: Tensor) -> Tensor:
+            # Another precision, but no other device.
+            like = fn(table[:0])
+            return pinned_for(like, table.to(like.dtype))
+
+        return super()._apply(stay, recurse)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.settle()
@@ -105,3 +103,8 @@ class ItemState(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
         return self.__dict__.copy()
+
+
+def pinned_for(like: Tensor, table: Tensor) -> Tensor:
+    """A CPU table in pinned memory where `like` is on a GPU, which then need not wait for its rows."""
+    return table.pin_memory() if like.is_cuda else table
