@@ -78,9 +78,8 @@ def would_wait(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     name, leaves = function._schema.name, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     here = any(isinstance(leaf, OnDevice) for leaf in leaves)
     if name == "aten::_to_copy":
-        # From memory that is not pinned, both ways are one after the other.
         to = torch.device(kwargs.get("device") or leaves[0].device)
-        return to.type != leaves[0].device.type and not (to.type == DEVICE.type and kwargs.get("non_blocking"))
+        return to.type != leaves[0].device.type and not kwargs.get("non_blocking")
     if name == "aten::copy_":
         return isinstance(args[0], OnDevice) != isinstance(args[1], OnDevice) and args[1].dim() > 0
     if not here:

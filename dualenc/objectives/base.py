@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING, Anchors, Pairs, pair_anchors, view_anchors
+from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.looks import Asking, Looks
 from dualenc.objectives.state import SharedRandom
 from dualenc.types import Side
@@ -348,6 +349,8 @@ class Objective(nn.Module):
             DualencError: a table has another size, or is missing.
         """
         for prefix, module in self.named_modules():
+            if isinstance(module, ItemState):
+                module.settle()
             # Modules with a way of their own to load know their sizes themselves.
             if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
                 continue

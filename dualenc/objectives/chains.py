@@ -41,7 +41,7 @@ class Chains(ItemState):
         super().__init__(on_cpu)
         self.before = {"state": NO_STATE, **remembers}
         for name, value in self.before.items():
-            self.add_table(name, torch.full((num_chains,), value))
+            self.register_buffer(name, torch.full((num_chains,), value))
 
     def store(
         self, anchors: Anchors, chains: Tensor, known: Tensor | None, state: Tensor, **remembered: Tensor
@@ -269,7 +269,7 @@ class Neighbors(ItemState):
 
     def __init__(self, on_cpu: bool = False) -> None:
         super().__init__(on_cpu)
-        self.add_table("ids", torch.zeros(0, 0, dtype=torch.long))
+        self.register_buffer("ids", torch.zeros(0, 0, dtype=torch.long))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(prefix + "ids")

@@ -12,7 +12,7 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.chains import inverse_cdf, items_of
-from dualenc.objectives.item_state import ItemState
+from dualenc.objectives.item_state import ItemState, pinned_for
 from dualenc.objectives.looks import upload
 from dualenc.objectives.state import first_rows
 
@@ -68,8 +68,8 @@ class FeatureCache(ItemState):
         self.block_size = max(64, -(-num_items // MAX_BLOCKS))
         self.num_blocks = -(-num_items // self.block_size)
         # The dimension is known with the first write.
-        self.add_table("features", torch.zeros(0, 0), persistent=False)
-        self.add_table("filled", torch.zeros(0, dtype=torch.bool), persistent=False)
+        self.register_buffer("features", torch.zeros(0, 0), persistent=False)
+        self.register_buffer("filled", torch.zeros(0, dtype=torch.bool), persistent=False)
         # How often `due` was asked: a number of the host, which need not wait for it.
         self.num_steps = 0
 
@@ -86,7 +86,9 @@ class FeatureCache(ItemState):
         if distributed.is_initialized():
             own = (local >= 0) & (local < len(self.features))
             local, features, known = local[own], features[own], None
-        self.put(local, known, features=features.to(self.features.dtype), filled=torch.ones_like(local))
+        self.put(
+            local, known, features=features.to(self.features.dtype), filled=torch.ones_like(local, dtype=torch.bool)
+        )
 
     def due(self, share: float) -> Tensor:
         """(n,) the items to encode anew in this step, on the CPU: a share of all per step, in turn."""
@@ -276,8 +278,11 @@ class FeatureCache(ItemState):
         num_rows = (self.blocks.stop - self.blocks.start) * self.block_size
         dtype = like.dtype if like.dtype == torch.float64 else torch.float16
         device = torch.device("cpu") if self.on_cpu else like.device
-        self.features = self._placed(torch.zeros(num_rows, like.shape[1], dtype=dtype, device=device))
-        self.filled = self._placed(torch.zeros(num_rows, dtype=torch.bool, device=device))
+        features = torch.zeros(num_rows, like.shape[1], dtype=dtype, device=device)
+        filled = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        if self.on_cpu:
+            features, filled = pinned_for(like, features), pinned_for(like, filled)
+        self.features, self.filled = features, filled
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,21 @@ from torch import Tensor, nn
 from dualenc.objectives.looks import upload
 
 
+class _OnTheWay(NamedTuple):
+    """Values by table for rows of it, of all or `some`, on the CPU once they have `arrived` there."""
+
+    rows: Tensor
+    some: Tensor | None
+    values: dict[str, Tensor]
+    arrived: torch.cuda.Event | None
+
+
 class ItemState(nn.Module):
     """Base of tables in buffers (N, …) with a row per item.
 
     Tables in CPU memory stay there whatever device the objective is moved to, and are pinned where there is a GPU. What
-    a step writes to them stays on its device until somebody asks: mostly the next step after its first look, so that no
-    step waits for its own results.
+    a step writes to them travels while the step goes on, and is there when somebody asks, mostly the next step: nobody
+    waits for it.
 
     Args:
         on_cpu: keep the tables in CPU memory.
@@ -25,11 +34,7 @@ class ItemState(nn.Module):
     def __init__(self, on_cpu: bool = False) -> None:
         super().__init__()
         self.on_cpu = on_cpu
-        self._unsettled: list[tuple[Tensor, Tensor | None, dict[str, Tensor]]] = []
-
-    def add_table(self, name: str, values: Tensor, persistent: bool = True) -> None:
-        """Register a buffer, in pinned memory where rows of it will go to a GPU."""
-        self.register_buffer(name, self._placed(values), persistent=persistent)
+        self._unsettled: list[_OnTheWay] = []
 
     def take(self, name: str, rows: Tensor, known: Tensor | None = None) -> Tensor:
         """The rows (n,) of a table, on the device of `rows`.
@@ -50,42 +55,56 @@ class ItemState(nn.Module):
 
         Args:
             rows, known: see `take`.
-            some: (n,) the rows to be written; by default all.
+            some: (n,) the rows to be written, of tables (N,); by default all.
             values: by name of the table.
         """
         tables = {name: getattr(self, name) for name in values}
-        if any(table.device != rows.device for table in tables.values()):
-            self._unsettled.append((rows if known is None else known, some, {n: v.detach() for n, v in values.items()}))
+        cpu = torch.device("cpu")
+        if rows.device != cpu and all(table.device == cpu for table in tables.values()):
+            kept = {name: new.detach().to(cpu, non_blocking=True) for name, new in values.items()}
+            wanted = None if some is None else some.to(cpu, non_blocking=True)
+            known = rows.to(cpu, non_blocking=True) if known is None else known
+            arrived = torch.cuda.current_stream(rows.device).record_event() if rows.is_cuda else None
+            self._unsettled.append(_OnTheWay(known, wanted, kept, arrived))
             return
         for name, table in tables.items():
             new = values[name].to(table)
             if some is not None:
-                new = torch.where(some.view(-1, *[1] * (new.dim() - 1)), new, table[rows])
+                new = torch.where(some, new, table[rows])
             table[rows] = new
 
     def settle(self) -> None:
-        """Write what is still on a device."""
+        """Write what is on its way."""
         unsettled, self._unsettled = self._unsettled, []
-        for rows, some, values in unsettled:
-            where = slice(None) if some is None else some.cpu()
+        for rows, some, values, arrived in unsettled:
+            if arrived is not None:
+                arrived.synchronize()
+            where = slice(None) if some is None else some
             for name, new in values.items():
                 table = getattr(self, name)
-                table[rows.cpu()[where]] = new.cpu()[where].to(table)
-
-    def _placed(self, values: Tensor) -> Tensor:
-        return values.cpu().pin_memory() if self.on_cpu and torch.cuda.is_available() else values
+                table[rows[where]] = new[where].to(table)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ItemState:
         self.settle()
         if not self.on_cpu:
             return super()._apply(fn, recurse)
-        # Another precision, but no other device.
-        return super()._apply(lambda table: self._placed(table.to(fn(table[:0]).dtype)), recurse)
+
+        def stay(table: Tensor) -> Tensor:
+            # Another precision, but no other device.
+            like = fn(table[:0])
+            return pinned_for(like, table.to(like.dtype))
+
+        return super()._apply(stay, recurse)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        self._unsettled = []
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return self.__dict__.copy()
+
+
+def pinned_for(like: Tensor, table: Tensor) -> Tensor:
+    """A CPU table in pinned memory where `like` is on a GPU, which then need not wait for its rows."""
+    return table.pin_memory() if like.is_cuda else table

@@ -168,5 +168,5 @@ class AnchorTemperatures(ItemState):
 
     def __init__(self, num_items: int, start: float, on_cpu: bool) -> None:
         super().__init__(on_cpu)
-        self.add_table("tau", torch.full((num_items,), start))
-        self.add_table("momentum", torch.zeros(num_items))
+        self.register_buffer("tau", torch.full((num_items,), start))
+        self.register_buffer("momentum", torch.zeros(num_items))

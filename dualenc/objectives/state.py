@@ -106,7 +106,7 @@ class LogAverages(ItemState):
 
     def __init__(self, num_items: int, start: float = torch.nan, on_cpu: bool = False) -> None:
         super().__init__(on_cpu)
-        self.add_table("log_u", torch.full((num_items,), start))
+        self.register_buffer("log_u", torch.full((num_items,), start))
 
     @torch.no_grad()
     def track(

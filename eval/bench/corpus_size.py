@@ -6,6 +6,10 @@
 Every item has been seen: caches are full. Items outside the batch come from a table and cost nothing here. State is
 what the objective's buffers take, memory what the process has grown by since before it was built (what an earlier
 objective has left is used first: time one at a time to see it all).
+
+    python eval/bench/corpus_size.py --ranks [1,8,64] --dimension 256
+
+prints what the state of larger corpora takes on each rank: that of two small ones after a step, extrapolated.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dualenc.evaluation.report import Table, print_table
-from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, NegativeCache, Objective, SogCLR
+from dualenc.objectives import EMC2, ISIR, SACLR, GlobalCache, InfoNCE, ISogCLR, NegativeCache, Objective, SogCLR
 from dualenc.objectives.feature_cache import FeatureCache
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
@@ -33,6 +37,13 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "GlobalCache, pool=None": lambda **common: GlobalCache(pool=None, **common),
 }
 WRITTEN = 1 << 16
+# Items of both sides.
+CORPORA = {
+    "MS MARCO": 500_000 + 8_800_000,
+    "CC12M": 2 * 12_000_000,
+    "LAION-400M": 2 * 400_000_000,
+    "10⁹ pairs": 2 * 10**9,
+}
 
 
 def stepper(criterion: Objective, batch_size: int, dimension: int) -> Callable[[], None]:
@@ -54,6 +65,31 @@ def stepper(criterion: Objective, batch_size: int, dimension: int) -> Callable[[
     return step
 
 
+def state_bytes(build: Callable[..., Objective], num_items: int, dimension: int) -> tuple[int, int]:
+    """Bytes of state of N items on each side that every rank holds whole, and that ranks divide among them."""
+    criterion = build(num_left=num_items)
+    stepper(criterion, 8, dimension)()
+    divided = sum(b.nbytes for m in criterion.modules() if isinstance(m, FeatureCache) for b in m.buffers())
+    return sum(b.nbytes for b in criterion.buffers()) - divided, divided
+
+
+def print_state(ranks: list[int], dimension: int) -> None:
+    """A line per corpus and objective: bytes per item, and GB per rank."""
+    rows: list[dict[str, object]] = []
+    small, large = 1 << 14, 1 << 15
+    for name, build in {**OBJECTIVES, "ISogCLR": ISogCLR, "SACLR": SACLR}.items():
+        (whole, divided), (more_whole, more_divided) = (state_bytes(build, n, dimension) for n in (small, large))
+        # Beyond some 16,000 items all that grows is in proportion to their number, 2N.
+        per_item, per_divided = (more / (2 * (large - small)) for more in (more_whole - whole, more_divided - divided))
+        fixed = whole - 2 * small * per_item
+        for corpus, items in CORPORA.items():
+            row: dict[str, object] = {"corpus": corpus, "objective": name, "bytes per item": per_item + per_divided}
+            for number in ranks:
+                row[f"GB, {number} ranks"] = (fixed + items * (per_item + per_divided / number)) / 1e9
+            rows.append(row)
+    print_table(Table(f"State per rank, D = {dimension}", rows))
+
+
 def main(
     sizes: list[int] = [10_000, 100_000, 1_000_000],  # noqa: B006 - a default for the command line, never changed
     batch_size: int = 32,
@@ -61,6 +97,7 @@ def main(
     num_left: int | None = None,
     objectives: list[str] | None = None,
     repeats: int = 5,
+    ranks: list[int] | None = None,
 ) -> None:
     """Print a line per objective and size of the corpus.
 
@@ -71,7 +108,11 @@ def main(
         num_left: items on the left, such as queries; by default N.
         objectives: those to time, after InfoNCE; by default all.
         repeats: timed steps.
+        ranks: print the state per rank of well-known corpora instead, on so many ranks.
     """
+    if ranks is not None:
+        print_state(ranks, dimension)
+        return
     if unknown := set(objectives or []) - set(OBJECTIVES):
         raise SystemExit(f"objectives: no {min(unknown)!r}; there are {', '.join(OBJECTIVES)}")
     chosen = OBJECTIVES if objectives is None else {name: OBJECTIVES[name] for name in ["InfoNCE", *objectives]}

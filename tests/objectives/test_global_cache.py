@@ -53,7 +53,9 @@ class Slow:
         def expected(item: Item) -> float:
             """How often a copy of the item was to be expected in this batch and among the draws."""
             vector = remembered.get(item)
-            share = 0.0 if vector is None else sum(mass(a, item, vector) / total for a, total in seeing) / len(seeing)
+            share = 0.0
+            if vector is not None and seeing:
+                share = sum(mass(a, item, vector) / total for a, total in seeing) / len(seeing)
             return (of_batch - 1) / (num_pairs - 1) + len(drawn) * share / count[item.id]
 
         column = {}
