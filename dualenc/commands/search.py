@@ -36,11 +36,14 @@ def embed(
     autocast: Literal["bfloat16", "float16"] | None = None,
     num_workers: int | None = None,
     on_error: Literal["skip", "raise"] = "skip",
+    take_over_minutes: float = 10.0,
     device: str | None = None,
 ) -> None:
     """Embed a corpus with one side of a model, into a folder that numpy reads.
 
-    The same command again resumes an interrupted run; processes of `accelerate launch -m dualenc embed …` share it.
+    The same command again resumes an interrupted run. Started several times, on any machines that share the folder, at
+    any moment (`sbatch --array=1-8`, spot machines, `accelerate launch -m dualenc embed …`), it shares the work: each
+    claims one shard after the other, and one that dies loses no more than its shard.
 
     Args:
         model: model folder or name.
@@ -60,6 +63,7 @@ def embed(
         autocast: run the model in this precision.
         num_workers: processes that decode images.
         on_error: skip (and count) bad samples, or raise at the first one.
+        take_over_minutes: without a sign of life for that long, another machine's shard is taken over.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
@@ -71,6 +75,7 @@ def embed(
     check_range(1, MOST_ITEMS, batch_size=batch_size)
     check_range(1, sys.maxsize, limit=limit)
     check_range(0, MOST_WORKERS, num_workers=num_workers)
+    check_range(0.1, 60 * 24 * 365, take_over_minutes=take_over_minutes)
     encoder = load_model(model, device=str(start_processes(device)))
     modality = None
     if side is not None:
@@ -95,7 +100,7 @@ def embed(
     path = Path(model).expanduser()
     notes = {"model": str(path.resolve()) if path.is_dir() else model, "kind": encoder.kind, "data": data}
     how: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "output": output, "autocast": autocast}
-    how |= {"num_workers": num_workers, "on_error": on_error}
+    how |= {"num_workers": num_workers, "on_error": on_error, "take_over": 60 * take_over_minutes}
     embeddings = embed_corpus(encoder.tower(side), corpus, out, **how, identity={"side": side}, notes=notes)
     if distributed.is_main():
         meta = embeddings.meta

@@ -51,13 +51,15 @@ def embed(
     on_error: OnError = "skip",
     identity: dict[str, Any] | None = None,
     notes: dict[str, Any] | None = None,
+    take_over: float = 600.0,
     progress: bool = True,
 ) -> Embeddings:
     """Embed every item of a corpus with one tower.
 
-    Under `accelerate launch` each process takes its share of the shards; the result is that of one process (several
-    machines need a file system they share). A run resumes one with the same tower, options and ids; shards with items
-    whose contents have changed since, bad ones that were mended included, are embedded again.
+    Any number of workers that see `out` share the work: processes of `accelerate launch`, tasks of a SLURM array, spot
+    machines, actors of Ray. Each claims one shard after the other, may come late or die at any moment, and gets the
+    finished embeddings, which are those of one process. A run resumes one with the same tower, options and ids; shards
+    with items whose contents have changed since, bad ones that were mended included, are embedded again.
 
     Args:
         tower: the side of a model to encode with; it works on the device where its weights are.
@@ -72,6 +74,8 @@ def embed(
         on_error: leave out bad samples (counted in `meta["skipped"]`), or raise at the first one.
         identity: further entries of meta.json that a run must share to resume this one, such as the side.
         notes: further entries of meta.json that need not be equal, such as the model's name.
+        take_over: seconds without a sign of life after which the shard of another worker is taken over; that of a
+            process of this machine that is gone is at once.
         progress: show a progress bar.
 
     Returns:
@@ -79,8 +83,8 @@ def embed(
 
     Raises:
         BadSample: an unusable item under on_error="raise".
-        DualencError: modalities differ, a batch_size below 1, vectors that are not finite, every item skipped, or
-            `out` holds something else.
+        DualencError: modalities differ, a batch_size below 1, vectors that are not finite, every item skipped,
+            `out` holds something else, or another worker saw other data.
     """
     if corpus.modality != tower.modality:
         raise DualencError(f"the data is {corpus.modality}, but this side of the model encodes {tower.modality}")
@@ -97,15 +101,19 @@ def embed(
 
     if out is not None:
         identity["model_checksum"] = tower_checksum(tower)
-        with removed_if_refused(out, "shard-*.npy") if distributed.is_main() else contextlib.nullcontext():
+        # A new folder is removed on an error only if no other worker has written to it or is about to.
+        with removed_if_refused(out, "shard-*.[nc]*") if distributed.is_main() else contextlib.nullcontext():
             contents = functools.partial(_contents, corpus)
             writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes, contents)
-            missing = writer.missing()
-            total = sum(len(writer.ranges[number]) for number in missing)
-            with tqdm(total=total, desc="embed", unit=" items", disable=not (shows and total)) as bar:
-                for number in missing:
-                    writer.write(number, *encoder.shard(writer.ranges[number], bar))
-            return writer.finish(corpus.text if corpus.modality == "text" else None)
+            with tqdm(total=len(corpus), desc="embed", unit=" items", disable=not shows) as bar:
+
+                def encode(number: int) -> tuple[np.ndarray, Skipped]:
+                    bar.total = bar.n + sum(len(writer.ranges[n]) for n in writer.unwritten())
+                    return encoder.shard(writer.ranges[number], bar)
+
+                embeddings = writer.write_all(encode, corpus.text if corpus.modality == "text" else None, take_over)
+        distributed.barrier()
+        return embeddings
 
     # Without a folder each process takes its share of the shards, too, and gets the whole.
     ids, ranges = corpus.ids, shard_ranges(len(corpus))
