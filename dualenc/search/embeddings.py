@@ -6,6 +6,7 @@
     shard-00000.json …  for resuming: checksum of the shard and of the items in it, which of them were skipped and why
     meta.json           model, side, dtype, dimension, rows per shard, what was skipped, SHA-256 of each other file
     shard-00001.claim   meanwhile: which worker writes that shard
+    shard-00000.shown   meanwhile: its lines of snippets.jsonl
 
 `EmbeddingWriter` in `dualenc.search.embeddings` writes it shard by shard, can resume, and shares the work with others.
 """
@@ -17,6 +18,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -190,9 +192,9 @@ class Snippets:
 
 
 def write_snippets(path: Path, snippets: Iterator[str]) -> None:
-    """Write one JSON string per line, beside the target; the caller renames it."""
+    """Append one JSON string per line to a file beside the target; the caller renames it."""
     # Half a surrogate pair has no UTF-8; as \\ud800 it is JSON.
-    with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as stream:
         for snippet in snippets:
             stream.write(json.dumps(snippet, ensure_ascii=False) + "\n")
 
@@ -423,7 +425,7 @@ class EmbeddingWriter:
                     if number in self.unwritten([number]):  # not finished since we looked
                         vectors, skipped = encode(number)
                         if claims.held(f"shard-{number:05d}"):
-                            self.write(number, vectors, skipped)
+                            self.write(number, vectors, skipped, snippet)
                     claims.release(f"shard-{number:05d}")
                     patience = _FIRST_WAIT
                     continue
@@ -487,13 +489,20 @@ class EmbeddingWriter:
             "read the same data, and run the same command again"
         )
 
-    def write(self, number: int, vectors: np.ndarray, skipped: Skipped = ()) -> None:  # type: ignore[assignment]
+    def write(
+        self,
+        number: int,
+        vectors: np.ndarray,
+        skipped: Skipped = (),  # type: ignore[assignment]
+        snippet: Callable[[int], str] | None = None,
+    ) -> None:
         """Write one shard.
 
         Args:
             number: which shard.
             vectors: (rows, D), one row per item of the shard's range that is not skipped, in order.
             skipped: the items without a vector.
+            snippet: as `finish` takes it; called here, while the items are at hand, it need not be there.
 
         Raises:
             DualencError: a vector that is not finite, in the precision that is stored.
@@ -503,8 +512,7 @@ class EmbeddingWriter:
             stored = vectors.astype(self.dtype, copy=False)
         finite = np.isfinite(stored).all(axis=1)
         if not finite.all():
-            bad = {row for row, _ in skipped}
-            name = [self.ids[row] for row in self.ranges[number] if row not in bad][int(np.argmin(finite))]
+            name = self.ids[self._kept(number, skipped)[int(np.argmin(finite))]]
             raise DualencError(f"the vector of {name!r} is not finite as {self.dtype}; check the model, or use float32")
         # In this order: a kill in between leaves a shard that is not said to be done.
         path = shard_path(self.folder, number)
@@ -512,6 +520,9 @@ class EmbeddingWriter:
         with atomic_path(path) as part:
             save_array(part, stored)
             sha256 = checksum(part)
+        if snippet is not None:
+            with atomic_path(path.with_suffix(".shown")) as part:
+                write_snippets(part, map(snippet, self._kept(number, skipped)))
         contents = self.contents(self.ranges[number])
         write_json(path.with_suffix(".json"), {"contents": contents, "sha256": sha256, "skipped": list(skipped)})
         self._written[number] = contents
@@ -530,8 +541,7 @@ class EmbeddingWriter:
         """
         notes = [self._note(number) for number in range(len(self.ranges))]
         skipped = [entry for note in notes for entry in note["skipped"]]
-        bad = {row for row, _ in skipped}
-        kept = [row for row in range(len(self.ids)) if row not in bad]
+        kept = [row for number, note in enumerate(notes) for row in self._kept(number, note["skipped"])]
         if not kept:
             first = skipped[0][1] if skipped else "there are none"
             raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {first}")
@@ -539,7 +549,13 @@ class EmbeddingWriter:
             write_ids(part, [self.ids[row] for row in kept])
         if snippet is not None and snippet(kept[0]):
             with atomic_path(self.folder / "snippets.jsonl") as part:
-                write_snippets(part, (snippet(row) for row in kept))
+                for number, note in enumerate(notes):
+                    shown = shard_path(self.folder, number).with_suffix(".shown")
+                    if shown.is_file():
+                        with open(part, "ab") as whole, open(shown, "rb") as lines:
+                            shutil.copyfileobj(lines, whole)
+                    else:
+                        write_snippets(part, map(snippet, self._kept(number, note["skipped"])))
         else:
             remove(self.folder / "snippets.jsonl")
         known = {shard_path(self.folder, number).name: note["sha256"] for number, note in enumerate(notes)}
@@ -547,7 +563,14 @@ class EmbeddingWriter:
         shard_rows = [len(rows) - len(note["skipped"]) for rows, note in zip(self.ranges, notes)]
         files = known | checksums(self.folder, others)
         self._write_meta(complete=True, shard_rows=shard_rows, **skipped_entries(self.ids, skipped), files=files)
+        for shown in self.folder.glob("shard-*.shown"):
+            remove(shown)
         return Embeddings.open(self.folder, verify=False)
+
+    def _kept(self, number: int, skipped: Skipped) -> list[int]:
+        """The rows of a shard that have a vector."""
+        bad = {row for row, _ in skipped}
+        return [row for row in self.ranges[number] if row not in bad]
 
     def _meta(self, **state: Any) -> dict[str, Any]:
         return {"format": FORMAT, "version": FORMAT_VERSION, **self.notes, **self.identity, **state}
