@@ -47,8 +47,9 @@ def embed(
 
     Args:
         model: model folder or name.
-        data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, data set by hub name; for adapters
-            a folder of embeddings, .npy file, or table with a column of vectors.
+        data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, data set by hub name, or the URL of
+            a table or of tars (https, s3, hf); for adapters a folder of embeddings, .npy file, or table with a
+            column of vectors.
         out: folder to write: shard-*.npy, ids.txt, snippets.jsonl, meta.json.
         side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
         split: of a data set that has several.
@@ -68,6 +69,7 @@ def embed(
     """
     from dualenc import distributed
     from dualenc.commands.evaluation import MOST_ITEMS, MOST_WORKERS, check_range, start_processes
+    from dualenc.data.remote import shown
     from dualenc.data.sources import open_corpus
     from dualenc.encoders import load_model
     from dualenc.search.embed import embed as embed_corpus
@@ -98,7 +100,7 @@ def embed(
         side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
     # A folder is found again by its absolute path, from wherever the index is searched.
     path = Path(model).expanduser()
-    notes = {"model": str(path.resolve()) if path.is_dir() else model, "kind": encoder.kind, "data": data}
+    notes = {"model": str(path.resolve()) if path.is_dir() else model, "kind": encoder.kind, "data": shown(data)}
     how: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "output": output, "autocast": autocast}
     how |= {"num_workers": num_workers, "on_error": on_error, "take_over": 60 * take_over_minutes}
     embeddings = embed_corpus(encoder.tower(side), corpus, out, **how, identity={"side": side}, notes=notes)

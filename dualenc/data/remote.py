@@ -17,7 +17,8 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar, cast
@@ -28,7 +29,7 @@ from tqdm import tqdm
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 
-SCHEMES = {"https": "aiohttp", "http": "aiohttp", "s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
+SCHEMES = {"https": "aiohttp", "http": "aiohttp", "s3": "s3fs", "hf": "huggingface_hub"}
 """What is opened, and the package behind it."""
 ATTEMPTS = 6
 FIRST_PAUSE = 0.5
@@ -71,7 +72,7 @@ def url_suffix(url: str) -> str:
 
 
 def expand(url: str) -> list[str]:
-    """The URLs that one means: `{000..123}` counts up, and where files are listed (s3, gs, hf) `*` and `?` match.
+    """The URLs that one means: `{000..123}` counts up, and where files are listed (s3, hf) `*` and `?` match.
 
     Raises:
         DualencError: a scheme that is not opened, a glob over http, or nothing that matches.
@@ -80,12 +81,11 @@ def expand(url: str) -> list[str]:
     urls = [url]
     while match := _BRACES.search(urls[0]):
         first, last = match[1], match[2]
-        if int(last) - int(first) >= _MOST_FILES or int(last) < int(first):
-            raise DualencError(f"{shown(url)}: {match[0]} means no files, or too many; count up to {_MOST_FILES:,}")
-        numbers = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        count = int(last) - int(first) + 1
+        if not 0 < count * len(urls) <= _MOST_FILES:
+            raise DualencError(f"{shown(url)}: {match[0]} means no file, or more than {_MOST_FILES:,} together")
+        numbers = [str(int(first) + step).zfill(len(first)) for step in range(count)]
         urls = [_BRACES.sub(number, one, count=1) for one in urls for number in numbers]
-        if len(urls) > _MOST_FILES:
-            raise DualencError(f"{shown(url)}: means more than {_MOST_FILES:,} files; name fewer")
     scheme = urlsplit(url).scheme
     if scheme in ("http", "https") or not any(character in url for character in "*?["):
         if "*" in urlsplit(url).path:
@@ -123,9 +123,14 @@ class RemoteFile:
         if not isinstance(info.get("size"), int):
             raise DualencError(f"{self}: the server does not tell its size; download it and give the file")
         self.size = int(info["size"])
-        etag = info.get("ETag") or info.get("etag")
-        # A weak ETag ("W/…") says that contents mean the same, not that they are; servers refuse to compare by it.
-        self._etag = etag if isinstance(etag, str) and etag.startswith('"') and url.startswith("http") else None
+        etag, changed = info.get("ETag") or info.get("etag"), info.get("Last-Modified")
+        self._unchanged: dict[str, str] = {}  # what a web server is to compare
+        if url.startswith("http"):  # s3fs compares by itself
+            # A weak ETag ("W/…") says that contents mean the same, not that they are; servers do not compare by it.
+            if isinstance(etag, str) and etag.startswith('"'):
+                self._unchanged = {"If-Match": etag}
+            elif changed:
+                self._unchanged = {"If-Unmodified-Since": changed}
         keys = ("Last-Modified", "LastModified", "last_modified", "mtime", "updated", "blob_id")
         stamp = etag or next((info[key] for key in keys if info.get(key)), None)
         self._reset()
@@ -192,7 +197,7 @@ class RemoteFile:
         """One attempt."""
         try:
             if self._open is None:
-                options = {"headers": {"If-Match": self._etag}} if self._etag else {}
+                options = {"headers": self._unchanged} if self._unchanged else {}
                 self._open = _system(self.url).open(self.url, "rb", cache_type="none", size=self.size, **options)
             self._open.seek(start)
             data = self._open.read(end - start)
@@ -210,9 +215,10 @@ class RemoteFile:
             raise OSError(f"{len(data):,} of {end - start:,} bytes came")
         return data
 
-    def stream(self) -> BinaryIO:
-        """The file as a stream with a position of its own, for libraries that read files."""
-        return cast(BinaryIO, io.BufferedReader(_Stream(self), _FIRST_READ))
+    def stream(self, buffered: bool = True) -> BinaryIO:
+        """The file as a stream with a position of its own, for libraries that read files, in small steps or large."""
+        stream = _Stream(self)
+        return cast(BinaryIO, io.BufferedReader(stream, _FIRST_READ) if buffered else stream)
 
     def copy(self) -> Path:
         """A copy of the whole file in the cache folder, fetched unless it is there.
@@ -251,6 +257,12 @@ class RemoteFile:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
+
+
+def open_files(urls: Sequence[str]) -> list[RemoteFile]:
+    """The files behind some URLs, several at a time: each has to be asked about."""
+    with ThreadPoolExecutor(max_workers=16) as threads:
+        return list(threads.map(RemoteFile, urls))
 
 
 class _Stream(io.RawIOBase):
@@ -345,18 +357,19 @@ def _tried(name: str, action: Callable[[], Result]) -> Result:
         except DualencError:
             raise
         except Exception as error:  # each library has its own
-            status = getattr(error, "status", None)
+            status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
             # aiohttp names the whole URL, of which the query may hold a key.
             text = f"HTTP {status}: {getattr(error, 'message', '')}" if isinstance(status, int) else str(error)
             reason = " ".join(text.split())[:200] or type(error).__name__
-            if status in (401, 403) or isinstance(error, PermissionError):
+            no_key = type(error).__name__ == "NoCredentialsError"
+            if status in (401, 403) or isinstance(error, PermissionError) or no_key:
                 raise DualencError(f"{name}: not allowed ({reason}); check the URL and your credentials") from None
             if isinstance(error, FileNotFoundError) or (status is not None and status in (404, 410)):
                 raise DualencError(f"{name}: no such file on the server; check the URL") from None
             if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
                 raise DualencError(f"{name}: the server refuses ({reason}); check the URL") from None
-            if isinstance(error, ImportError):
-                raise DualencError(f"{name}: a package is missing ({reason}); install it") from None
+            if type(error).__name__ == "OfflineModeIsEnabled":
+                raise DualencError(f"{name}: the hub is switched off; unset HF_HUB_OFFLINE to read from it") from None
             if attempt == ATTEMPTS:
                 raise DualencError(
                     f"{name}: cannot be read after {ATTEMPTS} attempts ({type(error).__name__}: {reason}); "

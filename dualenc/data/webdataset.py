@@ -7,6 +7,7 @@ import json
 import os
 import re
 import tarfile
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -20,7 +21,7 @@ from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES, MOST_BYTES, decode_image
 from dualenc.data.lines import MOST_LINE_BYTES
 from dualenc.data.pairs import PairDataset, Skips
-from dualenc.data.remote import RemoteFile, expand, is_url, url_suffix
+from dualenc.data.remote import RemoteFile, expand, is_url, open_files, url_suffix
 from dualenc.data.tables import cache_folder
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import atomic_path, open_regular
@@ -156,7 +157,9 @@ def _scan(tar: Tar, skips: Skips) -> pa.Table:
     """One row per sample, in the order of their first files; what is no plain file of a sample is told to `skips`."""
     import pyarrow as pa
 
-    samples: dict[str, dict[str, tuple[int, int]]] = {}  # by extension, where a file starts and its size
+    rows: dict[str, int] = {}  # of each sample
+    extensions: dict[str, int] = {}
+    places = array("q")  # of each file its sample, extension, offset and size: objects would take ten times as much
     try:
         with (
             _stream(tar) as stream,
@@ -184,13 +187,9 @@ def _scan(tar: Tar, skips: Skips) -> pa.Table:
                 elif info.offset_data + info.size > size:
                     raise tarfile.ReadError(f"{info.name} is cut off")
                 else:
-                    sample, extension = match[1], match[2].lower()
-                    files = samples.setdefault(sample, {})
-                    if extension in files:
-                        place = f"{tar}: {sample}.{extension}"
-                        skips.bad("file that stands twice in a tar", place, "remove one of them")
-                    else:
-                        files[extension] = (info.offset_data, info.size)
+                    row = rows.setdefault(match[1], len(rows))
+                    extension = extensions.setdefault(match[2].lower(), len(extensions))
+                    places.extend((row, extension, info.offset_data, info.size))
     except DualencError:
         raise
     except Exception as error:  # tarfile raises many kinds on broken headers
@@ -201,14 +200,18 @@ def _scan(tar: Tar, skips: Skips) -> pa.Table:
                 raise DualencError(f"{tar}: a compressed tar cannot be read at random; decompress it first") from None
         reason = " ".join(str(error).split()) or type(error).__name__
         skips.bad("truncated or broken tar", str(tar), f"{reason}; fetch it again")
-    files_of = list(samples.values())
-    columns = {
-        "sample": list(samples),
-        "extension": [list(files) for files in files_of],
-        "offset": [[offset for offset, _ in files.values()] for files in files_of],
-        "size": [[size for _, size in files.values()] for files in files_of],
-    }
-    return pa.table(columns, schema=_schema())
+    files = np.frombuffer(places, dtype=np.int64).reshape(-1, 4)
+    _, first = np.unique(files[:, 0] * max(1, len(extensions)) + files[:, 1], return_index=True)
+    names, kinds = pa.array(list(rows), pa.large_string()), pa.array(list(extensions), pa.string())
+    for row, extension in files[np.setdiff1d(np.arange(len(files)), first), :2].tolist():
+        place = f"{tar}: {names[row]}.{kinds[extension]}"
+        skips.bad("file that stands twice in a tar", place, "remove one of them")
+    files = files[np.sort(first)]
+    files = files[np.argsort(files[:, 0], kind="stable")]
+    starts = pa.array(np.concatenate([[0], np.cumsum(np.bincount(files[:, 0], minlength=len(rows)))]), pa.int32())
+    values = [kinds.take(pa.array(files[:, 1])), pa.array(files[:, 2]), pa.array(files[:, 3])]
+    lists = [pa.ListArray.from_arrays(starts, value) for value in values]
+    return pa.Table.from_arrays([names, *lists], schema=_schema())
 
 
 def _stream(tar: Tar) -> BinaryIO:
@@ -299,7 +302,7 @@ class _Shards:
 
         found: list[Tar]
         if is_url(path):
-            found = [RemoteFile(url) for url in expand(str(path))]
+            found = [*open_files(expand(str(path)))]
         else:
             pattern = str(Path(path) / "*.tar") if Path(path).is_dir() else str(path)
             there = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)

@@ -37,6 +37,9 @@ TOKENS_PER_WINDOW = 2**21
 USUAL_LENGTH = 512
 VECTORS_PER_WINDOW = 2**12
 
+Window = tuple["Inputs | None", Skipped, "str | None"]
+"""Prepared rows, if there are any; rows that cannot be used, with the reasons; and what makes going on impossible."""
+
 
 def embed(
     tower: Tower,
@@ -178,7 +181,7 @@ class _Encoder:
         starts = range(rows.start, rows.stop, self.window_rows)
         ranges = [range(start, min(start + self.window_rows, rows.stop)) for start in starts]
         windows = _Windows(self.corpus, self.tower.prepare, ranges)
-        prepared: Iterable[tuple[Inputs | None, Skipped]] = windows.one_ahead()
+        prepared: Iterable[Window] = windows.one_ahead()
         if self.num_workers:
             workers, pin = min(self.num_workers, len(ranges)), self.device.type == "cuda"
             prepared = torch.utils.data.DataLoader(windows, batch_size=None, num_workers=workers, pin_memory=pin)
@@ -187,7 +190,9 @@ class _Encoder:
         was_training = self.tower.training
         self.tower.eval()
         try:
-            for inputs, bad in prepared:
+            for inputs, bad, fault in prepared:
+                if fault is not None:
+                    raise DualencError(fault)
                 if bad and self.on_error == "raise":
                     raise BadSample(bad[0][1])
                 skipped.extend(bad)
@@ -227,8 +232,8 @@ class _Windows(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.ranges)
 
-    def __getitem__(self, number: int) -> tuple[Inputs | None, Skipped]:
-        """Inputs of the rows that could be read, and why the others could not."""
+    def __getitem__(self, number: int) -> Window:
+        """Inputs of the rows that could be read, why the others could not, and why none can any more."""
         items, skipped = [], []
         for row in self.ranges[number]:
             try:
@@ -236,9 +241,11 @@ class _Windows(torch.utils.data.Dataset):
             except BadSample as error:
                 # A worker's exception would arrive as a traceback in one string; a message arrives as it is.
                 skipped.append((row, str(error)))
-        return (self.prepare(items) if items else None), skipped
+            except DualencError as error:  # a server is away
+                return None, [], str(error)
+        return (self.prepare(items) if items else None), skipped, None
 
-    def one_ahead(self) -> Iterator[tuple[Inputs | None, Skipped]]:
+    def one_ahead(self) -> Iterator[Window]:
         """The windows in order, each prepared in a thread while the one before is encoded."""
         with ThreadPoolExecutor(max_workers=1) as thread:
             coming = thread.submit(self.__getitem__, 0)

@@ -1,11 +1,11 @@
 """Memory of embedding a corpus from disk: what grows with the number of texts, for each format.
 
-    python eval/bench/embed_memory.py --texts 600000
+    python eval/bench/embed_memory.py --texts 400000
 
-Generated texts are written as jsonl, parquet, tar and BEIR folder, and embedded from there into a folder by a tower that
-costs nothing, each in a process of its own, whole and a tenth of them. What a process needs are its anonymous pages:
-those of mapped files count for nothing, the system drops them when it needs room. Printed is the highest of all times
-it was looked at, and the bytes by which each further text raises it.
+Generated texts are written as jsonl, parquet, tar and BEIR folder, and embedded from there into a folder by a tower
+that costs nothing, each in a process of its own, whole and a tenth of them. What a process needs are its anonymous
+pages: those of mapped files count for nothing, the system drops them when it needs room. Printed is the highest of all
+times it was looked at, and the bytes by which each further text raises it.
 """
 
 from __future__ import annotations
@@ -110,10 +110,16 @@ def measure(data: str, out: str, told: Any) -> None:
     told.put((len(corpus), time.monotonic() - started, before, opened, highest[0]))
 
 
-def main(texts: int = 600_000, words: int = 120, folder: str | None = None) -> None:
+def main(
+    formats: list[str] = list(FORMATS),  # noqa: B006
+    texts: int = 400_000,
+    words: int = 120,
+    folder: str | None = None,
+) -> None:
     """Print the memory of each format.
 
     Args:
+        formats: of jsonl, parquet, tar and beir.
         texts: how many; the smaller run has a tenth.
         words: of each text.
         folder: where to write the data; by default a temporary folder.
@@ -121,7 +127,7 @@ def main(texts: int = 600_000, words: int = 120, folder: str | None = None) -> N
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=folder) as name:
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
-        for kind in FORMATS:
+        for kind in formats:
             peaks = []
             for count in (texts // 10, texts):
                 data = write(Path(name), kind, count, words)
@@ -132,8 +138,8 @@ def main(texts: int = 600_000, words: int = 120, folder: str | None = None) -> N
                 process.join()
                 size = sum(file.stat().st_size for file in (data.rglob("*") if data.is_dir() else [data])) >> 20
                 print(
-                    f"{kind:>7}: {items:>9,} texts of {size:5,} MiB in {seconds:6.1f} s: {before / 2**20:6.0f} MiB at the "
-                    f"start, {opened / 2**20:6.0f} when opened, {highest / 2**20:6.0f} at most",
+                    f"{kind:>7}: {items:>9,} texts of {size:5,} MiB in {seconds:6.1f} s: {before / 2**20:6.0f} MiB "
+                    f"at the start, {opened / 2**20:6.0f} when opened, {highest / 2**20:6.0f} at most",
                     flush=True,
                 )
                 peaks.append(highest)
