@@ -131,13 +131,12 @@ class RemoteFile:
                 self._unchanged = {"If-Match": etag}
             elif changed:
                 self._unchanged = {"If-Unmodified-Since": changed}
-        keys = ("Last-Modified", "LastModified", "last_modified", "mtime", "updated", "blob_id")
-        stamp = etag or next((info[key] for key in keys if info.get(key)), None)
+        self._told_stamp = stamp = _stamp(info)
         self._reset()
         if stamp is None:
             ends = self.read(0, min(self.size, _FIRST_READ)) + self.read(max(0, self.size - _FIRST_READ), _FIRST_READ)
             stamp = hashlib.sha256(ends).hexdigest()
-        self.stamp = str(stamp)
+        self.stamp = stamp
 
     def _reset(self) -> None:
         self._kept: OrderedDict[int, bytes] = OrderedDict()
@@ -197,8 +196,13 @@ class RemoteFile:
         """One attempt."""
         try:
             if self._open is None:
-                options = {"headers": self._unchanged} if self._unchanged else {}
-                self._open = _system(self.url).open(self.url, "rb", cache_type="none", size=self.size, **options)
+                info = {} if self._unchanged else _told(_system(self.url), self.url)
+                if info and (info.get("size"), _stamp(info)) != (self.size, self._told_stamp):
+                    raise DualencError(f"{self}: has changed since it was opened; run the same command again")
+                options: dict[str, Any] = {"headers": self._unchanged} if self._unchanged else {}
+                if self.url.startswith("http"):
+                    options["size"] = self.size  # given to s3fs, it would compare no ETags
+                self._open = _system(self.url).open(self.url, "rb", cache_type="none", **options)
             self._open.seek(start)
             data = self._open.read(end - start)
         except Exception as error:
@@ -346,6 +350,12 @@ def _told(system: Any, url: str) -> dict[str, Any]:
         if isinstance(error.__cause__, Exception) and not isinstance(error.__cause__, FileNotFoundError):
             raise error.__cause__ from None
         raise
+
+
+def _stamp(info: dict[str, Any]) -> str | None:
+    """What tells one version of a file from another, if the server tells anything."""
+    keys = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime", "blob_id")
+    return next((str(info[key]) for key in keys if info.get(key)), None)
 
 
 def _tried(name: str, action: Callable[[], Result]) -> Result:

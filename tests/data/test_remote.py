@@ -418,3 +418,32 @@ class TestTars:
         pairs = WebDatasetPairs(server.put("y.tar", whole[:-30_000]))
         assert (contents(pairs), pairs.skipped) == ([(1, "one")], 1)
         assert tarfile.is_tarfile(tmp_path / "y.tar")
+
+
+class TestS3:
+    """Through s3fs, where it is installed, against the same server; S3 answers HEAD and GET of /BUCKET/KEY like it."""
+
+    @pytest.fixture(autouse=True)
+    def bucket(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("s3fs")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "test")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+    def test_tables_and_tars(self, server: Server, tmp_path: Path) -> None:
+        server.put("bucket/x.parquet", parquet(tmp_path / "x.parquet"))
+        server.put("bucket/x.jsonl", jsonl())
+        server.put("bucket/x.tar", write_tar(tmp_path / "x.tar", sample("1", 1, "one")).read_bytes())
+        assert open_corpus("s3://bucket/x.parquet")[49] == "text 49"
+        assert open_corpus("s3://bucket/x.jsonl")[4] == "text 4"
+        assert contents(WebDatasetPairs("s3://bucket/x.tar")) == [(1, "one")]
+
+    @pytest.mark.parametrize("opened", [False, True])
+    def test_a_file_that_changes_meanwhile(self, server: Server, opened: bool) -> None:
+        server.put("bucket/x.bin", noise(500_000))
+        file = RemoteFile("s3://bucket/x.bin")
+        if opened:
+            file.read(100_000, 1000)
+        server.put("bucket/x.bin", noise(500_000, seed=1))
+        assert "has changed since it was opened" in failure(lambda: file.read(300_000, 1000))
