@@ -70,13 +70,15 @@ def open_corpus(
         DualencError: nothing there, nothing usable, or no telling which column to take.
         BadSample: an empty item, a missing or repeated id, a malformed line, under on_error="raise".
     """
+    if is_url(path) and url_suffix(str(path)) == ".npy":
+        raise DualencError(f"{shown(path)}: .npy files are read from this machine only; download it and give the file")
     if is_tars(path):
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
     if is_image_folder(path) and not (is_beir(path) or is_vectors(path)):
         names = find_images(path)
         numbers, classes = labels_of_folders(names) or (None, None)
         return Corpus(names, ImageFiles(path, names), "image", labels=numbers, class_names=classes)
-    skips = Skips(shown(path), on_error)
+    skips = Skips(path, on_error)
     if is_beir(path):
         corpus = read_corpus(path, part, skips=skips)
     elif is_vectors(path):
@@ -152,7 +154,9 @@ def open_pairs(
     right = right_column or _known(kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), but=left)
     if left is None or right is None:
         missing = "left_column" if left is None else "right_column"
-        raise DualencError(f"{path}: no telling which column is {missing}; name it (columns: {', '.join(kinds)})")
+        raise DualencError(
+            f"{shown(path)}: no telling which column is {missing}; name it (columns: {', '.join(kinds)})"
+        )
     return TablePairs(
         path,
         left,

@@ -7,6 +7,9 @@ import json
 import multiprocessing
 import pickle
 import re
+import shutil
+import ssl
+import subprocess
 import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -205,6 +208,30 @@ class TestRefused:
     def test_a_redirect_within_the_web_is_followed(self, server: Server) -> None:
         server.redirects["/latest.jsonl"] = server.put("x.jsonl", jsonl())
         assert open_corpus(f"{server.url}/latest.jsonl").ids == [f"d{i}" for i in range(5)]
+
+    def test_a_redirect_from_https_to_http(
+        self, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if shutil.which("openssl") is None:
+            pytest.skip("needs openssl to make a certificate")
+        command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -keyout key.pem -out cert.pem"
+        extended = [*command.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
+        subprocess.run(extended, cwd=tmp_path, check=True, capture_output=True)
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        url = server.put("x.jsonl", jsonl())
+        with serving() as secure:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+            secure.socket = context.wrap_socket(secure.socket, server_side=True)
+            address = secure.url.replace("http:", "https:")
+            secure.put("x.jsonl", jsonl(3))
+            secure.redirects = {"/same.jsonl": f"{address}/x.jsonl", "/away.jsonl": f"{url}?key=secret"}
+            # aiohttp makes its contexts when it is imported, before the certificate was there.
+            monkeypatch.setattr("aiohttp.connector._SSL_CONTEXT_VERIFIED", ssl.create_default_context())
+            assert len(open_corpus(f"{address}/same.jsonl")) == 3
+            told = failure(lambda: open_corpus(f"{address}/away.jsonl"))
+        assert told == f"{address}/away.jsonl: redirects to {url}; give that URL itself"
+        assert server.requests == []
 
     def test_paths_in_a_remote_table_lead_nowhere(self, server: Server, tmp_path: Path) -> None:
         (tmp_path / "secret.png").write_bytes(encoded(picture(3)))
