@@ -78,6 +78,10 @@ class Claims:
         self._held.add(name)
         return self.held(name)
 
+    def exists(self, name: str) -> bool:
+        """Whether anybody has claimed a piece, alive or not."""
+        return self._path(name).exists()
+
     def held(self, name: str) -> bool:
         """Whether this worker still has a piece that it claimed."""
         if name in self._held and _read(self._path(name)).get("token") != self.token:

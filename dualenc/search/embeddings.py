@@ -373,7 +373,8 @@ class EmbeddingWriter:
             except DiskFull:
                 self.folder.rmdir()
                 raise
-        self._is_complete()
+        if self._is_complete():  # what a worker left that was killed over it
+            self._tidy_up()
         self._meta_at_first = self._meta_stamp()
         recover_inside(self.folder)
         self._unwritten_at_first = set(self.unwritten())
@@ -388,6 +389,14 @@ class EmbeddingWriter:
                 remedy = "choose another folder or remove it"
                 raise DualencError(f"{self.folder}: holds embeddings with {key} {was}, not {wanted}; {remedy}")
         return bool(found["complete"])
+
+    def _tidy_up(self) -> None:
+        for shown in self.folder.glob("shard-*.shown"):
+            remove(shown)
+
+    def _completed_by_another(self) -> bool:
+        """Whether the folder has been finished since this worker began."""
+        return self._is_complete() and self._meta_stamp() != self._meta_at_first
 
     def _meta_stamp(self) -> tuple[int, int]:
         """Tells one meta.json from another that took its place."""
@@ -429,11 +438,14 @@ class EmbeddingWriter:
                     claims.release(f"shard-{number:05d}")
                     patience = _FIRST_WAIT
                     continue
-                if self._is_complete() and self._meta_stamp() != self._meta_at_first:  # by another, meanwhile
-                    self._check_own()
-                    return Embeddings.open(self.folder, verify=False)
-                if not unwritten and claims.take("finish"):
-                    if not self.missing():
+                if self._completed_by_another():
+                    # It may be tidying up, or was killed over it.
+                    if not claims.exists("finish") or claims.take("finish"):
+                        self._check_own()
+                        self._tidy_up()
+                        return Embeddings.open(self.folder, verify=False)
+                elif not unwritten and claims.take("finish"):
+                    if not self._completed_by_another() and not self.missing():  # not since we looked
                         return self.finish(snippet)
                     claims.release("finish")
                     continue
@@ -563,8 +575,7 @@ class EmbeddingWriter:
         shard_rows = [len(rows) - len(note["skipped"]) for rows, note in zip(self.ranges, notes)]
         files = known | checksums(self.folder, others)
         self._write_meta(complete=True, shard_rows=shard_rows, **skipped_entries(self.ids, skipped), files=files)
-        for shown in self.folder.glob("shard-*.shown"):
-            remove(shown)
+        self._tidy_up()
         return Embeddings.open(self.folder, verify=False)
 
     def _kept(self, number: int, skipped: Skipped) -> list[int]:

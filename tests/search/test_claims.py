@@ -172,11 +172,15 @@ class TestClaims:
 
 def test_several_workers_write_what_one_writes(tmp_path: Path, alone: dict[str, bytes]) -> None:
     folder = tmp_path / "emb"
-    with worker(folder, 0.01), worker(folder, 0.01), worker(folder, 0.01):
-        tower = LetterTower(delay=0.01)
+    with worker(folder, 0.05) as first, worker(folder, 0.05) as second:
+        wait_for(lambda: len(list(folder.glob("shard-*.claim"))) == 2)
+        tower = LetterTower(delay=0.05)
         embeddings = embed(tower, corpus(ROWS), folder, progress=False)
+        for process in (first, second):
+            process.join(60)
+            assert process.exitcode == 0
     assert contents(folder) == alone
-    assert sum(rows for rows, _ in tower.widths) < ROWS / 2, "the others had a share"
+    assert sum(rows for rows, _ in tower.widths) < ROWS, "the others had a share"
     np.testing.assert_array_equal(np.asarray(embeddings.vectors), np.asarray(Embeddings.open(folder).vectors))
 
 
@@ -241,6 +245,31 @@ def test_a_fresh_claim_of_another_host_is_respected_until_it_is_stale(tmp_path: 
     started = time.monotonic()
     work(folder, take_over=2.0)
     assert 2 <= time.monotonic() - started < 20
+    assert contents(folder) == alone
+
+
+def test_what_a_worker_leaves_that_is_killed_while_it_tidies_up_is_swept(
+    tmp_path: Path, alone: dict[str, bytes]
+) -> None:
+    """By whoever waits for it, and, when nobody does, by the next run."""
+    folder = tmp_path / "emb"
+    with worker(folder, 0.05) as waiting:
+        wait_for(lambda: (folder / "shard-00000.claim").exists())
+        holder = claim(folder, "finish", host="preempted")
+        wait_for(lambda: len(list(folder.glob("shard-*.json"))) == SHARDS and not list(folder.glob("shard-*.claim")))
+        assert list(folder.glob("shard-*.shown"))
+        for name in ("ids.txt", "snippets.jsonl", "meta.json"):
+            (folder / f"{name}.new").write_bytes(alone[name])
+            os.replace(folder / f"{name}.new", folder / name)
+        time.sleep(0.3)
+        assert waiting.is_alive(), "the finisher may still be at it"
+        os.utime(holder, (1, 1))
+        waiting.join(20)
+        assert waiting.exitcode == 0
+    assert contents(folder) == alone
+    (folder / "shard-00003.shown").write_bytes(b"left")
+    os.utime(claim(folder, "finish", host="preempted"), (1, 1))
+    work(folder)
     assert contents(folder) == alone
 
 
