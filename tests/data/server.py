@@ -39,6 +39,7 @@ class Server(ThreadingHTTPServer):
         self.ranges = True
         self.told: str | None = "ETag"
         self.versions: dict[str, int] = {}
+        self.etags: dict[str, str] = {}
         self.lock = threading.Lock()
 
     @property
@@ -49,6 +50,7 @@ class Server(ThreadingHTTPServer):
         """Serve a file; its URL."""
         self.files[f"/{name}"] = content
         self.versions[f"/{name}"] = self.versions.get(f"/{name}", 0) + 1
+        self.etags[f"/{name}"] = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
         return f"{self.url}/{name}"
 
     def gets(self) -> list[tuple[str, str, str | None]]:
@@ -95,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.head(self.server.status, 0)
         told = {}
         if self.server.told == "ETag":
-            told["ETag"] = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+            told["ETag"] = self.server.etags[path]
         elif self.server.told == "Last-Modified":
             told["Last-Modified"] = formatdate(86400 * self.server.versions[path], usegmt=True)
         asked = {"ETag": "If-Match", "Last-Modified": "If-Unmodified-Since"}
