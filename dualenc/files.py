@@ -2,11 +2,12 @@
 
 A file takes its target's place in one rename. A folder that replaces a folder needs three:
 
-    .NAME.part-PID → .NAME.new-PID    the new folder is complete, and its name says so
-    NAME           → .NAME.old-PID
-    .NAME.new-PID  → NAME             and the old one is removed
+    .NAME.part-WRITER → .NAME.new-WRITER    the new folder is complete, and its name says so
+    NAME              → .NAME.old-WRITER
+    .NAME.new-WRITER  → NAME                and the old one is removed
 
-Whatever a kill leaves between them, `recover` puts a complete folder in place again.
+Whatever a kill leaves between them, `recover` puts a complete folder in place again. WRITER is PLACE-PID-THREAD;
+PLACE tells machines and containers apart that share a disk and whose processes may have equal numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import re
 import shutil
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -40,9 +43,11 @@ _SHORT_WRITE = re.compile(
 )
 """What torch.save and numpy say, without an errno, of a write that the disk cut short."""
 
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<stage>part|new|old)-(?P<pid>\d+)$")
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<stage>part|new|old)-((?P<place>[0-9a-f]{8})-)?(?P<pid>\d+)(-\d+)?$")
 _SWAP_SECONDS = 0.5
 """Longer than any living process takes between the renames of a swap."""
+_FOREIGN_SECONDS = 86400.0
+"""Unfinished files of another machine, whose processes cannot be looked up, stay that long."""
 _CLOCK_SECONDS = 5.0
 """By how much the clocks of files and of processes may differ."""
 
@@ -63,7 +68,7 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
         DiskFull: the disk, the quota or the permitted file size was used up, whichever library noticed it.
     """
     target = Path(target)
-    part, new, old = (target.with_name(f".{target.name}.{stage}-{os.getpid()}") for stage in ("part", "new", "old"))
+    part, new, old = (_beside(target, stage) for stage in ("part", "new", "old"))
     with full_disk_told(target), removed_if_refused(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         recover(target, unfinished=True)
@@ -90,6 +95,23 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
         finally:
             _writing.discard(Path(os.path.abspath(target)))
             remove(part)
+
+
+def _beside(target: Path, stage: str) -> Path:
+    """Where this thread has a target that is not in its place yet, or not any more."""
+    return target.with_name(f".{target.name}.{stage}-{_place()}-{os.getpid()}-{threading.get_native_id()}")
+
+
+@cache
+def _place() -> str:
+    """Eight characters for this machine and, in a container, for that."""
+    return hashlib.sha256(f"{socket.gethostname()} {_container()}".encode()).hexdigest()[:8]
+
+
+def _container() -> str:
+    """In what numbers of processes mean what they do here."""
+    container = Path("/proc/self/ns/pid")
+    return os.readlink(container) if container.is_symlink() else ""
 
 
 def remove(path: Path) -> None:
@@ -167,18 +189,19 @@ def recover(target: str | os.PathLike[str], *, unfinished: bool = False) -> None
 
     Args:
         target: the file or folder.
-        unfinished: remove what dead processes did not finish, too. Only for whoever is about to write the target: a
-            process on another machine of a shared disk looks dead from here.
+        unfinished: remove what dead processes did not finish, too, and what other machines did not within a day. Only
+            for whoever is about to write the target.
 
     Raises:
         DualencError: a complete folder is there but cannot be renamed.
     """
     target = Path(os.path.abspath(target))
 
-    def leftovers() -> list[tuple[Path, str, int]]:
-        """Path, stage and process of each."""
+    def leftovers() -> list[tuple[Path, str, str]]:
+        """Path, stage and writer of each; without a place it is of this machine."""
         found = [match for match in _leftovers(target.parent) if match["name"] == target.name]
-        return [(target.parent / match[0], match["stage"], int(match["pid"])) for match in found]
+        writers = [f"{match['place'] or _place()}-{match['pid']}" for match in found]
+        return [(target.parent / match[0], match["stage"], writer) for match, writer in zip(found, writers)]
 
     deadline = time.monotonic() + _SWAP_SECONDS
     while not os.path.lexists(target) and time.monotonic() < deadline:
@@ -186,11 +209,16 @@ def recover(target: str | os.PathLike[str], *, unfinished: bool = False) -> None
             break
         time.sleep(0.02)  # a swap on another machine may be under way
     dead = []
-    for path, stage, pid in leftovers():
-        if not (target in _writing if pid == os.getpid() else is_running(pid, _changed(path))):
-            dead.append((path, stage, pid))
-    swaps = {pid for _, stage, pid in dead if stage == "old"}
-    complete = [(stage == "new", _changed(path), path) for path, stage, pid in dead if pid in swaps and stage != "part"]
+    for path, stage, writer in leftovers():
+        place, _, pid = writer.partition("-")
+        if place != _place():  # a swap would be over by now
+            alive = stage == "part" and time.time() < _changed(path) + _FOREIGN_SECONDS
+        else:
+            alive = target in _writing if int(pid) == os.getpid() else is_running(int(pid), _changed(path))
+        if not alive:
+            dead.append((path, stage, writer))
+    swaps = {writer for _, stage, writer in dead if stage == "old"}
+    complete = [(stage == "new", _changed(path), path) for path, stage, by in dead if by in swaps and stage != "part"]
     if complete and not os.path.lexists(target):
         latest = max(complete)[2]
         try:
@@ -273,13 +301,13 @@ def is_running(pid: int, since: float | None = None) -> bool:
 
 def this_process() -> dict[str, Any]:
     """What names this process to others who see the same disk; they ask `process_state`."""
-    boot, container = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    boot = Path("/proc/sys/kernel/random/boot_id")
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": started(os.getpid()),
         "boot": boot.read_text().strip() if boot.exists() else "",
-        "container": os.readlink(container) if container.is_symlink() else "",
+        "container": _container(),
     }
 
 
@@ -326,6 +354,35 @@ def write_json(target: str | os.PathLike[str], value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     with atomic_path(target) as part:
         part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def create_json(target: str | os.PathLike[str], value: Any) -> bool:
+    """Write `value` as JSON unless there is such a file already: of several processes one does.
+
+    Returns:
+        Whether this one did.
+    """
+    target = Path(target)
+    part, text = _beside(target, "part"), json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    with full_disk_told(target):
+        try:
+            with open(part, "w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.link(part, target)  # unlike a rename, never over another file
+        except FileExistsError:
+            return False
+        except OSError:
+            if not part.is_file() or part.stat().st_size < len(text):
+                raise
+            with suppress(FileExistsError), open(target, "x", encoding="utf-8") as stream:  # no links here
+                stream.write(text)
+                return True
+            return False
+        finally:
+            remove(part)
+    return True
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:

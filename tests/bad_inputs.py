@@ -45,7 +45,7 @@ SECONDS = 60
 MEMORY_BYTES = 3 << 30
 PIPE_BYTES = 1 << 20
 ERROR_PREFIX = "dualenc: error:"
-LEFTOVER = re.compile(r"\.(part|old)-\d+")
+LEFTOVER = re.compile(r"\.(part|old)-[0-9a-f]+")
 UNREADABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|object at 0x|_io\.")
 LONGEST_LINE = 1500
 

@@ -36,16 +36,20 @@ def embed(
     autocast: Literal["bfloat16", "float16"] | None = None,
     num_workers: int | None = None,
     on_error: Literal["skip", "raise"] = "skip",
+    take_over_minutes: float = 10.0,
     device: str | None = None,
 ) -> None:
     """Embed a corpus with one side of a model, into a folder that numpy reads.
 
-    The same command again resumes an interrupted run; processes of `accelerate launch -m dualenc embed …` share it.
+    The same command again resumes an interrupted run. Started several times, on any machines that share the folder, at
+    any moment (`sbatch --array=1-8`, spot machines, `accelerate launch -m dualenc embed …`), it shares the work: each
+    claims one shard after the other, and one that dies loses no more than its shard.
 
     Args:
         model: model folder or name.
-        data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, data set by hub name; for adapters
-            a folder of embeddings, .npy file, or table with a column of vectors.
+        data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, data set by hub name, or the URL of
+            a table or of tars (https, s3, hf); for adapters a folder of embeddings, .npy file, or table with a
+            column of vectors.
         out: folder to write: shard-*.npy, ids.txt, snippets.jsonl, meta.json.
         side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
         split: of a data set that has several.
@@ -60,10 +64,12 @@ def embed(
         autocast: run the model in this precision.
         num_workers: processes that decode images.
         on_error: skip (and count) bad samples, or raise at the first one.
+        take_over_minutes: without a sign of life for that long, another machine's shard is taken over.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
     from dualenc.commands.evaluation import MOST_ITEMS, MOST_WORKERS, check_range, start_processes
+    from dualenc.data.remote import shown
     from dualenc.data.sources import open_corpus
     from dualenc.encoders import load_model
     from dualenc.search.embed import embed as embed_corpus
@@ -71,6 +77,7 @@ def embed(
     check_range(1, MOST_ITEMS, batch_size=batch_size)
     check_range(1, sys.maxsize, limit=limit)
     check_range(0, MOST_WORKERS, num_workers=num_workers)
+    check_range(0.1, 60 * 24 * 365, take_over_minutes=take_over_minutes)
     encoder = load_model(model, device=str(start_processes(device)))
     modality = None
     if side is not None:
@@ -93,9 +100,9 @@ def embed(
         side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
     # A folder is found again by its absolute path, from wherever the index is searched.
     path = Path(model).expanduser()
-    notes = {"model": str(path.resolve()) if path.is_dir() else model, "kind": encoder.kind, "data": data}
+    notes = {"model": str(path.resolve()) if path.is_dir() else model, "kind": encoder.kind, "data": shown(data)}
     how: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "output": output, "autocast": autocast}
-    how |= {"num_workers": num_workers, "on_error": on_error}
+    how |= {"num_workers": num_workers, "on_error": on_error, "take_over": 60 * take_over_minutes}
     embeddings = embed_corpus(encoder.tower(side), corpus, out, **how, identity={"side": side}, notes=notes)
     if distributed.is_main():
         meta = embeddings.meta

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, get_args
 import numpy as np
 
 from dualenc.data.identity import digest_of, items_identity
+from dualenc.data.remote import shown
 from dualenc.errors import BadSample, DualencError
 from dualenc.types import Modality, OnError, Side
 
@@ -94,7 +95,7 @@ class Skips:
     def __init__(self, source: object, on_error: OnError = "skip") -> None:
         if on_error not in get_args(OnError):
             raise DualencError(f"on_error: {on_error!r} is not a choice; take skip or raise")
-        self.source = str(source)
+        self.source = shown(source)
         self.on_error = on_error
         self.counts: Counter[str] = Counter()
         self.first: dict[str, str] = {}

@@ -10,8 +10,10 @@ from dualenc.data.columns import labels_of_folders
 from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
 from dualenc.data.pairs import PairDataset, Skips
+from dualenc.data.remote import RemoteFile, is_url, shown, url_suffix
+from dualenc.data.remote_table import RemoteTexts, remote_corpus
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
-from dualenc.data.tables import TABLE_FORMATS, ColumnKind, file_format, is_saved, open_table, peek_columns
+from dualenc.data.tables import TABLE_FORMATS, ColumnKind, file_format, find_files, is_saved, open_table, peek_columns
 from dualenc.data.vectors import ID_NAMES, is_vectors, open_vectors, usual_ids
 from dualenc.data.webdataset import IMAGES, WebDatasetPairs, is_tars, tar_corpus
 from dualenc.errors import DualencError
@@ -45,7 +47,8 @@ def open_corpus(
     """Open items to embed: a BEIR folder, a table, a folder of images, tars, texts line by line, or vectors.
 
     Args:
-        path: file, folder, glob, or hub name.
+        path: file, folder, glob, hub name, or URL (`dualenc.data.remote`) of files: tables or tars. Texts of remote
+            parquet files are read by row groups when they are asked for.
         part: "corpus" or "queries" of a BEIR folder.
         modality: "text", "image" or "vector", where a table or tar holds several; images, then texts, are preferred.
         text_column: by default `text` or another usual name, or the only column. A list of texts gives several items.
@@ -67,6 +70,8 @@ def open_corpus(
         DualencError: nothing there, nothing usable, or no telling which column to take.
         BadSample: an empty item, a missing or repeated id, a malformed line, under on_error="raise".
     """
+    if is_url(path) and url_suffix(str(path)) == ".npy":
+        raise DualencError(f"{shown(path)}: .npy files are read from this machine only; download it and give the file")
     if is_tars(path):
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
     if is_image_folder(path) and not (is_beir(path) or is_vectors(path)):
@@ -84,12 +89,17 @@ def open_corpus(
         corpus = open_vectors(path, vector_column, **how, skips=skips)
     else:
         kinds = peek_columns(path, split, subset)
-        main, modality = _main_column(str(path), kinds, modality, text_column, image_column)
+        main, modality = _main_column(shown(path), kinds, modality, text_column, image_column)
         if text_column is None:
             title_column = title_column or _known(kinds, ("title",), but=main)
         id_column = id_column or _known(kinds, ID_NAMES, but=main)
         label_column = label_column or _known(kinds, ("label",), but=main)
         title_column, label_column = (title_column, None) if modality == "text" else (None, label_column)
+        if is_url(path) and url_suffix(str(path)) == ".parquet" and modality == "text" and kinds.get(main) == "value":
+            files = [file for file in find_files(str(path), split) if isinstance(file, RemoteFile)]
+            corpus = remote_corpus(RemoteTexts(files, main, title_column), id_column, skips, limit)
+            corpus.skipped = skips.report()
+            return corpus
         columns: dict[str, ColumnKind] = {main: kinds.get(main, "value")}
         columns.update({name: "value" for name in (title_column, label_column, id_column) if name is not None})
         table = open_table(path, columns, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
@@ -117,7 +127,7 @@ def open_pairs(
     A table's columns of lists of floating-point numbers are vectors.
 
     Args:
-        path: file, folder, glob, or hub name.
+        path: file, folder, glob, hub name, or URL (`dualenc.data.remote`) of files: tables or tars.
         left_column: of a table; by default `image` or `query` or another usual name.
         right_column: of a table; by default `captions`, `document` or another usual name.
         split: of a BEIR folder, a folder of tables, a saved data set or a hub name.
@@ -144,7 +154,9 @@ def open_pairs(
     right = right_column or _known(kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), but=left)
     if left is None or right is None:
         missing = "left_column" if left is None else "right_column"
-        raise DualencError(f"{path}: no telling which column is {missing}; name it (columns: {', '.join(kinds)})")
+        raise DualencError(
+            f"{shown(path)}: no telling which column is {missing}; name it (columns: {', '.join(kinds)})"
+        )
     return TablePairs(
         path,
         left,

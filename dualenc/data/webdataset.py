@@ -7,6 +7,7 @@ import json
 import os
 import re
 import tarfile
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -20,6 +21,7 @@ from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES, MOST_BYTES, decode_image
 from dualenc.data.lines import MOST_LINE_BYTES
 from dualenc.data.pairs import PairDataset, Skips
+from dualenc.data.remote import RemoteFile, expand, is_url, open_files, url_suffix
 from dualenc.data.tables import cache_folder
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import atomic_path, open_regular
@@ -33,6 +35,8 @@ _IMAGE_ENDS = tuple(suffix[1:] for suffix in IMAGE_SUFFIXES)
 _VERSION = 2  # of what an index holds; raise it when the scan changes
 _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # path up to the first dot of the file name, and what follows it
 
+Tar = Path | RemoteFile
+
 _UNREADABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, and bytes that are not UTF-8
 
 
@@ -41,37 +45,45 @@ class Tars:
 
     _MOST_OPEN = 64
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Tar]) -> None:
         self.paths = list(paths)
         self._open: dict[int, BinaryIO] = {}
         self._process = os.getpid()
 
     def read(self, number: int, offset: int, size: int) -> bytes:
-        """`size` bytes of tar `number` from `offset`; a `BadSample` if the tar cannot be read any more."""
+        """`size` bytes of tar `number` from `offset`.
+
+        Raises:
+            BadSample: the tar cannot be read any more.
+            DualencError: a remote one cannot; its server being away makes no sample bad.
+        """
+        path = self.paths[number]
+        if isinstance(path, RemoteFile):
+            return path.read(offset, size)
         if self._process != os.getpid():  # a forked child shares its parent's file positions
             self._open, self._process = {}, os.getpid()
         try:
             if number not in self._open:
                 if len(self._open) >= self._MOST_OPEN:
                     self._open.pop(next(iter(self._open))).close()
-                self._open[number] = open_regular(self.paths[number])
+                self._open[number] = open_regular(path)
             self._open[number].seek(offset)
             return self._open[number].read(size)
         except (OSError, DualencError) as error:
-            raise BadSample(f"{self.paths[number]}: cannot be read ({error}); check the path") from None
+            raise BadSample(f"{path}: cannot be read ({error}); check the path") from None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}
 
 
-def index_tar(tar: Path, skips: Skips, index_folder: Path | None = None) -> pa.Table:
+def index_tar(tar: Tar, skips: Skips, index_folder: Path | None = None) -> pa.Table:
     """The samples of one tar, from its index if that is up to date; otherwise the tar is scanned once.
 
     Args:
         tar: an uncompressed tar.
         skips: is told of broken members.
         index_folder: where indexes are kept; by default beside the tar, or in the cache folder if that cannot be
-            written to.
+            written to or the tar is remote.
 
     Returns:
         Columns `sample`, and the lists `extension`, `offset` and `size` of its files; a row per sample.
@@ -79,17 +91,22 @@ def index_tar(tar: Path, skips: Skips, index_folder: Path | None = None) -> pa.T
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with open_regular(tar) as stream:
-            facts = os.fstat(stream.fileno())
-    except OSError as error:
-        raise DualencError(f"{tar}: cannot be read ({error.strerror or error}); check the path") from None
-    stamp = f"{_VERSION} {facts.st_mtime_ns} {file_identity(tar).decode()}"
-    unique = re.sub(r"[^\w.-]", "_", str(tar.resolve())) + ".index"
-    chosen = tar.with_name(f"{tar.name}.index") if index_folder is None else index_folder / unique
-    places = [chosen, cache_folder() / unique]
+    if isinstance(tar, RemoteFile):
+        size, told, unique = tar.size, tar.identity(), f"{tar.key}.index"
+        places = [(index_folder or cache_folder()) / unique]
+    else:
+        try:
+            with open_regular(tar) as stream:
+                facts = os.fstat(stream.fileno())
+        except OSError as error:
+            raise DualencError(f"{tar}: cannot be read ({error.strerror or error}); check the path") from None
+        size, told = facts.st_size, f"{facts.st_mtime_ns} {file_identity(tar).decode()}".encode()
+        unique = re.sub(r"[^\w.-]", "_", str(tar.resolve())) + ".index"
+        chosen = tar.with_name(f"{tar.name}.index") if index_folder is None else index_folder / unique
+        places = [chosen, cache_folder() / unique]
+    stamp = f"{_VERSION} {told.decode()}"
     for place in places:
-        known = _known_index(place, stamp, facts.st_size)
+        known = _known_index(place, stamp, size)
         if known is not None:
             return known
     before = skips.total
@@ -136,18 +153,21 @@ def _schema() -> pa.Schema:
     return pa.schema(list(fields.items()))
 
 
-def _scan(tar: Path, skips: Skips) -> pa.Table:
+def _scan(tar: Tar, skips: Skips) -> pa.Table:
     """One row per sample, in the order of their first files; what is no plain file of a sample is told to `skips`."""
     import pyarrow as pa
 
-    samples: dict[str, dict[str, tuple[int, int]]] = {}  # by extension, where a file starts and its size
+    rows: dict[str, int] = {}  # of each sample
+    extensions: dict[str, int] = {}
+    places = array("q")  # of each file its sample, extension, offset and size: objects would take ten times as much
     try:
         with (
-            open_regular(tar) as stream,
+            _stream(tar) as stream,
             tarfile.open(fileobj=stream, mode="r:") as archive,
             tqdm(desc=tar.name, unit=" files", delay=2, leave=False) as bar,
         ):
-            size, end = os.fstat(stream.fileno()).st_size, 0
+            size, end = stream.seek(0, os.SEEK_END), 0
+            stream.seek(0)
             for info in archive:
                 bar.update()
                 if info.size < 0 or info.offset < end:  # a header that leads back would be read for ever
@@ -167,41 +187,45 @@ def _scan(tar: Path, skips: Skips) -> pa.Table:
                 elif info.offset_data + info.size > size:
                     raise tarfile.ReadError(f"{info.name} is cut off")
                 else:
-                    sample, extension = match[1], match[2].lower()
-                    files = samples.setdefault(sample, {})
-                    if extension in files:
-                        place = f"{tar}: {sample}.{extension}"
-                        skips.bad("file that stands twice in a tar", place, "remove one of them")
-                    else:
-                        files[extension] = (info.offset_data, info.size)
+                    row = rows.setdefault(match[1], len(rows))
+                    extension = extensions.setdefault(match[2].lower(), len(extensions))
+                    places.extend((row, extension, info.offset_data, info.size))
     except DualencError:
         raise
     except Exception as error:  # tarfile raises many kinds on broken headers
         if isinstance(error, tarfile.ReadError):
-            with open(tar, "rb") as stream:
+            with _stream(tar) as stream:
                 compressed = stream.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"))
             if compressed:
                 raise DualencError(f"{tar}: a compressed tar cannot be read at random; decompress it first") from None
         reason = " ".join(str(error).split()) or type(error).__name__
         skips.bad("truncated or broken tar", str(tar), f"{reason}; fetch it again")
-    files_of = list(samples.values())
-    columns = {
-        "sample": list(samples),
-        "extension": [list(files) for files in files_of],
-        "offset": [[offset for offset, _ in files.values()] for files in files_of],
-        "size": [[size for _, size in files.values()] for files in files_of],
-    }
-    return pa.table(columns, schema=_schema())
+    files = np.frombuffer(places, dtype=np.int64).reshape(-1, 4)
+    _, first = np.unique(files[:, 0] * max(1, len(extensions)) + files[:, 1], return_index=True)
+    names, kinds = pa.array(list(rows), pa.large_string()), pa.array(list(extensions), pa.string())
+    for row, extension in files[np.setdiff1d(np.arange(len(files)), first), :2].tolist():
+        place = f"{tar}: {names[row]}.{kinds[extension]}"
+        skips.bad("file that stands twice in a tar", place, "remove one of them")
+    files = files[np.sort(first)]
+    files = files[np.argsort(files[:, 0], kind="stable")]
+    starts = pa.array(np.concatenate([[0], np.cumsum(np.bincount(files[:, 0], minlength=len(rows)))]), pa.int32())
+    values = [kinds.take(pa.array(files[:, 1])), pa.array(files[:, 2]), pa.array(files[:, 3])]
+    lists = [pa.ListArray.from_arrays(starts, value) for value in values]
+    return pa.Table.from_arrays([names, *lists], schema=_schema())
+
+
+def _stream(tar: Tar) -> BinaryIO:
+    return tar.stream() if isinstance(tar, RemoteFile) else open_regular(tar)
 
 
 class WebDatasetPairs(PairDataset):
     """Pairs from tars as webdataset and img2dataset write them: one sample, one pair.
 
-    Each tar is scanned once; where its files lie is kept in an index beside it. Ids come from the position of the
-    sample in the sorted tars.
+    Each tar is scanned once; where its files lie is kept in an index beside it, or in the cache folder if the tar is
+    remote. Ids come from the position of the sample in the sorted tars.
 
     Args:
-        path: a tar, a folder of tars, or a glob of tars.
+        path: a tar, a folder of tars, a glob of tars, or a URL (`dualenc.data.remote`; `{000..123}` names many).
         left: extension of the left file, or several by ";" of which the first that a sample has is taken.
         right: the same for the right file; `json:FIELD` is a text in a field of a JSON file.
         deduplicate: equal texts on the right share an id; reads every text once at the start.
@@ -276,8 +300,13 @@ class _Shards:
     def __init__(self, path: str | Path, skips: Skips, index_folder: Path | None = None) -> None:
         import pyarrow as pa
 
-        pattern = str(Path(path) / "*.tar") if Path(path).is_dir() else str(path)
-        found = [Path(pattern)] if Path(pattern).is_file() else sorted(map(Path, glob.glob(pattern, recursive=True)))
+        found: list[Tar]
+        if is_url(path):
+            found = [*open_files(expand(str(path)))]
+        else:
+            pattern = str(Path(path) / "*.tar") if Path(path).is_dir() else str(path)
+            there = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
+            found = [*sorted(map(Path, there))]
         if not found:
             raise DualencError(f"{path}: no such tar; give a .tar file, a folder of them or a glob like 'shards/*.tar'")
         self.tars = Tars(found)
@@ -352,7 +381,8 @@ class _Files:
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """As `dualenc.data.identity` asks for: the tar's own identity, and where in it the file lies."""
         if self._tar_identities is None:
-            self._tar_identities = [file_identity(tar) for tar in self.tars.paths]
+            paths = self.tars.paths
+            self._tar_identities = [p.identity() if isinstance(p, RemoteFile) else file_identity(p) for p in paths]
         names = [path.name.encode(errors="surrogateescape") for path in self.tars.paths]
         places = zip(*(part[rows].tolist() for part in (self.tar, self.offset, self.size)), strict=True)
         return [
@@ -362,6 +392,8 @@ class _Files:
 
 
 def is_tars(path: str | Path) -> bool:
-    """Whether a path, folder or glob means tars."""
+    """Whether a path, folder, glob or URL means tars."""
+    if is_url(path):
+        return url_suffix(str(path)) == ".tar"
     folder = Path(path)
     return str(path).endswith(".tar") or (folder.is_dir() and any(folder.glob("*.tar")))

@@ -37,6 +37,9 @@ TOKENS_PER_WINDOW = 2**21
 USUAL_LENGTH = 512
 VECTORS_PER_WINDOW = 2**12
 
+Window = tuple["Inputs | None", Skipped, "str | None"]
+"""Prepared rows, if there are any; rows that cannot be used, with the reasons; and what makes going on impossible."""
+
 
 def embed(
     tower: Tower,
@@ -51,13 +54,15 @@ def embed(
     on_error: OnError = "skip",
     identity: dict[str, Any] | None = None,
     notes: dict[str, Any] | None = None,
+    take_over: float = 600.0,
     progress: bool = True,
 ) -> Embeddings:
     """Embed every item of a corpus with one tower.
 
-    Under `accelerate launch` each process takes its share of the shards; the result is that of one process (several
-    machines need a file system they share). A run resumes one with the same tower, options and ids; shards with items
-    whose contents have changed since, bad ones that were mended included, are embedded again.
+    Any number of workers that see `out` share the work: processes of `accelerate launch`, tasks of a SLURM array, spot
+    machines, actors of Ray. Each claims one shard after the other, may come late or die at any moment, and gets the
+    finished embeddings, which are those of one process. A run resumes one with the same tower, options and ids; shards
+    with items whose contents have changed since, bad ones that were mended included, are embedded again.
 
     Args:
         tower: the side of a model to encode with; it works on the device where its weights are.
@@ -72,6 +77,8 @@ def embed(
         on_error: leave out bad samples (counted in `meta["skipped"]`), or raise at the first one.
         identity: further entries of meta.json that a run must share to resume this one, such as the side.
         notes: further entries of meta.json that need not be equal, such as the model's name.
+        take_over: seconds without a sign of life after which the shard of another worker is taken over; that of a
+            process of this machine that is gone is at once.
         progress: show a progress bar.
 
     Returns:
@@ -79,8 +86,8 @@ def embed(
 
     Raises:
         BadSample: an unusable item under on_error="raise".
-        DualencError: modalities differ, a batch_size below 1, vectors that are not finite, every item skipped, or
-            `out` holds something else.
+        DualencError: modalities differ, a batch_size below 1, vectors that are not finite, every item skipped,
+            `out` holds something else, or another worker saw other data.
     """
     if corpus.modality != tower.modality:
         raise DualencError(f"the data is {corpus.modality}, but this side of the model encodes {tower.modality}")
@@ -97,15 +104,19 @@ def embed(
 
     if out is not None:
         identity["model_checksum"] = tower_checksum(tower)
-        with removed_if_refused(out, "shard-*.npy") if distributed.is_main() else contextlib.nullcontext():
+        # A new folder is removed on an error only if no other worker has written to it or is about to.
+        with removed_if_refused(out, "shard-*.[nc]*") if distributed.is_main() else contextlib.nullcontext():
             contents = functools.partial(_contents, corpus)
             writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes, contents)
-            missing = writer.missing()
-            total = sum(len(writer.ranges[number]) for number in missing)
-            with tqdm(total=total, desc="embed", unit=" items", disable=not (shows and total)) as bar:
-                for number in missing:
-                    writer.write(number, *encoder.shard(writer.ranges[number], bar))
-            return writer.finish(corpus.text if corpus.modality == "text" else None)
+            with tqdm(total=len(corpus), desc="embed", unit=" items", disable=not shows) as bar:
+
+                def encode(number: int) -> tuple[np.ndarray, Skipped]:
+                    bar.total = bar.n + sum(len(writer.ranges[n]) for n in writer.unwritten())
+                    return encoder.shard(writer.ranges[number], bar)
+
+                embeddings = writer.write_all(encode, corpus.text if corpus.modality == "text" else None, take_over)
+        distributed.barrier()
+        return embeddings
 
     # Without a folder each process takes its share of the shards, too, and gets the whole.
     ids, ranges = corpus.ids, shard_ranges(len(corpus))
@@ -170,7 +181,7 @@ class _Encoder:
         starts = range(rows.start, rows.stop, self.window_rows)
         ranges = [range(start, min(start + self.window_rows, rows.stop)) for start in starts]
         windows = _Windows(self.corpus, self.tower.prepare, ranges)
-        prepared: Iterable[tuple[Inputs | None, Skipped]] = windows.one_ahead()
+        prepared: Iterable[Window] = windows.one_ahead()
         if self.num_workers:
             workers, pin = min(self.num_workers, len(ranges)), self.device.type == "cuda"
             prepared = torch.utils.data.DataLoader(windows, batch_size=None, num_workers=workers, pin_memory=pin)
@@ -179,7 +190,9 @@ class _Encoder:
         was_training = self.tower.training
         self.tower.eval()
         try:
-            for inputs, bad in prepared:
+            for inputs, bad, fault in prepared:
+                if fault is not None:
+                    raise DualencError(fault)
                 if bad and self.on_error == "raise":
                     raise BadSample(bad[0][1])
                 skipped.extend(bad)
@@ -219,8 +232,8 @@ class _Windows(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.ranges)
 
-    def __getitem__(self, number: int) -> tuple[Inputs | None, Skipped]:
-        """Inputs of the rows that could be read, and why the others could not."""
+    def __getitem__(self, number: int) -> Window:
+        """Inputs of the rows that could be read, why the others could not, and why none can any more."""
         items, skipped = [], []
         for row in self.ranges[number]:
             try:
@@ -228,9 +241,11 @@ class _Windows(torch.utils.data.Dataset):
             except BadSample as error:
                 # A worker's exception would arrive as a traceback in one string; a message arrives as it is.
                 skipped.append((row, str(error)))
-        return (self.prepare(items) if items else None), skipped
+            except DualencError as error:  # a server is away
+                return None, [], str(error)
+        return (self.prepare(items) if items else None), skipped, None
 
-    def one_ahead(self) -> Iterator[tuple[Inputs | None, Skipped]]:
+    def one_ahead(self) -> Iterator[Window]:
         """The windows in order, each prepared in a thread while the one before is encoded."""
         with ThreadPoolExecutor(max_workers=1) as thread:
             coming = thread.submit(self.__getitem__, 0)

@@ -5,8 +5,10 @@
     snippets.jsonl      optional: one JSON string per line, what to show with a search result
     shard-00000.json …  for resuming: checksum of the shard and of the items in it, which of them were skipped and why
     meta.json           model, side, dtype, dimension, rows per shard, what was skipped, SHA-256 of each other file
+    shard-00001.claim   meanwhile: which worker writes that shard
+    shard-00000.shown   meanwhile: its lines of snippets.jsonl
 
-`EmbeddingWriter` in `dualenc.search.embeddings` writes it shard by shard and can resume.
+`EmbeddingWriter` in `dualenc.search.embeddings` writes it shard by shard, can resume, and shares the work with others.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import hashlib
 import json
 import math
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ from dualenc.files import (
     atomic_path,
     checksum,
     checksums,
+    create_json,
     full_disk_told,
     read_json_object,
     recover_inside,
@@ -36,6 +41,7 @@ from dualenc.files import (
     verify_checksums,
     write_json,
 )
+from dualenc.search.claims import Claims
 
 FORMAT = "dualenc embeddings"
 FORMAT_VERSION = 2
@@ -44,6 +50,8 @@ DTYPES = ("float16", "float32")
 MAX_SHARD_ROWS = 16384
 MIN_SHARD_ROWS = 1024
 FEW_SHARDS = 8
+_FIRST_WAIT, _LONGEST_WAIT = 0.05, 2.0
+"""Seconds between looks at what other workers have done, which grow."""
 
 Array = Any  # np.ndarray or ShardedVectors
 Skipped = list[tuple[int, str]]
@@ -184,9 +192,9 @@ class Snippets:
 
 
 def write_snippets(path: Path, snippets: Iterator[str]) -> None:
-    """Write one JSON string per line, beside the target; the caller renames it."""
+    """Append one JSON string per line to a file beside the target; the caller renames it."""
     # Half a surrogate pair has no UTF-8; as \\ud800 it is JSON.
-    with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as stream:
         for snippet in snippets:
             stream.write(json.dumps(snippet, ensure_ascii=False) + "\n")
 
@@ -314,14 +322,14 @@ def shard_ranges(num_items: int) -> list[range]:
 
 
 class EmbeddingWriter:
-    """Writes embeddings of N items to a folder; every process of a group makes one and writes its share of shards.
+    """Writes embeddings of N items to a folder; any number of workers that see it share the work, each with its own.
 
     Args:
-        folder: where; a new or empty one, or one that an earlier run with the same identity left unfinished.
+        folder: where; a new or empty one, or one that workers with the same identity are writing or left unfinished.
         ids: (N,) ids of the items.
         dim: D, the size of the vectors.
         dtype: "float16" or "float32".
-        identity: what made the vectors, and must be equal for a run to resume another (`model_checksum`, `side`, …).
+        identity: what made the vectors, and must be equal for a worker to join or resume (`model_checksum`, `side`, …).
         notes: further entries of meta.json that need not be equal (`model`, …).
         contents: checksum of the items of a range of rows; a shard whose items have another one now is written again,
             bad ones included. Without it items are told apart by their ids alone.
@@ -350,58 +358,163 @@ class EmbeddingWriter:
         self.identity = {**identity, "dim": dim, "dtype": dtype, "ids_checksum": digest.hexdigest()}
         self.notes = notes or {}
         self.contents = functools.cache(contents or (lambda _: ""))
-        if self.folder.exists() and not (self.folder.is_dir() and not any(self.folder.iterdir())):
-            if not (self.folder / "meta.json").is_file():
-                raise DualencError(f"{self.folder}: exists and holds no embeddings; choose a new or empty folder")
-            found = read_meta(self.folder)
-            for key, value in self.identity.items():
-                if (stored := found.get(key)) != value:
-                    texts = str(stored), str(value)
-                    was, wanted = (f"{text[:12]}…" if len(text) > 40 else text for text in texts)
-                    remedy = "choose another folder or remove it"
-                    raise DualencError(f"{self.folder}: holds embeddings with {key} {was}, not {wanted}; {remedy}")
-        distributed.barrier()
-        if distributed.is_main():
+        self._written: dict[int, str] = {}
+        """The contents of the shards that this worker wrote."""
+        there = self.folder.exists() and not self.folder.is_dir()
+        if self.folder.is_dir():  # another worker may be about to write its meta.json
+            there = any(not name.startswith(".meta.json.") for name in os.listdir(self.folder))
+        if there and not (self.folder / "meta.json").is_file():
+            raise DualencError(f"{self.folder}: exists and holds no embeddings; choose a new or empty folder")
+        if not there:
             with full_disk_told(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
-            recover_inside(self.folder)
-            if not (self.folder / "meta.json").exists():
-                try:
-                    self._write_meta(complete=False)
-                except DiskFull:
-                    self.folder.rmdir()
-                    raise
-        distributed.barrier()
+            try:
+                create_json(self.folder / "meta.json", self._meta(complete=False))
+            except DiskFull:
+                self.folder.rmdir()
+                raise
+        if self._is_complete():  # what a worker left that was killed over it
+            self._tidy_up()
+        self._meta_at_first = self._meta_stamp()
+        recover_inside(self.folder)
+        self._unwritten_at_first = set(self.unwritten())
+
+    def _is_complete(self) -> bool:
+        """Whether the folder is said to be finished; a `DualencError` if it is one of other embeddings."""
+        found = read_meta(self.folder)
+        for key, value in self.identity.items():
+            if (stored := found.get(key)) != value:
+                texts = str(stored), str(value)
+                was, wanted = (f"{text[:12]}…" if len(text) > 40 else text for text in texts)
+                remedy = "choose another folder or remove it"
+                raise DualencError(f"{self.folder}: holds embeddings with {key} {was}, not {wanted}; {remedy}")
+        return bool(found["complete"])
+
+    def _tidy_up(self) -> None:
+        for shown in self.folder.glob("shard-*.shown"):
+            remove(shown)
+
+    def _completed_by_another(self) -> bool:
+        """Whether the folder has been finished since this worker began."""
+        return self._is_complete() and self._meta_stamp() != self._meta_at_first
+
+    def _meta_stamp(self) -> tuple[int, int]:
+        """Tells one meta.json from another that took its place."""
+        facts = (self.folder / "meta.json").stat()
+        return facts.st_ino, facts.st_mtime_ns
+
+    def write_all(
+        self,
+        encode: Callable[[int], tuple[np.ndarray, Skipped]],
+        snippet: Callable[[int], str] | None = None,
+        take_over: float = 600.0,
+    ) -> Embeddings:
+        """Write every shard that no other worker writes, until the folder is finished, by this worker or another.
+
+        Shards are claimed one at a time (`dualenc.search.claims`), so that workers may come and go at any moment. Who
+        finds none left waits for the others, and does what they do not bring to an end.
+
+        Args:
+            encode: the vectors of a shard and the items without one, as `write` takes them.
+            snippet: as `finish` takes it.
+            take_over: seconds without a sign of life after which the shard of another worker is taken over.
+
+        Returns:
+            The embeddings, mapped into memory.
+
+        Raises:
+            DualencError: what `write` and `finish` raise, or another worker wrote other contents under the same ids.
+        """
+        patience = _FIRST_WAIT
+        with Claims(self.folder, take_over) as claims:
+            while True:
+                unwritten = self.unwritten()
+                number = next((n for n in unwritten if claims.take(f"shard-{n:05d}")), None)
+                if number is not None:
+                    if number in self.unwritten([number]):  # not finished since we looked
+                        vectors, skipped = encode(number)
+                        if claims.held(f"shard-{number:05d}"):
+                            self.write(number, vectors, skipped, snippet)
+                    claims.release(f"shard-{number:05d}")
+                    patience = _FIRST_WAIT
+                    continue
+                if self._completed_by_another():
+                    # It may be tidying up, or was killed over it.
+                    if not claims.exists("finish") or claims.take("finish"):
+                        self._check_own()
+                        self._tidy_up()
+                        return Embeddings.open(self.folder, verify=False)
+                elif not unwritten and claims.take("finish"):
+                    if not self._completed_by_another() and not self.missing():  # not since we looked
+                        return self.finish(snippet)
+                    claims.release("finish")
+                    continue
+                time.sleep(patience)
+                patience = min(1.5 * patience, _LONGEST_WAIT)
+
+    def unwritten(self, among: Sequence[int] | None = None) -> list[int]:
+        """Shards that are not said to be there, those that nobody claims first."""
+        names = set(os.listdir(self.folder))
+        wanted = range(len(self.ranges)) if among is None else among
+        left = [n for n in wanted if not {f"shard-{n:05d}.npy", f"shard-{n:05d}.json"} <= names]
+        return sorted(left, key=lambda n: f"shard-{n:05d}.claim" in names)
 
     def missing(self) -> list[int]:
-        """Shards of this process that are absent, damaged, or made of items that have changed since.
+        """Shards that are absent, damaged, or made of items that have changed since; all are read.
 
-        If there are any, on any process, the folder counts as unfinished from now on.
+        If there are any, the folder counts as unfinished from now on, and those shards as unwritten.
+
+        Raises:
+            DualencError: another worker, at work together with this one, saw other contents of the items.
         """
-        own = range(distributed.rank(), len(self.ranges), distributed.world_size())
         missing = []
-        for number in own:
-            path, rows = shard_path(self.folder, number), self.ranges[number]
+        for number, rows in enumerate(self.ranges):
+            path = shard_path(self.folder, number)
             try:
                 note = self._note(number)
                 open_shard(path, (len(rows) - len(note["skipped"]), self.dim), self.dtype)
+                whole = note["sha256"] == checksum(path)
             except DualencError:
                 missing.append(number)
                 continue
-            if note["contents"] != self.contents(rows) or note["sha256"] != checksum(path):
+            if note["contents"] != self.contents(rows):
+                if number in self._unwritten_at_first and number not in self._written:
+                    raise self._other_contents(number)
+                whole = False
+            if not whole:
                 missing.append(number)
-        if any(distributed.gather_objects(bool(missing))) and distributed.is_main():
+        if missing:
             self._write_meta(complete=False)
-        distributed.barrier()
+            for number in missing:
+                remove(shard_path(self.folder, number).with_suffix(".json"))
         return missing
 
-    def write(self, number: int, vectors: np.ndarray, skipped: Skipped = ()) -> None:  # type: ignore[assignment]
+    def _check_own(self) -> None:
+        """Insist that the shards that this worker wrote are still made of what it saw."""
+        for number, contents in self._written.items():
+            if self._note(number)["contents"] != contents:
+                raise self._other_contents(number)
+
+    def _other_contents(self, number: int) -> DualencError:
+        return DualencError(
+            f"{shard_path(self.folder, number)}: another worker saw other data under the same ids; let all of them "
+            "read the same data, and run the same command again"
+        )
+
+    def write(
+        self,
+        number: int,
+        vectors: np.ndarray,
+        skipped: Skipped = (),  # type: ignore[assignment]
+        snippet: Callable[[int], str] | None = None,
+    ) -> None:
         """Write one shard.
 
         Args:
             number: which shard.
             vectors: (rows, D), one row per item of the shard's range that is not skipped, in order.
             skipped: the items without a vector.
+            snippet: as `finish` takes it; called here, while the items are at hand, it need not be there.
 
         Raises:
             DualencError: a vector that is not finite, in the precision that is stored.
@@ -411,19 +524,23 @@ class EmbeddingWriter:
             stored = vectors.astype(self.dtype, copy=False)
         finite = np.isfinite(stored).all(axis=1)
         if not finite.all():
-            bad = {row for row, _ in skipped}
-            name = [self.ids[row] for row in self.ranges[number] if row not in bad][int(np.argmin(finite))]
+            name = self.ids[self._kept(number, skipped)[int(np.argmin(finite))]]
             raise DualencError(f"the vector of {name!r} is not finite as {self.dtype}; check the model, or use float32")
         # In this order: a kill in between leaves a shard that is not said to be done.
         path = shard_path(self.folder, number)
         remove(path.with_suffix(".json"))
         with atomic_path(path) as part:
             save_array(part, stored)
-        note = {"contents": self.contents(self.ranges[number]), "sha256": checksum(path), "skipped": list(skipped)}
-        write_json(path.with_suffix(".json"), note)
+            sha256 = checksum(part)
+        if snippet is not None:
+            with atomic_path(path.with_suffix(".shown")) as part:
+                write_snippets(part, map(snippet, self._kept(number, skipped)))
+        contents = self.contents(self.ranges[number])
+        write_json(path.with_suffix(".json"), {"contents": contents, "sha256": sha256, "skipped": list(skipped)})
+        self._written[number] = contents
 
     def finish(self, snippet: Callable[[int], str] | None = None) -> Embeddings:
-        """Write ids, snippets and the final meta.json once every process has written its shards.
+        """Write ids, snippets and the final meta.json once every shard is written.
 
         Args:
             snippet: gives what to show for an item by its row; None or nothing but "": no snippets.
@@ -434,33 +551,43 @@ class EmbeddingWriter:
         Raises:
             DualencError: every item was skipped.
         """
-        distributed.barrier()
-        if distributed.is_main():
-            notes = [self._note(number) for number in range(len(self.ranges))]
-            skipped = [entry for note in notes for entry in note["skipped"]]
-            bad = {row for row, _ in skipped}
-            kept = [row for row in range(len(self.ids)) if row not in bad]
-            if not kept:
-                first = skipped[0][1] if skipped else "there are none"
-                raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {first}")
-            with atomic_path(self.folder / "ids.txt") as part:
-                write_ids(part, [self.ids[row] for row in kept])
-            if snippet is not None and snippet(kept[0]):
-                with atomic_path(self.folder / "snippets.jsonl") as part:
-                    write_snippets(part, (snippet(row) for row in kept))
-            else:
-                remove(self.folder / "snippets.jsonl")
-            known = {shard_path(self.folder, number).name: note["sha256"] for number, note in enumerate(notes)}
-            others = [name for name in file_names(self.folder, len(notes)) if name not in known]
-            shard_rows = [len(rows) - len(note["skipped"]) for rows, note in zip(self.ranges, notes)]
-            files = known | checksums(self.folder, others)
-            self._write_meta(complete=True, shard_rows=shard_rows, **skipped_entries(self.ids, skipped), files=files)
-        distributed.barrier()
+        notes = [self._note(number) for number in range(len(self.ranges))]
+        skipped = [entry for note in notes for entry in note["skipped"]]
+        kept = [row for number, note in enumerate(notes) for row in self._kept(number, note["skipped"])]
+        if not kept:
+            first = skipped[0][1] if skipped else "there are none"
+            raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {first}")
+        with atomic_path(self.folder / "ids.txt") as part:
+            write_ids(part, [self.ids[row] for row in kept])
+        if snippet is not None and snippet(kept[0]):
+            with atomic_path(self.folder / "snippets.jsonl") as part:
+                for number, note in enumerate(notes):
+                    shown = shard_path(self.folder, number).with_suffix(".shown")
+                    if shown.is_file():
+                        with open(part, "ab") as whole, open(shown, "rb") as lines:
+                            shutil.copyfileobj(lines, whole)
+                    else:
+                        write_snippets(part, map(snippet, self._kept(number, note["skipped"])))
+        else:
+            remove(self.folder / "snippets.jsonl")
+        known = {shard_path(self.folder, number).name: note["sha256"] for number, note in enumerate(notes)}
+        others = [name for name in file_names(self.folder, len(notes)) if name not in known]
+        shard_rows = [len(rows) - len(note["skipped"]) for rows, note in zip(self.ranges, notes)]
+        files = known | checksums(self.folder, others)
+        self._write_meta(complete=True, shard_rows=shard_rows, **skipped_entries(self.ids, skipped), files=files)
+        self._tidy_up()
         return Embeddings.open(self.folder, verify=False)
 
+    def _kept(self, number: int, skipped: Skipped) -> list[int]:
+        """The rows of a shard that have a vector."""
+        bad = {row for row, _ in skipped}
+        return [row for row in self.ranges[number] if row not in bad]
+
+    def _meta(self, **state: Any) -> dict[str, Any]:
+        return {"format": FORMAT, "version": FORMAT_VERSION, **self.notes, **self.identity, **state}
+
     def _write_meta(self, **state: Any) -> None:
-        head = {"format": FORMAT, "version": FORMAT_VERSION}
-        write_json(self.folder / "meta.json", {**head, **self.notes, **self.identity, **state})
+        write_json(self.folder / "meta.json", self._meta(**state))
 
     def _note(self, number: int) -> dict[str, Any]:
         """What is written down of a shard: contents, sha256, skipped."""

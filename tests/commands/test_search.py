@@ -239,6 +239,7 @@ def test_ids_and_snippets_do_not_command_the_terminal(
         (["embed", "--limit", "-1"], "--limit is -1"),
         (["embed", "--limit", "0"], "--limit is 0"),
         (["embed", "--num-workers", "-1"], "--num-workers is -1"),
+        (["embed", "--take-over-minutes", "0"], "--take-over-minutes is 0"),
         (["embed", "--device", "foo"], "device 'foo'"),
         (["embed", "--device", "meta"], "device 'meta'"),
         (["embed", "--device", "cuda:99"], "device 'cuda:99'"),
