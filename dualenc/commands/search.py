@@ -177,7 +177,7 @@ def index(
         real = None if queries is None else Embeddings.open(queries).vectors[:recall_queries]
         how: dict[str, Any] = {"queries": real, "recall_queries": recall_queries, "target_recall": target_recall}
         how |= {"metric": metric, "nprobe": nprobe, "ef_search": ef_search, "progress": True}
-        built = Index.build(Embeddings.open(folder), None, factory, **how)
+        built = Index.build(Embeddings.open(folder, verify=True), None, factory, **how)
         built.save(out)
         meta = built.meta
         settings = "".join(f", {name}={value}" for name, value in meta["search_parameters"].items())

@@ -11,7 +11,7 @@ import faiss
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, checksums, read_json_object, recover, verify_checksums, write_json
+from dualenc.files import atomic_path, checksums, read_json_object, recover, sizes, verify_files, write_json
 from dualenc.search.build import (
     METRICS,
     Database,
@@ -23,20 +23,14 @@ from dualenc.search.build import (
     set_parameter,
     tune,
 )
-from dualenc.search.embeddings import (
-    Embeddings,
-    Snippets,
-    check_ids,
-    read_head,
-    read_ids,
-    write_ids,
-    write_snippets,
-)
+from dualenc.search.embeddings import Embeddings, read_head
+from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
 from dualenc.types import Metric
 
 FORMAT = "dualenc index"
-FORMAT_VERSION = 2
-"""1 had a checksum of index.faiss alone."""
+FORMAT_VERSION = 3
+"""1 had a checksum of index.faiss alone, 2 no arrays beside ids.txt and snippets.jsonl, and no sizes."""
+OLDEST_VERSION = 2
 KEPT = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped")
 """What an index remembers of its embeddings: which model and side made them, and from what."""
 WRITE_BYTES = 1 << 22
@@ -63,11 +57,12 @@ class Index:
         snippets: Sequence[str] | Snippets | None = None,
     ) -> None:
         self.faiss = faiss_index
-        self.ids = list(ids)
+        self.ids: Sequence[str] = ids if isinstance(ids, MappedIds) else list(ids)
         self.meta = dict(meta)
         self.snippets = snippets
-        # One more entry, so that FAISS's row -1 ("nothing found") reads as no id.
-        self._id_of_row = np.array([*self.ids, ""], dtype=object)
+        if not isinstance(self.ids, MappedIds):
+            # One more entry, so that FAISS's row -1 ("nothing found") reads as no id.
+            self._id_of_row = np.array([*self.ids, ""], dtype=object)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -170,18 +165,18 @@ class Index:
             write_ids(part / "ids.txt", self.ids)
             if self.snippets is not None:
                 write_snippets(part / "snippets.jsonl", (self.snippet(row) for row in range(len(self))))
-            files = checksums(part, [path.name for path in part.iterdir()])
-            head = {"format": FORMAT, "version": FORMAT_VERSION}
-            write_json(part / "meta.json", {**head, **self.meta, "faiss": faiss.__version__, "files": files})
+            files = checksums(part, sorted(path.name for path in part.iterdir()))
+            head = {"format": FORMAT, "version": FORMAT_VERSION, **self.meta, "faiss": faiss.__version__}
+            write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], verify: bool = True) -> Index:
-        """Read an index folder.
+    def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Index:
+        """Map an index folder into memory; pages of it are read as searches need them.
 
         Args:
             folder: as `save` or `dualenc index` wrote it.
-            verify: read every file once more and compare its SHA-256 with meta.json (about 1.5 GB a second on each
-                core).
+            verify: read every file once and compare its SHA-256 with meta.json (about 1.5 GB a second on each core).
+                Otherwise sizes are compared, and 64 MiB are read at most, the smallest files first.
 
         Raises:
             DualencError: no such folder, or a file in it that is missing, truncated or not the one that was written.
@@ -194,7 +189,7 @@ class Index:
             )
         path = folder / "meta.json"
         told = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
-        read_head(folder, FORMAT, FORMAT_VERSION, told, REBUILD)
+        read_head(folder, FORMAT, (OLDEST_VERSION, FORMAT_VERSION), told, REBUILD)
         meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
         allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
         for name, values in allowed.items():
@@ -206,20 +201,18 @@ class Index:
 
         path = folder / "index.faiss"
         snippets = folder / "snippets.jsonl"
-        if verify:
-            names = ["index.faiss", "ids.txt", *(["snippets.jsonl"] if snippets.exists() else [])]
-            verify_checksums(folder, names, meta["files"], REBUILD)
-        if not path.is_file():
-            raise DualencError(f"{path}: missing; {REBUILD}")
+        texts = ["ids.txt", *(["snippets.jsonl"] if snippets.exists() else [])]
+        names = ["index.faiss", *(file for name in texts for file in lines_files(folder, name))]
+        verify_files(folder, names, meta, REBUILD, verify)
         try:
-            index = faiss.read_index(str(path))
+            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
         except (RuntimeError, MemoryError) as error:
             raise DualencError(f"{path}: corrupt ({reason(error)}); {REBUILD}") from None
         for name, found in (("dim", index.d), ("count", index.ntotal)):
             if meta[name] != found:
                 raise DualencError(f"{path}: has {name} {found}, but meta.json says {meta[name]}; {REBUILD}")
-        ids = read_ids(folder / "ids.txt", index.ntotal)
-        return cls(index, ids, meta, Snippets(snippets) if snippets.exists() else None)
+        ids = MappedIds(folder / "ids.txt", index.ntotal)
+        return cls(index, ids, meta, Snippets(snippets, index.ntotal) if snippets.exists() else None)
 
     def search(
         self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
@@ -241,7 +234,7 @@ class Index:
         """
         scores, rows = self.search_rows(queries, k, nprobe=nprobe, ef_search=ef_search)
         scores[rows < 0] = -np.inf
-        return scores, self._id_of_row[rows]
+        return scores, self.ids.texts(rows) if isinstance(self.ids, MappedIds) else self._id_of_row[rows]
 
     def search_rows(
         self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None

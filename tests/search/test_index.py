@@ -219,7 +219,9 @@ class TestErrors:
     def test_a_corrupt_file(self, folder: Path, damage: Any, verify: bool) -> None:
         path = folder / "index.faiss"
         path.write_bytes(damage(path.read_bytes()))
-        with pytest.raises(DualencError, match=r"index\.faiss: corrupt.*build the index again") as error:
+        with pytest.raises(
+            DualencError, match=r"index\.faiss: (truncated or )?corrupt.*build the index again"
+        ) as error:
             Index.open(folder, verify=verify)
         assert "\n" not in str(error.value)
 
@@ -231,10 +233,8 @@ class TestErrors:
 
     def test_ids_of_another_index(self, folder: Path) -> None:
         (folder / "ids.txt").write_text("a\nb\n")
-        with pytest.raises(DualencError, match=r"ids\.txt: corrupt"):
+        with pytest.raises(DualencError, match=r"ids\.txt: truncated or corrupt \(4 bytes instead of"):
             Index.open(folder)
-        with pytest.raises(DualencError, match="2 ids for 200 vectors"):
-            Index.open(folder, verify=False)
 
     def test_swapped_lines_of_ids_and_snippets(self, tmp_path: Path) -> None:
         for name in ("ids.txt", "snippets.jsonl"):
