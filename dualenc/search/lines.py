@@ -46,7 +46,7 @@ class MappedLines:
             raise DualencError(f"{path}: missing; write the folder again")
         size = path.stat().st_size
         # A plain view of the map: slicing a memmap itself takes ten times as long.
-        self._bytes = memoryview(np.asarray(np.memmap(path, np.uint8, mode="r"))) if size else memoryview(b"")
+        self._bytes = memoryview(np.asarray(np.memmap(path, np.uint8, mode="r")).data) if size else memoryview(b"")
         self._starts = self._mapped("starts", np.dtype(np.int64))
         if self._starts is not None and (self._starts[0] != 0 or self._starts[-1] != size):
             raise DualencError(f"{path}: has {size:,} bytes instead of {self._starts[-1]:,}; write the folder again")
@@ -136,25 +136,26 @@ class MappedIds(MappedLines, Sequence[str]):
     __hash__ = None  # type: ignore[assignment]
 
     def rows(self, names: Iterable[str]) -> np.ndarray:
-        """The row of each id, int64; -1 for one that is not there. Each takes a binary search of mapped pages."""
-        return np.array([self._row(name.encode("utf-8", "surrogatepass")) for name in names], dtype=np.int64)
+        """The row of each id, int64; -1 for one that is not there. All take one binary search of mapped pages."""
+        lines = [name.encode("utf-8", "surrogatepass") for name in names]
+        wanted = hash_lines(lines)
+        low, high = np.zeros(len(lines), np.int64), np.full(len(lines), len(self))
+        while len(open_ := np.flatnonzero(low < high)):
+            middle = (low[open_] + high[open_]) // 2
+            below = hash_lines([self.line(row) for row in self.order[middle].tolist()]) < wanted[open_]
+            low[open_] = np.where(below, middle + 1, low[open_])
+            high[open_] = np.where(below, high[open_], middle)
+        return np.array([self._from(place, line) for place, line in zip(low.tolist(), lines)], dtype=np.int64)
 
-    def _row(self, line: bytes) -> int:
-        wanted = int(hash_lines([line])[0])
-        low, high = 0, len(self)
-        while low < high:
-            middle = (low + high) // 2
-            if int(hash_lines([self.line(int(self.order[middle]))])[0]) < wanted:
-                low = middle + 1
-            else:
-                high = middle
-        while low < len(self):  # usually once: the few with an equal hash
-            found = self.line(int(self.order[low]))
-            if found == line:
-                return int(self.order[low])
-            if int(hash_lines([found])[0]) != wanted:
+    def _from(self, place: int, line: bytes) -> int:
+        """The row of a line, which is among those of equal hash that begin at a place of the order; or -1."""
+        wanted = None
+        for row in map(int, self.order[place:]):
+            if (found := self.line(row)) == line:
+                return row
+            wanted = hash_lines([line]) if wanted is None else wanted
+            if hash_lines([found]) != wanted:
                 break
-            low += 1
         return -1
 
     @functools.cached_property
@@ -204,8 +205,8 @@ def write_ids(path: Path, ids: Iterable[str]) -> None:
     bits = (max(0, number - 1) // SORTED_AT_ONCE).bit_length()
     order = np.empty(number, np.uint32)
     filled = 0
-    for part in range(2**bits):
-        rows = np.flatnonzero(hashes >> np.uint64(64 - bits) == part) if bits else np.arange(number)
+    for top in range(2**bits):
+        rows = np.flatnonzero(hashes >> np.uint64(64 - bits) == top) if bits else np.arange(number)
         order[filled : filled + len(rows)] = rows[np.argsort(hashes[rows], kind="stable")]
         filled += len(rows)
     with atomic_path(beside(path, "order")) as part:
