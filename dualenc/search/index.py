@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,19 @@ from dualenc.search.build import (
     as_queries,
     build_faiss,
     exact_probe,
+    halves,
+    latency,
+    new_index,
+    parameter_values,
     reason,
     recall,
     set_parameter,
     tune,
 )
 from dualenc.search.embeddings import Embeddings, read_head
+from dualenc.search.kinds import choose_factory
 from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
+from dualenc.search.parts import LISTS, built_in_parts, bytes_per_vector, can_be_merged, lists_of, open_merged
 from dualenc.types import Metric
 
 FORMAT = "dualenc index"
@@ -35,6 +43,8 @@ KEPT = ("model", "model_checksum", "side", "modality", "output", "kind", "data",
 """What an index remembers of its embeddings: which model and side made them, and from what."""
 WRITE_BYTES = 1 << 22
 REBUILD = "build the index again"
+TUNED_FROM = 100
+"""From so many queries on half of them choose the search parameters, and the other half measure the choice."""
 
 
 class Index:
@@ -88,9 +98,14 @@ class Index:
         train_rows: int | None = None,
         threads: int | None = None,
         seed: int = 0,
+        memory: int | None = None,
+        folder: str | os.PathLike[str] | None = None,
         progress: bool = False,
     ) -> Index:
         """Train, fill and measure an index; the database is streamed, never held twice.
+
+        With a `folder`, an IVF index that half of the memory does not hold is filled in parts beside it and merged on
+        disk (`dualenc.search.parts`). Several processes that make the same call share the parts.
 
         Args:
             vectors: (N, D) array, or embeddings, whose ids, snippets and meta the index takes over.
@@ -98,13 +113,16 @@ class Index:
             factory: "auto" (see `choose_factory`) or any FAISS factory string.
             metric: "cosine" (vectors are normalised) or "ip", the inner product.
             queries: (Q, D) to measure recall@10 with; by default a sample of the database.
-            recall_queries: how many queries to measure with at most; 0 measures nothing and tunes nothing.
-            target_recall: unless `nprobe` or `ef_search` is given, they are doubled until recall@10 reaches this.
+            recall_queries: how many queries to measure with at most; 0 measures nothing and tunes nothing. Where there
+                is something to tune, half of a hundred queries or more are for that, and the others measure.
+            target_recall: recall@10 that "auto" and, unless `nprobe` or `ef_search` is given, `tune` aim at.
             nprobe: lists that an IVF index visits.
             ef_search: candidates that an HNSW index keeps.
             train_rows: vectors to train on; by default 64 per inverted list, at least 65,536.
             threads: FAISS's threads from now on; by default as many as it finds.
             seed: of the samples for training and for queries.
+            memory: bytes that the index may take, in the making and in searches; by default what the machine has.
+            folder: where to save the index, too.
             progress: show a bar.
 
         Raises:
@@ -130,12 +148,65 @@ class Index:
         if threads is not None:
             faiss.omp_set_num_threads(threads)
         database = Database(embeddings, metric)
-        index, built = build_faiss(database, factory, train_rows=train_rows, seed=seed, progress=progress)
+        chosen = factory
+        if factory == "auto":
+            chosen = choose_factory(len(embeddings), embeddings.dim, memory, target_recall)
+        built: dict[str, Any] = {"factory": chosen, "requested_factory": factory}
+        measure = functools.partial(
+            cls._measured,
+            database,
+            queries=queries,
+            recall_queries=recall_queries,
+            target_recall=target_recall,
+            nprobe=nprobe,
+            ef_search=ef_search,
+            seed=seed,
+        )
+        empty = new_index(embeddings.dim, chosen, metric, len(embeddings))
+        needed = len(embeddings) * bytes_per_vector(empty)
+        budget = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if folder is not None and needed > budget // 2 and can_be_merged(empty):
+            target = Path(folder)
+            check_target(target)
+            work = target.with_name(f".{target.name}.building")
+            how: dict[str, Any] = {"train_rows": train_rows, "seed": seed, "progress": progress}
+            with built_in_parts(database, chosen, work, memory=budget, **how) as merged:
+                if merged is not None:
+                    measure(merged[0], built | merged[1]).save(target)
+            return cls.open(target)
+        if memory is not None and needed > memory:
+            raise DualencError(
+                f"factory {chosen!r} takes {needed / 2**20:,.0f} MiB for {len(embeddings):,} vectors, and memory is "
+                f"{memory / 2**20:,.0f} MiB; give more, or auto or an IVF factory with a folder to save to"
+            )
+        index, filled = build_faiss(database, chosen, train_rows=train_rows, seed=seed, progress=progress)
+        result = measure(index, built | filled)
+        if folder is not None:
+            result.save(folder)
+        return result
+
+    @classmethod
+    def _measured(
+        cls,
+        database: Database,
+        index: Any,
+        built: dict[str, Any],
+        *,
+        queries: np.ndarray | None,
+        recall_queries: int,
+        target_recall: float,
+        nprobe: int | None,
+        ef_search: int | None,
+        seed: int,
+    ) -> Index:
+        """A filled index with its search parameters, and what they give."""
+        embeddings, metric = database.embeddings, database.metric
         parameters = {name: value for name, value in (("nprobe", nprobe), ("efSearch", ef_search)) if value}
         for name, value in parameters.items():
             set_parameter(index, name, value)
         meta = {key: embeddings.meta[key] for key in KEPT if key in embeddings.meta}
         meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": metric, **built}
+        meta["bytes_per_vector"] = bytes_per_vector(index)
 
         if queries is None:  # vectors of the database, which are not to find themselves
             rows = database.sample(recall_queries, seed + 1)
@@ -145,10 +216,13 @@ class Index:
             rows = np.full(len(asked), -1)
         probe = exact_probe(database, asked, rows)
         if probe is not None:
-            parameters = parameters or tune(index, database, probe, target_recall)
+            if not parameters and parameter_values(index):
+                tuning, probe = halves(probe) if len(probe.queries) >= TUNED_FROM else (probe, probe)
+                parameters = tune(index, database, tuning, target_recall)
             meta["recall_at_10"] = round(recall(index, database, probe), 4)
-            meta["recall_queries"] = len(asked)
+            meta["recall_queries"] = len(probe.queries)
             meta["recall_queries_from"] = "database" if queries is None else "given"
+            meta["latency_ms"] = latency(index, probe.queries)
         meta["search_parameters"] = parameters
         return cls(index, embeddings.ids, meta, embeddings.snippets)
 
@@ -161,7 +235,16 @@ class Index:
         check_target(folder)
         with atomic_path(folder) as part:
             part.mkdir(parents=True)
-            _write_faiss(self.faiss, part / "index.faiss")
+            lists = lists_of(self.faiss)
+            if lists is not None:  # never changed in place, so one file will do for both folders
+                before = lists.filename
+                _link_or_copy(Path(before), part / LISTS)
+                lists.filename = os.path.abspath(Path(folder) / LISTS)
+            try:
+                _write_faiss(self.faiss, part / "index.faiss")
+            finally:
+                if lists is not None:
+                    lists.filename = before
             write_ids(part / "ids.txt", self.ids)
             if self.snippets is not None:
                 write_snippets(part / "snippets.jsonl", (self.snippet(row) for row in range(len(self))))
@@ -202,10 +285,12 @@ class Index:
         path = folder / "index.faiss"
         snippets = folder / "snippets.jsonl"
         texts = ["ids.txt", *(["snippets.jsonl"] if snippets.exists() else [])]
-        names = ["index.faiss", *(file for name in texts for file in lines_files(folder, name))]
+        on_disk = (folder / LISTS).exists()
+        names = ["index.faiss", *([LISTS] if on_disk else [])]
+        names += [file for name in texts for file in lines_files(folder, name)]
         verify_files(folder, names, meta, REBUILD, verify)
         try:
-            index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+            index = open_merged(path) if on_disk else faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
         except (RuntimeError, MemoryError) as error:
             raise DualencError(f"{path}: corrupt ({reason(error)}); {REBUILD}") from None
         for name, found in (("dim", index.d), ("count", index.ntotal)):
@@ -272,6 +357,13 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not empty and not is_index(folder):
         raise DualencError(f"{folder}: exists and holds no index; choose a new or empty folder")
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(source, target)
 
 
 def _write_faiss(index: Any, path: Path) -> None:

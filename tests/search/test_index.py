@@ -22,6 +22,7 @@ import pytest
 from dualenc.errors import DiskFull, DualencError
 from dualenc.search import Index, is_index
 from dualenc.search.embeddings import Embeddings, EmbeddingWriter
+from dualenc.search.kinds import KINDS
 from tests.search.clusters import clustered, exact_rows
 
 IDS = [f"doc {i}" for i in range(2000)]
@@ -65,7 +66,7 @@ def test_the_same_as_raw_faiss_with_the_same_factory_string(factory: str) -> Non
 
 
 def test_auto_on_a_larger_database_reaches_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualenc.search.build.EXACT_VALUES", 1000)
+    monkeypatch.setattr("dualenc.search.kinds.KINDS", KINDS[2:])
     vectors, queries = clustered(6000, 32), clustered(100, 32, seed=1)
     index = Index.build(vectors, target_recall=0.9)
     assert index.meta["factory"] == "IVF128,Flat"
@@ -83,7 +84,7 @@ def test_plain_faiss_opens_what_was_saved_tuned_as_it_was(tmp_path: Path) -> Non
     plain = faiss.read_index(str(tmp_path / "index" / "index.faiss"))
     meta = json.loads((tmp_path / "index" / "meta.json").read_text())
     assert plain.nprobe == meta["search_parameters"]["nprobe"] > 1
-    assert meta["recall_at_10"] >= 0.99
+    assert meta["recall_at_10"] >= 0.98, "of other queries than those that it was tuned with"
     np.testing.assert_array_equal(plain.search(vectors[:9], 10)[1], ours.search_rows(vectors[:9])[1])
 
 
