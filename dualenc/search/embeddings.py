@@ -386,7 +386,7 @@ class EmbeddingWriter:
             notes = [self._note(number) for number in range(len(self.ranges))]
             skipped = [entry for note in notes for entry in note["skipped"]]
             bad = {row for row, _ in skipped}
-            kept = [row for row in range(len(self.ids)) if row not in bad]
+            kept = [row for row in range(len(self.ids)) if row not in bad] if bad else range(len(self.ids))
             if not kept:
                 first = skipped[0][1] if skipped else "there are none"
                 raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {first}")

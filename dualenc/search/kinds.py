@@ -85,7 +85,7 @@ def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target
 
     HNSW is considered from a target of 0.98 on, where IVF visits many lists. The half-precision vectors that refine
     stay on disk, 2 D bytes each. n is the power of two nearest to 4√N, at most 2¹⁷, fewer where a list would get less
-    than 39 training points. RaBitQ: Gao and Long 2024 (arXiv:2405.12497).
+    than 39 training points, of those that a fourth of the memory holds. RaBitQ: Gao and Long 2024 (arXiv:2405.12497).
 
     Args:
         num_vectors: N.
@@ -93,7 +93,7 @@ def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target
         memory: bytes that searches may keep in memory.
         target_recall: recall@10 to reach.
     """
-    lists = number_of_lists(num_vectors)
+    lists = number_of_lists(num_vectors, dim, memory)
     values = num_vectors * dim
     fitting = []
     for kind in KINDS:
@@ -109,9 +109,15 @@ def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target
     return min(KINDS, key=lambda kind: kind.resident(dim)).factory(lists, dim)
 
 
-def number_of_lists(num_vectors: int) -> int:
-    """Inverted lists for N vectors: the power of two nearest to 4√N, with at least 39 vectors each."""
-    by_training = math.floor(math.log2(max(1, num_vectors / MIN_POINTS_PER_LIST)))
+def training_rows_in(memory: int, dim: int) -> int:
+    """How many vectors of dimension D a fourth of the memory holds."""
+    return max(1, memory // 4 // (4 * dim))
+
+
+def number_of_lists(num_vectors: int, dim: int, memory: int | None = None) -> int:
+    """Inverted lists for N vectors: the power of two nearest to 4√N, with at least 39 training vectors each."""
+    trained_on = num_vectors if memory is None else min(num_vectors, training_rows_in(memory, dim))
+    by_training = math.floor(math.log2(max(1, trained_on / MIN_POINTS_PER_LIST)))
     return min(MOST_LISTS, 2 ** min(round(math.log2(4 * math.sqrt(num_vectors))), by_training))
 
 

@@ -29,6 +29,7 @@ from tqdm.auto import tqdm
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, full_disk_told, read_json_object, recover_inside, remove, save_array, write_json
 from dualenc.search.build import Database, new_index, reason, train, training_rows
+from dualenc.search.kinds import training_rows_in
 
 PART_BYTES = 2**28
 """Of the codes of a part, at most; a smaller budget has smaller parts."""
@@ -92,8 +93,7 @@ def built_in_parts(
     num_vectors, dim = len(database), database.embeddings.dim
     empty = new_index(dim, factory, database.metric, num_vectors)
     wanted = training_rows(empty, num_vectors) if train_rows is None else min(train_rows, num_vectors)
-    # The vectors, and as much again for what FAISS computes from them.
-    trained_on = min(wanted, max(memory // 4 // (8 * dim), 1)) if train_rows is None else wanted
+    trained_on = min(wanted, training_rows_in(memory, dim)) if train_rows is None else wanted
     rows = max(BLOCK_ROWS, min(PART_BYTES, memory // 8) // bytes_per_vector(empty))
     parts = [range(start, min(start + rows, num_vectors)) for start in range(0, num_vectors, rows)]
     sources = database.embeddings.meta.get("files", {})
