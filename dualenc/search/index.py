@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,22 +235,8 @@ class Index:
         check_target(folder)
         with atomic_path(folder) as part:
             part.mkdir(parents=True)
-            lists = lists_of(self.faiss)
-            if lists is not None:  # never changed in place, so one file will do for both folders
-                before = lists.filename
-                _link_or_copy(Path(before), part / LISTS)
-                lists.filename = os.path.abspath(Path(folder) / LISTS)
-            try:
-                _write_faiss(self.faiss, part / "index.faiss")
-            finally:
-                if lists is not None:
-                    lists.filename = before
-            write_ids(part / "ids.txt", self.ids)
-            if self.snippets is not None:
-                write_snippets(part / "snippets.jsonl", (self.snippet(row) for row in range(len(self))))
-            files = checksums(part, sorted(path.name for path in part.iterdir()))
-            head = {"format": FORMAT, "version": FORMAT_VERSION, **self.meta, "faiss": faiss.__version__}
-            write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
+            snippets = None if self.snippets is None else (self.snippet(row) for row in range(len(self)))
+            write_contents(part, Path(folder), self.faiss, self.ids, snippets, self.meta)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Index:
@@ -357,6 +343,41 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not empty and not is_index(folder):
         raise DualencError(f"{folder}: exists and holds no index; choose a new or empty folder")
+
+
+def write_contents(
+    part: Path, folder: Path, index: Any, ids: Iterable[str], snippets: Iterable[str] | None, meta: dict[str, Any]
+) -> None:
+    """Write the files of an index.
+
+    Args:
+        part: folder to write to; lists on disk may be there already.
+        folder: what it will be renamed to, where plain FAISS will look for lists on disk.
+        index: N vectors.
+        ids: (N,) of them.
+        snippets: (N,) what to show with each id, or None.
+        meta: entries of meta.json.
+    """
+    lists = lists_of(index)
+    if lists is None:
+        _write_faiss(index, part / "index.faiss")
+    else:
+        before = Path(lists.filename)
+        if before != part.absolute() / LISTS:  # never changed in place, so one file will do for both folders
+            _link_or_copy(before, part / LISTS)
+        lists.filename = os.path.abspath(folder / LISTS)
+        try:
+            _write_faiss(index, part / "index.faiss")
+        finally:
+            lists.filename = str(before)
+    write_ids(part / "ids.txt", ids)
+    if snippets is not None:
+        write_snippets(part / "snippets.jsonl", snippets)
+    files = checksums(part, sorted(path.name for path in part.iterdir()))
+    head = {"format": FORMAT, "version": FORMAT_VERSION, **meta, "faiss": faiss.__version__}
+    # A meta that was read from a folder says its version and files, too.
+    head |= {"version": FORMAT_VERSION, "sizes": sizes(part, files), "files": files}
+    write_json(part / "meta.json", head)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

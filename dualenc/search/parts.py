@@ -33,7 +33,7 @@ from dualenc.search.kinds import training_rows_in
 
 PART_BYTES = 2**28
 """Of the codes of a part, at most; a smaller budget has smaller parts."""
-BLOCK_ROWS = 16384
+ROWS_AT_ONCE = 16384
 LISTS = "lists.ivfdata"
 READ = faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_MMAP_IFC
 
@@ -94,7 +94,7 @@ def built_in_parts(
     empty = new_index(dim, factory, database.metric, num_vectors)
     wanted = training_rows(empty, num_vectors) if train_rows is None else min(train_rows, num_vectors)
     trained_on = min(wanted, training_rows_in(memory, dim)) if train_rows is None else wanted
-    rows = max(BLOCK_ROWS, min(PART_BYTES, memory // 8) // bytes_per_vector(empty))
+    rows = max(ROWS_AT_ONCE, min(PART_BYTES, memory // 8) // bytes_per_vector(empty))
     parts = [range(start, min(start + rows, num_vectors)) for start in range(0, num_vectors, rows)]
     sources = database.embeddings.meta.get("files", {})
     plan = {"factory": factory, "metric": database.metric, "dim": dim, "count": num_vectors, "seed": seed}
@@ -217,8 +217,8 @@ def _fill(database: Database, rows: range, number: int, work: Path, factory: str
     base, refine = split(whole)
     codes = []
     try:
-        for start in range(rows.start, rows.stop, BLOCK_ROWS):
-            some = np.arange(start, min(start + BLOCK_ROWS, rows.stop))
+        for start in range(rows.start, rows.stop, ROWS_AT_ONCE):
+            some = np.arange(start, min(start + ROWS_AT_ONCE, rows.stop))
             block = database.rows(some)
             base.add_with_ids(block, some)
             if refine is not None:
@@ -243,36 +243,68 @@ def _merge(work: Path, parts: int) -> None:
     merged = base
     if refine is not None:
         codes = [np.load(work / f"part-{number:05d}.npy", mmap_mode="r") for number in range(parts)]
-        refine = _with_codes(refine, codes, work / "refine.faiss")
-        merged = faiss.IndexRefine(base, refine)
-        merged.k_factor, merged.ntotal = trained.k_factor, base.ntotal
+        merged = with_codes(base, trained, codes, work / "refine.faiss")
     with atomic_path(work / "merged.faiss") as part:
         faiss.write_index(merged, str(part))
-    for path in (*work.glob("part-*.faiss"), *work.glob("part-*.npy"), work / "refine.faiss"):
-        path.unlink(missing_ok=True)
+    for path in (*work.glob("part-*.faiss"), *work.glob("part-*.npy")):
+        path.unlink()
 
 
-def _with_codes(empty: Any, codes: list[np.ndarray], path: Path) -> Any:
-    """An index of plain codes that are mapped from a file, never in memory.
+def merge_lists(empty: Any, sources: list[Any], path: Path) -> Any:
+    """Lay the lists of some indexes side by side in a file, as `merge_ondisk` does with those of files.
 
-    In the file of an empty one the number of vectors stands behind a word of four letters and the dimension, and the
-    length of the codes at the end; what is read back is compared.
+    Args:
+        empty: an index without vectors, trained as they are; it gets the lists.
+        sources: the indexes, whose row numbers differ.
+        path: of the lists.
     """
-    head = bytearray(faiss.serialize_index(empty).tobytes())
+    ivf: Any = faiss.extract_index_ivf(empty)
+    with quiet():
+        lists = faiss.OnDiskInvertedLists(ivf.nlist, ivf.code_size, os.path.abspath(path))
+        pointers = faiss.InvertedListsPtrVector()  # type: ignore[attr-defined]
+        for source in sources:
+            pointers.push_back(faiss.extract_index_ivf(source).invlists)
+        ivf.ntotal = empty.ntotal = lists.merge_from_multiple(pointers.data(), pointers.size(), False)
+    ivf.replace_invlists(lists, True)
+    lists.this.disown()  # type: ignore[attr-defined]
+    return empty
+
+
+def with_codes(base: Any, like: Any, codes: list[np.ndarray], path: Path) -> Any:
+    """An index refined as another one is, by codes that are mapped from a file and never in memory.
+
+    In the file of an empty index of plain vectors their number stands behind a word of four letters and the dimension,
+    and the length of the codes at the end; what is read back is compared.
+
+    Args:
+        base: N vectors.
+        like: an index whose way of refining is taken over.
+        codes: its codes (n, bytes) of the N vectors, in blocks.
+        path: of the file, which is unlinked as soon as it is mapped.
+    """
+    refine = _without_codes(split(like)[1])
+    head = bytearray(faiss.serialize_index(refine).tobytes())
     count, size = sum(map(len, codes)), sum(block.nbytes for block in codes)
     head[8:16] = np.int64(count).tobytes()
-    head[-8:] = np.int64(size // _unit(empty)).tobytes()
+    head[-8:] = np.int64(size // (4 if isinstance(refine, faiss.IndexFlat) else 1)).tobytes()  # Flat counts floats
     with open(path, "wb") as stream:
         stream.write(head)
         for block in codes:
-            for start in range(0, len(block), BLOCK_ROWS):
-                stream.write(np.ascontiguousarray(block[start : start + BLOCK_ROWS]).tobytes())
+            for start in range(0, len(block), ROWS_AT_ONCE):
+                stream.write(np.ascontiguousarray(block[start : start + ROWS_AT_ONCE]).tobytes())
     filled: Any = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+    path.unlink()
     if filled.ntotal != count or filled.codes.size() != size:
         raise DualencError(f"{path}: this version of FAISS writes it differently; leave out Refine")
-    return filled
+    refined = faiss.IndexRefine(base, filled)
+    refined.k_factor, refined.ntotal = like.k_factor, base.ntotal
+    return refined
 
 
-def _unit(index: Any) -> int:
-    """Bytes of a number in a file of codes: FAISS counts those of Flat as floats."""
-    return 4 if isinstance(index, faiss.IndexFlat) else 1
+def _without_codes(refine: Any) -> Any:
+    """An index of plain vectors that encodes as another one, without its vectors."""
+    if isinstance(refine, faiss.IndexFlat):
+        return faiss.IndexFlat(refine.d, refine.metric_type)
+    empty = faiss.IndexScalarQuantizer(refine.d, refine.sq.qtype, refine.metric_type)
+    empty.sq, empty.is_trained = refine.sq, True
+    return empty

@@ -27,7 +27,7 @@ MEMORY = 1 << 16
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "BLOCK_ROWS", 500)
+    monkeypatch.setattr(parts, "ROWS_AT_ONCE", 500)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_several_processes_share_the_parts(tmp_path: Path, embeddings: Embedding
     script = """
 import sys
 from dualenc.search import Embeddings, Index, parts
-parts.BLOCK_ROWS = 500
+parts.ROWS_AT_ONCE = 500
 fill, mine = parts._fill, []
 parts._fill = lambda *given: (mine.append(given[2]), fill(*given))
 index = Index.build(Embeddings.open(sys.argv[1]), None, "IVF16,Flat", folder=sys.argv[2], memory=1 << 16)
