@@ -226,7 +226,11 @@ def halves(probe: Probe) -> tuple[Probe, Probe]:
 
 def recall(index: Any, database: Database, probe: Probe) -> float:
     """The share of exact neighbours that the index finds; a tie with the k-th neighbour is as good as it."""
-    _, found = index.search(probe.queries, probe.k + 1)
+    return share_found(index.search(probe.queries, probe.k + 1)[1], database, probe)
+
+
+def share_found(found: np.ndarray, database: Database, probe: Probe) -> float:
+    """The share of exact neighbours among the rows (Q, k + 1) that a search gave."""
     found = np.where(found == probe.rows[:, None], -1, found)
     own_last = np.argsort(found < 0, axis=1, kind="stable")[:, : probe.k]
     found = np.take_along_axis(found, own_last, axis=1)
@@ -295,8 +299,8 @@ def tune(index: Any, database: Database, probe: Probe, target: float, least_gain
             for key, value in setting.items():
                 set_parameter(index, key, value)
             started = time.perf_counter()
-            found = recall(index, database, probe)
-            seconds = time.perf_counter() - started
+            rows = index.search(probe.queries, probe.k + 1)[1]
+            seconds, found = time.perf_counter() - started, share_found(rows, database, probe)
             points.add(found, seconds, str(setting), len(tried))
             tried.append((found, seconds, setting))
             slower = any(best >= target and seconds > least for best, least, _ in tried[:-1])

@@ -14,6 +14,8 @@ are missing, and so do several processes at once, on one machine or on a disk th
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import sys
 import time
@@ -96,10 +98,9 @@ def built_in_parts(
     trained_on = min(wanted, training_rows_in(memory, dim)) if train_rows is None else wanted
     rows = max(ROWS_AT_ONCE, min(PART_BYTES, memory // 8) // bytes_per_vector(empty))
     parts = [range(start, min(start + rows, num_vectors)) for start in range(0, num_vectors, rows)]
-    sources = database.embeddings.meta.get("files", {})
     plan = {"factory": factory, "metric": database.metric, "dim": dim, "count": num_vectors, "seed": seed}
-    plan |= {"trained_on": trained_on, "rows_of_a_part": rows, "from": database.embeddings.meta.get("ids_checksum", "")}
-    plan["shards"] = sorted(digest for name, digest in sources.items() if name.startswith("shard-"))
+    files = json.dumps(database.embeddings.meta.get("files", {}), sort_keys=True)
+    plan |= {"trained_on": trained_on, "rows_of_a_part": rows, "files": hashlib.sha256(files.encode()).hexdigest()}
     started = time.perf_counter()
     with full_disk_told(work):
         work.mkdir(parents=True, exist_ok=True)
