@@ -226,6 +226,26 @@ class TestErrors:
             Index.open(folder, verify=verify)
         assert "\n" not in str(error.value)
 
+    def test_a_large_file_is_compared_on_request(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = folder / "index.faiss"
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(DualencError, match=r"index\.faiss: corrupt, its checksum"):
+            Index.open(folder)
+        others = sum(other.stat().st_size for other in folder.iterdir() if other != path)
+        monkeypatch.setattr("dualenc.files.READ_AT_OPENING", others)
+        assert len(Index.open(folder)) == 200
+        with pytest.raises(DualencError, match=r"index\.faiss: corrupt, its checksum"):
+            Index.open(folder, verify=True)
+        path.write_bytes(content[:-1])
+        with pytest.raises(DualencError, match=r"index\.faiss: truncated or corrupt"):
+            Index.open(folder)
+        path.write_bytes(content)
+        ids = (folder / "ids.txt").read_bytes()
+        (folder / "ids.txt").write_bytes(ids.replace(b"doc 7\n", b"doc X\n"))
+        with pytest.raises(DualencError, match=r"ids\.txt: corrupt, its checksum"):
+            Index.open(folder)
+
     @pytest.mark.parametrize("name", ["index.faiss", "ids.txt", "meta.json"])
     def test_a_missing_file(self, folder: Path, name: str) -> None:
         (folder / name).unlink()
