@@ -176,8 +176,8 @@ class Index:
             return cls.open(target)
         if memory is not None and needed > memory:
             raise DualencError(
-                f"factory {chosen!r} takes {needed / 2**20:,.0f} MiB for {len(embeddings):,} vectors, and memory is "
-                f"{memory / 2**20:,.0f} MiB; give more, or auto or an IVF factory with a folder to save to"
+                f"factory {chosen!r} takes {needed / 2**20:,.1f} MiB for {len(embeddings):,} vectors, and memory is "
+                f"{memory / 2**20:,.1f} MiB; give more, or auto or an IVF factory with a folder to save to"
             )
         index, filled = build_faiss(database, chosen, train_rows=train_rows, seed=seed, progress=progress)
         result = measure(index, built | filled)

@@ -11,6 +11,9 @@ from dualenc.errors import DualencError
 
 MIN_POINTS_PER_LIST = 39
 MOST_LISTS = 2**17
+FEWEST_TRAINING_ROWS = 1024
+"""However little the memory: codes are made of 256 points and more."""
+LEAST_MEMORY = 2**24
 EXACT_VALUES = 2**25
 """Up to this many numbers (128 MiB as float32) an exact search takes some ten milliseconds on one core."""
 FLOAT_VALUES = 2**30
@@ -111,7 +114,7 @@ def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target
 
 def training_rows_in(memory: int, dim: int) -> int:
     """How many vectors of dimension D a fourth of the memory holds."""
-    return max(1, memory // 4 // (4 * dim))
+    return max(FEWEST_TRAINING_ROWS, memory // 4 // (4 * dim))
 
 
 def number_of_lists(num_vectors: int, dim: int, memory: int | None = None) -> int:
@@ -125,10 +128,13 @@ def parse_bytes(text: str) -> int:
     """Bytes from "2GiB", "500 MB", "1.5G" or a plain number; K, M, G and T are powers of 1024 unless a B alone follows.
 
     Raises:
-        DualencError: something else, or nothing above zero.
+        DualencError: something else, or less than 16 MiB.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", text, re.IGNORECASE)
-    if found is None or float(found[1]) <= 0:
+    if found is None:
         raise DualencError(f"memory is {text!r}; give a size such as 2GiB or 500MB")
     base = 1000 if found[3].upper() == "B" and found[2] else 1024
-    return int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
+    size = int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
+    if size < LEAST_MEMORY:
+        raise DualencError(f"memory is {text!r}; give at least 16MiB")
+    return size

@@ -29,7 +29,16 @@ from faiss.contrib.ondisk import merge_ondisk
 from tqdm.auto import tqdm
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, full_disk_told, read_json_object, recover_inside, remove, save_array, write_json
+from dualenc.files import (
+    atomic_path,
+    full_disk_told,
+    read_json_object,
+    recover_inside,
+    remove,
+    removed_if_refused,
+    save_array,
+    write_json,
+)
 from dualenc.search.build import Database, new_index, reason, train, training_rows
 from dualenc.search.kinds import training_rows_in
 
@@ -102,7 +111,7 @@ def built_in_parts(
     files = json.dumps(database.embeddings.meta.get("files", {}), sort_keys=True)
     plan |= {"trained_on": trained_on, "rows_of_a_part": rows, "files": hashlib.sha256(files.encode()).hexdigest()}
     started = time.perf_counter()
-    with full_disk_told(work):
+    with full_disk_told(work), removed_if_refused(work, "*.faiss"):
         work.mkdir(parents=True, exist_ok=True)
         with claimed(work / "training.lock", wait=True):
             _check_plan(work, plan)
@@ -204,7 +213,7 @@ def _flush_c() -> None:
 
 def _check_plan(work: Path, plan: dict[str, Any]) -> None:
     path = work / "plan.json"
-    if not path.exists():
+    if not (work / "trained.faiss").exists():  # nothing to lose
         write_json(path, plan)
     found = read_json_object(path)
     differs = next((key for key in plan if found.get(key) != plan[key]), None)

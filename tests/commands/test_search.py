@@ -93,7 +93,7 @@ def test_index_with_a_factory_string_keeps_embeddings_on_request(
 def test_index_says_what_was_measured(
     tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("index", toy_text, documents, "--out", tmp_path / "index", "--memory", "1MiB", "--recall-queries", 20)
+    run("index", toy_text, documents, "--out", tmp_path / "index", "--memory", "16MiB", "--recall-queries", 20)
     shown = capsys.readouterr().out
     assert re.search(r"a query alone: p50 [\d.]+ ms, p95 [\d.]+ ms, p99 [\d.]+ ms; 128 bytes per vector", shown)
 

@@ -176,7 +176,9 @@ def test_bytes_per_vector(factory: str, per_vector: int) -> None:
 
 
 def test_what_cannot_be_merged_and_does_not_fit_is_refused(tmp_path: Path, embeddings: Embeddings) -> None:
-    with pytest.raises(DualencError, match="takes 1 MiB for 6,000 vectors, and memory is 0 MiB; give more") as error:
+    with pytest.raises(
+        DualencError, match=r"takes 0\.9 MiB for 6,000 vectors, and memory is 0\.1 MiB; give more"
+    ) as error:
         Index.build(embeddings, None, "HNSW8", folder=tmp_path / "index", memory=MEMORY)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "index").exists()
@@ -191,3 +193,9 @@ def test_recall_of_the_merged_index_is_that_of_its_results(tmp_path: Path, embed
     assert index.meta["recall_queries"] == 100
     assert index.meta["recall_at_10"] == pytest.approx(np.mean([np.isin(e, f).mean() for e, f in zip(exact, found)]))
     assert index.meta["latency_ms"].keys() == {"p50", "p95", "p99"}
+
+
+def test_a_refused_build_leaves_nothing(tmp_path: Path, embeddings: Embeddings) -> None:
+    with pytest.raises(DualencError, match="cannot be trained on 20 vectors"):
+        Index.build(embeddings, None, "IVF64,Flat", folder=tmp_path / "index", memory=MEMORY, train_rows=20)
+    assert os.listdir(tmp_path) == ["emb"]
