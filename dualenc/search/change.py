@@ -1,7 +1,7 @@
 """Append vectors to an index folder, and remove them by id; the folder is written anew, beside the old one.
 
 What is trained stays as it is: an index that has grown a lot, or whose data have changed, is better built again. Lists
-on disk are copied by a merge, never held in memory.
+on disk are copied by a merge; of what is added the codes are in memory.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
             if refine is not None:
                 codes = _codes(refine)
                 kept = np.delete(np.arange(len(codes)), gone)
-                blocks = [codes[kept[start : start + ROWS_AT_ONCE]] for start in range(0, len(kept), ROWS_AT_ONCE)]
+                blocks = (codes[kept[start : start + ROWS_AT_ONCE]] for start in range(0, len(kept), ROWS_AT_ONCE))
                 changed = with_codes(changed, index.faiss, blocks, part / "refine.faiss")
         kept_rows = _kept(len(index), gone)
         names = (index.ids[row] for row in _kept(len(index), gone))

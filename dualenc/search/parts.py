@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +280,7 @@ def merge_lists(empty: Any, sources: list[Any], path: Path) -> Any:
     return empty
 
 
-def with_codes(base: Any, like: Any, codes: list[np.ndarray], path: Path) -> Any:
+def with_codes(base: Any, like: Any, codes: Iterable[np.ndarray], path: Path) -> Any:
     """An index refined as another one is, by codes that are mapped from a file and never in memory.
 
     In the file of an empty index of plain vectors their number stands behind a word of four letters and the dimension,
@@ -293,15 +293,18 @@ def with_codes(base: Any, like: Any, codes: list[np.ndarray], path: Path) -> Any
         path: of the file, which is unlinked as soon as it is mapped.
     """
     refine = _without_codes(split(like)[1])
-    head = bytearray(faiss.serialize_index(refine).tobytes())
-    count, size = sum(map(len, codes)), sum(block.nbytes for block in codes)
-    head[8:16] = np.int64(count).tobytes()
-    head[-8:] = np.int64(size // (4 if isinstance(refine, faiss.IndexFlat) else 1)).tobytes()  # Flat counts floats
+    head = faiss.serialize_index(refine).tobytes()
+    count = size = 0
     with open(path, "wb") as stream:
         stream.write(head)
         for block in codes:
             for start in range(0, len(block), ROWS_AT_ONCE):
                 stream.write(np.ascontiguousarray(block[start : start + ROWS_AT_ONCE]).tobytes())
+            count, size = count + len(block), size + block.nbytes
+        stream.seek(8)
+        stream.write(np.int64(count).tobytes())
+        stream.seek(len(head) - 8)
+        stream.write(np.int64(size // (4 if isinstance(refine, faiss.IndexFlat) else 1)).tobytes())  # Flat: floats
     filled: Any = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     path.unlink()
     if filled.ntotal != count or filled.codes.size() != size:
