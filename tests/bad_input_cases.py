@@ -637,6 +637,17 @@ def modalities() -> Iterator[Case]:
         yield Case(f"index of {source}", f"index {{{source}}} --out out")
     yield Case("index with queries that are no embeddings", "index {emb} --out out --queries {docs.jsonl}")
     yield Case("index with queries of another dimension", "index {emb} --out out --queries {image-emb}")
+    for memory in ("0", "1", "-1GiB", "nan", "", "2 apples"):
+        yield Case(f"index --memory={memory}", f"index {{emb}} --out out --memory={memory}")
+    yield Case("index in little memory", "index {emb} --out out --memory=16MiB", expected="works")
+    yield Case("index without --out", "index {emb}")
+    for source in ("text", "docs.jsonl", "run", "nowhere"):
+        yield Case(f"index --verify of {source}", f"index {{{source}}} --verify")
+        yield Case(f"index --remove of {source}", f"index {{{source}}} --remove {{docs.txt}}")
+        yield Case(f"index --remove by {source}", f"index {{idx}} --remove {{{source}}}")
+    yield Case("index --append of what is there", "index {emb} --out {idx} --append")
+    yield Case("index --append of another dimension", "index {image-emb} --out {idx} --append")
+    yield Case("index --append to nothing", "index {emb} --out out --append")
 
 
 def outputs() -> Iterator[Case]:

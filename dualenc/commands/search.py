@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.errors import DualencError
-from dualenc.files import remove
+from dualenc.files import open_regular
+from dualenc.files import remove as remove_path
 from dualenc.terminal import printable, printable_json
 
 if TYPE_CHECKING:
@@ -117,14 +118,18 @@ def index(
     source: str,
     data: str | None = None,
     *,
-    out: str,
+    out: str | None = None,
     factory: str = "auto",
     metric: Literal["cosine", "ip"] = "cosine",
+    memory: str | None = None,
     nprobe: int | None = None,
     ef_search: int | None = None,
     target_recall: float = 0.95,
     recall_queries: int = 500,
     queries: str | None = None,
+    append: bool = False,
+    remove: str | None = None,
+    verify: bool = False,
     embeddings: str | None = None,
     side: Literal["left", "right"] | None = None,
     split: str = "train",
@@ -135,19 +140,27 @@ def index(
     batch_size: int = 32,
     device: str | None = None,
 ) -> None:
-    """Build a FAISS index from EMBEDDINGS, or from MODEL and DATA, and measure its recall@10 against exact search.
+    """Build a FAISS index from EMBEDDINGS, or from MODEL and DATA; append to one, remove from one, or verify one.
+
+    What was built is measured: recall@10 against exact search, and how long a query takes. An IVF index that half of
+    the memory does not hold is filled in parts and merged on disk: the same command resumes an interrupted build, and
+    several of them at once share the parts.
 
     Args:
-        source: folder of embeddings, or a model folder or name.
+        source: folder of embeddings, or a model folder or name; for --remove and --verify the folder of an index.
         data: what to embed, with a model: BEIR folder, folder of images, table, tars, or hub name.
         out: folder to write: index.faiss, ids.txt, snippets.jsonl, meta.json.
         factory: auto, or any FAISS factory string such as Flat, HNSW32, IVF1024,Flat or OPQ32,IVF4096,PQ32.
         metric: cosine, or ip for the inner product.
+        memory: what the index may take while it is built and searched, such as 2GiB; by default what the machine has.
         nprobe: lists that an IVF index visits; by default as many as target_recall needs.
         ef_search: candidates that an HNSW index keeps; by default as many as target_recall needs.
-        target_recall: recall@10 that the search parameters are tuned for.
+        target_recall: recall@10 that auto and the search parameters are chosen for.
         recall_queries: how many queries to measure recall@10 with; 0 measures nothing.
         queries: embeddings of real queries to measure with; by default a sample of the database.
+        append: add the vectors to the index that is in out.
+        remove: file with ids, one a line, to take out of the index.
+        verify: compare every file of an index or of embeddings with its checksum.
         embeddings: with a model: folder to keep the embeddings in; by default they are removed when done.
         side: with a model: left or right; by default documents, or whatever the data holds.
         split: of a data set that has several.
@@ -160,16 +173,24 @@ def index(
     """
     from dualenc import distributed
     from dualenc.commands.evaluation import MOST_ITEMS, check_range
-    from dualenc.search import Index
+    from dualenc.search import Index, change, is_index
     from dualenc.search.build import LARGEST_PARAMETER, check_factory
     from dualenc.search.embeddings import Embeddings, is_embeddings
     from dualenc.search.index import check_target
+    from dualenc.search.kinds import parse_bytes
 
+    if verify or remove is not None:
+        return _verify(source) if verify else _remove(source, remove or "")
+    if out is None:
+        raise DualencError("dualenc index needs --out; name the folder of the index")
+    budget = None if memory is None else parse_bytes(memory)
     check_factory(factory)
     check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
     check_range(0, 1, target_recall=target_recall)
     check_range(0, MOST_ITEMS, recall_queries=recall_queries)
     check_target(out)
+    if append and not is_index(out):
+        raise DualencError(f"{out}: holds no index to append to; leave out --append to build one")
     if data is None and not is_embeddings(source):
         raise DualencError(f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA")
     folder = Path(source)
@@ -180,21 +201,52 @@ def index(
         columns: dict[str, Any] = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
         columns["vector_column"] = vector_column
         embed(source, data, out=str(folder), side=side, split=split, batch_size=batch_size, device=device, **columns)
-    if distributed.is_main():
+    if not distributed.is_main():
+        return None
+    added = Embeddings.open(folder, verify=True)
+    if append:
+        built = change.append(out, added)
+        print(printable(f"{len(added):,} vectors appended, now {len(built):,} → {out}"))
+    else:
         real = None if queries is None else Embeddings.open(queries).vectors[:recall_queries]
         how: dict[str, Any] = {"queries": real, "recall_queries": recall_queries, "target_recall": target_recall}
         how |= {"metric": metric, "nprobe": nprobe, "ef_search": ef_search, "progress": True}
-        built = Index.build(Embeddings.open(folder), None, factory, **how)
-        built.save(out)
+        built = Index.build(added, None, factory, memory=budget, folder=out, **how)
         meta = built.meta
         settings = "".join(f", {name}={value}" for name, value in meta["search_parameters"].items())
         kind = f"{meta['factory']}{settings}, {meta['metric']}"
         print(printable(f"{len(built):,} vectors of dimension {built.dim} ({kind}) → {out}"))
         if "recall_at_10" in meta:
-            measured = f"{meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)"
-            print(f"recall@10 against exact search: {measured}")
-        if data is not None and embeddings is None:
-            remove(folder)
+            print(f"recall@10 against exact search: {meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)")
+            times = ", ".join(f"{name} {value:.2f} ms" for name, value in meta["latency_ms"].items())
+            print(f"a query alone: {times}; {meta['bytes_per_vector']:,} bytes per vector")
+    if data is not None and embeddings is None:
+        remove_path(folder)
+    return None
+
+
+def _verify(folder: str) -> None:
+    """Open an index or embeddings with every file read and compared."""
+    from dualenc.search import Embeddings, Index
+    from dualenc.search.embeddings import is_embeddings
+
+    opened: Index | Embeddings
+    opened = Embeddings.open(folder, verify=True) if is_embeddings(folder) else Index.open(folder, verify=True)
+    size = sum(path.stat().st_size for path in Path(folder).iterdir())
+    print(printable(f"{folder}: {len(opened):,} vectors, {size / 2**20:,.1f} MiB, every file as it was written"))
+
+
+def _remove(folder: str, path: str) -> None:
+    """Remove the ids of a file from an index."""
+    from dualenc.search import change
+
+    try:
+        with open_regular(path) as stream:  # other separators than a line break may be in an id
+            ids = [line for line in stream.read().decode("utf-8").replace("\r\n", "\n").split("\n") if line]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DualencError(f"{path}: cannot be read ({error}); give a text file with one id a line") from None
+    index = change.remove(folder, ids)
+    print(printable(f"{len(set(ids)):,} removed, now {len(index):,} vectors → {folder}"))
 
 
 def search(

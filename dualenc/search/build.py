@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import threading
 import time
@@ -26,11 +25,6 @@ STORED_TOLERANCE = 0.02
 SCORE_TOLERANCE = 1e-6
 """Two scores are a tie if they differ by less than this times both norms: sums in another order differ so much."""
 
-EXACT_VALUES = 2**25
-"""Up to this many numbers (128 MiB as float32) an exact search takes some ten milliseconds on one core."""
-FLOAT_VALUES = 2**30
-"""Beyond this many numbers (4 GiB as float32) vectors are stored with one byte per number."""
-MIN_POINTS_PER_LIST = 39
 POINTS_PER_LIST = 64
 OTHER_TRAINING_ROWS = 65536
 
@@ -120,26 +114,6 @@ def as_queries(queries: np.ndarray, dim: int, metric: Metric) -> np.ndarray:
             f"queries of shape {queries.shape} for an index of dimension {dim}; embed them with the model of the index"
         )
     return ready(queries, metric)
-
-
-def choose_factory(num_vectors: int, dim: int) -> str:
-    """The factory string that "auto" stands for, by the size of the database N·D.
-
-    ============================  =========================  ======================================
-    N·D                           factory                    why
-    ============================  =========================  ======================================
-    up to 2²⁵ (128 MiB)           `Flat`                     exact, and fast enough
-    up to 2³⁰ (4 GiB)             `IVF{n},Flat`              searches a few of n lists
-    above                         `IVF{n}_HNSW32,SQ8`        as before, in a quarter of the memory
-    ============================  =========================  ======================================
-
-    n is the power of two nearest to 4√N, fewer where a list would get less than 39 training points.
-    """
-    if num_vectors * dim <= EXACT_VALUES:
-        return "Flat"
-    by_training = math.floor(math.log2(max(1, num_vectors / MIN_POINTS_PER_LIST)))
-    lists = 2 ** min(round(math.log2(4 * math.sqrt(num_vectors))), by_training)
-    return f"IVF{lists},Flat" if num_vectors * dim <= FLOAT_VALUES else f"IVF{lists}_HNSW32,SQ8"
 
 
 def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = None) -> Any:
@@ -245,9 +219,18 @@ def exact_probe(database: Database, queries: np.ndarray, rows: np.ndarray, k: in
     return Probe(queries, rows, -np.sort(-scores, axis=1)[:, k - 1], k)
 
 
+def halves(probe: Probe) -> tuple[Probe, Probe]:
+    """Every other query, and the rest."""
+    return tuple(Probe(probe.queries[i::2], probe.rows[i::2], probe.threshold[i::2], probe.k) for i in (0, 1))  # type: ignore[return-value]
+
+
 def recall(index: Any, database: Database, probe: Probe) -> float:
     """The share of exact neighbours that the index finds; a tie with the k-th neighbour is as good as it."""
-    _, found = index.search(probe.queries, probe.k + 1)
+    return share_found(index.search(probe.queries, probe.k + 1)[1], database, probe)
+
+
+def share_found(found: np.ndarray, database: Database, probe: Probe) -> float:
+    """The share of exact neighbours among the rows (Q, k + 1) that a search gave."""
     found = np.where(found == probe.rows[:, None], -1, found)
     own_last = np.argsort(found < 0, axis=1, kind="stable")[:, : probe.k]
     found = np.take_along_axis(found, own_last, axis=1)
@@ -274,38 +257,74 @@ def set_parameter(index: Any, name: str, value: int) -> None:
         raise DualencError(f"{name}={value} does not apply to this index ({reason(error)}); leave it out") from None
 
 
-def parameter_range(index: Any) -> tuple[str, int, int] | None:
-    """The parameter that trades time for recall, its first and its largest useful value; None if there is none."""
+def parameter_values(index: Any) -> dict[str, list[int]]:
+    """The parameters that trade time for recall, each with the values of `faiss.ParameterSpace`, ascending.
+
+    They are `nprobe` or `efSearch`, and `k_factor_rf` for what is refined; {} where there is nothing to choose.
+    """
+    space = faiss.ParameterSpace()
+    space.initialize(index)
+    values = {}
+    for number in range(space.parameter_ranges.size()):
+        found = space.parameter_ranges.at(number)
+        if found.name in ("nprobe", "efSearch", "k_factor_rf"):
+            values[found.name] = [int(value) for value in faiss.vector_to_array(found.values) if value >= 1]
     ivf = faiss.try_extract_index_ivf(index)
-    if ivf is not None:
-        return "nprobe", 1, int(ivf.nlist)
-    inner = index
-    while isinstance(inner, (faiss.IndexPreTransform, faiss.IndexRefine)):
-        inner = faiss.downcast_index(inner.index if isinstance(inner, faiss.IndexPreTransform) else inner.base_index)
-    return ("efSearch", 16, 4096) if isinstance(inner, faiss.IndexHNSW) else None
+    if "nprobe" in values and ivf is not None:  # FAISS stops below the number of lists
+        values["nprobe"] = sorted({*values["nprobe"], int(ivf.nlist)})
+    return values
 
 
 def tune(index: Any, database: Database, probe: Probe, target: float, least_gain: float = 0.002) -> dict[str, int]:
-    """Double the search parameter until the recall reaches a target, or stops growing (quantized vectors).
+    """Set the fastest of FAISS's operating points whose recall reaches a target, or the fastest of the best.
 
-    `faiss.ParameterSpace.explore` would time every value up to the largest, compares row numbers where scores may tie,
-    and knows of no query that is itself in the database. Returns what is now set in the index, by name.
+    The values are those of `faiss.ParameterSpace`, and its `OperatingPoints` keep what is worth having. Its `explore`
+    would time every value up to the largest, compares row numbers where scores may tie, and knows of no query that is
+    itself in the database: here each parameter grows until the target is reached or nothing is gained.
+
+    Returns:
+        What is now set in the index, by name.
     """
-    parameter = parameter_range(index)
-    if parameter is None:
+    values = parameter_values(index)
+    if not values:
         return {}
-    name, value, largest = parameter
-    set_parameter(index, name, value)
-    best = recall(index, database, probe)
-    while best < target and value < largest:
-        larger = min(2 * value, largest)
-        set_parameter(index, name, larger)
-        now = recall(index, database, probe)
-        if now < best + least_gain and best > 0:
-            set_parameter(index, name, value)
-            break
-        best, value = now, larger
-    return {name: value}
+    refining = values.pop("k_factor_rf", [])
+    name, steps = next(iter(values.items()), ("", [0]))
+    points = faiss.OperatingPoints()
+    tried: list[tuple[float, float, dict[str, int]]] = []
+    for factor in refining or [0]:
+        before = -1.0
+        for step in steps:
+            setting = {key: value for key, value in (("k_factor_rf", factor), (name, step)) if value}
+            for key, value in setting.items():
+                set_parameter(index, key, value)
+            started = time.perf_counter()
+            rows = index.search(probe.queries, probe.k + 1)[1]
+            seconds, found = time.perf_counter() - started, share_found(rows, database, probe)
+            points.add(found, seconds, str(setting), len(tried))
+            tried.append((found, seconds, setting))
+            slower = any(best >= target and seconds > least for best, least, _ in tried[:-1])
+            if found >= target or slower or 0 < before > found - least_gain:
+                break
+            before = found
+    optimal = [points.optimal_pts.at(number) for number in range(points.optimal_pts.size())]
+    best = max(point.perf for point in optimal)
+    enough = target if best >= target else best - least_gain
+    chosen = tried[min((point for point in optimal if point.perf >= enough), key=lambda point: point.t).cno][2]
+    for key, value in chosen.items():
+        set_parameter(index, key, value)
+    return chosen
+
+
+def latency(index: Any, queries: np.ndarray, k: int = 10) -> dict[str, float]:
+    """Milliseconds that a query takes when asked alone: the median, and what 95 and 99 of a hundred stay below."""
+    index.search(queries[:1], k)
+    taken = []
+    for query in queries:
+        started = time.perf_counter()
+        index.search(query[None], k)
+        taken.append(1000 * (time.perf_counter() - started))
+    return {f"p{share}": round(float(np.percentile(taken, share)), 3) for share in (50, 95, 99)}
 
 
 def build_faiss(
@@ -319,12 +338,11 @@ def build_faiss(
         DualencError: a factory string that FAISS refuses, cannot train on these vectors or cannot fill with them.
     """
     num_vectors, dim = len(database), database.embeddings.dim
-    chosen = choose_factory(num_vectors, dim) if factory == "auto" else factory
-    index = new_index(dim, chosen, database.metric, num_vectors)
+    index = new_index(dim, factory, database.metric, num_vectors)
     rows = training_rows(index, num_vectors) if train_rows is None or index.is_trained else min(train_rows, num_vectors)
     started = time.perf_counter()
     if rows:
-        _train(index, database.rows(database.sample(rows, seed)), chosen)
+        train(index, database.rows(database.sample(rows, seed)), factory)
     try:
         # Flat storage is allocated once: grown block by block it would be copied, old and new side by side.
         storage = faiss.downcast_index(index.storage if isinstance(index, faiss.IndexHNSW) else index)
@@ -336,12 +354,12 @@ def build_faiss(
                 index.add(block)
                 bar.update(len(block))
     except (RuntimeError, MemoryError) as error:
-        raise _unfit(chosen, f"cannot take {num_vectors} vectors: {reason(error)}") from None
+        raise _unfit(factory, f"cannot take {num_vectors} vectors: {reason(error)}") from None
     seconds = round(time.perf_counter() - started, 3)
-    return index, {"factory": chosen, "requested_factory": factory, "trained_on": rows, "build_seconds": seconds}
+    return index, {"trained_on": rows, "build_seconds": seconds}
 
 
-def _train(index: Any, vectors: np.ndarray, factory: str) -> None:
+def train(index: Any, vectors: np.ndarray, factory: str) -> None:
     """Train an index so that Ctrl-C ends it at once.
 
     FAISS asks between the iterations of a k-means whether to stop, which for product quantizers is a minute apart, and
@@ -350,7 +368,7 @@ def _train(index: Any, vectors: np.ndarray, factory: str) -> None:
     outcome: list[BaseException | None] = []
     threads = faiss.omp_get_max_threads()
 
-    def train() -> None:
+    def work() -> None:
         faiss.omp_set_num_threads(threads)  # OpenMP keeps this number for each thread
         try:
             index.train(vectors)
@@ -358,7 +376,7 @@ def _train(index: Any, vectors: np.ndarray, factory: str) -> None:
         except BaseException as error:
             outcome.append(error)
 
-    thread = threading.Thread(target=train, name="faiss training", daemon=True)
+    thread = threading.Thread(target=work, name="faiss training", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.1)

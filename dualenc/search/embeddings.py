@@ -1,10 +1,10 @@
 """Embeddings on disk: a folder that numpy alone can read.
 
     shard-00000.npy …   (rows, D) float16 or float32, in the order of the ids
-    ids.txt             one id per line, UTF-8
-    snippets.jsonl      optional: one JSON string per line, what to show with a search result
+    ids.txt             one id per line, UTF-8; ids.starts.npy and ids.order.npy find a row's id and an id's row
+    snippets.jsonl      optional: one JSON string per line, what to show with a search result; snippets.starts.npy
     shard-00000.json …  for resuming: checksum of the shard and of the items in it, which of them were skipped and why
-    meta.json           model, side, dtype, dimension, rows per shard, what was skipped, SHA-256 of each other file
+    meta.json           model, side, dtype, dimension, rows per shard, what was skipped, size and SHA-256 of each file
     shard-00001.claim   meanwhile: which worker writes that shard
     shard-00000.shown   meanwhile: its lines of snippets.jsonl
 
@@ -18,7 +18,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,14 +37,17 @@ from dualenc.files import (
     recover_inside,
     remove,
     save_array,
-    verify_checksums,
+    sizes,
+    verify_files,
     write_json,
 )
 from dualenc.search.claims import Claims
+from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
 
 FORMAT = "dualenc embeddings"
-FORMAT_VERSION = 2
-"""1 had no checksums."""
+FORMAT_VERSION = 3
+"""1 had no checksums, 2 no arrays beside ids.txt and snippets.jsonl, and no sizes."""
+OLDEST_VERSION = 2
 DTYPES = ("float16", "float32")
 MAX_SHARD_ROWS = 16384
 MIN_SHARD_ROWS = 1024
@@ -82,7 +84,7 @@ class Embeddings:
             raise DualencError(f"vectors have shape {tuple(vectors.shape)}; give a matrix (N, D)")
         if len(ids) != len(vectors):
             raise DualencError(f"{len(ids)} ids for {len(vectors)} vectors; give one id per vector")
-        self.ids = list(ids)
+        self.ids: Sequence[str] = ids if isinstance(ids, MappedIds) else list(ids)
         self.vectors = vectors
         self.meta = dict(meta or {})
         self.snippets = snippets
@@ -105,13 +107,14 @@ class Embeddings:
             yield np.ascontiguousarray(self.vectors[start:stop], dtype=np.float32)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], verify: bool = True) -> Embeddings:
+    def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Embeddings:
         """Map a folder of embeddings into memory.
 
         Args:
             folder: as `embed` or `dualenc embed` wrote it.
             verify: read every file once, several at a time, and compare its SHA-256 with meta.json (about 1.5 GB a
-                second on each core). Without it nothing but the ids is read before it is used.
+                second on each core). Otherwise sizes are compared, and 64 MiB are read at most, the smallest files
+                first.
 
         Raises:
             DualencError: no such folder, an unfinished one, or a file in it that is missing, truncated or not the one
@@ -122,12 +125,12 @@ class Embeddings:
         if not meta["complete"]:
             raise DualencError(f"{folder}: not finished; run the same `dualenc embed` again to resume it")
         rows = meta["shard_rows"]
-        if verify:
-            verify_checksums(folder, file_names(folder, len(rows)), meta["files"], "run the same `dualenc embed` again")
+        names = file_names(folder, len(rows))
+        verify_files(folder, names, meta, "run the same `dualenc embed` again", verify)
         shards = [open_shard(shard_path(folder, i), (n, meta["dim"]), meta["dtype"]) for i, n in enumerate(rows)]
-        ids = read_ids(folder / "ids.txt", sum(rows))
-        snippets = folder / "snippets.jsonl"
-        return cls(ids, ShardedVectors(shards), meta, Snippets(snippets) if snippets.exists() else None)
+        ids, snippets = MappedIds(folder / "ids.txt", sum(rows)), folder / "snippets.jsonl"
+        shown = Snippets(snippets, sum(rows)) if snippets.exists() else None
+        return cls(ids, ShardedVectors(shards), meta, shown)
 
 
 class ShardedVectors:
@@ -172,33 +175,6 @@ class ShardedVectors:
         return np.asarray(np.concatenate(self.shards), dtype=dtype)
 
 
-class Snippets:
-    """Lines of a `snippets.jsonl`, read one at a time; the file is scanned once, when the first is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._starts: np.ndarray | None = None
-
-    def __getitem__(self, row: int) -> str:
-        with open(self.path, "rb") as stream:
-            if self._starts is None:
-                starts, position = [np.zeros(1, np.int64)], 0
-                while block := stream.read(1 << 24):
-                    starts.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1)
-                    position += len(block)
-                self._starts = np.concatenate(starts)
-            stream.seek(int(self._starts[row]))
-            return str(json.loads(stream.readline()))
-
-
-def write_snippets(path: Path, snippets: Iterator[str]) -> None:
-    """Append one JSON string per line to a file beside the target; the caller renames it."""
-    # Half a surrogate pair has no UTF-8; as \\ud800 it is JSON.
-    with open(path, "a", encoding="utf-8", errors="backslashreplace") as stream:
-        for snippet in snippets:
-            stream.write(json.dumps(snippet, ensure_ascii=False) + "\n")
-
-
 def is_embeddings(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds embeddings (finished or not), told by its meta.json."""
     path = Path(folder) / "meta.json"
@@ -208,7 +184,9 @@ def is_embeddings(folder: str | os.PathLike[str]) -> bool:
 def read_meta(folder: Path) -> dict[str, Any]:
     """The meta.json of a folder of embeddings; a `DualencError` tells what is wrong with it."""
     told = f"not a folder of embeddings; make one with `dualenc embed MODEL DATA --out {folder}`"
-    meta = read_head(folder, FORMAT, FORMAT_VERSION, told, "run the same `dualenc embed` into another folder")
+    meta = read_head(
+        folder, FORMAT, (OLDEST_VERSION, FORMAT_VERSION), told, "run the same `dualenc embed` into another folder"
+    )
     path = folder / "meta.json"
     kinds = {"complete": bool, "dim": int, "dtype": str}
     meta = read_json_object(path, kinds | ({"shard_rows": list, "files": dict} if meta.get("complete") is True else {}))
@@ -220,13 +198,13 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def read_head(folder: Path, wanted: str, version: int, told: str, mend: str) -> dict[str, Any]:
-    """The meta.json of a folder of the wanted format, in the version that this dualenc writes.
+def read_head(folder: Path, wanted: str, versions: tuple[int, int], told: str, mend: str) -> dict[str, Any]:
+    """The meta.json of a folder of the wanted format, in a version that this dualenc reads.
 
     Args:
         folder: of embeddings or of an index.
         wanted: its format.
-        version: of that format.
+        versions: of that format: the oldest and the newest that can be read.
         told: what to say of a folder of another format.
         mend: what to do about another version.
 
@@ -239,9 +217,9 @@ def read_head(folder: Path, wanted: str, version: int, told: str, mend: str) -> 
     found = meta.get("version")
     if type(found) is not int:
         raise DualencError(f"{folder / 'meta.json'}: its version is {str(found)[:40]!r}, not a number; {mend}")
-    if found > version:
+    if found > versions[1]:
         raise DualencError(f"{folder}: written by a newer dualenc (format {found}); update dualenc to read it")
-    if found < version:
+    if found < versions[0]:
         raise DualencError(f"{folder}: written by an older dualenc (format {found}, without checksums); {mend}")
     return meta
 
@@ -249,7 +227,8 @@ def read_head(folder: Path, wanted: str, version: int, told: str, mend: str) -> 
 def file_names(folder: Path, num_shards: int) -> list[str]:
     """Names of the files of a finished folder, meta.json apart."""
     shards = [name for number in range(num_shards) for name in (f"shard-{number:05d}.npy", f"shard-{number:05d}.json")]
-    return ["ids.txt", *(["snippets.jsonl"] if (folder / "snippets.jsonl").exists() else []), *shards]
+    texts = [name for name in ("ids.txt", "snippets.jsonl") if name == "ids.txt" or (folder / name).exists()]
+    return [*(file for name in texts for file in lines_files(folder, name)), *shards]
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -273,39 +252,6 @@ def open_shard(path: Path, shape: tuple[int, int], dtype: str) -> np.ndarray:
         found = f"{shard.dtype} of shape {shard.shape}"
         raise DualencError(f"{path}: holds {found} instead of {dtype} of shape {shape}; {mend}")
     return shard
-
-
-def check_ids(ids: Sequence[str]) -> None:
-    """Insist that ids can be told apart and written as lines of UTF-8."""
-    for row, name in enumerate(ids):
-        if not isinstance(name, str):
-            raise DualencError(f"id {name!r} at row {row} is {type(name).__name__}, not a text; give str(id)")
-        if "\n" in name:
-            raise DualencError(f"id {name!r} at row {row} contains a line break; give it another id")
-        if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
-            raise DualencError(f"id {name!r} at row {row} is not valid Unicode; rename it")
-    if len(set(ids)) < len(ids):
-        first: dict[str, int] = {}
-        row = next(row for row, name in enumerate(ids) if first.setdefault(name, row) != row)
-        raise DualencError(f"id {ids[row]!r} stands twice, at rows {first[ids[row]]} and {row}; ids must differ")
-
-
-def write_ids(path: Path, ids: Sequence[str]) -> None:
-    """Write one id per line, beside the target; the caller has checked them and renames it."""
-    path.write_text("".join(f"{name}\n" for name in ids), encoding="utf-8", newline="\n")
-
-
-def read_ids(path: Path, count: int) -> list[str]:
-    """Read a file of `count` ids."""
-    try:
-        ids = path.read_bytes().decode("utf-8").split("\n")[:-1]
-    except FileNotFoundError:
-        raise DualencError(f"{path}: missing; write the folder again") from None
-    except UnicodeDecodeError as error:
-        raise DualencError(f"{path}: corrupt ({error}); write the folder again") from None
-    if len(ids) != count:
-        raise DualencError(f"{path}: holds {len(ids)} ids for {count} vectors; write the folder again")
-    return ids
 
 
 def skipped_entries(ids: Sequence[str], skipped: Skipped) -> dict[str, Any]:
@@ -533,8 +479,8 @@ class EmbeddingWriter:
             save_array(part, stored)
             sha256 = checksum(part)
         if snippet is not None:
-            with atomic_path(path.with_suffix(".shown")) as part:
-                write_snippets(part, map(snippet, self._kept(number, skipped)))
+            with atomic_path(path.with_suffix(".shown")) as part, open(part, "w", encoding="ascii") as stream:
+                stream.writelines(json.dumps(snippet(row)) + "\n" for row in self._kept(number, skipped))
         contents = self.contents(self.ranges[number])
         write_json(path.with_suffix(".json"), {"contents": contents, "sha256": sha256, "skipped": list(skipped)})
         self._written[number] = contents
@@ -553,35 +499,39 @@ class EmbeddingWriter:
         """
         notes = [self._note(number) for number in range(len(self.ranges))]
         skipped = [entry for note in notes for entry in note["skipped"]]
-        kept = [row for number, note in enumerate(notes) for row in self._kept(number, note["skipped"])]
-        if not kept:
-            first = skipped[0][1] if skipped else "there are none"
-            raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {first}")
-        with atomic_path(self.folder / "ids.txt") as part:
-            write_ids(part, [self.ids[row] for row in kept])
-        if snippet is not None and snippet(kept[0]):
-            with atomic_path(self.folder / "snippets.jsonl") as part:
-                for number, note in enumerate(notes):
-                    shown = shard_path(self.folder, number).with_suffix(".shown")
-                    if shown.is_file():
-                        with open(part, "ab") as whole, open(shown, "rb") as lines:
-                            shutil.copyfileobj(lines, whole)
-                    else:
-                        write_snippets(part, map(snippet, self._kept(number, note["skipped"])))
-        else:
-            remove(self.folder / "snippets.jsonl")
+        kept = [self._kept(number, note["skipped"]) for number, note in enumerate(notes)]
+        first = next((row for rows in kept for row in rows), None)
+        if first is None:
+            why = skipped[0][1] if skipped else "there are none"
+            raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {why}")
+        write_ids(self.folder / "ids.txt", (self.ids[row] for rows in kept for row in rows))
+        for name in lines_files(self.folder, "snippets.jsonl"):
+            remove(self.folder / name)
+        if snippet is not None and snippet(first):
+            shown = (text for number, rows in enumerate(kept) for text in self._shown(number, rows, snippet))
+            write_snippets(self.folder / "snippets.jsonl", shown)
         known = {shard_path(self.folder, number).name: note["sha256"] for number, note in enumerate(notes)}
         others = [name for name in file_names(self.folder, len(notes)) if name not in known]
-        shard_rows = [len(rows) - len(note["skipped"]) for rows, note in zip(self.ranges, notes)]
+        shard_rows = list(map(len, kept))
         files = known | checksums(self.folder, others)
-        self._write_meta(complete=True, shard_rows=shard_rows, **skipped_entries(self.ids, skipped), files=files)
+        entries = {"shard_rows": shard_rows, **skipped_entries(self.ids, skipped), "sizes": sizes(self.folder, files)}
+        self._write_meta(complete=True, **entries, files=files)
         self._tidy_up()
-        return Embeddings.open(self.folder, verify=False)
+        return Embeddings.open(self.folder)
 
-    def _kept(self, number: int, skipped: Skipped) -> list[int]:
+    def _shown(self, number: int, rows: Sequence[int], snippet: Callable[[int], str]) -> Iterator[str]:
+        """The snippets of a shard: as they were written with it, or made now."""
+        path = shard_path(self.folder, number).with_suffix(".shown")
+        if not path.is_file():
+            yield from map(snippet, rows)
+            return
+        with open(path, encoding="ascii") as lines:
+            yield from map(json.loads, lines)
+
+    def _kept(self, number: int, skipped: Skipped) -> Sequence[int]:
         """The rows of a shard that have a vector."""
         bad = {row for row, _ in skipped}
-        return [row for row in self.ranges[number] if row not in bad]
+        return [row for row in self.ranges[number] if row not in bad] if bad else self.ranges[number]
 
     def _meta(self, **state: Any) -> dict[str, Any]:
         return {"format": FORMAT, "version": FORMAT_VERSION, **self.notes, **self.identity, **state}

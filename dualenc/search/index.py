@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +13,38 @@ import faiss
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, checksums, read_json_object, recover, verify_checksums, write_json
+from dualenc.files import atomic_path, checksums, read_json_object, recover, sizes, verify_files, write_json
 from dualenc.search.build import (
     METRICS,
     Database,
     as_queries,
     build_faiss,
     exact_probe,
+    halves,
+    latency,
+    new_index,
+    parameter_values,
     reason,
     recall,
     set_parameter,
     tune,
 )
-from dualenc.search.embeddings import (
-    Embeddings,
-    Snippets,
-    check_ids,
-    read_head,
-    read_ids,
-    write_ids,
-    write_snippets,
-)
+from dualenc.search.embeddings import Embeddings, read_head
+from dualenc.search.kinds import choose_factory
+from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
+from dualenc.search.parts import LISTS, built_in_parts, bytes_per_vector, can_be_merged, lists_of, open_merged
 from dualenc.types import Metric
 
 FORMAT = "dualenc index"
-FORMAT_VERSION = 2
-"""1 had a checksum of index.faiss alone."""
+FORMAT_VERSION = 3
+"""1 had a checksum of index.faiss alone, 2 no arrays beside ids.txt and snippets.jsonl, and no sizes."""
+OLDEST_VERSION = 2
 KEPT = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped")
 """What an index remembers of its embeddings: which model and side made them, and from what."""
 WRITE_BYTES = 1 << 22
 REBUILD = "build the index again"
+TUNED_FROM = 100
+"""From so many queries on half of them choose the search parameters, and the other half measure the choice."""
 
 
 class Index:
@@ -63,11 +67,12 @@ class Index:
         snippets: Sequence[str] | Snippets | None = None,
     ) -> None:
         self.faiss = faiss_index
-        self.ids = list(ids)
+        self.ids: Sequence[str] = ids if isinstance(ids, MappedIds) else list(ids)
         self.meta = dict(meta)
         self.snippets = snippets
-        # One more entry, so that FAISS's row -1 ("nothing found") reads as no id.
-        self._id_of_row = np.array([*self.ids, ""], dtype=object)
+        if not isinstance(self.ids, MappedIds):
+            # One more entry, so that FAISS's row -1 ("nothing found") reads as no id.
+            self._id_of_row = np.array([*self.ids, ""], dtype=object)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -93,9 +98,14 @@ class Index:
         train_rows: int | None = None,
         threads: int | None = None,
         seed: int = 0,
+        memory: int | None = None,
+        folder: str | os.PathLike[str] | None = None,
         progress: bool = False,
     ) -> Index:
         """Train, fill and measure an index; the database is streamed, never held twice.
+
+        With a `folder`, an IVF index that half of the memory does not hold is filled in parts beside it and merged on
+        disk (`dualenc.search.parts`). Several processes that make the same call share the parts.
 
         Args:
             vectors: (N, D) array, or embeddings, whose ids, snippets and meta the index takes over.
@@ -103,13 +113,16 @@ class Index:
             factory: "auto" (see `choose_factory`) or any FAISS factory string.
             metric: "cosine" (vectors are normalised) or "ip", the inner product.
             queries: (Q, D) to measure recall@10 with; by default a sample of the database.
-            recall_queries: how many queries to measure with at most; 0 measures nothing and tunes nothing.
-            target_recall: unless `nprobe` or `ef_search` is given, they are doubled until recall@10 reaches this.
+            recall_queries: how many queries to measure with at most; 0 measures nothing and tunes nothing. Where there
+                is something to tune, half of a hundred queries or more are for that, and the others measure.
+            target_recall: recall@10 that "auto" and, unless `nprobe` or `ef_search` is given, `tune` aim at.
             nprobe: lists that an IVF index visits.
             ef_search: candidates that an HNSW index keeps.
             train_rows: vectors to train on; by default 64 per inverted list, at least 65,536.
             threads: FAISS's threads from now on; by default as many as it finds.
             seed: of the samples for training and for queries.
+            memory: bytes that the index may take, in the making and in searches; by default what the machine has.
+            folder: where to save the index, too.
             progress: show a bar.
 
         Raises:
@@ -135,12 +148,65 @@ class Index:
         if threads is not None:
             faiss.omp_set_num_threads(threads)
         database = Database(embeddings, metric)
-        index, built = build_faiss(database, factory, train_rows=train_rows, seed=seed, progress=progress)
+        chosen = factory
+        if factory == "auto":
+            chosen = choose_factory(len(embeddings), embeddings.dim, memory, target_recall)
+        built: dict[str, Any] = {"factory": chosen, "requested_factory": factory}
+        measure = functools.partial(
+            cls._measured,
+            database,
+            queries=queries,
+            recall_queries=recall_queries,
+            target_recall=target_recall,
+            nprobe=nprobe,
+            ef_search=ef_search,
+            seed=seed,
+        )
+        empty = new_index(embeddings.dim, chosen, metric, len(embeddings))
+        needed = len(embeddings) * bytes_per_vector(empty)
+        budget = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if folder is not None and needed > budget // 2 and can_be_merged(empty):
+            target = Path(folder)
+            check_target(target)
+            work = target.with_name(f".{target.name}.building")
+            how: dict[str, Any] = {"train_rows": train_rows, "seed": seed, "progress": progress}
+            with built_in_parts(database, chosen, work, memory=budget, **how) as merged:
+                if merged is not None:
+                    measure(merged[0], built | merged[1]).save(target)
+            return cls.open(target)
+        if memory is not None and needed > memory:
+            raise DualencError(
+                f"factory {chosen!r} takes {needed / 2**20:,.1f} MiB for {len(embeddings):,} vectors, and memory is "
+                f"{memory / 2**20:,.1f} MiB; give more, or auto or an IVF factory with a folder to save to"
+            )
+        index, filled = build_faiss(database, chosen, train_rows=train_rows, seed=seed, progress=progress)
+        result = measure(index, built | filled)
+        if folder is not None:
+            result.save(folder)
+        return result
+
+    @classmethod
+    def _measured(
+        cls,
+        database: Database,
+        index: Any,
+        built: dict[str, Any],
+        *,
+        queries: np.ndarray | None,
+        recall_queries: int,
+        target_recall: float,
+        nprobe: int | None,
+        ef_search: int | None,
+        seed: int,
+    ) -> Index:
+        """A filled index with its search parameters, and what they give."""
+        embeddings, metric = database.embeddings, database.metric
         parameters = {name: value for name, value in (("nprobe", nprobe), ("efSearch", ef_search)) if value}
         for name, value in parameters.items():
             set_parameter(index, name, value)
         meta = {key: embeddings.meta[key] for key in KEPT if key in embeddings.meta}
         meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": metric, **built}
+        meta["bytes_per_vector"] = bytes_per_vector(index)
 
         if queries is None:  # vectors of the database, which are not to find themselves
             rows = database.sample(recall_queries, seed + 1)
@@ -150,10 +216,13 @@ class Index:
             rows = np.full(len(asked), -1)
         probe = exact_probe(database, asked, rows)
         if probe is not None:
-            parameters = parameters or tune(index, database, probe, target_recall)
+            if not parameters and parameter_values(index):
+                tuning, probe = halves(probe) if len(probe.queries) >= TUNED_FROM else (probe, probe)
+                parameters = tune(index, database, tuning, target_recall)
             meta["recall_at_10"] = round(recall(index, database, probe), 4)
-            meta["recall_queries"] = len(asked)
+            meta["recall_queries"] = len(probe.queries)
             meta["recall_queries_from"] = "database" if queries is None else "given"
+            meta["latency_ms"] = latency(index, probe.queries)
         meta["search_parameters"] = parameters
         return cls(index, embeddings.ids, meta, embeddings.snippets)
 
@@ -166,22 +235,17 @@ class Index:
         check_target(folder)
         with atomic_path(folder) as part:
             part.mkdir(parents=True)
-            _write_faiss(self.faiss, part / "index.faiss")
-            write_ids(part / "ids.txt", self.ids)
-            if self.snippets is not None:
-                write_snippets(part / "snippets.jsonl", (self.snippet(row) for row in range(len(self))))
-            files = checksums(part, [path.name for path in part.iterdir()])
-            head = {"format": FORMAT, "version": FORMAT_VERSION}
-            write_json(part / "meta.json", {**head, **self.meta, "faiss": faiss.__version__, "files": files})
+            snippets = None if self.snippets is None else (self.snippet(row) for row in range(len(self)))
+            write_contents(part, Path(folder), self.faiss, self.ids, snippets, self.meta)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], verify: bool = True) -> Index:
-        """Read an index folder.
+    def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Index:
+        """Map an index folder into memory; pages of it are read as searches need them.
 
         Args:
             folder: as `save` or `dualenc index` wrote it.
-            verify: read every file once more and compare its SHA-256 with meta.json (about 1.5 GB a second on each
-                core).
+            verify: read every file once and compare its SHA-256 with meta.json (about 1.5 GB a second on each core).
+                Otherwise sizes are compared, and 64 MiB are read at most, the smallest files first.
 
         Raises:
             DualencError: no such folder, or a file in it that is missing, truncated or not the one that was written.
@@ -194,7 +258,7 @@ class Index:
             )
         path = folder / "meta.json"
         told = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
-        read_head(folder, FORMAT, FORMAT_VERSION, told, REBUILD)
+        read_head(folder, FORMAT, (OLDEST_VERSION, FORMAT_VERSION), told, REBUILD)
         meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
         allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
         for name, values in allowed.items():
@@ -206,20 +270,20 @@ class Index:
 
         path = folder / "index.faiss"
         snippets = folder / "snippets.jsonl"
-        if verify:
-            names = ["index.faiss", "ids.txt", *(["snippets.jsonl"] if snippets.exists() else [])]
-            verify_checksums(folder, names, meta["files"], REBUILD)
-        if not path.is_file():
-            raise DualencError(f"{path}: missing; {REBUILD}")
+        texts = ["ids.txt", *(["snippets.jsonl"] if snippets.exists() else [])]
+        on_disk = (folder / LISTS).exists()
+        names = ["index.faiss", *([LISTS] if on_disk else [])]
+        names += [file for name in texts for file in lines_files(folder, name)]
+        verify_files(folder, names, meta, REBUILD, verify)
         try:
-            index = faiss.read_index(str(path))
+            index = open_merged(path) if on_disk else faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
         except (RuntimeError, MemoryError) as error:
             raise DualencError(f"{path}: corrupt ({reason(error)}); {REBUILD}") from None
         for name, found in (("dim", index.d), ("count", index.ntotal)):
             if meta[name] != found:
                 raise DualencError(f"{path}: has {name} {found}, but meta.json says {meta[name]}; {REBUILD}")
-        ids = read_ids(folder / "ids.txt", index.ntotal)
-        return cls(index, ids, meta, Snippets(snippets) if snippets.exists() else None)
+        ids = MappedIds(folder / "ids.txt", index.ntotal)
+        return cls(index, ids, meta, Snippets(snippets, index.ntotal) if snippets.exists() else None)
 
     def search(
         self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
@@ -241,7 +305,7 @@ class Index:
         """
         scores, rows = self.search_rows(queries, k, nprobe=nprobe, ef_search=ef_search)
         scores[rows < 0] = -np.inf
-        return scores, self._id_of_row[rows]
+        return scores, self.ids.texts(rows) if isinstance(self.ids, MappedIds) else self._id_of_row[rows]
 
     def search_rows(
         self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
@@ -279,6 +343,48 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not empty and not is_index(folder):
         raise DualencError(f"{folder}: exists and holds no index; choose a new or empty folder")
+
+
+def write_contents(
+    part: Path, folder: Path, index: Any, ids: Iterable[str], snippets: Iterable[str] | None, meta: dict[str, Any]
+) -> None:
+    """Write the files of an index.
+
+    Args:
+        part: folder to write to; lists on disk may be there already.
+        folder: what it will be renamed to, where plain FAISS will look for lists on disk.
+        index: N vectors.
+        ids: (N,) of them.
+        snippets: (N,) what to show with each id, or None.
+        meta: entries of meta.json.
+    """
+    lists = lists_of(index)
+    if lists is None:
+        _write_faiss(index, part / "index.faiss")
+    else:
+        before = Path(lists.filename)
+        if before != part.absolute() / LISTS:  # never changed in place, so one file will do for both folders
+            _link_or_copy(before, part / LISTS)
+        lists.filename = os.path.abspath(folder / LISTS)
+        try:
+            _write_faiss(index, part / "index.faiss")
+        finally:
+            lists.filename = str(before)
+    write_ids(part / "ids.txt", ids)
+    if snippets is not None:
+        write_snippets(part / "snippets.jsonl", snippets)
+    files = checksums(part, sorted(path.name for path in part.iterdir()))
+    head = {"format": FORMAT, "version": FORMAT_VERSION, **meta, "faiss": faiss.__version__}
+    # A meta that was read from a folder says its version and files, too.
+    head |= {"version": FORMAT_VERSION, "sizes": sizes(part, files), "files": files}
+    write_json(part / "meta.json", head)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(source, target)
 
 
 def _write_faiss(index: Any, path: Path) -> None:

@@ -295,7 +295,7 @@ def tell_neighbors(objective: Objective, pairs: PairDataset, fresh: FreshPass) -
     embeddings = fresh()
     found: list[np.ndarray] | None = None
     if distributed.is_main():
-        from dualenc.search import build
+        from dualenc.search import build, kinds
 
         items = []  # ids (n,) of the items of a side that are in a pair, and their embeddings (n, D)
         for ids, rows in zip((pairs.left_id, pairs.right_id), embeddings, strict=True):
@@ -304,7 +304,7 @@ def tell_neighbors(objective: Objective, pairs: PairDataset, fresh: FreshPass) -
         found = []
         sides = [(items[0], items[1], pairs.num_left), (items[1], items[0], pairs.num_right)]
         for (anchors, queries), (candidates, vectors), num_anchors in sides[: 1 if pairs.views else 2]:
-            index = build.new_index(vectors.shape[1], build.choose_factory(*vectors.shape), "ip")
+            index = build.new_index(vectors.shape[1], kinds.choose_factory(*vectors.shape), "ip")
             if wanted := build.training_rows(index, len(vectors)):
                 index.train(vectors[np.random.default_rng(0).permutation(len(vectors))[:wanted]])
             if hasattr(index, "nprobe"):

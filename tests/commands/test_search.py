@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,36 @@ def test_index_with_a_factory_string_keeps_embeddings_on_request(
     assert meta["recall_queries_from"] == "given"
 
 
+def test_index_says_what_was_measured(
+    tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("index", toy_text, documents, "--out", tmp_path / "index", "--memory", "16MiB", "--recall-queries", 20)
+    shown = capsys.readouterr().out
+    assert re.search(r"a query alone: p50 [\d.]+ ms, p95 [\d.]+ ms, p99 [\d.]+ ms; 128 bytes per vector", shown)
+
+
+def test_append_remove_and_verify(
+    tmp_path: Path, toy_text: Path, documents: Path, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"_id": f"late {i}", "text": text} for i, text in enumerate(toy.texts(5))]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run("index", toy_text, tmp_path / "more.jsonl", "--out", index, "--append")
+    assert "5 vectors appended, now 65" in capsys.readouterr().out
+    assert {result["id"] for result in found(capsys, index, toy.texts(1)[0], "-k", 65)} >= {"late 0", "d0"}
+    told = failure(capsys, "index", toy_text, tmp_path / "more.jsonl", "--out", index, "--append")
+    assert "has an item 'late 0' already" in told
+    (tmp_path / "gone.txt").write_text("late 0\r\nd59\n")
+    run("index", index, "--remove", tmp_path / "gone.txt")
+    assert "2 removed, now 63 vectors" in capsys.readouterr().out
+    assert not {result["id"] for result in found(capsys, index, "fox", "-k", 65)} & {"late 0", "d59"}
+    assert "has no item 'late 0'" in failure(capsys, "index", index, "--remove", tmp_path / "gone.txt")
+    run("index", index, "--verify")
+    assert "63 vectors" in capsys.readouterr().out
+    content = (index / "index.faiss").read_bytes()
+    (index / "index.faiss").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "index.faiss: corrupt" in failure(capsys, "index", index, "--verify")
+
+
 def test_search_is_the_exact_ranking_of_the_query_side(
     index: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +202,14 @@ def test_mistakes(
         (("index", toy_text, "--out", out), "holds no embeddings; if it is a model, name the data too"),
         (("index", toy_text, documents, "--out", toy_text), "exists and holds no index"),
         (("index", toy_text, documents, "--out", out, "--factory", "IVFx"), "could not parse index string IVFx"),
+        (("index", toy_text, documents), "needs --out"),
+        (("index", toy_text, documents, "--out", out, "--append"), "holds no index to append to"),
+        (
+            ("index", toy_text, documents, "--out", out, "--memory", "much"),
+            "memory is 'much'; give a size such as 2GiB",
+        ),
+        (("index", index, "--remove", tmp_path / "no.txt"), "no.txt: cannot be read"),
+        (("index", toy_text, "--verify"), "is the folder complete?"),
         (("search", index, "fox", "-k", "0"), "k is 0"),
         (("search", index, "fox", "--nprobe", "3"), "nprobe=3 does not apply"),
         (("search", tmp_path / "nowhere", "fox"), "nowhere: no such folder; make an index"),

@@ -127,8 +127,8 @@ def test_a_truncated_shard_is_named_and_written_again(tmp_path: Path) -> None:
     write(tmp_path / "emb")
     shard = tmp_path / "emb" / "shard-00001.npy"
     shard.write_bytes(shard.read_bytes()[:-100])
-    for verify, words in ((True, "corrupt, its checksum is not that of"), (False, "truncated or corrupt")):
-        with pytest.raises(DualencError, match=rf"shard-00001\.npy: {words}") as error:
+    for verify in (True, False):
+        with pytest.raises(DualencError, match=r"shard-00001\.npy: truncated or corrupt \(10024 bytes") as error:
             Embeddings.open(tmp_path / "emb", verify=verify)
         assert "again" in one_line(error)
     writer = EmbeddingWriter(tmp_path / "emb", ids(), DIM, "float32", IDENTITY)
@@ -188,6 +188,8 @@ def test_swapped_lines_are_noticed(tmp_path: Path) -> None:
         {"files": []},
         {"files": {"../../etc/passwd": "0" * 64}},
         {"files": None},
+        {"sizes": {}},
+        {"sizes": 7},
         {"shard_rows": ["834", 833, 833]},
         {"shard_rows": [-834, 833, 833]},
         {"shard_rows": []},
@@ -212,12 +214,9 @@ def test_a_meta_of_the_wrong_shape_is_told(tmp_path: Path, change: dict, verify:
     write(tmp_path / "emb")
     path = tmp_path / "emb" / "meta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    if not verify and isinstance(change.get("files"), dict):
+    with pytest.raises(DualencError) as error:
         Embeddings.open(tmp_path / "emb", verify=verify)
-    else:
-        with pytest.raises(DualencError) as error:
-            Embeddings.open(tmp_path / "emb", verify=verify)
-        one_line(error)
+    one_line(error)
 
 
 @pytest.mark.parametrize("content", ["[]", "7", "null", '"text"', "{}", "", "[" * 10**5])
@@ -314,7 +313,7 @@ class TestContents:
         assert self.written(tmp_path / "emb", items) == [1]
 
 
-@pytest.mark.parametrize("fails_at", range(9))
+@pytest.mark.parametrize("fails_at", range(12))
 def test_a_full_disk_is_told_and_a_later_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
@@ -371,10 +370,8 @@ def test_a_shard_of_pickled_objects_is_never_loaded(tmp_path: Path) -> None:
 def test_a_shard_of_another_shape_is_named(tmp_path: Path) -> None:
     write(tmp_path / "emb")
     np.save(tmp_path / "emb" / "shard-00000.npy", vectors(834, 5))
-    with pytest.raises(
-        DualencError, match=r"float32 of shape \(834, 5\) instead of float32 of shape \(834, 3\)"
-    ) as error:
-        Embeddings.open(tmp_path / "emb", verify=False)
+    with pytest.raises(DualencError, match=r"shard-00000\.npy: truncated or corrupt \(16808 bytes") as error:
+        Embeddings.open(tmp_path / "emb")
     one_line(error)
 
 
@@ -390,8 +387,8 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
 def test_ids_that_do_not_fit_are_told(tmp_path: Path) -> None:
     write(tmp_path / "emb")
     (tmp_path / "emb" / "ids.txt").write_text("only one\n")
-    with pytest.raises(DualencError, match="1 ids for 2500 vectors") as error:
-        Embeddings.open(tmp_path / "emb", verify=False)
+    with pytest.raises(DualencError, match=r"ids\.txt: truncated or corrupt \(9 bytes") as error:
+        Embeddings.open(tmp_path / "emb")
     one_line(error)
 
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
 from dualenc.search import Index, choose_factory
-from dualenc.search.build import new_index, training_rows
+from dualenc.search.build import check_factory, new_index, training_rows
+from dualenc.search.kinds import KINDS, Kind, parse_bytes
+from dualenc.search.parts import bytes_per_vector, split
 
 
 @pytest.mark.parametrize(
@@ -25,18 +27,67 @@ from dualenc.search.build import new_index, training_rows
         (1_000_000, 384, "IVF4096,Flat"),
         (20_000, 4096, "IVF512,Flat"),
         (10_000_000, 384, "IVF16384_HNSW32,SQ8"),
+        (100_000_000, 128, "IVF32768_HNSW32,SQ8"),
     ],
 )
 def test_auto(num_vectors: int, dim: int, factory: str) -> None:
     assert choose_factory(num_vectors, dim) == factory
 
 
-@given(st.integers(1, 10**9), st.integers(1, 8192))
-def test_auto_makes_an_index_that_can_be_trained(num_vectors: int, dim: int) -> None:
-    factory = choose_factory(num_vectors, dim)
+@pytest.mark.parametrize(
+    ("num_vectors", "dim", "memory", "target", "factory"),
+    [
+        (1_000, 8, "1GiB", 0.95, "Flat"),
+        (1_000_000, 128, "2GiB", 0.99, "HNSW32"),
+        (1_000_000, 128, "2GiB", 1.0, "IVF4096,Flat"),
+        (1_000_000, 128, "400MiB", 0.95, "IVF4096_HNSW32,SQ8"),
+        (1_000_000, 128, "400MiB", 0.98, "IVF4096_HNSW32,PQ32,Refine(SQfp16)"),
+        (10_000_000, 128, "1GiB", 0.95, "IVF8192_HNSW32,PQ32,Refine(SQfp16)"),
+        (100_000_000, 128, "8GiB", 0.95, "IVF32768_HNSW32,PQ32,Refine(SQfp16)"),
+        (100_000_000, 128, "3.5GiB", 0.95, "IVF32768_HNSW32,RaBitQ,Refine(SQfp16)"),
+        (100_000_000, 128, "16MiB", 0.95, "IVF128_HNSW32,RaBitQ,Refine(SQfp16)"),
+        (10_000_000, 130, "1GiB", 0.95, "IVF8192_HNSW32,PQ26,Refine(SQfp16)"),
+    ],
+)
+def test_auto_within_a_budget(num_vectors: int, dim: int, memory: str, target: float, factory: str) -> None:
+    assert choose_factory(num_vectors, dim, parse_bytes(memory), target) == factory
+
+
+@given(
+    st.integers(1, 10**9),
+    st.integers(1, 8192),
+    st.none() | st.integers(2**20, 2**40),
+    st.sampled_from([0.5, 0.95, 1.0]),
+)
+def test_auto_makes_an_index_that_can_be_trained(num_vectors: int, dim: int, memory: int | None, target: float) -> None:
+    factory = choose_factory(num_vectors, dim, memory, target)
     lists = re.match(r"IVF(\d+)", factory)
-    assert lists is None or int(lists[1]) * 39 <= num_vectors
-    assert faiss.index_factory(4, factory).d == 4
+    assert lists is None or int(lists[1]) * 39 <= max(num_vectors, 39)
+    check_factory(factory, num_vectors)
+    smallest = re.sub(r"IVF\d+(_HNSW32)?", "IVF2", factory)
+    assert faiss.index_factory(dim, smallest, faiss.METRIC_INNER_PRODUCT).d == dim
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("dim", [48, 128])
+def test_the_bytes_of_a_kind_are_those_of_faiss(kind: Kind, dim: int) -> None:
+    index = new_index(dim, kind.factory(4, dim), "ip")
+    assert bytes_per_vector(index) == kind.stored(dim)
+    assert bytes_per_vector(split(index)[0]) == kind.resident(dim)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GiB", 2**31), ("500MB", 5 * 10**8), ("1.5g", 3 * 2**29), (" 20000000 ", 2 * 10**7), ("1 TiB", 2**40)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "9B", "100KiB", "-1GiB", "2 apples", "GiB", "1e9", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(DualencError, match=r"give (a size such as 2GiB|at least 16MiB)"):
+        parse_bytes(text)
 
 
 def test_training_follows_the_number_of_lists() -> None:

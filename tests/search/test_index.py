@@ -22,6 +22,7 @@ import pytest
 from dualenc.errors import DiskFull, DualencError
 from dualenc.search import Index, is_index
 from dualenc.search.embeddings import Embeddings, EmbeddingWriter
+from dualenc.search.kinds import KINDS
 from tests.search.clusters import clustered, exact_rows
 
 IDS = [f"doc {i}" for i in range(2000)]
@@ -65,7 +66,7 @@ def test_the_same_as_raw_faiss_with_the_same_factory_string(factory: str) -> Non
 
 
 def test_auto_on_a_larger_database_reaches_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualenc.search.build.EXACT_VALUES", 1000)
+    monkeypatch.setattr("dualenc.search.kinds.KINDS", KINDS[2:])
     vectors, queries = clustered(6000, 32), clustered(100, 32, seed=1)
     index = Index.build(vectors, target_recall=0.9)
     assert index.meta["factory"] == "IVF128,Flat"
@@ -83,7 +84,7 @@ def test_plain_faiss_opens_what_was_saved_tuned_as_it_was(tmp_path: Path) -> Non
     plain = faiss.read_index(str(tmp_path / "index" / "index.faiss"))
     meta = json.loads((tmp_path / "index" / "meta.json").read_text())
     assert plain.nprobe == meta["search_parameters"]["nprobe"] > 1
-    assert meta["recall_at_10"] >= 0.99
+    assert meta["recall_at_10"] >= 0.98, "of other queries than those that it was tuned with"
     np.testing.assert_array_equal(plain.search(vectors[:9], 10)[1], ours.search_rows(vectors[:9])[1])
 
 
@@ -219,9 +220,31 @@ class TestErrors:
     def test_a_corrupt_file(self, folder: Path, damage: Any, verify: bool) -> None:
         path = folder / "index.faiss"
         path.write_bytes(damage(path.read_bytes()))
-        with pytest.raises(DualencError, match=r"index\.faiss: corrupt.*build the index again") as error:
+        with pytest.raises(
+            DualencError, match=r"index\.faiss: (truncated or )?corrupt.*build the index again"
+        ) as error:
             Index.open(folder, verify=verify)
         assert "\n" not in str(error.value)
+
+    def test_a_large_file_is_compared_on_request(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = folder / "index.faiss"
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(DualencError, match=r"index\.faiss: corrupt, its checksum"):
+            Index.open(folder)
+        others = sum(other.stat().st_size for other in folder.iterdir() if other != path)
+        monkeypatch.setattr("dualenc.files.READ_AT_OPENING", others)
+        assert len(Index.open(folder)) == 200
+        with pytest.raises(DualencError, match=r"index\.faiss: corrupt, its checksum"):
+            Index.open(folder, verify=True)
+        path.write_bytes(content[:-1])
+        with pytest.raises(DualencError, match=r"index\.faiss: truncated or corrupt"):
+            Index.open(folder)
+        path.write_bytes(content)
+        ids = (folder / "ids.txt").read_bytes()
+        (folder / "ids.txt").write_bytes(ids.replace(b"doc 7\n", b"doc X\n"))
+        with pytest.raises(DualencError, match=r"ids\.txt: corrupt, its checksum"):
+            Index.open(folder)
 
     @pytest.mark.parametrize("name", ["index.faiss", "ids.txt", "meta.json"])
     def test_a_missing_file(self, folder: Path, name: str) -> None:
@@ -231,10 +254,8 @@ class TestErrors:
 
     def test_ids_of_another_index(self, folder: Path) -> None:
         (folder / "ids.txt").write_text("a\nb\n")
-        with pytest.raises(DualencError, match=r"ids\.txt: corrupt"):
+        with pytest.raises(DualencError, match=r"ids\.txt: truncated or corrupt \(4 bytes instead of"):
             Index.open(folder)
-        with pytest.raises(DualencError, match="2 ids for 200 vectors"):
-            Index.open(folder, verify=False)
 
     def test_swapped_lines_of_ids_and_snippets(self, tmp_path: Path) -> None:
         for name in ("ids.txt", "snippets.jsonl"):

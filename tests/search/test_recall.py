@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import faiss
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
-from dualenc.search.build import Database, exact_probe, parameter_range, recall, set_parameter, tune
+from dualenc.search.build import Database, exact_probe, latency, parameter_values, recall, set_parameter, tune
 from dualenc.search.embeddings import Embeddings
 from tests.search.clusters import clustered, exact_rows
 
@@ -82,8 +84,8 @@ def test_a_lonely_vector_has_no_neighbours() -> None:
 )
 def test_the_parameter_that_buys_recall(factory: str, name: str | None) -> None:
     index = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
-    found = parameter_range(index)
-    assert (found and found[0]) == name
+    found = [each for each in parameter_values(index) if each != "k_factor_rf"]
+    assert found == ([] if name is None else [name])
     if name is not None:
         set_parameter(index, name, 7)
 
@@ -98,6 +100,37 @@ def test_tuning_reaches_the_target_with_the_smallest_power_of_two() -> None:
     assert recall(index, database(vectors), probe) >= 0.9
     set_parameter(index, "nprobe", chosen // 2)
     assert recall(index, database(vectors), probe) < 0.9
+
+
+def test_tuning_reads_more_candidates_of_a_refined_index() -> None:
+    vectors, rows = clustered(4000, 32), np.arange(200)
+    index = filled(vectors, "IVF16,RaBitQ,Refine(Flat)")
+    probe = exact_probe(database(vectors), vectors[rows], rows)
+    assert probe is not None
+    chosen = tune(index, database(vectors), probe, target=0.95)
+    assert chosen.keys() == {"nprobe", "k_factor_rf"}
+    assert (index.k_factor, faiss.extract_index_ivf(faiss.downcast_index(index.base_index)).nprobe) == (
+        chosen["k_factor_rf"],
+        chosen["nprobe"],
+    )
+    assert recall(index, database(vectors), probe) >= 0.95
+    index.k_factor = 1
+    assert recall(index, database(vectors), probe) < 0.95
+
+
+def test_latency_is_that_of_single_queries() -> None:
+    class Slow:
+        """Takes 1 ms for 98 queries, and 50 for two."""
+
+        asked = 0
+
+        def search(self, queries: np.ndarray, k: int) -> None:
+            assert (queries.shape, k) == ((1, 4), 10)
+            time.sleep(0.05 if self.asked in (30, 60) else 0.001)
+            self.asked += 1
+
+    found = latency(Slow(), np.zeros((100, 4), np.float32))
+    assert 1 <= found["p50"] <= found["p95"] < 50 <= found["p99"]
 
 
 def test_tuning_stops_where_quantization_is_the_limit() -> None:

@@ -241,7 +241,7 @@ def test_missing_neighbours_are_padding():
 
 
 def test_an_index_with_lists_is_used_for_many_items(monkeypatch):
-    monkeypatch.setattr("dualenc.search.build.choose_factory", lambda count, dim: "IVF8,Flat")
+    monkeypatch.setattr("dualenc.search.kinds.choose_factory", lambda count, dim: "IVF8,Flat")
     monkeypatch.setattr("dualenc.search.build.training_rows", lambda index, count: count)
     pairs = tiny_pairs(400)
     rows = unit(np.random.default_rng(0).normal(size=(400, 8)))

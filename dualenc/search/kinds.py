@@ -1,0 +1,140 @@
+"""What "auto" stands for: a kind of index by count, dimension, memory and recall."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dualenc.errors import DualencError
+
+MIN_POINTS_PER_LIST = 39
+MOST_LISTS = 2**17
+FEWEST_TRAINING_ROWS = 1024
+"""However little the memory: codes are made of 256 points and more."""
+LEAST_MEMORY = 2**24
+EXACT_VALUES = 2**25
+"""Up to this many numbers (128 MiB as float32) an exact search takes some ten milliseconds on one core."""
+FLOAT_VALUES = 2**30
+"""Beyond this many numbers (4 GiB as float32) codes are smaller, unless the user says how much memory there is."""
+
+
+class Kind(NamedTuple):
+    """A kind of index.
+
+    Attributes:
+        name: of it.
+        factory: FAISS factory string, of the number of lists and D.
+        resident: bytes of a vector that searches want in memory, of D.
+        stored: bytes of a vector on disk, of D.
+        recall: recall@10 that is not to be expected above.
+        most_values: largest N·D, where nothing is said of memory; 0 for no limit.
+        least_target: recall@10 from which on it is considered.
+    """
+
+    name: str
+    factory: Callable[[int, int], str]
+    resident: Callable[[int], int]
+    stored: Callable[[int], int]
+    recall: float
+    most_values: int = 0
+    least_target: float = 0.0
+
+
+def _subquantizers(dim: int) -> int:
+    """Bytes of a product-quantized code: the largest divisor of D that is at most D/4."""
+    return max(m for m in range(1, max(1, dim // 4) + 1) if dim % m == 0)
+
+
+KINDS = (
+    Kind("Flat", lambda n, d: "Flat", lambda d: 4 * d, lambda d: 4 * d, 1.0, EXACT_VALUES),
+    # 32 links of 4 bytes on the upper levels, 64 on the lowest.
+    Kind("HNSW", lambda n, d: "HNSW32", lambda d: 4 * d + 288, lambda d: 4 * d + 288, 0.995, 2**28, 0.98),
+    Kind("IVF", lambda n, d: f"IVF{n},Flat", lambda d: 4 * d + 8, lambda d: 4 * d + 8, 1.0, FLOAT_VALUES),
+    Kind("IVF-SQ", lambda n, d: f"IVF{n}_HNSW32,SQ8", lambda d: d + 8, lambda d: d + 8, 0.97),
+    Kind(
+        "IVF-PQ, refined",
+        lambda n, d: f"IVF{n}_HNSW32,PQ{_subquantizers(d)},Refine(SQfp16)",
+        lambda d: _subquantizers(d) + 8,
+        lambda d: _subquantizers(d) + 8 + 2 * d,
+        0.99,
+    ),
+    Kind(
+        "RaBitQ, refined",
+        lambda n, d: f"IVF{n}_HNSW32,RaBitQ,Refine(SQfp16)",
+        lambda d: math.ceil(d / 8) + 16,
+        lambda d: math.ceil(d / 8) + 16 + 2 * d,
+        0.97,
+    ),
+)
+"""In the order of preference: the first that fits is taken. What is refined is on disk, and mapped."""
+
+
+def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target_recall: float = 0.95) -> str:
+    """The factory string that "auto" stands for: the first kind that fits, or else the one that needs least memory.
+
+    ===============  ============================================  ===================  =========  ====================
+    kind             factory                                       bytes in memory      recall@10  taken up to, unless
+                                                                   per vector           up to      `memory` is given
+    ===============  ============================================  ===================  =========  ====================
+    Flat             `Flat`                                        4 D                  1          N·D = 2²⁵ (always)
+    HNSW             `HNSW32`                                      4 D + 288            0.995      N·D = 2²⁸ (always)
+    IVF              `IVF{n},Flat`                                 4 D + 8              1          N·D = 2³⁰
+    IVF-SQ           `IVF{n}_HNSW32,SQ8`                           D + 8                0.97
+    IVF-PQ, refined  `IVF{n}_HNSW32,PQ{m},Refine(SQfp16)`          m + 8, m about D/4   0.99
+    RaBitQ, refined  `IVF{n}_HNSW32,RaBitQ,Refine(SQfp16)`         D/8 + 16             0.97
+    ===============  ============================================  ===================  =========  ====================
+
+    HNSW is considered from a target of 0.98 on, where IVF visits many lists. The half-precision vectors that refine
+    stay on disk, 2 D bytes each. n is the power of two nearest to 4√N, at most 2¹⁷, fewer where a list would get less
+    than 39 training points, of those that a fourth of the memory holds. RaBitQ: Gao and Long 2024 (arXiv:2405.12497).
+
+    Args:
+        num_vectors: N.
+        dim: D.
+        memory: bytes that searches may keep in memory.
+        target_recall: recall@10 to reach.
+    """
+    lists = number_of_lists(num_vectors, dim, memory)
+    values = num_vectors * dim
+    fitting = []
+    for kind in KINDS:
+        always = kind.name in ("Flat", "HNSW")
+        too_many = kind.most_values and values > kind.most_values and (always or memory is None)
+        small = memory is None or num_vectors * kind.resident(dim) <= memory
+        if not too_many and small and kind.least_target <= target_recall:
+            if kind.recall >= target_recall:
+                return kind.factory(lists, dim)
+            fitting.append(kind)
+    if fitting:  # none reaches the target
+        return max(fitting, key=lambda kind: kind.recall).factory(lists, dim)
+    return min(KINDS, key=lambda kind: kind.resident(dim)).factory(lists, dim)
+
+
+def training_rows_in(memory: int, dim: int) -> int:
+    """How many vectors of dimension D a fourth of the memory holds."""
+    return max(FEWEST_TRAINING_ROWS, memory // 4 // (4 * dim))
+
+
+def number_of_lists(num_vectors: int, dim: int, memory: int | None = None) -> int:
+    """Inverted lists for N vectors: the power of two nearest to 4√N, with at least 39 training vectors each."""
+    trained_on = num_vectors if memory is None else min(num_vectors, training_rows_in(memory, dim))
+    by_training = math.floor(math.log2(max(1, trained_on / MIN_POINTS_PER_LIST)))
+    return min(MOST_LISTS, 2 ** min(round(math.log2(4 * math.sqrt(num_vectors))), by_training))
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "2GiB", "500 MB", "1.5G" or a plain number; K, M, G and T are powers of 1024 unless a B alone follows.
+
+    Raises:
+        DualencError: something else, or less than 16 MiB.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", text, re.IGNORECASE)
+    if found is None:
+        raise DualencError(f"memory is {text!r}; give a size such as 2GiB or 500MB")
+    base = 1000 if found[3].upper() == "B" and found[2] else 1024
+    size = int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
+    if size < LEAST_MEMORY:
+        raise DualencError(f"memory is {text!r}; give at least 16MiB")
+    return size
