@@ -258,7 +258,8 @@ def test_what_a_worker_leaves_that_is_killed_while_it_tidies_up_is_swept(
         holder = claim(folder, "finish", host="preempted")
         wait_for(lambda: len(list(folder.glob("shard-*.json"))) == SHARDS and not list(folder.glob("shard-*.claim")))
         assert list(folder.glob("shard-*.shown"))
-        for name in ("ids.txt", "snippets.jsonl", "meta.json"):
+        names = (name for name in alone if not name.startswith("shard-"))
+        for name in sorted(names, key=lambda name: name == "meta.json"):
             (folder / f"{name}.new").write_bytes(alone[name])
             os.replace(folder / f"{name}.new", folder / name)
         time.sleep(0.3)
