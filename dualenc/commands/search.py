@@ -29,6 +29,7 @@ def embed(
     image_column: str | None = None,
     vector_column: str | None = None,
     id_column: str | None = None,
+    columns: list[str] | None = None,
     limit: int | None = None,
     batch_size: int = 32,
     dtype: Literal["float16", "float32"] = "float32",
@@ -46,13 +47,14 @@ def embed(
         model: model folder or name.
         data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, data set by hub name; for adapters
             a folder of embeddings, .npy file, or table with a column of vectors.
-        out: folder to write: shard-*.npy, ids.txt, snippets.jsonl, meta.json.
+        out: folder to write: shard-*.npy, ids.txt, snippets.jsonl, columns.parquet, meta.json.
         side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
         split: of a data set that has several.
         text_column: column with the texts, where it has no usual name.
         image_column: column with the images, where it has no usual name.
         vector_column: column with the vectors, where it has no usual name.
         id_column: column with the ids; by default _id or id, or else row numbers.
+        columns: further columns of a table, separated by commas, kept in columns.parquet to filter results by.
         limit: only the first rows of a table.
         batch_size: items per forward pass.
         dtype: precision of the stored vectors.
@@ -85,6 +87,7 @@ def embed(
         image_column=image_column,
         vector_column=vector_column,
         id_column=id_column,
+        columns=columns or (),
         split=split,
         limit=limit,
         on_error=on_error,

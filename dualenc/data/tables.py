@@ -115,13 +115,15 @@ def open_table(
     """
     source = str(source)
     files = find_files(source, split)
+    required = [name for name in columns if name not in optional]
     if not files:
         dataset = _from_datasets(source, subset, split)
     elif file_format(files[0]) == ".parquet":
+        check_columns(source, _parquet_schema(files[0]).names, required)
         dataset = _from_parquet(files, columns)
     else:
         dataset = table_of_lines(files, columns, optional, skips, quotes, limit, reshape)
-    check_columns(source, dataset.column_names, [name for name in columns if name not in optional])
+    check_columns(source, dataset.column_names, required)
     if limit is not None:
         dataset = dataset.select(range(min(limit, len(dataset))))
     if dataset._indices is not None:  # rows in another order than stored; columns are read as stored

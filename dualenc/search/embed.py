@@ -105,7 +105,7 @@ def embed(
             with tqdm(total=total, desc="embed", unit=" items", disable=not (shows and total)) as bar:
                 for number in missing:
                     writer.write(number, *encoder.shard(writer.ranges[number], bar))
-            return writer.finish(corpus.text if corpus.modality == "text" else None)
+            return writer.finish(corpus.text if corpus.modality == "text" else None, corpus.columns)
 
     # Without a folder each process takes its share of the shards, too, and gets the whole.
     ids, ranges = corpus.ids, shard_ranges(len(corpus))
@@ -120,9 +120,10 @@ def embed(
     if not len(vectors):
         raise DualencError(f"none of {len(ids)} items could be used; first: {skipped[0][1]}")
     unread = {row for row, _ in skipped}
-    kept = [name for row, name in enumerate(ids) if row not in unread]
+    rows = [row for row in range(len(ids)) if row not in unread]
+    columns = None if corpus.columns is None else corpus.columns.take(rows)
     meta = {**notes, **identity, "dim": encoder.dim, "dtype": dtype, **skipped_entries(ids, skipped)}
-    return Embeddings(kept, vectors.astype(dtype, copy=False), meta)
+    return Embeddings([ids[row] for row in rows], vectors.astype(dtype, copy=False), meta, columns=columns)
 
 
 def tower_checksum(tower: Tower) -> str:

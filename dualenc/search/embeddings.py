@@ -3,6 +3,7 @@
     shard-00000.npy …   (rows, D) float16 or float32, in the order of the ids
     ids.txt             one id per line, UTF-8
     snippets.jsonl      optional: one JSON string per line, what to show with a search result
+    columns.parquet     optional: a row per id, what search results can be filtered by
     shard-00000.json …  for resuming: checksum of the shard and of the items in it, which of them were skipped and why
     meta.json           model, side, dtype, dimension, rows per shard, what was skipped, SHA-256 of each other file
 
@@ -18,7 +19,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,6 +37,9 @@ from dualenc.files import (
     verify_checksums,
     write_json,
 )
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 FORMAT = "dualenc embeddings"
 FORMAT_VERSION = 2
@@ -58,6 +62,7 @@ class Embeddings:
         vectors: (N, D) float16 or float32, an array or `ShardedVectors`.
         meta: what is known about them (`model`, `side`, `modality`, `dtype`, …).
         snippets: what to show with each id, if anything.
+        columns: (N,) rows of what else is known of each, if anything.
 
     Raises:
         DualencError: not one id per vector, or vectors that are not a matrix.
@@ -69,6 +74,7 @@ class Embeddings:
         vectors: Array,
         meta: dict[str, Any] | None = None,
         snippets: Sequence[str] | Snippets | None = None,
+        columns: pa.Table | None = None,
     ) -> None:
         if len(vectors.shape) != 2:
             raise DualencError(f"vectors have shape {tuple(vectors.shape)}; give a matrix (N, D)")
@@ -78,6 +84,7 @@ class Embeddings:
         self.vectors = vectors
         self.meta = dict(meta or {})
         self.snippets = snippets
+        self.columns = columns
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -119,7 +126,8 @@ class Embeddings:
         shards = [open_shard(shard_path(folder, i), (n, meta["dim"]), meta["dtype"]) for i, n in enumerate(rows)]
         ids = read_ids(folder / "ids.txt", sum(rows))
         snippets = folder / "snippets.jsonl"
-        return cls(ids, ShardedVectors(shards), meta, Snippets(snippets) if snippets.exists() else None)
+        columns = read_columns(folder / "columns.parquet", len(ids))
+        return cls(ids, ShardedVectors(shards), meta, Snippets(snippets) if snippets.exists() else None, columns)
 
 
 class ShardedVectors:
@@ -191,6 +199,23 @@ def write_snippets(path: Path, snippets: Iterator[str]) -> None:
             stream.write(json.dumps(snippet, ensure_ascii=False) + "\n")
 
 
+def read_columns(path: Path, count: int) -> pa.Table | None:
+    """The columns of `count` items; None if none were kept."""
+    if not path.exists():
+        return None
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        columns = pq.read_table(path, memory_map=True)
+    except (pa.ArrowException, OSError) as error:
+        why = str(error).splitlines()[0][:100]
+        raise DualencError(f"{path}: corrupt ({why}); run the same `dualenc embed` again") from None
+    if len(columns) != count:
+        raise DualencError(f"{path}: has {len(columns)} rows for {count} ids; run the same `dualenc embed` again")
+    return columns
+
+
 def is_embeddings(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds embeddings (finished or not), told by its meta.json."""
     path = Path(folder) / "meta.json"
@@ -241,7 +266,7 @@ def read_head(folder: Path, wanted: str, version: int, told: str, mend: str) -> 
 def file_names(folder: Path, num_shards: int) -> list[str]:
     """Names of the files of a finished folder, meta.json apart."""
     shards = [name for number in range(num_shards) for name in (f"shard-{number:05d}.npy", f"shard-{number:05d}.json")]
-    return ["ids.txt", *(["snippets.jsonl"] if (folder / "snippets.jsonl").exists() else []), *shards]
+    return ["ids.txt", *(name for name in ("snippets.jsonl", "columns.parquet") if (folder / name).exists()), *shards]
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -422,11 +447,12 @@ class EmbeddingWriter:
         note = {"contents": self.contents(self.ranges[number]), "sha256": checksum(path), "skipped": list(skipped)}
         write_json(path.with_suffix(".json"), note)
 
-    def finish(self, snippet: Callable[[int], str] | None = None) -> Embeddings:
-        """Write ids, snippets and the final meta.json once every process has written its shards.
+    def finish(self, snippet: Callable[[int], str] | None = None, columns: pa.Table | None = None) -> Embeddings:
+        """Write ids, snippets, columns and the final meta.json once every process has written its shards.
 
         Args:
             snippet: gives what to show for an item by its row; None or nothing but "": no snippets.
+            columns: (N,) rows of what else is known of the items, to filter search results by.
 
         Returns:
             The embeddings, mapped into memory.
@@ -450,6 +476,13 @@ class EmbeddingWriter:
                     write_snippets(part, (snippet(row) for row in kept))
             else:
                 remove(self.folder / "snippets.jsonl")
+            if columns is not None:
+                import pyarrow.parquet as pq
+
+                with atomic_path(self.folder / "columns.parquet") as part:
+                    pq.write_table(columns.take(kept), part)
+            else:
+                remove(self.folder / "columns.parquet")
             known = {shard_path(self.folder, number).name: note["sha256"] for number, note in enumerate(notes)}
             others = [name for name in file_names(self.folder, len(notes)) if name not in known]
             shard_rows = [len(rows) - len(note["skipped"]) for rows, note in zip(self.ranges, notes)]
