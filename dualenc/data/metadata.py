@@ -36,9 +36,7 @@ def check_column_names(names: Sequence[str]) -> None:
         if not _NAME.fullmatch(name):
             raise DualencError(f"column {name!r} cannot be kept: give it a name of letters, digits and _ in the table")
         if name.lower() in TAKEN:
-            raise DualencError(
-                f"column {name!r} cannot be kept: search results have their own {name.lower()}; rename it"
-            )
+            raise DualencError(f"column {name!r} cannot be kept: every result has its own {name.lower()}; rename it")
         if name.lower() in [other.lower() for other in names[:place]]:
             raise DualencError(f"column {name!r} is asked for twice; name each column once")
 
