@@ -185,7 +185,8 @@ COMMANDS: Commands = {
     "train": Command("train", "train", "train a dual encoder from a recipe"),
     "embed": Command("search", "embed", "embed a corpus with a model"),
     "index": Command("search", "index", "build a FAISS index from a model or from embeddings"),
-    "search": Command("search", "search", "search an index with a text or an image"),
+    "push": Command("push", "push", "send embeddings to a vector search engine, or export them to Parquet"),
+    "search": Command("search", "search", "search an index or an engine with a text or an image"),
     "evaluate": {
         "retrieval": Command("retrieval", "retrieval", "nDCG, recall, MRR and MAP on a BEIR folder"),
         "image-text": Command("image_text", "image_text", "recall@k both ways, several captions"),
