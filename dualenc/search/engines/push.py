@@ -116,7 +116,9 @@ class EngineIndex:
             embeddings = embeddings_that_meet(embeddings, where)
         if not len(embeddings):
             return None
-        database = Database(embeddings, self.about.metric)
+        # Half precision leaves unit vectors a little off, which engines mend: so does this exact search.
+        mended = Embeddings(embeddings.ids, embeddings.vectors, {**embeddings.meta, "normalized": False})
+        database = Database(mended, self.about.metric)
         probe = exact_probe(database, as_queries(queries, self.about.dim, self.about.metric), rows, k)
         return None if probe is None else recall(_ByRow(self, embeddings.ids, where), database, probe)
 
@@ -264,6 +266,8 @@ def open_engine(kind: str, target: str, collection: str) -> Engine:
     """
     if not _COLLECTION.fullmatch(collection):
         raise DualencError(f"--collection is {collection[:40]!r}; give a name of letters, digits, - and _")
+    if kind == "qdrant" and re.fullmatch(r"[\w.-]+:[0-9]+(/.*)?", target):
+        raise DualencError(f"{target}: is it a server? then write http://{target}, or ./{target} for a folder")
     return ENGINES[kind](target if "://" in target else os.path.abspath(os.path.expanduser(target)), collection)
 
 

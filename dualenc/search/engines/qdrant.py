@@ -272,9 +272,6 @@ def _key_for(url: str) -> str | None:
 
 def _checked_folder(target: str) -> Path:
     """The folder of the embedded mode: new, empty, or one that it has written."""
-    host, _, port = target.partition(":")
-    if port.partition("/")[0].isdecimal() and "/" not in host:
-        raise DualencError(f"{target}: is it a server? then write http://{target}")
     folder = Path(target)
     known = (folder / "meta.json").is_file() and (folder / ".lock").exists()
     if folder.exists() and not known and not (folder.is_dir() and not any(folder.iterdir())):
