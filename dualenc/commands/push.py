@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from pathlib import Path
 from typing import Literal
 
 from dualenc.errors import DualencError
+from dualenc.files import removed_if_refused
 from dualenc.terminal import printable
+
+FINISHED = {"lancedb": "*.lance/data/*", "qdrant": "collection/*/storage.sqlite"}
+"""Of an embedded engine, files with vectors to resume from."""
 
 
 def push(
@@ -44,7 +49,7 @@ def push(
         batch_size: vectors sent at once; by default what suits the engine.
         recall_queries: how many of the vectors to measure recall@10 with; 0 measures nothing.
     """
-    from dualenc.commands.evaluation import MOST_ITEMS, check_range
+    from dualenc.commands.evaluation import MOST_ITEMS, check_range, check_writable
     from dualenc.search.embeddings import Embeddings
     from dualenc.search.engines.parquet import export_parquet
     from dualenc.search.engines.push import check_engine_target, open_engine
@@ -64,10 +69,12 @@ def push(
     if folder.resolve() == Path(target).resolve():
         raise DualencError(f"{folder}: TARGET and --out are the same folder; name another --out")
     check_engine_target(folder)
+    check_writable(folder)
     name = collection or re.sub(r"[^A-Za-z0-9_-]+", "-", Path(embeddings).resolve().name).strip("-_") or "embeddings"
     opened = Embeddings.open(embeddings)
-    engine = open_engine(to, target, name)
-    try:
+    # A refusal before any vector has arrived leaves no empty database behind.
+    with contextlib.nullcontext() if "://" in target else removed_if_refused(target, FINISHED[to]):
+        engine = open_engine(to, target, name)
         index, sent = push_embeddings(
             opened,
             engine,
@@ -78,7 +85,6 @@ def push(
             recall_queries=recall_queries,
             progress=True,
         )
-    finally:
         engine.close()
     index.meta["embeddings"] = str(Path(embeddings).resolve())
     index.save(folder)
