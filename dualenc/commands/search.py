@@ -277,7 +277,10 @@ def search(
     if json:
         print(printable_json({"query": query, "index": index, "results": results}))
     else:
-        print_table(Table(query, [{name: result[name] for name in names} for result in results]))
+        # A year is no quantity: tables write those with separators.
+        kept = opened.about.columns if isinstance(opened, EngineIndex) else {}
+        shown = [{n: str(r[n]) if n in kept and r[n] is not None else r[n] for n in names} for r in results]
+        print_table(Table(query, shown))
 
 
 def _query_side(encoder: DualEncoder, query: str, index_side: Side) -> Side:

@@ -73,6 +73,7 @@ def test_push_search_and_push_again(
     run("search", tmp_path / "engine", "wing flow", "-k", 2)
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("rank", "id", "score", "year", "lang", "snippet"))
+    assert f" {everything.year[0]} " in shown, "a year has no thousands"
 
 
 @pytest.mark.parametrize("kind", ENGINES)

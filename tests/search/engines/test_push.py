@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import subprocess
 import sys
+import threading
+import uuid
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -24,6 +28,7 @@ from dualenc.search import Embeddings
 from dualenc.search.embeddings import EmbeddingWriter
 from dualenc.search.engines import Engine, EngineIndex, open_engine, parse_conditions, push
 from dualenc.search.engines.parquet import export_parquet
+from dualenc.search.engines.qdrant import Qdrant
 from tests.search.engines.made import KINDS, LANGUAGES, conditions, met_by_pandas
 
 NUM, DIM = 120, 16
@@ -59,18 +64,31 @@ def embeddings(dtype: str = "float32", unit: bool = True, seed: int = 0) -> Embe
 QUERIES = vectors(5, seed=3)
 
 
-@pytest.fixture(params=ENGINES)
+SERVER = "DUALENC_TEST_QDRANT"
+"""Environment variable with the URL of a Qdrant server, for the same tests over HTTP."""
+
+
+def opened(kind: str, folder: Path) -> Iterator[Engine]:
+    """An engine with no collection yet; of a server, a collection of our own that is removed afterwards."""
+    if kind == "server" and SERVER not in os.environ:
+        pytest.skip(f"no Qdrant server; name one in ${SERVER}")
+    on_server = ("qdrant", os.environ.get(SERVER, ""), f"dualenc-test-{uuid.uuid4().hex}")
+    engine = open_engine(*(on_server if kind == "server" else (kind, str(folder / "data"), "items")))
+    yield engine
+    if kind == "server":
+        engine.drop()
+    engine.close()
+
+
+@pytest.fixture(params=(*ENGINES, "server"))
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    opened = open_engine(request.param, str(tmp_path / "data"), "items")
-    yield opened
-    opened.close()
+    yield from opened(request.param, tmp_path)
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=(*ENGINES, "server"))
 def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineIndex]:
-    opened = open_engine(request.param, str(tmp_path_factory.mktemp("engine") / "data"), "items")
-    yield push(embeddings(), opened)[0]
-    opened.close()
+    for engine in opened(request.param, tmp_path_factory.mktemp("engine")):
+        yield push(embeddings(), engine)[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -199,10 +217,10 @@ def test_an_engine_folder_finds_its_collection_again(filled: EngineIndex, tmp_pa
     filled.save(tmp_path / "engine")
     written = (tmp_path / "engine" / "meta.json").read_text()
     assert json.loads(written)["collection"] == "items"
-    if filled.engine.kind == "lancedb":  # the embedded Qdrant is open already
-        opened = EngineIndex.open(tmp_path / "engine")
+    if not isinstance(filled.engine, Qdrant) or filled.engine.is_remote:  # its embedded mode is open already
+        found = EngineIndex.open(tmp_path / "engine")
         query = vectors(1, seed=2)
-        assert opened.search(query, 3) == filled.search(query, 3)
+        assert found.search(query, 3) == filled.search(query, 3)
     else:
         with pytest.raises(DualencError, match="another process uses this folder"):
             EngineIndex.open(tmp_path / "engine")
@@ -268,6 +286,70 @@ def test_servers_that_cannot_be_asked_are_told(monkeypatch: pytest.MonkeyPatch, 
     assert "\n" not in str(error.value)
     assert "word" not in str(error.value)
     assert "s3cret" not in str(error.value)
+
+
+class Failing(BaseHTTPRequestHandler):
+    """A server that answers every request with the next status of a list, then with an acknowledgement."""
+
+    statuses: ClassVar[list[int]] = []
+    seen: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.seen.append((self.path, self.headers["api-key"]))
+        status = self.statuses.pop(0) if self.statuses else 200
+        answer = {"result": {"operation_id": 1, "status": "completed"}, "status": "ok", "time": 0.1}
+        content = json.dumps(answer if status == 200 else {"status": {"error": "Not\nnow"}, "time": 0}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Qdrant]:
+    """A collection on a server that fails: how Qdrant answers is not what these tests are about."""
+    monkeypatch.setattr("dualenc.search.engines.contract.FIRST_WAIT_S", 0.001)
+    monkeypatch.setenv("QDRANT_API_KEY", "s3cret")
+    monkeypatch.setattr(Failing, "seen", [])
+    with HTTPServer(("127.0.0.1", 0), Failing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        engine = open_engine("qdrant", f"http://127.0.0.1:{server.server_port}", "items")
+        assert isinstance(engine, Qdrant)
+        yield engine
+        engine.close()
+        server.shutdown()
+        thread.join()
+
+
+def test_a_batch_is_tried_again_while_the_server_is_busy(failing: Qdrant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Failing, "statuses", [503, 429, 500])
+    failing.add(["a"], vectors(1), None, pa.table({"year": [2020]}))
+    assert Failing.seen == [("/collections/items/points?wait=true", "s3cret")] * 4
+
+
+@pytest.mark.parametrize(
+    ("statuses", "told", "requests"),
+    [
+        ([401], "refuses this .HTTP 401.; set QDRANT_API_KEY", 1),
+        ([400], "answers HTTP 400 .Not now", 1),
+        ([503] * 9, "answers HTTP 503", 5),
+    ],
+)
+def test_what_a_server_refuses_is_told(
+    failing: Qdrant, monkeypatch: pytest.MonkeyPatch, statuses: list[int], told: str, requests: int
+) -> None:
+    monkeypatch.setattr(Failing, "statuses", statuses)
+    with pytest.raises(DualencError, match=told) as error:
+        failing.add(["a"], vectors(1), None, pa.table({"year": [2020]}))
+    assert "\n" not in str(error.value)
+    assert "s3cret" not in str(error.value)
+    assert len(Failing.seen) == requests
 
 
 @pytest.mark.parametrize(("kind", "module"), [("qdrant", "qdrant_client"), ("lancedb", "lancedb")])
