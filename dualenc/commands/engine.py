@@ -14,7 +14,7 @@ from dualenc.errors import DualencError
 if TYPE_CHECKING:
     from dualenc.encoders import Tower
     from dualenc.search import Embeddings
-    from dualenc.search.engines import Condition, EngineIndex
+    from dualenc.search.engines import Condition, EngineIndex, Hit
 
 RECALL_AT = (10, 100)
 
@@ -41,21 +41,21 @@ class AskedEngine:
     def run(self, queries: Embeddings, depth: int) -> dict[str, dict[str, float]]:
         """The best documents of each query by the engine, asked one query at a time as a service is."""
         vectors = np.asarray(queries.vectors, dtype=np.float32)
-        found: dict[str, dict[str, float]] = {}
+        found: list[list[Hit]] = []
         seconds = []
-        for name, vector in zip(queries.ids, vectors):
+        for vector in vectors:
             begin = time.perf_counter()
-            hits = self.index.search(vector, depth, self.where, payload=False)[0]
+            found += self.index.search(vector, max(depth, max(RECALL_AT) + 1), self.where, payload=False)
             seconds.append(time.perf_counter() - begin)
-            found[name] = {hit.id: hit.score for hit in hits}
         about = self.index.about
         self.measured = {"engine": self.system, "metric": about.metric, "quantization": about.quantization}
         self.measured |= {"documents": len(self.embeddings), "queries": len(vectors)}
         for k in RECALL_AT:
-            self.measured[f"recall@{k} of exact"] = self.index.recall(self.pushed, vectors, k, where=self.where)
+            share = self.index.recall(self.pushed, vectors, k, where=self.where, found=found)
+            self.measured[f"recall@{k} of exact"] = share
         p50, p95 = np.percentile(seconds, [50, 95]) * 1000
         self.measured |= {"ms per query (p50)": round(p50, 2), "ms (p95)": round(p95, 2)}
-        return found
+        return {name: {hit.id: hit.score for hit in hits[:depth]} for name, hits in zip(queries.ids, found)}
 
 
 def ask_engine(folder: str, words: Sequence[str], documents: Tower, ids: Sequence[str]) -> AskedEngine:

@@ -98,6 +98,7 @@ class EngineIndex:
         *,
         rows: np.ndarray | None = None,
         where: Sequence[Condition] = (),
+        found: Sequence[Sequence[Hit]] | None = None,
     ) -> float | None:
         """The share of the k nearest items by exact search that the engine finds, too.
 
@@ -107,6 +108,7 @@ class EngineIndex:
             k: neighbours to look for.
             rows: (Q,) row of each query among the embeddings, which is not to find itself; None: they are others.
             where: conditions, for both searches.
+            found: (Q,) the k + 1 best or more that the engine has been asked for already.
 
         Returns:
             None if there is nobody to find.
@@ -120,7 +122,7 @@ class EngineIndex:
         mended = Embeddings(embeddings.ids, embeddings.vectors, {**embeddings.meta, "normalized": False})
         database = Database(mended, self.about.metric)
         probe = exact_probe(database, as_queries(queries, self.about.dim, self.about.metric), rows, k)
-        return None if probe is None else recall(_ByRow(self, embeddings.ids, where), database, probe)
+        return None if probe is None else recall(_ByRow(self, embeddings.ids, where, found), database, probe)
 
 
 def embeddings_that_meet(embeddings: Embeddings, where: Sequence[Condition]) -> Embeddings:
@@ -135,13 +137,22 @@ def embeddings_that_meet(embeddings: Embeddings, where: Sequence[Condition]) -> 
 class _ByRow:
     """A collection asked as a FAISS index is: for row numbers."""
 
-    def __init__(self, index: EngineIndex, ids: Sequence[str], where: Sequence[Condition]) -> None:
-        self.index, self.where = index, where
+    def __init__(
+        self,
+        index: EngineIndex,
+        ids: Sequence[str],
+        where: Sequence[Condition],
+        found: Sequence[Sequence[Hit]] | None,
+    ) -> None:
+        self.index, self.where, self.found = index, where, found
         self.row_of = {name: row for row, name in enumerate(ids)}
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         scores, rows = np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1)
-        for number, hits in enumerate(self.index.search(queries, k, self.where, payload=False)):
+        found = self.found
+        if found is None:
+            found = self.index.search(queries, k, self.where, payload=False)
+        for number, hits in enumerate(hits[:k] for hits in found):
             scores[number, : len(hits)] = [hit.score for hit in hits]
             rows[number, : len(hits)] = [self.row_of.get(hit.id, -1) for hit in hits]
         return scores, rows
