@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 import os
 import re
 import sys
@@ -106,8 +107,12 @@ def _split(arguments: list[str], function: Callable[..., Any], prog: str) -> tup
             if not queue or (queue[0].startswith("--") and len(queue[0]) > 2):
                 raise DualencError(f"{prog}: the option {option} needs a value; see {prog} --help")
             value = queue.pop(0)
-        if any(typing.get_origin(part) is list for part in (hint, *typing.get_args(hint))):  # may be repeated
+        listed = next((part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is list), None)
+        if listed is not None:  # may be repeated
             items = [options[name][1:-1]] if name in options else []
+            if typing.get_args(listed) == (str,) and not value.startswith("["):
+                # Quoted: 2020, no and a colon are texts, too.
+                value = ", ".join(json.dumps(item.strip()) for item in value.split(","))
             value = f"[{', '.join([*items, value.removeprefix('[').removesuffix(']')])}]"
         options[name] = value
     return words, options
@@ -180,7 +185,8 @@ COMMANDS: Commands = {
     "train": Command("train", "train", "train a dual encoder from a recipe"),
     "embed": Command("search", "embed", "embed a corpus with a model"),
     "index": Command("search", "index", "build a FAISS index from a model or from embeddings"),
-    "search": Command("search", "search", "search an index with a text or an image"),
+    "push": Command("push", "push", "send embeddings to a vector search engine, or export them to Parquet"),
+    "search": Command("search", "search", "search an index or an engine with a text or an image"),
     "evaluate": {
         "retrieval": Command("retrieval", "retrieval", "nDCG, recall, MRR and MAP on a BEIR folder"),
         "image-text": Command("image_text", "image_text", "recall@k both ways, several captions"),

@@ -9,6 +9,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,6 +87,9 @@ def make_toys(toys: Path) -> None:
     ):
         if main(line.split()) != 0:
             raise RuntimeError(f"dualenc {line}: the toys must be sound")
+    # By another process: the cases are forks of this one, which the threads of an engine would not survive.
+    push = ["push", "emb", "lance", "--to", "lancedb", "--out", "engine"]
+    subprocess.run([sys.executable, "-m", "dualenc", *push], check=True, capture_output=True)
     # A baseline that makes errors: those of the other are divided by them.
     baseline = json.loads(Path("corrupted/metrics.json").read_text())
     baseline["robustness"]["errors"] = {name: {"1": 0.5} for name in ("contrast", "brightness")}
@@ -243,6 +248,15 @@ def flipped(seed: int, count: int = 1) -> Spoil:
     return spoil
 
 
+def saying(**values: Any) -> Spoil:
+    """Other values in a JSON file."""
+
+    def spoil(path: Path) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return spoil
+
+
 def cut(seed: int) -> Spoil:
     def spoil(path: Path) -> None:
         os.truncate(path, random.Random(f"{seed} {path.name}").randrange(path.stat().st_size))
@@ -306,6 +320,7 @@ def all_cases(toys: Path) -> list[Case]:
 
 
 RETRIEVAL = "evaluate retrieval {text} {beir} --out out"
+ENGINE = f"{RETRIEVAL} --engine {{engine}}"
 IMAGE_TEXT = "evaluate image-text {clip} {captioned} --out out"
 ZERO_SHOT = "evaluate zero-shot {clip} {classes} --out out"
 PROBE = "evaluate probe {image} {classes} --out out"
@@ -320,6 +335,7 @@ TREC = "evaluate compare {a.trec} {a.trec} --qrels {qrels.tsv}"
 COMMANDS = {
     "embed": "embed {text} {docs.jsonl} --out out",
     "index": "index {emb} --out out",
+    "push": "push {emb} db --to lancedb --out out",
     "search": "search {idx} wing",
     "train": "train {recipe.yaml}",
     "retrieval": RETRIEVAL,
@@ -430,6 +446,12 @@ def cut_files(toys: Path) -> Iterator[Case]:
                 yield Case(f"{folder}/{file}: {way}", words, spoil(f"{folder}/{file}", how), may)
         for way, how in NOT_JSON.items():
             yield Case(f"{folder}/meta.json: {way}", words, spoil(f"{folder}/meta.json", how))
+    for way, how in {**NOT_JSON, "cut": cut(0), "missing": remove, "a pipe": as_fifo}.items():
+        yield Case(f"engine/meta.json: {way}", "search {engine} wing", spoil("engine/meta.json", how))
+        yield Case(f"engine/meta.json: {way}, in an evaluation", ENGINE, spoil("engine/meta.json", how))
+    for name, value in {"engine": "x", "target": "/nowhere", "collection": "a/b", "count": -1, "columns": []}.items():
+        spoilt = spoil("engine/meta.json", saying(**{name: value}))
+        yield Case(f"engine/meta.json: {name} is {value}", "search {engine} wing", spoilt)
     theirs = {
         "docs.jsonl": "embed {text} {docs.jsonl} --out out",
         "docs.csv": "embed {text} {docs.csv} --out out",
@@ -524,6 +546,7 @@ def options() -> Iterator[Case]:
     numbers = {
         "embed": ("limit", "batch-size", "num-workers"),
         "index": ("nprobe", "ef-search", "target-recall", "recall-queries", "batch-size"),
+        "push": ("batch-size", "recall-queries"),
         "search": ("k", "nprobe", "ef-search"),
         "retrieval": ("depth", "batch-size"),
         "image-text": ("batch-size",),
@@ -556,7 +579,7 @@ def options() -> Iterator[Case]:
                 fine |= command == "search" and name == "ef-search"
                 yield Case(f"{command} --{name}={value}", f"{words} --{name}={value}", expected=may(fine))
     for command, words in COMMANDS.items():
-        if command not in ("compare", "index", "train"):
+        if command not in ("compare", "index", "push", "train"):
             for device in ("foo", "cuda:9", "meta", ""):
                 yield Case(f"{command} --device={device!r}", f"{words} --device={device}", expected=may(device == ""))
         yield Case(f"{command} --no-such-option", f"{words} --no-such-option 3")
@@ -566,6 +589,7 @@ def options() -> Iterator[Case]:
     choices = {
         "embed": ("side", "dtype", "output", "autocast", "on-error"),
         "index": ("metric", "side", "factory"),
+        "push": ("to", "metric", "quantization"),
         "probe": ("sgd",),
         "corrupted": ("augmentation", "corruptions"),
         "convergence": ("augmentation",),
@@ -629,6 +653,15 @@ def modalities() -> Iterator[Case]:
     for query in ("{pictures}/0.png", "wing", "nowhere.png", "{beir}", "{docs.jsonl}", "/dev/zero"):
         words = f"search {{image-idx}} {query}"
         yield Case(f"search images for {query}", words, expected=may("pictures" in query))
+    for words in ("year>1", "year", "", "=", "year=,"):
+        yield Case(f"search an engine --where={words!r}", f"search {{engine}} wing --where={words}")
+        yield Case(
+            f"search an index --where={words!r}", f"search {{idx}} wing --where={words}", expected=may(not words)
+        )
+    for target in ("http://127.0.0.1:9", "http://127.0.0.1:port", "https://key@127.0.0.1", "{docs.jsonl}", "{beir}"):
+        yield Case(f"push to {target}", f"push {{emb}} {target} --to qdrant --out out")
+    for source in ("text", "idx", "beir", "docs.jsonl", "engine"):
+        yield Case(f"push of {source}", f"push {{{source}}} out --to lancedb")
     for index in ("emb", "text", "run", "beir", "docs.jsonl", "nowhere"):
         yield Case(f"search in {index}", f"search {{{index}}} wing" if index != "nowhere" else "search nowhere wing")
     for model in ("image", "clip", "run", "nowhere"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualenc import distributed
+from dualenc.commands.engine import ask_engine
 from dualenc.commands.evaluation import (
     HIGHEST_SEED,
     MOST_ITEMS,
@@ -53,6 +54,8 @@ def retrieval(
     depth: int = 100,
     titles: bool = True,
     keep_self_matches: bool = False,
+    engine: str | None = None,
+    where: list[str] | None = None,
     batch_size: int = 32,
     device: str | None = None,
 ) -> None:
@@ -71,6 +74,8 @@ def retrieval(
         depth: documents to retrieve for each query.
         titles: put a document's title in front of its text.
         keep_self_matches: keep a document whose id is the query's; by default it is removed, as BEIR does.
+        engine: folder that `dualenc push` wrote for the documents: ask that engine, too, and compare with exact search.
+        where: with an engine, search only what meets this: year>=2020, lang=en,de, lang!=en; may be repeated.
         batch_size: texts encoded at once.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
@@ -91,16 +96,29 @@ def retrieval(
         check_trec_names(collections[name].queries.ids, f"{folder}: query id")
         check_trec_names(collections[name].corpus.ids, f"{folder}: document id")
     encoder = open_model(model, ("query-document", "vector"), device_to_use)
+    asked = None
+    if engine is not None:
+        if more or distributed.world_size() > 1:
+            raise DualencError("--engine is asked about one BEIR folder, by one process; evaluate them one by one")
+        asked = ask_engine(engine, where or (), encoder.right, next(iter(collections.values())).corpus.ids)
+    elif where:
+        raise DualencError("--where is for an engine, which knows the columns; name its folder with --engine")
     places = {name: target / name if more else target for name in collections}
     runs: dict[str, dict[str, Run]] = {}  # by collection and system
     for name, collection in collections.items():
         kept, queries, corpus = places[name] / "embeddings", collection.queries, collection.corpus
         left = embed_into(kept / f"queries-{split}", encoder.left, queries, batch_size, side="left", model=model)
-        right = embed_into(kept / "documents", encoder.right, corpus, batch_size, side="right", model=model)
+        if asked is None:
+            right = embed_into(kept / "documents", encoder.right, corpus, batch_size, side="right", model=model)
+        else:
+            right = asked.embeddings
         found = retrieve(
             left.ids, left.vectors, right.ids, right.vectors, depth=depth, keep_self_matches=keep_self_matches
         )
         runs[name] = {display_name(model): found}
+        if asked is not None:
+            run = asked.run(left, depth + 1)
+            runs[name][asked.system] = first_documents(run, depth, keep_self_matches=keep_self_matches)
         if bm25 and distributed.is_main():
             texts = [queries[row] for row in range(len(queries))]
             documents = [corpus[row] for row in range(len(corpus))]
@@ -115,7 +133,8 @@ def retrieval(
                 for system, run in runs[name].items()
             ]
             for result in scored:
-                result.write(places[name] / "bm25" if result.system == BM25 else places[name])
+                below = {BM25: "bm25"} | ({asked.system: "engine"} if asked is not None else {})
+                result.write(places[name] / below.get(result.system, ""))
             results += scored
             galleries += _galleries(scored[0], collection)
         conclude(
@@ -123,9 +142,13 @@ def retrieval(
             "retrieval",
             f"Retrieval: {display_name(model)} on {', '.join(collections)}",
             {"model": model, "split": split, "depth": depth, "keep_self_matches": keep_self_matches},
-            {"systems": metrics_document(results)},
-            [Table("Retrieval", summary_rows(results)), Table("All metrics", cutoff_rows(results))],
-            printed=1,
+            {"systems": metrics_document(results)} | ({} if asked is None else {"engine": asked.measured}),
+            [
+                Table("Retrieval", summary_rows(results)),
+                *([] if asked is None else [Table("Engine against exact search", [asked.measured])]),
+                Table("All metrics", cutoff_rows(results)),
+            ],
+            printed=1 if asked is None else 2,
             figures=_figures(by_system(results)),
             galleries=galleries,
             wrote="metrics, run files and report.html",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from dualenc.encoders import DualEncoder
     from dualenc.search import Index
+    from dualenc.search.engines import EngineIndex
     from dualenc.types import Side
 
 
@@ -30,6 +31,7 @@ def embed(
     image_column: str | None = None,
     vector_column: str | None = None,
     id_column: str | None = None,
+    columns: list[str] | None = None,
     limit: int | None = None,
     batch_size: int = 32,
     dtype: Literal["float16", "float32"] = "float32",
@@ -51,13 +53,14 @@ def embed(
         data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, data set by hub name, or the URL of
             a table or of tars (https, s3, hf); for adapters a folder of embeddings, .npy file, or table with a
             column of vectors.
-        out: folder to write: shard-*.npy, ids.txt, snippets.jsonl, meta.json.
+        out: folder to write: shard-*.npy, ids.txt, snippets.jsonl, columns.parquet, meta.json.
         side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
         split: of a data set that has several.
         text_column: column with the texts, where it has no usual name.
         image_column: column with the images, where it has no usual name.
         vector_column: column with the vectors, where it has no usual name.
         id_column: column with the ids; by default _id or id, or else row numbers.
+        columns: further columns of a table, separated by commas, kept in columns.parquet to filter results by.
         limit: only the first rows of a table.
         batch_size: items per forward pass.
         dtype: precision of the stored vectors.
@@ -93,6 +96,7 @@ def embed(
         image_column=image_column,
         vector_column=vector_column,
         id_column=id_column,
+        columns=columns or (),
         split=split,
         limit=limit,
         on_error=on_error,
@@ -254,25 +258,27 @@ def search(
     query: str,
     *,
     k: int = 10,
+    where: list[str] | None = None,
     json: bool = False,
     model: str | None = None,
     nprobe: int | None = None,
     ef_search: int | None = None,
     device: str = "cpu",
 ) -> None:
-    """Search an index with a text, or with an image or a vector given by its path.
+    """Search an index or an engine with a text, or with an image or a vector given by its path.
 
     The model that made the index encodes the query: with the query side of a query-document model and its prompt,
     with the text or the image side of an image-text model.
 
     Args:
-        index: folder that `dualenc index` wrote.
+        index: folder that `dualenc index` or `dualenc push` wrote.
         query: text; path of an image if the model encodes images; of a .npy file with one vector if it adapts vectors.
         k: how many results.
+        where: of an engine, only what meets this: year>=2020, lang=en,de (any of them), lang!=en; may be repeated.
         json: print JSON, in ASCII, instead of a table.
         model: model folder or name, if the one that made the index has moved.
-        nprobe: lists that an IVF index visits; by default what the build chose.
-        ef_search: candidates that an HNSW index keeps; by default what the build chose.
+        nprobe: lists that an IVF index visits; by default what the build or the engine chose.
+        ef_search: candidates that an HNSW index keeps; by default what the build or the engine chose.
         device: such as cpu or cuda:0.
     """
     from dualenc.commands.evaluation import check_range, start_processes
@@ -282,12 +288,20 @@ def search(
     from dualenc.search import Index
     from dualenc.search.build import LARGEST_PARAMETER
     from dualenc.search.embed import embed, tower_checksum
+    from dualenc.search.engines import EngineIndex, is_engine, parse_conditions
 
     check_range(1, sys.maxsize, k=k)
     check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")
-    opened = Index.open(index)
+    opened: Index | EngineIndex = EngineIndex.open(index) if is_engine(index) else Index.open(index)
+    conditions = []
+    if isinstance(opened, EngineIndex):
+        conditions = parse_conditions(where or (), opened.about.columns)
+    elif where:
+        raise DualencError(
+            f"{index}: a FAISS index keeps no columns for --where; `dualenc push` the embeddings instead"
+        )
     encoder = load_model(model or _recorded_model(opened, Path(index)), device=str(start_processes(device)))
     recorded, side = opened.meta.get("model_checksum"), opened.meta.get("side", "right")
     if recorded is not None and tower_checksum(encoder.tower(side)) != recorded:
@@ -301,17 +315,31 @@ def search(
     corpus = Corpus(["query"], [item], tower.modality)
     output = opened.meta.get("output", "embedding")
     vector = embed(tower, corpus, output=output, on_error="raise", progress=False).vectors
-    scores, rows = opened.search_rows(vector, min(k, len(opened)), nprobe=nprobe, ef_search=ef_search)
-    results = [
-        {"rank": rank, "id": opened.ids[row], "score": round(float(score), 6), "snippet": opened.snippet(int(row))}
-        for rank, (score, row) in enumerate(zip(scores[0], rows[0]), 1)
-        if row >= 0
-    ]
+    results: list[dict[str, Any]]
+    if isinstance(opened, EngineIndex):
+        names = ("rank", "id", "score", *opened.about.columns, *(["snippet"] if opened.about.has_snippets else []))
+        hits = opened.search(vector, min(k, len(opened)), conditions, nprobe=nprobe, ef_search=ef_search)[0]
+        results = [
+            {"rank": rank, "id": hit.id, "score": round(hit.score, 6), "snippet": hit.snippet}
+            | {name: hit.columns.get(name) for name in opened.about.columns}
+            for rank, hit in enumerate(hits, 1)
+        ]
+        opened.engine.close()
+    else:
+        names = ("rank", "id", "score") if opened.snippets is None else ("rank", "id", "score", "snippet")
+        scores, rows = opened.search_rows(vector, min(k, len(opened)), nprobe=nprobe, ef_search=ef_search)
+        results = [
+            {"rank": rank, "id": opened.ids[row], "score": round(float(score), 6), "snippet": opened.snippet(int(row))}
+            for rank, (score, row) in enumerate(zip(scores[0], rows[0]), 1)
+            if row >= 0
+        ]
     if json:
         print(printable_json({"query": query, "index": index, "results": results}))
     else:
-        columns = ("rank", "id", "score") if opened.snippets is None else ("rank", "id", "score", "snippet")
-        print_table(Table(query, [{name: result[name] for name in columns} for result in results]))
+        # A year is no quantity: tables write those with separators.
+        kept = opened.about.columns if isinstance(opened, EngineIndex) else {}
+        shown = [{n: str(r[n]) if n in kept and r[n] is not None else r[n] for n in names} for r in results]
+        print_table(Table(query, shown))
 
 
 def _query_side(encoder: DualEncoder, query: str, index_side: Side) -> Side:
@@ -344,7 +372,7 @@ def _open_vector(path: str) -> np.ndarray:
     return vectors[0].astype(np.float32)
 
 
-def _recorded_model(index: Index, folder: Path) -> str:
+def _recorded_model(index: Index | EngineIndex, folder: Path) -> str:
     """The model's recorded place, or beside the index if both were moved together."""
     recorded = index.meta.get("model")
     if not recorded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,8 +150,12 @@ def _vectors_of(folder: Path, part: str) -> Path | None:
     return file if file.is_file() else folder / part if is_vectors(folder / part) else None
 
 
-def read_corpus(folder: str | Path, part: str = "corpus", *, titles: bool = True, skips: Skips) -> Corpus:
+def read_corpus(
+    folder: str | Path, part: str = "corpus", *, titles: bool = True, columns: Sequence[str] = (), skips: Skips
+) -> Corpus:
     """The documents (part "corpus") or queries (part "queries") of a BEIR folder, in the order of the file.
+
+    Further columns are fields of the lines beside `_id`, `title` and `text`, to keep for filters.
 
     Raises:
         DualencError: the file is missing or has nothing usable.
@@ -164,16 +168,17 @@ def read_corpus(folder: str | Path, part: str = "corpus", *, titles: bool = True
         fields = peek_lines(file).keys()
         vectors = None if "text" in fields or not fields & set(VECTOR_NAMES) else file
     if vectors is not None:
-        return open_vectors(vectors, id_column=None if vectors.is_dir() else "_id", skips=skips)
+        return open_vectors(vectors, id_column=None if vectors.is_dir() else "_id", columns=columns, skips=skips)
     if file is None:
         raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/")
     titles = titles and part == "corpus"
-    columns: dict[str, ColumnKind] = {"_id": "value", "text": "value"}
+    wanted: dict[str, ColumnKind] = {"_id": "value", "text": "value"}
     if titles:
-        columns["title"] = "value"
-    table = open_table(file, columns, skips, optional=("title", "text") if titles else ())
-    what = "query" if part == "queries" else "document"
-    return table_corpus(table, "text", title_column="title" if titles else None, id_column="_id", what=what)
+        wanted["title"] = "value"
+    wanted |= dict.fromkeys(columns, "value")
+    table = open_table(file, wanted, skips, optional=("title", "text") if titles else ())
+    what, title = ("query" if part == "queries" else "document"), ("title" if titles else None)
+    return table_corpus(table, "text", title_column=title, id_column="_id", columns=columns, what=what)
 
 
 def read_judgements(file: Path, skips: Skips) -> Iterator[Judgement]:

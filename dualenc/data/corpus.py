@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from dualenc.data.columns import Column, ColumnImages, Picked, Texts, labels_of_column
 from dualenc.data.identity import digest_of, items_identity
+from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import Items
 from dualenc.data.tables import DataTable
 from dualenc.errors import DualencError
 from dualenc.types import Modality
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 SNIPPET_LENGTH = 240
 
@@ -26,6 +30,7 @@ class Corpus:
         modality: "text", "image" or "vector".
         labels: (N,) class numbers, where the source has them.
         class_names: name of each class number.
+        columns: (N,) rows of what else is known of the items, to filter search results by.
 
     Attributes:
         skipped: how many bad samples the reader left out.
@@ -44,18 +49,22 @@ class Corpus:
         *,
         labels: Sequence[int] | np.ndarray | None = None,
         class_names: Sequence[str] | None = None,
+        columns: pa.Table | None = None,
     ) -> None:
         self.ids = list(ids)
         self.items = items
         self.modality = modality
         self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
         self.class_names = None if class_names is None else list(class_names)
+        self.columns = columns
         if len(self.ids) != len(self.items):
             raise DualencError(f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each")
         if len(set(self.ids)) != len(self.ids):
             first: dict[str, int] = {}
             again = next(i for i, name in enumerate(self.ids) if first.setdefault(name, i) != i)
             raise DualencError(f"ids: {self.ids[again]!r} stands twice (again at row {again}); ids must differ")
+        if columns is not None and len(columns) != len(self.ids):
+            raise DualencError(f"columns has {len(columns)} rows for {len(self.ids)} items; give one each")
         if self.labels is not None and len(self.labels) != len(self.ids):
             raise DualencError(f"labels has {len(self.labels)} rows for {len(self.ids)} items; give one each")
         highest = -1 if self.labels is None else self.labels.max(initial=-1)
@@ -112,6 +121,7 @@ def table_corpus(
     title_column: str | None = None,
     label_column: str | None = None,
     id_column: str | None = None,
+    columns: Sequence[str] = (),
     what: str = "document",
 ) -> Corpus:
     """The texts or images of a table, in the order of its rows, without empty ones and without repeated ids.
@@ -123,6 +133,7 @@ def table_corpus(
         title_column: joined in front of a text.
         label_column: classes of images.
         id_column: ids; by default the row's number.
+        columns: of the table, to keep for filters.
         what: names a text in errors.
     """
     column = Column(table, main_column, modality, lists=modality == "text")
@@ -156,4 +167,5 @@ def table_corpus(
     kept = np.array(list(ids.values()), dtype=np.int64)
     labels, classes = (None, None) if label_column is None else labels_of_column(table, label_column).take(kept)
     items = Texts(column, titles) if modality == "text" else ColumnImages(table, column)
-    return Corpus(list(ids), Picked(items, kept), modality, labels=labels, class_names=classes)
+    further = metadata_columns(table, columns, rows[kept]) if columns else None
+    return Corpus(list(ids), Picked(items, kept), modality, labels=labels, class_names=classes, columns=further)

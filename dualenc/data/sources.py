@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from dualenc.data.beir import BeirPairs, is_beir, read_corpus
 from dualenc.data.columns import labels_of_folders
 from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
+from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.remote import RemoteFile, is_url, shown, url_suffix
 from dualenc.data.remote_table import RemoteTexts, remote_corpus
@@ -38,6 +40,7 @@ def open_corpus(
     vector_column: str | None = None,
     id_column: str | None = None,
     label_column: str | None = None,
+    columns: Sequence[str] = (),
     split: str = "train",
     subset: str | None = None,
     limit: int | None = None,
@@ -57,6 +60,7 @@ def open_corpus(
         vector_column: lists of numbers; by default `vector` or another usual name.
         id_column: ids; by default `_id` or another usual name, and the row's number if there is none.
         label_column: classes of images; by default `label`.
+        columns: further columns of a table or BEIR folder, to keep for filters.
         split: of a folder of tables, saved data set or hub name.
         subset: configuration of a hub data set.
         limit: read the first rows of a table only.
@@ -72,6 +76,9 @@ def open_corpus(
     """
     if is_url(path) and url_suffix(str(path)) == ".npy":
         raise DualencError(f"{shown(path)}: .npy files are read from this machine only; download it and give the file")
+    check_column_names(columns)
+    if columns and (is_tars(path) or (is_image_folder(path) and not (is_beir(path) or is_vectors(path)))):
+        raise DualencError(f"{path}: has no columns to keep; give a table that names the images and their columns")
     if is_tars(path):
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
     if is_image_folder(path) and not (is_beir(path) or is_vectors(path)):
@@ -80,12 +87,13 @@ def open_corpus(
         return Corpus(names, ImageFiles(path, names), "image", labels=numbers, class_names=classes)
     skips = Skips(path, on_error)
     if is_beir(path):
-        corpus = read_corpus(path, part, skips=skips)
+        corpus = read_corpus(path, part, columns=columns, skips=skips)
     elif is_vectors(path):
-        corpus = open_vectors(path, skips=skips)
+        corpus = open_vectors(path, columns=columns, skips=skips)
     elif modality == "vector" or vector_column is not None:
         id_column = id_column or usual_ids(path, split, subset)
         how: dict[str, Any] = {"id_column": id_column, "split": split, "subset": subset, "limit": limit}
+        how["columns"] = columns
         corpus = open_vectors(path, vector_column, **how, skips=skips)
     else:
         kinds = peek_columns(path, split, subset)
@@ -95,16 +103,24 @@ def open_corpus(
         id_column = id_column or _known(kinds, ID_NAMES, but=main)
         label_column = label_column or _known(kinds, ("label",), but=main)
         title_column, label_column = (title_column, None) if modality == "text" else (None, label_column)
-        if is_url(path) and url_suffix(str(path)) == ".parquet" and modality == "text" and kinds.get(main) == "value":
+        streamed = is_url(path) and url_suffix(str(path)) == ".parquet" and modality == "text" and not columns
+        if streamed and kinds.get(main) == "value":
             files = [file for file in find_files(str(path), split) if isinstance(file, RemoteFile)]
             corpus = remote_corpus(RemoteTexts(files, main, title_column), id_column, skips, limit)
             corpus.skipped = skips.report()
             return corpus
-        columns: dict[str, ColumnKind] = {main: kinds.get(main, "value")}
-        columns.update({name: "value" for name in (title_column, label_column, id_column) if name is not None})
-        table = open_table(path, columns, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
+        wanted: dict[str, ColumnKind] = {main: kinds.get(main, "value")}
+        further = (title_column, label_column, id_column, *columns)
+        wanted.update({name: "value" for name in further if name is not None and name != main})
+        table = open_table(path, wanted, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
         corpus = table_corpus(
-            table, main, modality, title_column=title_column, label_column=label_column, id_column=id_column
+            table,
+            main,
+            modality,
+            title_column=title_column,
+            label_column=label_column,
+            id_column=id_column,
+            columns=columns,
         )
     corpus.skipped = skips.report()
     return corpus

@@ -120,14 +120,16 @@ def open_table(
     """
     source = str(source)
     files = find_files(source, split)
+    required = [name for name in columns if name not in optional]
     if not files:
         dataset = _from_datasets(source, subset, split)
     elif is_parquet(files[0]):
+        check_columns(source, _parquet_schema(files[0]).names, required)  # before all of it is read
         dataset = _from_parquet(files, columns)
     else:
         files = [*_local(files)]
         dataset = table_of_lines(_local(files), columns, optional, skips, quotes, limit, reshape)
-    check_columns(source, dataset.column_names, [name for name in columns if name not in optional])
+    check_columns(source, dataset.column_names, required)
     if limit is not None:
         dataset = dataset.select(range(min(limit, len(dataset))))
     if dataset._indices is not None:  # rows in another order than stored; columns are read as stored

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from dualenc.data.columns import Column, Picked, number_distinct
 from dualenc.data.corpus import Corpus
+from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import Items, PairDataset, Skips
-from dualenc.data.tables import ColumnKind, DataTable, open_table, peek_columns
+from dualenc.data.tables import ColumnKind, DataTable, check_columns, open_table, peek_columns
 from dualenc.errors import DualencError
 from dualenc.types import OnError
 
@@ -152,6 +153,7 @@ def open_vectors(
     split: str = "train",
     subset: str | None = None,
     limit: int | None = None,
+    columns: Sequence[str] = (),
     skips: Skips,
 ) -> Corpus:
     """Open vectors to train on or to embed; those that are not finite or zero are told to `skips` and left out.
@@ -163,6 +165,7 @@ def open_vectors(
         split: of a folder of tables, a saved data set or a hub name.
         subset: configuration of a hub data set.
         limit: read the first rows of a table only.
+        columns: further columns of a table, or of a folder of embeddings that has kept them, to keep for filters.
         skips: is told of bad vectors.
 
     Raises:
@@ -173,16 +176,21 @@ def open_vectors(
 
     ids: list[str | None]
     where: Callable[[int], str] = f"{source} row {{}}".format
+    table: DataTable | None = None
+    known: pa.Table | None = None
     if Path(source).suffix == ".npy" or is_vectors(source):
         opened = None if Path(source).suffix == ".npy" else Embeddings.open(source)
         matrix = load_npy(Path(source)) if opened is None else opened.vectors
+        known = None if opened is None else opened.columns
+        check_columns(str(source), [] if known is None else known.column_names, columns)
         ids = list(map(str, range(len(matrix)))) if opened is None else list(opened.ids)
         vectors: Items = VectorItems(matrix)
         faults = matrix_faults(matrix)
     else:
         column = column or _usual_column(str(source), split, subset)
-        columns: dict[str, ColumnKind] = {column: "vector", **({} if id_column is None else {id_column: "value"})}
-        table = open_table(source, columns, skips, split=split, subset=subset, limit=limit)
+        wanted: dict[str, ColumnKind] = {column: "vector", **({} if id_column is None else {id_column: "value"})}
+        wanted = {**dict.fromkeys(columns, "value"), **wanted}
+        table = open_table(source, wanted, skips, split=split, subset=subset, limit=limit)
         found = VectorColumn(table, column)
         if found.is_list:
             raise DualencError(f"{source}: column {column!r} holds lists of vectors; name one with one in each row")
@@ -202,7 +210,11 @@ def open_vectors(
         elif first.setdefault(name, row) != row:
             skips.bad("vector with an id used before", where(row), f"{name!r} stands twice")
     skips.demand(len(first), "vector")
-    return Corpus(list(first), Picked(vectors, np.array(list(first.values()))), "vector")
+    kept = np.array(list(first.values()))
+    further = known.select(columns).take(kept) if columns and known is not None else None
+    if columns and table is not None:
+        further = metadata_columns(table, columns, kept)
+    return Corpus(list(first), Picked(vectors, kept), "vector", columns=further)
 
 
 class VectorColumn:

@@ -114,7 +114,8 @@ def embed(
                     bar.total = bar.n + sum(len(writer.ranges[n]) for n in writer.unwritten())
                     return encoder.shard(writer.ranges[number], bar)
 
-                embeddings = writer.write_all(encode, corpus.text if corpus.modality == "text" else None, take_over)
+                snippet = corpus.text if corpus.modality == "text" else None
+                embeddings = writer.write_all(encode, snippet, take_over, corpus.columns)
         distributed.barrier()
         return embeddings
 
@@ -131,9 +132,10 @@ def embed(
     if not len(vectors):
         raise DualencError(f"none of {len(ids)} items could be used; first: {skipped[0][1]}")
     unread = {row for row, _ in skipped}
-    kept = [name for row, name in enumerate(ids) if row not in unread]
+    rows = [row for row in range(len(ids)) if row not in unread]
+    columns = None if corpus.columns is None else corpus.columns.take(rows)
     meta = {**notes, **identity, "dim": encoder.dim, "dtype": dtype, **skipped_entries(ids, skipped)}
-    return Embeddings(kept, vectors.astype(dtype, copy=False), meta)
+    return Embeddings([ids[row] for row in rows], vectors.astype(dtype, copy=False), meta, columns=columns)
 
 
 def tower_checksum(tower: Tower) -> str:

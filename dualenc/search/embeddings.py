@@ -3,6 +3,7 @@
     shard-00000.npy …   (rows, D) float16 or float32, in the order of the ids
     ids.txt             one id per line, UTF-8; ids.starts.npy and ids.order.npy find a row's id and an id's row
     snippets.jsonl      optional: one JSON string per line, what to show with a search result; snippets.starts.npy
+    columns.parquet     optional: a row per id, what search results can be filtered by
     shard-00000.json …  for resuming: checksum of the shard and of the items in it, which of them were skipped and why
     meta.json           model, side, dtype, dimension, rows per shard, what was skipped, size and SHA-256 of each file
     shard-00001.claim   meanwhile: which worker writes that shard
@@ -21,7 +22,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,6 +44,9 @@ from dualenc.files import (
 )
 from dualenc.search.claims import Claims
 from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 FORMAT = "dualenc embeddings"
 FORMAT_VERSION = 3
@@ -68,6 +72,7 @@ class Embeddings:
         vectors: (N, D) float16 or float32, an array or `ShardedVectors`.
         meta: what is known about them (`model`, `side`, `modality`, `dtype`, …).
         snippets: what to show with each id, if anything.
+        columns: (N,) rows of what else is known of each, if anything.
 
     Raises:
         DualencError: not one id per vector, or vectors that are not a matrix.
@@ -79,6 +84,7 @@ class Embeddings:
         vectors: Array,
         meta: dict[str, Any] | None = None,
         snippets: Sequence[str] | Snippets | None = None,
+        columns: pa.Table | None = None,
     ) -> None:
         if len(vectors.shape) != 2:
             raise DualencError(f"vectors have shape {tuple(vectors.shape)}; give a matrix (N, D)")
@@ -88,6 +94,7 @@ class Embeddings:
         self.vectors = vectors
         self.meta = dict(meta or {})
         self.snippets = snippets
+        self.columns = columns
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -130,7 +137,8 @@ class Embeddings:
         shards = [open_shard(shard_path(folder, i), (n, meta["dim"]), meta["dtype"]) for i, n in enumerate(rows)]
         ids, snippets = MappedIds(folder / "ids.txt", sum(rows)), folder / "snippets.jsonl"
         shown = Snippets(snippets, sum(rows)) if snippets.exists() else None
-        return cls(ids, ShardedVectors(shards), meta, shown)
+        columns = read_columns(folder / "columns.parquet", len(ids))
+        return cls(ids, ShardedVectors(shards), meta, shown, columns)
 
 
 class ShardedVectors:
@@ -173,6 +181,23 @@ class ShardedVectors:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(np.concatenate(self.shards), dtype=dtype)
+
+
+def read_columns(path: Path, count: int) -> pa.Table | None:
+    """The columns of `count` items; None if none were kept."""
+    if not path.exists():
+        return None
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        columns = pq.read_table(path, memory_map=True)
+    except (pa.ArrowException, OSError) as error:
+        why = str(error).splitlines()[0][:100]
+        raise DualencError(f"{path}: corrupt ({why}); run the same `dualenc embed` again") from None
+    if len(columns) != count:
+        raise DualencError(f"{path}: has {len(columns)} rows for {count} ids; run the same `dualenc embed` again")
+    return columns
 
 
 def is_embeddings(folder: str | os.PathLike[str]) -> bool:
@@ -228,7 +253,8 @@ def file_names(folder: Path, num_shards: int) -> list[str]:
     """Names of the files of a finished folder, meta.json apart."""
     shards = [name for number in range(num_shards) for name in (f"shard-{number:05d}.npy", f"shard-{number:05d}.json")]
     texts = [name for name in ("ids.txt", "snippets.jsonl") if name == "ids.txt" or (folder / name).exists()]
-    return [*(file for name in texts for file in lines_files(folder, name)), *shards]
+    columns = [name for name in ("columns.parquet",) if (folder / name).exists()]
+    return [*(file for name in texts for file in lines_files(folder, name)), *columns, *shards]
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -354,6 +380,7 @@ class EmbeddingWriter:
         encode: Callable[[int], tuple[np.ndarray, Skipped]],
         snippet: Callable[[int], str] | None = None,
         take_over: float = 600.0,
+        columns: pa.Table | None = None,
     ) -> Embeddings:
         """Write every shard that no other worker writes, until the folder is finished, by this worker or another.
 
@@ -364,6 +391,7 @@ class EmbeddingWriter:
             encode: the vectors of a shard and the items without one, as `write` takes them.
             snippet: as `finish` takes it.
             take_over: seconds without a sign of life after which the shard of another worker is taken over.
+            columns: as `finish` takes them.
 
         Returns:
             The embeddings, mapped into memory.
@@ -392,7 +420,7 @@ class EmbeddingWriter:
                         return Embeddings.open(self.folder, verify=False)
                 elif not unwritten and claims.take("finish"):
                     if not self._completed_by_another() and not self.missing():  # not since we looked
-                        return self.finish(snippet)
+                        return self.finish(snippet, columns)
                     claims.release("finish")
                     continue
                 time.sleep(patience)
@@ -485,11 +513,12 @@ class EmbeddingWriter:
         write_json(path.with_suffix(".json"), {"contents": contents, "sha256": sha256, "skipped": list(skipped)})
         self._written[number] = contents
 
-    def finish(self, snippet: Callable[[int], str] | None = None) -> Embeddings:
-        """Write ids, snippets and the final meta.json once every shard is written.
+    def finish(self, snippet: Callable[[int], str] | None = None, columns: pa.Table | None = None) -> Embeddings:
+        """Write ids, snippets, columns and the final meta.json once every shard is written.
 
         Args:
             snippet: gives what to show for an item by its row; None or nothing but "": no snippets.
+            columns: (N,) rows of what else is known of the items, to filter search results by.
 
         Returns:
             The embeddings, mapped into memory.
@@ -510,6 +539,12 @@ class EmbeddingWriter:
         if snippet is not None and snippet(first):
             shown = (text for number, rows in enumerate(kept) for text in self._shown(number, rows, snippet))
             write_snippets(self.folder / "snippets.jsonl", shown)
+        remove(self.folder / "columns.parquet")
+        if columns is not None:
+            import pyarrow.parquet as pq
+
+            with atomic_path(self.folder / "columns.parquet") as part:
+                pq.write_table(columns.take([row for rows in kept for row in rows]), part)
         known = {shard_path(self.folder, number).name: note["sha256"] for number, note in enumerate(notes)}
         others = [name for name in file_names(self.folder, len(notes)) if name not in known]
         shard_rows = list(map(len, kept))

@@ -60,6 +60,28 @@ def test_embed_writes_what_the_model_says(
     np.testing.assert_allclose(queries, encoded(toy_text, "left", toy.texts(60)), atol=1e-5)
 
 
+def test_embed_keeps_columns(tmp_path: Path, toy_text: Path) -> None:
+    rows = [{"_id": f"d{i}", "text": text, "year": 2000 + i, "lang": "no"} for i, text in enumerate(toy.texts(6))]
+    rows[2]["text"] = ""
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("embed", toy_text, tmp_path / "docs.jsonl", "--out", tmp_path / "emb")
+    run(*words, "--columns", "year,lang")
+    embeddings = Embeddings.open(tmp_path / "emb")
+    assert embeddings.columns is not None
+    expected = {"year": [2000, 2001, 2003, 2004, 2005], "lang": ["no"] * 5}
+    assert embeddings.columns.to_pydict() == expected
+    assert "columns.parquet" in embeddings.meta["files"]
+    shard = tmp_path / "emb" / "shard-00000.npy"
+    before = shard.stat().st_mtime_ns
+    run(*words, "--columns", "lang")
+    assert shard.stat().st_mtime_ns == before, "other columns cost no embedding"
+    again = Embeddings.open(tmp_path / "emb").columns
+    assert again is not None
+    assert again.column_names == ["lang"]
+    run(*words)
+    assert Embeddings.open(tmp_path / "emb").columns is None
+
+
 def test_index_of_a_model_and_of_its_embeddings_are_the_same(
     tmp_path: Path, toy_text: Path, documents: Path, index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,18 @@
+"""Embeddings in a vector search engine: push them there, search them with filters, compare with exact search."""
+
+from dualenc.search.engines.contract import About, Engine, Hit
+from dualenc.search.engines.push import EngineIndex, is_engine, open_engine, push
+from dualenc.search.engines.where import Condition, column_kinds, parse_conditions
+
+__all__ = [
+    "About",
+    "Condition",
+    "Engine",
+    "EngineIndex",
+    "Hit",
+    "column_kinds",
+    "is_engine",
+    "open_engine",
+    "parse_conditions",
+    "push",
+]

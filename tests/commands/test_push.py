@@ -1,0 +1,155 @@
+"""`dualenc push`, and `search` and `evaluate retrieval` on what it leaves, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dualenc.evaluation.retrieval import exact_search
+from dualenc.search import Embeddings
+from tests.commands import toy
+from tests.commands.in_process import failure, run
+
+ENGINES = ("qdrant", "lancedb")
+
+
+@pytest.fixture(scope="module")
+def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 documents with columns year and lang, and 8 queries."""
+    folder = toy.write_beir(tmp_path_factory.mktemp("data") / "beir")
+    rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row |= {"year": 2000 + number % 10, "lang": "no" if number % 2 else "en"}
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def emb(tmp_path_factory: pytest.TempPathFactory, toy_text: Path, beir: Path) -> Path:
+    folder = tmp_path_factory.mktemp("embeddings") / "emb"
+    run("embed", toy_text, beir, "--out", folder, "--columns", "year,lang", "--dtype", "float16")
+    return folder
+
+
+def found(capsys: pytest.CaptureFixture[str], *words: Any) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    run("search", *words, "--json")
+    return json.loads(capsys.readouterr().out)["results"]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_push_search_and_push_again(
+    tmp_path: Path, toy_text: Path, emb: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    words = ("push", emb, tmp_path / "data", "--to", kind, "--out", tmp_path / "engine")
+    run(*words)
+    shown = capsys.readouterr().out
+    assert "40 vectors of dimension 32 (cosine, float16, quantization none)" in shown
+    assert "collection 'emb'; 40 sent" in shown
+    assert "recall@10 against exact search: 1.0000 (40 queries)" in shown
+    run(*words)
+    assert "; 0 sent" in capsys.readouterr().out
+
+    run("index", emb, "--out", tmp_path / "index")
+    by_faiss = found(capsys, tmp_path / "index", "wing flow", "-k", 7)
+    by_engine = found(capsys, tmp_path / "engine", "wing flow", "-k", 7)
+    assert [hit["id"] for hit in by_engine] == [hit["id"] for hit in by_faiss]
+    assert [hit["snippet"] for hit in by_engine] == [hit["snippet"] for hit in by_faiss]
+    np.testing.assert_allclose([h["score"] for h in by_engine], [h["score"] for h in by_faiss], atol=2e-3)
+
+    everything = pd.DataFrame(found(capsys, tmp_path / "engine", "wing flow", "-k", 40))
+    wanted = everything[(everything.year >= 2004) & (everything.lang == "no")].id.tolist()
+    where = ("--where", "year>=2004", "--where", "lang=no")
+    assert [hit["id"] for hit in found(capsys, tmp_path / "engine", "wing flow", "-k", 40, *where)] == wanted
+    either = everything[everything.year.isin([2001, 2003])].id.tolist()
+    asked = found(capsys, tmp_path / "engine", "wing flow", "--where", "year=2001,2003")
+    assert [hit["id"] for hit in asked] == either[:10]
+    run("search", tmp_path / "engine", "wing flow", "-k", 2)
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("rank", "id", "score", "year", "lang", "snippet"))
+    assert f" {everything.year[0]} " in shown, "a year has no thousands"
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_evaluation_compares_the_engine_with_exact_search(
+    tmp_path: Path, toy_text: Path, beir: Path, emb: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    run("push", emb, tmp_path / "data", "--to", kind, "--out", tmp_path / "engine", "--recall-queries", 0)
+    words = ("evaluate", "retrieval", toy_text, beir, "--engine", tmp_path / "engine")
+    run(*words, "--out", tmp_path / "all")
+    shown = capsys.readouterr().out
+    assert "Engine against exact search" in shown
+    metrics = json.loads((tmp_path / "all" / "metrics.json").read_text())
+    assert metrics["engine"]["recall@10 of exact"] == 1.0
+    assert metrics["engine"]["ms per query (p50)"] > 0
+    exact, engine = metrics["systems"].values()
+    for name, value in exact["mean"].items():
+        assert engine["mean"][name] == pytest.approx(value, abs=1e-6), name
+
+    run(*words, "--out", tmp_path / "some", "--where", "year>=2005", "--keep-self-matches")
+    lines = (tmp_path / "some" / "engine" / "run.trec").read_text().splitlines()
+    by_query = pd.DataFrame([line.split() for line in lines]).groupby(0)[2].apply(list)
+    documents, queries = Embeddings.open(emb), Embeddings.open(tmp_path / "some" / "embeddings" / "queries-test")
+    assert documents.columns is not None
+    rows = np.flatnonzero(np.array(documents.columns.column("year").to_pylist()) >= 2005)
+    columns = exact_search(np.asarray(queries.vectors), np.asarray(documents.vectors)[rows], 99)[1]
+    for query, order in zip(queries.ids, columns):
+        assert sorted(by_query[query]) == sorted(documents.ids[rows[place]] for place in order)
+        assert by_query[query][:3] == [documents.ids[rows[place]] for place in order[:3]]
+
+
+def test_mistakes_are_told_in_one_line(
+    tmp_path: Path, toy_text: Path, beir: Path, emb: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    push = ("push", emb, tmp_path / "data", "--to", "lancedb", "--out", tmp_path / "engine")
+    run(*push)
+    run("embed", toy_text, beir, "--out", tmp_path / "emb")
+    run("index", tmp_path / "emb", "--out", tmp_path / "index")
+    other = toy.text_model(tmp_path / "other", seed=5)
+    evaluate = ("evaluate", "retrieval", toy_text, beir, "--out", tmp_path / "out")
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        ((*push[:-1], tmp_path / "data"), "TARGET and --out are the same folder"),
+        ((*push[:-1], tmp_path / "emb"), "remembers no collection"),
+        (("push", tmp_path, *push[2:]), "meta.json: no such file"),
+        (("push", tmp_path / "emb", *push[2:], "--collection", "emb"), "push with --replace"),
+        ((*push, "--collection", "a b"), "--collection is 'a b'"),
+        ((*push, "--batch-size", 0), "--batch-size is 0"),
+        ((*push[:4], "elasticsearch"), "--to must be"),
+        (("push", emb, tmp_path / "new", "--to", "parquet", "--metric", "ip"), "leave the options out"),
+        (("push", emb, "http://127.0.0.1:9", "--to", "qdrant"), "no answer from Qdrant"),
+        (("push", emb, "localhost:6333", "--to", "qdrant"), "write http://localhost:6333"),
+        (("search", tmp_path / "engine", "wing", "--where", "yaer>1"), "no column 'yaer'; there are year, lang"),
+        (("search", tmp_path / "index", "wing", "--where", "year>1"), "a FAISS index keeps no columns"),
+        ((*evaluate, "--where", "year>1"), "name its folder with --engine"),
+        ((*evaluate, "--engine", tmp_path / "engine", "--where", "year>3000"), "none of 40 documents meets it"),
+        ((*evaluate, "--engine", tmp_path / "index"), "was not written by `dualenc push`"),
+        (
+            ("evaluate", "retrieval", other, beir, "--out", tmp_path / "out", "--engine", tmp_path / "engine"),
+            "from embeddings of another model",
+        ),
+    ]
+    for words, told in cases:
+        assert told in failure(capsys, *words), words
+    run("push", tmp_path / "emb", *push[2:], "--collection", "emb", "--replace")
+    monkeypatch.setitem(sys.modules, "lancedb", None)
+    assert "pip install 'dualenc[lancedb]'" in failure(capsys, "search", tmp_path / "engine", "wing")
+    monkeypatch.undo()
+    (tmp_path / "data").rename(tmp_path / "moved")
+    assert "is not there; run `dualenc push` again" in failure(capsys, "search", tmp_path / "engine", "wing")
+
+
+def test_push_to_parquet(tmp_path: Path, emb: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for new in (1, 0):
+        run("push", emb, tmp_path / "out", "--to", "parquet")
+        assert f"40 vectors of dimension 32: 1 files, {new} new" in capsys.readouterr().out
+    read = pd.read_parquet(tmp_path / "out")
+    opened = Embeddings.open(emb)
+    assert read.id.tolist() == opened.ids
+    np.testing.assert_array_equal(np.stack(read.vector.tolist()), np.asarray(opened.vectors, np.float32))
+    assert read.year.tolist() == [2000 + number % 10 for number in range(40)]

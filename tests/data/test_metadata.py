@@ -1,0 +1,102 @@
+"""Columns that are kept to filter results by: what their values become."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dualenc.data import open_corpus
+from dualenc.errors import DualencError
+from tests.data.make import write_jsonl
+
+ROWS: list[dict[str, Any]] = [
+    {"id": "a", "text": "one", "year": 2020, "lang": "en", "weight": 1.5, "open": True, "code": "007"},
+    {"id": "b", "text": "two", "year": None, "lang": "", "weight": 2, "open": False, "code": "1"},
+    {"id": "c", "text": "", "year": 1, "lang": "no", "weight": 3.0, "open": True, "code": "2"},
+    {"id": "d", "text": "four", "year": 1999, "lang": "de", "weight": None, "open": None, "code": None},
+]
+KEPT = {
+    "year": [2020, None, 1999],
+    "lang": ["en", None, "de"],
+    "weight": [1.5, 2.0, None],
+    "open": [True, False, None],
+    "code": ["007", "1", None],
+}
+
+
+def written(folder: Path, form: str) -> Path:
+    path = folder / f"rows.{form}"
+    if form == "jsonl":
+        write_jsonl(path, ROWS)
+    elif form == "csv":
+        with open(path, "w", newline="") as stream:
+            writer = csv.DictWriter(stream, ROWS[0])
+            writer.writeheader()
+            writer.writerows({k: json.dumps(v) if type(v) is bool else v for k, v in row.items()} for row in ROWS)
+    else:
+        pq.write_table(pa.Table.from_pylist(ROWS), path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
+def test_columns_of_every_format_are_what_they_look_like(tmp_path: Path, form: str) -> None:
+    corpus = open_corpus(written(tmp_path, form), columns=list(KEPT))
+    assert corpus.ids == ["a", "b", "d"], "the row without a text is left out, here as there"
+    assert corpus.columns is not None
+    assert corpus.columns.to_pydict() == KEPT
+    kinds = [str(field.type) for field in corpus.columns.schema]
+    assert kinds == ["int64", "large_string", "double", "bool", "large_string"]
+
+
+def test_a_text_of_digits_in_a_typed_table_stays_a_text(tmp_path: Path) -> None:
+    day = datetime.date(2020, 1, 2)
+    frame = pd.DataFrame({"text": ["x", "y"], "zip": ["10115", "20095"], "day": [day, None], "n": [1.0, np.nan]})
+    frame.to_parquet(tmp_path / "rows.parquet")
+    corpus = open_corpus(tmp_path / "rows.parquet", columns=["zip", "day", "n"])
+    assert corpus.columns is not None
+    assert corpus.columns.to_pydict() == {"zip": ["10115", "20095"], "day": ["2020-01-02", None], "n": [1.0, None]}
+
+
+def test_columns_of_beir_and_of_vectors(tmp_path: Path) -> None:
+    (tmp_path / "beir" / "qrels").mkdir(parents=True)
+    write_jsonl(tmp_path / "beir" / "corpus.jsonl", [{"_id": r["id"], **r} for r in ROWS])
+    corpus = open_corpus(tmp_path / "beir", columns=["year"])
+    assert corpus.columns is not None
+    assert corpus.columns.to_pydict() == {"year": KEPT["year"]}
+    vectors = [{"id": r["id"], "vector": [1.0, i], "year": r["year"]} for i, r in enumerate(ROWS)]
+    write_jsonl(tmp_path / "vectors.jsonl", vectors)
+    corpus = open_corpus(tmp_path / "vectors.jsonl", modality="vector", columns=["year"])
+    assert corpus.columns is not None
+    assert corpus.columns.to_pydict() == {"year": [2020, None, 1, 1999]}
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["yaer"], "no column 'yaer'; did you mean 'year'"),
+        (["year", "YEAR"], "asked for twice"),
+        (["id"], "every result has its own id"),
+        (["a b"], "letters, digits and _"),
+        (["tags"], "column 'tags' holds"),
+    ],
+)
+def test_what_cannot_be_kept_is_told(tmp_path: Path, names: list[str], told: str) -> None:
+    pq.write_table(pa.Table.from_pylist([{"text": "x", "year": 1, "tags": ["a"]}]), tmp_path / "rows.parquet")
+    with pytest.raises(DualencError, match=told) as error:
+        open_corpus(tmp_path / "rows.parquet", columns=names)
+    assert "\n" not in str(error.value)
+
+
+def test_images_without_a_table_have_no_columns(tmp_path: Path) -> None:
+    (tmp_path / "red").mkdir()
+    with pytest.raises(DualencError, match="has no columns to keep"):
+        open_corpus(tmp_path, columns=["year"])

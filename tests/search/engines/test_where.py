@@ -1,0 +1,63 @@
+"""Conditions against pandas, which was not told of Arrow, SQL or Qdrant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualenc.errors import DualencError
+from dualenc.search.engines import Condition, column_kinds, parse_conditions
+from dualenc.search.engines.where import meets
+from tests.search.engines.made import KINDS, conditions, met_by_pandas, rows
+
+
+@given(rows(), st.lists(conditions(), max_size=3))
+def test_rows_that_meet_conditions_are_those_of_pandas(made: list[dict[str, Any]], where: list[str]) -> None:
+    table = pa.Table.from_pylist(made, schema=SCHEMA)
+    assert column_kinds(table) == KINDS
+    found = meets(parse_conditions(where, KINDS), table)
+    np.testing.assert_array_equal(found, met_by_pandas(pd.DataFrame(made, columns=list(KINDS)), where))
+
+
+SCHEMA = pa.schema([("year", pa.int64()), ("weight", pa.float64()), ("lang", pa.large_string()), ("open", pa.bool_())])
+
+
+def test_what_conditions_mean() -> None:
+    found = parse_conditions(["year >= 2020", "lang=en", "de", "open!=TRUE", "weight==2"], KINDS)
+    assert found == [
+        Condition("year", ">=", (2020,)),
+        Condition("lang", "=", ("en", "de")),
+        Condition("open", "!=", (True,)),
+        Condition("weight", "=", (2.0,)),
+    ]
+    assert parse_conditions(["lang=en,de,year=1"], KINDS) == parse_conditions(["lang=en", "de", "year=1"], KINDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["year"], "'year' is no condition; write for example"),
+        (["year>2020", "2021"], "'2021' is no condition"),
+        (["yaer=1"], "no column 'yaer'; there are year, weight, lang, open"),
+        (["year=2020.5"], "column 'year' is compared with '2020.5'; give a whole number"),
+        (["weight<heavy"], "give a number"),
+        (["weight<nan"], "give a number"),
+        (["open=maybe"], "give true or false"),
+        (["lang="], "give a text"),
+        (["lang>en"], "orders a column of text values"),
+        (["open<true"], "orders a column of truth values"),
+        (["' OR 1=1 --"], "is no condition"),
+    ],
+)
+def test_what_is_no_condition_is_told(words: list[str], told: str) -> None:
+    with pytest.raises(DualencError, match=told) as error:
+        parse_conditions(words, KINDS)
+    assert "\n" not in str(error.value)
+    with pytest.raises(DualencError, match="none were kept; embed with --columns"):
+        parse_conditions(["year=1"], {})
