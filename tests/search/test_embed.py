@@ -67,7 +67,7 @@ def test_memory_and_disk_agree(tmp_path: Path) -> None:
     tower = LetterTower()
     kept = embed(tower, corpus(), progress=False)
     written = embed(tower, corpus(), tmp_path / "emb", identity={"side": "left"}, progress=False)
-    assert len(list((tmp_path / "emb").glob("*.npy"))) == 3
+    assert len(list((tmp_path / "emb").glob("shard-*.npy"))) == 3
     np.testing.assert_array_equal(np.asarray(written.vectors), kept.vectors)
     assert written.ids == kept.ids
     assert written.meta["side"] == "left"
@@ -187,9 +187,9 @@ def test_images_replaced_under_the_same_names_are_embedded_again(tmp_path: Path,
     def run() -> tuple[Embeddings, int]:
         tower = PixelTower()
         data = open_corpus(tmp_path / "images")
-        written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "emb").glob("*.npy")}
+        written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "emb").glob("shard-*.npy")}
         embeddings = embed(tower, data, tmp_path / "emb", num_workers=num_workers, progress=False)
-        now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "emb").glob("*.npy")}
+        now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "emb").glob("shard-*.npy")}
         np.testing.assert_allclose(np.asarray(embeddings.vectors), embed(tower, data, progress=False).vectors)
         return embeddings, sum(written.get(name) != time for name, time in now.items())
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.search.kinds import EXACT_VALUES
 from dualenc.search.engines.contract import About, Engine, Hit, import_extra
 from dualenc.search.engines.where import Condition
+from dualenc.search.kinds import EXACT_VALUES
 
 if TYPE_CHECKING:
     import pyarrow as pa
