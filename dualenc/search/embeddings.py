@@ -534,17 +534,20 @@ class EmbeddingWriter:
             why = skipped[0][1] if skipped else "there are none"
             raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {why}")
         write_ids(self.folder / "ids.txt", (self.ids[row] for rows in kept for row in rows))
-        for name in lines_files(self.folder, "snippets.jsonl"):
-            remove(self.folder / name)
+        # Written over and not removed: another worker may have finished before, and somebody reads it already.
         if snippet is not None and snippet(first):
             shown = (text for number, rows in enumerate(kept) for text in self._shown(number, rows, snippet))
             write_snippets(self.folder / "snippets.jsonl", shown)
-        remove(self.folder / "columns.parquet")
+        else:
+            for name in lines_files(self.folder, "snippets.jsonl"):
+                remove(self.folder / name)
         if columns is not None:
             import pyarrow.parquet as pq
 
             with atomic_path(self.folder / "columns.parquet") as part:
                 pq.write_table(columns.take([row for rows in kept for row in rows]), part)
+        else:
+            remove(self.folder / "columns.parquet")
         known = {shard_path(self.folder, number).name: note["sha256"] for number, note in enumerate(notes)}
         others = [name for name in file_names(self.folder, len(notes)) if name not in known]
         shard_rows = list(map(len, kept))
@@ -556,12 +559,13 @@ class EmbeddingWriter:
 
     def _shown(self, number: int, rows: Sequence[int], snippet: Callable[[int], str]) -> Iterator[str]:
         """The snippets of a shard: as they were written with it, or made now."""
-        path = shard_path(self.folder, number).with_suffix(".shown")
-        if not path.is_file():
+        try:
+            shown = open(shard_path(self.folder, number).with_suffix(".shown"), encoding="ascii")  # noqa: SIM115
+        except FileNotFoundError:
             yield from map(snippet, rows)
             return
-        with open(path, encoding="ascii") as lines:
-            yield from map(json.loads, lines)
+        with shown:
+            yield from map(json.loads, shown)
 
     def _kept(self, number: int, skipped: Skipped) -> Sequence[int]:
         """The rows of a shard that have a vector."""

@@ -62,7 +62,10 @@ def test_runs_are_tuned_kept_and_reported(
     printed = capsys.readouterr().out
     assert "InfoNCE" in printed
     assert "ISIR" in printed
-    assert {file.name for file in (tmp_path / "figures").iterdir()} == {"few_toy_pairs.svg", "few_toy_seconds.svg"}
+    assert {file.name for file in (tmp_path / "figures").iterdir()} == {
+        "few_toy_48_pairs.svg",
+        "few_toy_48_seconds.svg",
+    }
 
 
 def test_held_out_queries_are_not_trained_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import json
 import os
@@ -184,9 +185,10 @@ Index.build(vectors, factory="OPQ64,PQ64")
     root = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, "-c", script]
     environment = {**os.environ, "PYTHONPATH": root}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Shells have what they run in the background ignore Ctrl-C.
+    pipes["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, env=environment, **pipes) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == "training\n"
