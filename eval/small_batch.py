@@ -229,11 +229,10 @@ def train(
             deterministic=False,
         )
         trainer.fit(model, pairs, criterion, evaluator=curve)
-    model.eval()
-    validation, test = (part(model)[part.primary] for part in (task.validation, task.test))
+    test = task.test(model.eval())[task.test.primary]
     scores = np.round(255 * np.array(task.test.per_query)).astype(np.uint8)
     return {
-        "validation": validation,
+        "validation": curve.points[-1][2],  # of the last step, after which training evaluates
         "test": test,
         "extra_encodes": passes.count / (steps * batch_size) - 2,
         "seconds": curve.points[-1][1],
