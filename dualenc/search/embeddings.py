@@ -35,6 +35,7 @@ from dualenc.files import (
     create_json,
     full_disk_told,
     read_json_object,
+    recover,
     recover_inside,
     remove,
     save_array,
@@ -249,6 +250,31 @@ def read_head(folder: Path, wanted: str, versions: tuple[int, int], told: str, m
     return meta
 
 
+def is_folder_of(folder: str | os.PathLike[str], wanted: str) -> bool:
+    """Whether a folder that is replaced whole holds a format, told by its meta.json."""
+    recover(folder)
+    path = Path(folder) / "meta.json"
+    return path.is_file() and read_json_object(path).get("format") == wanted
+
+
+def check_free_for(folder: str | os.PathLike[str], wanted: str, told: str) -> None:
+    """Insist that a folder may be written: it is new, empty, or one of a format, to be replaced.
+
+    Args:
+        folder: to be written.
+        wanted: the format.
+        told: what to say of a folder that holds something else.
+
+    Raises:
+        DualencError: it does.
+    """
+    folder = Path(folder)
+    recover(folder)
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not empty and not is_folder_of(folder, wanted):
+        raise DualencError(f"{folder}: exists and {told}; choose a new or empty folder")
+
+
 def file_names(folder: Path, num_shards: int) -> list[str]:
     """Names of the files of a finished folder, meta.json apart."""
     shards = [name for number in range(num_shards) for name in (f"shard-{number:05d}.npy", f"shard-{number:05d}.json")]
@@ -417,7 +443,7 @@ class EmbeddingWriter:
                     if not claims.exists("finish") or claims.take("finish"):
                         self._check_own()
                         self._tidy_up()
-                        return Embeddings.open(self.folder, verify=False)
+                        return Embeddings.open(self.folder)
                 elif not unwritten and claims.take("finish"):
                     if not self._completed_by_another() and not self.missing():  # not since we looked
                         return self.finish(snippet, columns)

@@ -29,7 +29,7 @@ from dualenc.search.build import (
     set_parameter,
     tune,
 )
-from dualenc.search.embeddings import Embeddings, read_head
+from dualenc.search.embeddings import Embeddings, check_free_for, is_folder_of, read_head
 from dualenc.search.kinds import choose_factory
 from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
 from dualenc.search.parts import LISTS, built_in_parts, bytes_per_vector, can_be_merged, lists_of, open_merged
@@ -327,9 +327,7 @@ class Index:
 
 def is_index(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds an index, told by its meta.json."""
-    recover(folder)
-    path = Path(folder) / "meta.json"
-    return path.is_file() and read_json_object(path).get("format") == FORMAT
+    return is_folder_of(folder, FORMAT)
 
 
 def check_target(folder: str | os.PathLike[str]) -> None:
@@ -338,11 +336,7 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     Raises:
         DualencError: it holds something else.
     """
-    folder = Path(folder)
-    recover(folder)
-    empty = folder.is_dir() and not any(folder.iterdir())
-    if folder.exists() and not empty and not is_index(folder):
-        raise DualencError(f"{folder}: exists and holds no index; choose a new or empty folder")
+    check_free_for(folder, FORMAT, "holds no index")
 
 
 def write_contents(

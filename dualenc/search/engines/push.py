@@ -14,9 +14,9 @@ from tqdm.auto import tqdm
 from dualenc.data.identity import digest_of
 from dualenc.data.metadata import check_column_names
 from dualenc.errors import DualencError
-from dualenc.files import read_json_object, recover, write_json
+from dualenc.files import read_json_object, write_json
 from dualenc.search.build import METRICS, Database, as_queries, exact_probe, recall
-from dualenc.search.embeddings import Embeddings, check_ids, read_head
+from dualenc.search.embeddings import Embeddings, check_free_for, check_ids, is_folder_of, read_head
 from dualenc.search.engines.contract import QUANTIZATIONS, About, Engine, Hit, Quantization
 from dualenc.search.engines.lance import Lance
 from dualenc.search.engines.qdrant import Qdrant
@@ -285,9 +285,7 @@ def open_engine(kind: str, target: str, collection: str) -> Engine:
 
 def is_engine(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder remembers a collection in an engine, told by its meta.json."""
-    recover(folder)
-    path = Path(folder) / "meta.json"
-    return path.is_file() and read_json_object(path).get("format") == FORMAT
+    return is_folder_of(folder, FORMAT)
 
 
 def check_engine_target(folder: str | os.PathLike[str]) -> None:
@@ -296,10 +294,7 @@ def check_engine_target(folder: str | os.PathLike[str]) -> None:
     Raises:
         DualencError: it holds something else.
     """
-    folder = Path(folder)
-    empty = folder.is_dir() and not any(folder.iterdir())
-    if folder.exists() and not empty and not is_engine(folder):
-        raise DualencError(f"{folder}: exists and remembers no collection; choose a new or empty folder")
+    check_free_for(folder, FORMAT, "remembers no collection")
 
 
 def _no_columns(count: int) -> Any:
