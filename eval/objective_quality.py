@@ -18,23 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quality import cached, mean_and_sd, new_encoder, new_parser, open_parts, train_and_measure
+from quality import COMPARED, cached, mean_and_sd, new_encoder, new_parser, open_parts, train_and_measure
 
 from dualenc.data import BeirPairs, PairDataset
 from dualenc.encoders import DualEncoder, TextEncoder, train_tokenizer
 from dualenc.evaluation.report import Table, print_table
 from dualenc.files import write_json
-from dualenc.objectives import DCL, EMC2, HCL, ISIR, SACLR, InfoNCE, ISogCLR, NegativeCache, Objective, SigLIP, SogCLR
+from dualenc.objectives import SACLR, NegativeCache, Objective, SigLIP
 from dualenc.training import Evaluator, KNNEvaluator, RetrievalEvaluator
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
-    "InfoNCE": InfoNCE,
-    "DCL": DCL,
-    "HCL": lambda **common: HCL(hardness=0.5, class_prior=0.01, **common),
-    "SogCLR": lambda **common: SogCLR(gamma=0.5, **common),
-    "ISogCLR": lambda **common: ISogCLR(gamma=0.5, temperature_rate=0.001, **common),
-    "EMC2": EMC2,
-    "ISIR": ISIR,
+    **COMPARED,
     "NegativeCache": lambda **common: NegativeCache(**common),
     "SACLR row": lambda **common: SACLR(form="row", **common),
     "SACLR matrix": lambda **common: SACLR(form="matrix", rho=0.99, **common),

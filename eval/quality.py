@@ -17,8 +17,19 @@ from dualenc.data.views import SimCLR
 from dualenc.encoders import DualEncoder, ImageEncoder
 from dualenc.evaluation.corrupted import nearest_images, summarise
 from dualenc.files import write_json
-from dualenc.objectives import Objective
+from dualenc.objectives import DCL, EMC2, HCL, ISIR, InfoNCE, ISogCLR, Objective, SogCLR
 from dualenc.training import Evaluator, KNNEvaluator, Trainer
+
+COMPARED: dict[str, Callable[..., Objective]] = {
+    "InfoNCE": InfoNCE,
+    "DCL": DCL,
+    "HCL": lambda **common: HCL(hardness=0.5, class_prior=0.01, **common),
+    "SogCLR": lambda **common: SogCLR(gamma=0.5, **common),
+    "ISogCLR": lambda **common: ISogCLR(gamma=0.5, temperature_rate=0.001, **common),
+    "EMC2": EMC2,
+    "ISIR": ISIR,
+}
+"""Objectives with the settings that comparisons of trained encoders share."""
 
 
 def new_parser(description: str | None, out: str, pairs: int, steps: int) -> argparse.ArgumentParser:

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from quality import new_encoder, open_parts
+from quality import COMPARED, new_encoder, open_parts
 
 from dualenc.data import BeirPairs, ImageViews, PairDataset, TablePairs
 from dualenc.data.beir import read_beir
@@ -47,29 +47,16 @@ from dualenc.evaluation.probe import knn_predict
 from dualenc.evaluation.report import Table, print_table
 from dualenc.evaluation.retrieval import Result, retrieve
 from dualenc.objectives import (
-    DCL,
-    EMC2,
-    HCL,
-    ISIR,
     SACLR,
     GlobalCache,
-    InfoNCE,
-    ISogCLR,
     NegativeCache,
     Objective,
-    SogCLR,
 )
 from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator, Trainer
 from dualenc.training.evaluators import embed_side
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
-    "InfoNCE": InfoNCE,
-    "DCL": DCL,
-    "HCL": lambda **common: HCL(hardness=0.5, class_prior=0.01, **common),
-    "SogCLR": lambda **common: SogCLR(gamma=0.5, **common),
-    "ISogCLR": lambda **common: ISogCLR(gamma=0.5, temperature_rate=0.001, **common),
-    "EMC2": EMC2,
-    "ISIR": ISIR,
+    **COMPARED,
     "NegativeCache": lambda **common: NegativeCache(refresh=0.001, **common),
     "SACLR": SACLR,
     "GlobalCache": GlobalCache,
