@@ -10,7 +10,8 @@ that all encode, forward and backward, as much as InfoNCE does; forward alone co
 
 Tuning is the same for all: with the first seed, τ at the middle learning rate, then the learning rate at the best τ, by
 the quality on held-out data; then all seeds. Learning rates grow with the square root of the batch size. One line per
-run is added to --results, and a run that is there already is not made again: tables grow.
+run is added to --results, and a run that is there already is not made again: tables grow. --processes makes several at
+once, also on one GPU.
 
 Tasks: "vectors", two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder; "text", a
 one-layer transformer from scratch on it; "minilm", a pretrained one; "image_text", a small open_clip model on tables
@@ -24,10 +25,12 @@ import base64
 import itertools
 import json
 import math
+import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +75,14 @@ POINTS = 4
 RESULTS = Path("eval/results/small_batch.jsonl")
 GAPS_IN, GAPS_OF = "vectors papers", ("GlobalCache", "ISIR", "SogCLR", "DCL")
 """The task and the objectives of the figure that shows where the gap to InfoNCE opens and closes."""
+
+
+Cell = tuple[int, str]
+"""Batch size and objective."""
+Settings = dict[str, Any]
+"""What a run is found by."""
+Compute = Callable[[list[Settings]], Iterable[tuple[Settings, dict[str, Any]]]]
+"""Makes runs, and gives each when it is finished."""
 
 
 @dataclass
@@ -190,10 +201,17 @@ class Passes:
             self.count += len(output) * (1 if torch.is_grad_enabled() else 1 / 3)
 
 
-def train(
-    task: Task, objective: str, batch_size: int, rate: float, tau: float, seed: int, pairs_seen: int
-) -> dict[str, Any]:
+OPENED: dict[str, Task] = {}
+"""The tasks of this call by their names in settings; processes inherit it."""
+
+
+def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
     """Train once; what came out, as it is kept."""
+    torch.set_num_threads(1)
+    task, objective, batch_size, pairs_seen, rate, tau, seed = (
+        settings[key] for key in ("task", "objective", "batch_size", "pairs_seen", "rate", "temperature", "seed")
+    )
+    task = OPENED[task]
     torch.manual_seed(seed)
     model, pairs = task.new_model(), task.pairs
     common = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
@@ -218,7 +236,7 @@ def train(
         trainer.fit(model, pairs, criterion, evaluator=curve)
     test = task.test(model.eval())[task.test.primary]
     scores = np.round(255 * np.array(task.test.per_query)).astype(np.uint8)
-    return {
+    outcome = {
         "validation": curve.points[-1][2],  # of the last step, after which training evaluates
         "test": test,
         "extra_encodes": passes.count / (steps * batch_size) - 2,
@@ -226,6 +244,7 @@ def train(
         "curve": [(seen, round(seconds, 1), round(value, 4)) for seen, seconds, value in curve.points],
         "scores": base64.b64encode(scores).decode(),
     }
+    return settings, outcome | ({"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
 class Runs:
@@ -243,14 +262,16 @@ class Runs:
     def key(settings: dict[str, Any]) -> str:
         return json.dumps(settings, sort_keys=True)
 
-    def get(self, settings: dict[str, Any], compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The run with these settings, made now if need be."""
-        if (key := self.key(settings)) not in self.found:
-            self.found[key] = {"settings": settings, **compute()}
+    def get(self, wanted: Iterable[dict[str, Any]], compute: Compute) -> list[dict[str, Any]]:
+        """The runs with these settings, in their order; `compute` makes those that are not there, one line for each."""
+        wanted = list(wanted)
+        missing = {key: one for one in wanted if (key := self.key(one)) not in self.found}
+        for settings, outcome in compute(list(missing.values())):
+            self.found[self.key(settings)] = {"settings": settings, **outcome}
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
-                file.write(json.dumps(self.found[key]) + "\n")
-        return self.found[key]
+                file.write(json.dumps(self.found[self.key(settings)]) + "\n")
+        return [self.found[self.key(settings)] for settings in wanted]
 
 
 def beir_parts(path: Path) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
@@ -405,6 +426,7 @@ def run(
     tune_epochs: float | None = None,
     tune_pairs: int | None = None,
     model: str = "sentence-transformers/all-MiniLM-L6-v2",
+    processes: int = 1,
     results: Path = RESULTS,
 ) -> None:
     """Tune objectives, train them with all seeds, and add every run to the results.
@@ -421,40 +443,47 @@ def run(
         rates: factors of the task's learning rate to choose from, the first of them while τ is chosen.
         tune_at, tune_epochs, tune_pairs: batch size, epochs and pairs at which to tune, where not those of the runs.
         model: name or folder of the model that minilm starts from.
+        processes: trainings at once.
         results: where finished runs are kept.
     """
-    torch.set_num_threads(1)
     opened, runs = TASKS[task](path, model), Runs(results)
-    parts = {
-        count: opened if count is None else replace(opened, pairs=some_of(opened.pairs, count))
-        for count in {pairs, tune_pairs}
-    }
+    for count in {pairs, tune_pairs}:
+        part = opened if count is None else replace(opened, pairs=some_of(opened.pairs, count))
+        OPENED[name_of(task, path, count)] = part
 
-    def trained(
-        objective: str, at: int, rate: float, tau: float, seed: int, share: float = 1.0, tuning: bool = False
-    ) -> dict[str, Any]:
-        count = tune_pairs or pairs if tuning else pairs
-        length = tune_epochs or epochs if tuning else epochs
-        pairs_seen = round(share * length * len(parts[count].pairs))
-        own = {"task": name_of(task, path, count), "objective": objective, "batch_size": at, "pairs_seen": pairs_seen}
-        own |= {"rate": rate, "temperature": tau, "seed": seed, "equal": "pairs" if share == 1 else "passes"}
-        return runs.get(own, lambda: train(parts[count], objective, at, rate, tau, seed, pairs_seen))
+    def settings(
+        cell: Cell, rate: float, tau: float, seed: int = 0, share: float = 1.0, tuning: bool = False
+    ) -> Settings:
+        batch_size, objective = cell
+        name = name_of(task, path, (tune_pairs or pairs) if tuning else pairs)
+        length = (tune_epochs or epochs) if tuning else epochs
+        own = {"task": name, "objective": objective, "batch_size": (tune_at or batch_size) if tuning else batch_size}
+        own |= {"pairs_seen": round(share * length * len(OPENED[name].pairs)), "rate": rate, "temperature": tau}
+        return own | {"seed": seed, "equal": "pairs" if share == 1 else "passes"}
 
-    for batch_size, objective in itertools.product(batch_sizes, objectives):
-        at = tune_at or batch_size
-        by_tau = {
-            tau: trained(objective, at, rates[0], tau, 0, tuning=True)["validation"] for tau in opened.temperatures
-        }
-        tau = max(by_tau, key=lambda one: by_tau[one])
-        by_rate = {rate: trained(objective, at, rate, tau, 0, tuning=True)["validation"] for rate in rates}
-        rate = max(by_rate, key=lambda one: by_rate[one])
-        for seed in range(seeds):
-            found = trained(objective, batch_size, rate, tau, seed)
-            if equal == "passes" and found["extra_encodes"] > 0.01:
-                found = trained(objective, batch_size, rate, tau, seed, share=1 / (1 + found["extra_encodes"] / 2))
-            print(
-                f"{name_of(task, path, pairs)} {objective} B={batch_size} seed {seed}: {found['test']:.4f}", flush=True
-            )
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+
+        def compute(wanted: list[Settings]) -> Iterator[tuple[Settings, dict[str, Any]]]:
+            for one in as_completed([pool.submit(train, settings) for settings in wanted]):
+                yield one.result()
+
+        def best(wanted: dict[tuple[Cell, float], Settings]) -> dict[Cell, float]:
+            """Of each cell, the value whose run has the highest quality on held-out data."""
+            quality = [one["validation"] for one in runs.get(wanted.values(), compute)]
+            ranked = sorted(zip(quality, wanted, strict=True), key=lambda item: item[0])
+            return {cell: value for _, (cell, value) in ranked}
+
+        cells: list[Cell] = list(itertools.product(batch_sizes, objectives))
+        tau = best({(c, t): settings(c, rates[0], t, tuning=True) for c in cells for t in opened.temperatures})
+        rate = best({(c, r): settings(c, r, tau[c], tuning=True) for c in cells for r in rates})
+        final = [(cell, seed) for cell in cells for seed in range(seeds)]
+        found = runs.get([settings(c, rate[c], tau[c], seed) for c, seed in final], compute)
+        if equal == "passes":
+            shares = [1 / (1 + one["extra_encodes"] / 2) if one["extra_encodes"] > 0.01 else 1.0 for one in found]
+            again = zip(final, shares, strict=True)
+            found = runs.get([settings(c, rate[c], tau[c], seed, share) for (c, seed), share in again], compute)
+    for (batch_size, objective), row in itertools.groupby(zip(final, found, strict=True), key=lambda item: item[0][0]):
+        print(f"{name_of(task, path, pairs)} {objective} B={batch_size}: {spread([one for _, one in row])}", flush=True)
 
 
 def name_of(task: str, path: Path, pairs: int | None) -> str:
