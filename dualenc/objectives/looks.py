@@ -65,7 +65,7 @@ class Looks:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on a device, without a wait for what is still to be done there; itself where that is the CPU."""
-    if device.type == "cpu":
+    """A tensor on a device; from the CPU without a wait for what is still to be done there."""
+    if tensor.device.type == device.type:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
