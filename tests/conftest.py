@@ -10,6 +10,11 @@ from pathlib import Path
 
 # Before torch, datasets or transformers are imported: they read these once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Many tests fork, which CUDA does not live through; tests/test_gpu.py is for machines with a GPU.
+if "DUALENC_TEST_GPU" in os.environ:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+else:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="dualenc-tests-")
