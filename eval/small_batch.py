@@ -337,10 +337,22 @@ def on_features(
     return Task(lambda: VectorEncoder(dim, tower="mlp", dim=64, hidden=512, shared=False), train, *parts, learning_rate)
 
 
+def beginnings(path: Path, words: int) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
+    """The same parts with texts cut behind so many words: what encoders do not read need not be tokenized."""
+    pairs, *tests = beir_parts(path)
+
+    def begin(texts: Sequence[str]) -> list[str]:
+        return [" ".join(text.split(maxsplit=words)[:words]) for text in texts]
+
+    cut = PairDataset(begin(pairs.left_items), begin(pairs.right_items), pairs.left_id, pairs.right_id)
+    documents = Corpus(tests[0].corpus.ids, begin(tests[0].corpus.items))
+    return cut, *(one._replace(corpus=documents) for one in tests)
+
+
 def text(path: Path, model: str) -> Task:
     """A one-layer transformer with a tokenizer of its own, both from scratch."""
-    pairs, validation, test = beir_parts(path)
-    tokenizer = train_tokenizer(pairs.right_items, 8000, max_length=64)
+    pairs, validation, test = beginnings(path, words=64)
+    tokenizer = train_tokenizer(beir_parts(path)[0].right_items, 8000, max_length=64)
     config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config |= {"intermediate_size": 256, "max_position_embeddings": 64, "vocab_size": len(tokenizer)}
 
@@ -352,7 +364,7 @@ def text(path: Path, model: str) -> Task:
 
 def minilm(path: Path, model: str) -> Task:
     """A published encoder, fine-tuned on 128 tokens; documents are those that a held-out or a test query is about."""
-    pairs, validation, test = beir_parts(path)
+    pairs, validation, test = beginnings(path, words=128)
     judged = {document for part in (validation, test) for of_query in part.qrels.values() for document in of_query}
     kept = {own: row for row, own in enumerate(test.corpus.ids) if own in judged}
     documents = Corpus(list(kept), [test.corpus.items[row] for row in kept.values()])
