@@ -538,6 +538,11 @@ class Row:
         return statistics.mean(one[what] for one in self.seeds)
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether seconds are those of a core that mostly waits."""
+        return any("device" in one for one in self.seeds)
+
+    @property
     def per_query(self) -> np.ndarray:
         """(Q,) mean over the seeds of each query's quality."""
         decoded = [np.frombuffer(base64.b64decode(one["scores"]), np.uint8) for one in self.seeds]
@@ -592,7 +597,8 @@ def cells_of(rows: Sequence[Row], samples: int) -> Iterator[dict[str, object]]:
             found = paired_bootstrap(best.per_query, row.per_query, samples=samples)
             over = f"{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
             cells[f"over InfoNCE, B = {best.batch_size}"] = "–" if row is best else over
-        cells |= {"extra encodes": f"{row.mean('extra_encodes'):.2f}", "seconds": f"{row.mean('seconds'):.0f}"}
+        seconds = "on a GPU" if row.on_gpu else f"{row.mean('seconds'):.0f}"
+        cells |= {"extra encodes": f"{row.mean('extra_encodes'):.2f}", "seconds": seconds}
         yield cells | {"rate, τ": f"{row.rate:g}, {row.temperature:g}", "seeds": len(row.seeds)}
 
 
@@ -611,7 +617,7 @@ def draw(task: str, rows: Sequence[Row], folder: Path) -> None:
     for axis, label in enumerate(("pairs seen", "seconds of one core")):
         curves = {}
         for row in rows:
-            if row.batch_size == ORDINARY_BATCH:
+            if row.batch_size == ORDINARY_BATCH and not (axis == 1 and row.on_gpu):
                 points = np.mean([one["curve"] for one in row.seeds], axis=0)
                 curves[row.objective] = points[:, axis].tolist(), points[:, 2].tolist()
         if curves:
