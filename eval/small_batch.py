@@ -13,6 +13,8 @@ the quality on held-out data; then all seeds. Learning rates grow with the squar
 run is added to --results, and a run that is there already is not made again: tables grow. --processes makes several at
 once, also on one GPU.
 
+Objectives with a + have the positive in the softmax.
+
 Tasks: "vectors", two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder; "text", a
 one-layer transformer from scratch on it; "minilm", a pretrained one; "image_text", a small open_clip model on tables
 {train,dev,test}.parquet of images and captions; "images", a narrow ResNet on two views of labelled images, by its
@@ -54,6 +56,7 @@ from dualenc.objectives import (
     GlobalCache,
     NegativeCache,
     Objective,
+    SogCLR,
 )
 from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator, Trainer
 from dualenc.training.evaluators import embed_side
@@ -65,6 +68,8 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "GlobalCache": GlobalCache,
     "GlobalCache 0.5": lambda **common: GlobalCache(extra_encodes=0.5, **common),
     "GlobalCache 2": lambda **common: GlobalCache(extra_encodes=2.0, **common),
+    "GlobalCache+": lambda **common: GlobalCache(positive_in_softmax=True, **common),
+    "SogCLR+": lambda **common: SogCLR(positive_in_softmax=True, **common),
 }
 
 RATES = (1.0, 0.5, 2.0)

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from dualenc import distributed
 from dualenc.errors import DualencError
@@ -83,6 +84,11 @@ class AnchorLosses(NamedTuple):
     surrogate: Tensor
     value: Tensor | None = None
 
+    def with_positive(self) -> AnchorLosses:
+        """Of −log(e⁺/(e⁺ + Z)) where these are of L = −log(e⁺/Z): log(1 + exp L), whose gradient is σ(L)·∇L."""
+        value = self.surrogate.detach() if self.value is None else self.value
+        return AnchorLosses(value.sigmoid() * self.surrogate, softplus(value))
+
 
 class _Reported(torch.autograd.Function):
     """The value of one scalar with the gradient of another."""
@@ -112,6 +118,10 @@ class Objective(nn.Module):
         seed: of the objective's own random generator.
         state_device: where state per item is: "auto" is where the objective is, "cpu" the CPU's memory, pinned where
             there is a GPU, whatever device the objective is moved to; the rows of a step travel.
+        positive_in_softmax: minimise −log(e⁺/(e⁺ + Z)) over the whole corpus, as InfoNCE does over the batch, where Z
+            sums the negatives only: the gradient of −log(e⁺/Z) times an anchor's chance to miss its positive. For
+            encoders that find most positives already, where the ratio alone never stops to push. Of objectives that
+            know Z.
 
     Raises:
         DualencError: an argument out of range; in `forward`, shapes or ids that do not fit, embeddings that are not
@@ -123,6 +133,8 @@ class Objective(nn.Module):
 
     needs_num_left = False
     needs_encode = False
+    knows_partition = False
+    """Whether every anchor's `AnchorLosses.value` is its loss, so that `positive_in_softmax` can be had."""
 
     @property
     def needs_uniform_batches(self) -> str | None:
@@ -149,8 +161,13 @@ class Objective(nn.Module):
         views: bool = False,
         seed: int = 0,
         state_device: Literal["auto", "cpu"] = "auto",
+        positive_in_softmax: bool = False,
     ) -> None:
         super().__init__()
+        if positive_in_softmax and not self.knows_partition:
+            able = "SogCLR, ISogCLR, GlobalCache, NegativeCache or ExactGlobal"
+            self._fail("positive_in_softmax", f"does not apply; leave it out, or take {able}")
+        self.positive_in_softmax = positive_in_softmax
         if state_device not in ("auto", "cpu"):
             self._fail("state_device", f"is {state_device!r}; it must be one of auto, cpu")
         self.state_on_cpu = state_device == "cpu"
@@ -247,6 +264,8 @@ class Objective(nn.Module):
             asked = None if encode is None else ask
             # One direction after the other, or, if they ask the device, in step.
             losses = looks.together([self.anchor_losses(of, asked) for of in self._anchors(pairs, temperature)])
+            if self.positive_in_softmax:
+                losses = [of.with_positive() for of in losses]
             # Over all anchors of the global batch, so that the average over ranks is the global loss.
             scale = distributed.world_size() / max(2 * sum(pairs.sizes), 1)
             loss = torch.cat([of.surrogate for of in losses]).sum()

@@ -33,6 +33,7 @@ class NegativeCache(Objective):
 
     needs_num_left = True
     needs_encode = True
+    knows_partition = True
     corpus_of_pairs = False
 
     def __init__(self, *, refresh: float = 0.01, **common: Any) -> None:

@@ -28,6 +28,7 @@ class SogCLR(Objective):
     """
 
     needs_num_left = True
+    knows_partition = True
 
     def __init__(
         self, *, gamma: float = 0.9, gamma_schedule: Literal["constant", "cosine"] = "constant", **common: Any
