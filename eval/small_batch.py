@@ -69,7 +69,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "GlobalCache 0.5": lambda **common: GlobalCache(extra_encodes=0.5, **common),
     "GlobalCache 2": lambda **common: GlobalCache(extra_encodes=2.0, **common),
     "GlobalCache+": lambda **common: GlobalCache(positive_in_softmax=True, **common),
-    "SogCLR+": lambda **common: SogCLR(positive_in_softmax=True, **common),
+    "SogCLR+": lambda **common: SogCLR(gamma=0.5, positive_in_softmax=True, **common),
 }
 
 RATES = (1.0, 0.5, 2.0)
