@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import PADDING, Anchors, Pairs, pair_anchors, view_anchors
+from dualenc.objectives.anchors import PADDING, Anchors, BothDirections, Pairs, joined, pair_anchors, view_anchors
 from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.looks import Asking, Looks
 from dualenc.objectives.state import SharedRandom
@@ -123,6 +123,8 @@ class Objective(nn.Module):
 
     needs_num_left = False
     needs_encode = False
+    both_at_once = False
+    """Whether `anchor_losses` may get the anchors of both directions as one (`BothDirections`)."""
 
     @property
     def needs_uniform_batches(self) -> str | None:
@@ -246,13 +248,16 @@ class Objective(nn.Module):
             temperature = self.temperature.to(like.dtype)
             asked = None if encode is None else ask
             # One direction after the other, or, if they ask the device, in step.
-            losses = looks.together([self.anchor_losses(of, asked) for of in self._anchors(pairs, temperature)])
+            directions = list(self._anchors(pairs, temperature))
+            if self.both_at_once and len(directions) == 2 and not len(pairs.negative_id):
+                directions = [BothDirections(*directions)]
+            losses = looks.together([self.anchor_losses(of, asked) for of in directions])
             # Over all anchors of the global batch, so that the average over ranks is the global loss.
             scale = distributed.world_size() / max(2 * sum(pairs.sizes), 1)
-            loss = torch.cat([of.surrogate for of in losses]).sum()
+            loss = joined([of.surrogate for of in losses]).sum()
             if any(of.value is not None for of in losses):
                 values = [of.surrogate.detach() if of.value is None else of.value for of in losses]
-                loss = _Reported.apply(loss, torch.cat(values).sum())
+                loss = _Reported.apply(loss, joined(values).sum())
             loss = loss * scale
         for random, draws in sources:
             random.draws = draws
@@ -329,6 +334,12 @@ class Objective(nn.Module):
     def log_corpus_size(self, anchors: Anchors) -> Tensor | float:
         """(A,) log of the number of negatives an anchor has in the whole corpus, or in the batch, if N is unknown; one
         number for all of them where it is the same."""
+        if isinstance(anchors, BothDirections):
+            left, right = (self.log_corpus_size(half) for half in anchors.halves)
+            if isinstance(left, float) and left == right:
+                return left
+            ones = torch.ones_like(anchors.halves[0].ids, dtype=anchors.temperature.dtype)
+            return torch.cat([ones * left, ones * right])
         total, counts = self.corpus_size(anchors.candidate_side), self.counts(anchors.candidate_side)
         positives, num_views = anchors.positive_ids, 2 if anchors.views else 1
         if total is None:

@@ -28,6 +28,8 @@ class InfoNCE(Objective):
 class DCL(Objective):
     """−s⁺/τ + log Σ_c exp(s_c/τ) over the negatives c of the batch (Yeh et al. 2022, decoupled contrastive loss)."""
 
+    both_at_once = True
+
     def losses(self, block: Anchors, *known: Tensor) -> Tensor:
         alone = block.num_negatives == 0
         # An anchor without negatives only pulls its positive; a row of -inf would have a NaN gradient.
@@ -50,6 +52,8 @@ class HCL(Objective):
         annealing_steps: ℓ, the number of equal steps in which β_h falls to 0 over the training; 0 keeps it.
         **common: see `Objective`.
     """
+
+    both_at_once = True
 
     def __init__(
         self, *, hardness: float = 1.0, class_prior: float = 0.1, annealing_steps: int = 0, **common: Any
@@ -102,6 +106,8 @@ class SigLIP(Objective):
         learnable_bias: learn b with the model.
         **common: see `Objective`.
     """
+
+    both_at_once = True
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 from dualenc import distributed
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.state import LogAverages, SharedRandom
+from dualenc.objectives.state import LogAverages, SharedRandom, log_average
 
 
 class SACLR(Objective):
@@ -122,9 +122,11 @@ class SACLR(Objective):
             mean = torch.logsumexp(everyone, dim=0) - math.log(max(anchors.num_global, 1))
             log_new = mean.expand_as(log_new)
         known = anchors.known if self.form == "row" else None
-        old = table.take("log_u", ids, known and known.own).to(log_new) if authors else None
-        log_scale = table.track(ids, log_new, 1 - self.rho, anchors.sizes, store=self.updates_state, known=known)
-        if old is not None:
+        old = table.take("log_u", ids, known and known.own).to(log_new)
+        log_scale = log_average(old, log_new, 1 - self.rho)
+        if self.updates_state:
+            table.store(ids, log_scale, log_new, anchors.sizes, known=known)
+        if authors:
             log_scale = old
 
         log_sum = log_mean if authors else torch.logaddexp(log_positive, log_mean + log_count)

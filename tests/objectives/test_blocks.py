@@ -64,13 +64,13 @@ def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monke
 
 @pytest.mark.parametrize("setting", IN_BATCH, ids=lambda s: s.name)
 def test_what_a_block_gives_keeps_no_matrix_alive(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    join, sizes = anchors._joined, []
+    join, sizes = anchors.joined, []
 
     def watched(parts: list[Any]) -> Any:
         sizes.extend((leaf.untyped_storage().nbytes(), leaf.nbytes) for leaf in tree_leaves(parts))
         return join(parts)
 
-    monkeypatch.setattr(anchors, "_joined", watched)
+    monkeypatch.setattr(anchors, "joined", watched)
     monkeypatch.setattr(anchors, "BLOCK_ENTRIES", FEW_ENTRIES)
     three_steps(setting)
     assert sizes

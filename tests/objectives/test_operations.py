@@ -19,11 +19,11 @@ DIMENSION = 64
 # Per objective: operations at B = 32 and at B = 1024, where matrices are looked at in blocks of rows; and waits.
 AT_MOST: dict[str, tuple[int, int, int]] = {
     "InfoNCE": (58, 58, 1),
-    "DCL": (97, 97, 1),
-    "HCL": (241, 241, 1),
-    "SigLIP": (119, 119, 1),
-    "SogCLR": (103, 103, 1),
-    "ISogCLR": (214, 214, 1),
+    "DCL": (82, 82, 1),
+    "HCL": (155, 155, 1),
+    "SigLIP": (102, 102, 1),
+    "SogCLR": (74, 74, 1),
+    "ISogCLR": (107, 107, 1),
     "SACLR": (260, 260, 1),
     "NegativeCache": (535, 535, 3),
     "GlobalCache": (585, 1768, 3),
