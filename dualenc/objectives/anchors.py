@@ -43,7 +43,7 @@ class KnownIds(NamedTuple):
     candidates: Tensor | None
 
 
-@dataclass
+@dataclass(repr=False)
 class Anchors:
     """This rank's anchors of one direction against the candidates of the global batch; or some of its rows.
 
@@ -51,8 +51,8 @@ class Anchors:
         side: whose items the anchors are, and so whose state table they index ("left" also for two views).
         candidate_side: whose items the candidates are: what `encode` is asked for.
         ids: (A,) ids of the anchors.
-        rows: (A,) positions of the anchors among all anchors of the global batch, for random draws shared by ranks.
-        rows_on_cpu: (A,) the same on the CPU.
+        rows_on_cpu: (A,) on the CPU, positions of the anchors among all anchors of the global batch, for random draws
+            shared by ranks.
         known: ids as the host knows them; None where it does not, or where they are on the CPU anyway.
         sizes: number of anchors on every rank, for gathering without asking again.
         embeddings: (A, D) with gradient.
@@ -74,7 +74,6 @@ class Anchors:
     side: Side
     candidate_side: Side
     ids: Tensor
-    rows: Tensor
     rows_on_cpu: Tensor
     sizes: list[int]
     embeddings: Tensor
@@ -111,7 +110,7 @@ class Anchors:
 
         def block(start: int) -> Rows:
             rows = slice(start, start + size)
-            by_row = ("ids", "rows", "rows_on_cpu", "embeddings", "partners", "positive_column", "positive_ids")
+            by_row = ("ids", "rows_on_cpu", "embeddings", "partners", "positive_column", "positive_ids")
             own: dict[str, Any] = {name: getattr(self, name)[rows] for name in by_row}
             own["known"] = self.known and self.known._replace(own=self.known.own[rows])
             some = replace(self, **own, mirror=None, with_grad=torch.is_grad_enabled())
@@ -133,6 +132,16 @@ class Anchors:
     def of_rank(self, values: Tensor) -> Tensor:
         """(A, ...) of values (num_rows, ...), alike on all ranks, those of this rank's anchors."""
         return values if len(self.sizes) == 1 else values[self.rows]
+
+    @property
+    def directions(self) -> tuple[Anchors, ...]:
+        """The `Anchors` of each direction."""
+        return (self,)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(A,) positions of the anchors among all anchors of the global batch, on their device."""
+        return upload(self.rows_on_cpu, self.temperature.device)
 
     @property
     def num_own(self) -> int:
@@ -269,26 +278,25 @@ class BothDirections(Anchors):
     """The anchors of both directions as one, first the left ones, with half the operations of a small batch.
 
     What has a row per anchor is joined when somebody asks for it; what belongs to a side, its ids, tables, and the
-    candidates, is found in the two `halves`, whose rows `by_direction` hands out.
+    candidates, is found in the two `directions`, whose rows `by_direction` hands out.
 
     Args:
         left, right: of the same pairs, with as many candidates.
     """
 
-    _BY_ROW = ("ids", "rows", "rows_on_cpu", "embeddings", "partners", "positive_column", "positive_ids")
+    _BY_ROW = ("ids", "rows_on_cpu", "embeddings", "partners", "positive_column", "positive_ids")
 
     def __init__(self, left: Anchors, right: Anchors) -> None:
-        self.halves = (left, right)
+        # Rows are counted on: every anchor has random draws of its own.
+        self._halves = (left, replace(right, rows_on_cpu=right.rows_on_cpu + left.num_global))
         self.sizes, self.temperature, self.with_grad = left.sizes, left.temperature, left.with_grad
         self.distinct, self.views, self.mirror, self.known = left.distinct and right.distinct, False, None, None
 
     def __getattr__(self, name: str) -> Tensor:
         if name not in self._BY_ROW:
             raise AttributeError(name)
-        left, right = (getattr(half, name) for half in self.halves)
-        if name in ("rows", "rows_on_cpu"):
-            right = right + self.num_global
-        elif name == "positive_ids" and left.shape[1] != right.shape[1]:
+        left, right = (getattr(half, name) for half in self._halves)
+        if name == "positive_ids" and left.shape[1] != right.shape[1]:
             width = max(left.shape[1], right.shape[1])
             left, right = (pad(of, (0, width - of.shape[1]), value=PADDING) for of in (left, right))
         setattr(self, name, torch.cat([left, right]))
@@ -306,15 +314,19 @@ class BothDirections(Anchors):
 
     def by_direction(self, function: Callable[..., Rows], *tensors: Tensor) -> Rows:
         chunks = [tensor.chunk(2) for tensor in tensors]
-        return joined([function(half, *(chunk[n] for chunk in chunks)) for n, half in enumerate(self.halves)])
+        return joined([function(half, *(chunk[n] for chunk in chunks)) for n, half in enumerate(self._halves)])
+
+    @property
+    def directions(self) -> tuple[Anchors, ...]:
+        return self._halves
 
     @property
     def num_own(self) -> int:
-        return 2 * len(self.halves[0].ids)
+        return 2 * len(self._halves[0].ids)
 
     @property
     def num_candidates(self) -> int:
-        return len(self.halves[0].candidate_ids)
+        return len(self._halves[0].candidate_ids)
 
     @property
     def num_rows(self) -> int:
@@ -322,25 +334,25 @@ class BothDirections(Anchors):
 
     @cached_property
     def positive_similarities(self) -> Tensor:
-        return torch.cat([half.positive_similarities for half in self.halves])
+        return torch.cat([half.positive_similarities for half in self._halves])
 
     @cached_property
     def positive_logits(self) -> Tensor:
-        return torch.cat([half.positive_logits for half in self.halves])
+        return torch.cat([half.positive_logits for half in self._halves])
 
     @cached_property
     def excluded(self) -> Tensor:
-        return torch.cat([half.excluded for half in self.halves])
+        return torch.cat([half.excluded for half in self._halves])
 
     @cached_property
     def similarities(self) -> Tensor:
         with torch.set_grad_enabled(self.with_grad):
-            return torch.cat([half.similarities for half in self.halves])
+            return torch.cat([half.similarities for half in self._halves])
 
     @cached_property
     def scores(self) -> Tensor:
         with torch.set_grad_enabled(self.with_grad):
-            return torch.cat([half.scores for half in self.halves])
+            return torch.cat([half.scores for half in self._halves])
 
 
 def joined(parts: list[Any]) -> Any:
@@ -383,8 +395,8 @@ def weighted_sum(weights: Tensor, scores: Tensor) -> Tensor:
 
 
 class WithGradient(torch.autograd.Function):
-    """`WithGradient.apply(value, scores, weights)`: a loss per anchor, value (A,), whose gradient with respect to scores
-    (A, C) is weights (A, C); neither value nor weights are differentiated."""
+    """`WithGradient.apply(value, scores, weights)`: losses (A,) with a value (A,) of their own, whose gradient with
+    respect to scores (A, C) is weights (A, C); neither value nor weights are differentiated."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
@@ -437,6 +449,12 @@ class Pairs:
         rows = torch.arange(start, start + len(self.left_id))
         return upload(rows, self.left_id.device), rows
 
+    def without_mined(self) -> Pairs:
+        """The same, as if no negatives were mined."""
+        if not len(self.negative_id):
+            return self
+        return replace(self, negatives=self.negatives[:0], negative_id=self.negative_id[:0])
+
     def detached(self, left: Tensor, right: Tensor) -> Pairs:
         """The same without gradient, with copies (b, D) of this rank's embeddings."""
         alone = self.all_left is self.left
@@ -463,7 +481,6 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         side="left",
         candidate_side="right",
         ids=left_id,
-        rows=rows,
         rows_on_cpu=rows_on_cpu,
         sizes=pairs.sizes,
         embeddings=pairs.left,
@@ -511,7 +528,6 @@ def view_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         side="left",
         candidate_side="left",
         ids=torch.cat([ids, ids]),
-        rows=torch.cat([rows, rows + total]),
         rows_on_cpu=torch.cat([rows_on_cpu, rows_on_cpu + total]),
         sizes=[2 * size for size in pairs.sizes],
         embeddings=torch.cat([pairs.left, pairs.right]),

@@ -125,6 +125,8 @@ class Objective(nn.Module):
     needs_encode = False
     both_at_once = False
     """Whether `anchor_losses` may get the anchors of both directions as one (`BothDirections`)."""
+    takes_mined = True
+    """Whether mined negatives are candidates."""
 
     @property
     def needs_uniform_batches(self) -> str | None:
@@ -248,8 +250,9 @@ class Objective(nn.Module):
             temperature = self.temperature.to(like.dtype)
             asked = None if encode is None else ask
             # One direction after the other, or, if they ask the device, in step.
-            directions = list(self._anchors(pairs, temperature))
-            if self.both_at_once and len(directions) == 2 and not len(pairs.negative_id):
+            compared = pairs if self.takes_mined else pairs.without_mined()
+            directions = list(self._anchors(compared, temperature))
+            if self.both_at_once and len(directions) == 2 and not len(compared.negative_id):
                 directions = [BothDirections(*directions)]
             losses = looks.together([self.anchor_losses(of, asked) for of in directions])
             # Over all anchors of the global batch, so that the average over ranks is the global loss.
@@ -335,10 +338,10 @@ class Objective(nn.Module):
         """(A,) log of the number of negatives an anchor has in the whole corpus, or in the batch, if N is unknown; one
         number for all of them where it is the same."""
         if isinstance(anchors, BothDirections):
-            left, right = (self.log_corpus_size(half) for half in anchors.halves)
-            if isinstance(left, float) and left == right:
+            left, right = (self.log_corpus_size(half) for half in anchors.directions)
+            if isinstance(left, float) and isinstance(right, float) and left == right:
                 return left
-            ones = torch.ones_like(anchors.halves[0].ids, dtype=anchors.temperature.dtype)
+            ones = torch.ones_like(anchors.directions[0].ids, dtype=anchors.temperature.dtype)
             return torch.cat([ones * left, ones * right])
         total, counts = self.corpus_size(anchors.candidate_side), self.counts(anchors.candidate_side)
         positives, num_views = anchors.positive_ids, 2 if anchors.views else 1

@@ -12,11 +12,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.base import AnchorLosses, Encode, Objective
+from dualenc.objectives.anchors import Anchors, WithGradient, joined, listed
+from dualenc.objectives.base import Encode, Objective
 from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.looks import Asking, upload
 from dualenc.objectives.state import SharedRandom, first_rows
@@ -51,11 +52,14 @@ class Chains(ItemState):
         Args:
             known: the chains of all ranks on the CPU, where the host knows them.
         """
-        rows, chains, state = (distributed.gather(of, anchors.sizes) for of in (anchors.rows, chains, state))
-        some, new = state != NO_STATE, {"state": state}
-        new |= {name: distributed.gather(values, anchors.sizes) for name, values in remembered.items()}
+        chains = distributed.gather(chains, anchors.sizes)
+        values = {"state": state, **remembered}
+        new = {name: distributed.gather(of, anchors.sizes) for name, of in values.items()}
+        # Whoever has a negative has a state.
+        some = None if anchors.all_have_negatives else new["state"] != NO_STATE
         if not anchors.distinct_rows:
             # Rows without a state stand behind all others.
+            rows, some = distributed.gather(anchors.rows, anchors.sizes), new["state"] != NO_STATE
             in_order = torch.where(some, rows, anchors.num_global + rows).argsort()
             chosen = in_order[first_rows(chains[in_order])][in_order.argsort()]
             some, new = some[chosen], {name: values[chosen] for name, values in new.items()}
@@ -129,47 +133,55 @@ class RecentItems(nn.Module):
         return self.num_slots == self.num_items and self.embeddings.shape[1] > 0
 
     @torch.no_grad()
-    def look(self, anchors: Anchors, usable: Tensor, random: SharedRandom) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What anchors (A,) see here, where all items but their positives are negatives.
+    def look(
+        self, anchors: Anchors, usable: Tensor, uniform: Tensor, beside: Literal["partner", "similarity"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What anchors (A,) of one direction see here, where all items but their positives are negatives.
 
         Args:
             anchors: those of this rank.
             usable: (A,) whether a chain needs no start.
-            random: for the draws.
+            uniform: (A, 1) draws in (0, 1).
+            beside: what to tell of an item besides.
 
         Returns:
-            (A,) each: item, partner and similarity of a draw from the softmax, -1, -1 and -inf for none; and the log
-            of the mean of exp(s/τ) over the negatives that are here, -inf for none.
+            (A,) each: the item of a draw from the softmax, and its partner or its similarity, -1 and -1 or -inf for
+            none; and the log of the mean of exp(s/τ) over the negatives that are here, not finite without any.
         """
-        infinite, nowhere = anchors.embeddings.new_full(anchors.ids.shape, -torch.inf), torch.full_like(anchors.ids, -1)
-        nothing = nowhere, nowhere, infinite, infinite
-        if not self.num_slots:
-            return nothing
-        uniform = random.uniform(anchors.num_global, like=infinite)[anchors.rows]
+
+        def nothing() -> tuple[Tensor, Tensor, Tensor]:
+            item = torch.full_like(anchors.ids, NO_STATE)
+            none = torch.full_like(item, -torch.inf, dtype=anchors.embeddings.dtype)
+            return item, item if beside == "partner" else none, none
+
         # On the CPU a look costs nothing and may save the comparison; a GPU would wait longer than it compares.
         nothing_drawn = usable.device.type == "cpu" and bool(usable.all())
         if self.embeddings.shape[1] == 0 or (nothing_drawn and not self.hold_the_corpus):
-            return nothing
+            return nothing()
+        # What is not there yet counts nothing.
+        log_counts = self.log_counts.to(anchors.embeddings).masked_fill(self.items == NO_STATE, -torch.inf)
 
         def rows(some: Anchors, uniform: Tensor) -> tuple[Tensor, ...]:
-            hidden = ~some.is_negative(ids_of(self.items, some.views)) | (self.items == NO_STATE)
+            hidden = listed(some.positive_ids, ids_of(self.items, some.views))
             if not some.views:
                 hidden |= some.ids[:, None] == self.partners
+            log_weights = log_counts.masked_fill(hidden, -torch.inf)
             similarities = some.embeddings @ self.embeddings.to(some.embeddings).T
-            log_counts = self.log_counts.to(similarities).expand_as(hidden).masked_fill(hidden, -torch.inf)
-            logits = similarities / some.temperature + log_counts
+            logits = similarities / some.temperature + log_weights
             log_sum = torch.logsumexp(logits, dim=1)
-            impossible = log_sum == -torch.inf
-            log_mean = (log_sum - torch.logsumexp(log_counts, dim=1)).masked_fill(impossible, -torch.inf)
+            log_mean = log_sum - torch.logsumexp(log_weights, dim=1)
             if nothing_drawn:
                 return (log_mean,)
-            drawn = inverse_cdf(torch.exp(logits - log_sum[:, None]).nan_to_num(0.0), uniform)
-            item, partner = (ids[drawn].masked_fill(impossible, NO_STATE) for ids in (self.items, self.partners))
-            return item, partner, at(similarities, drawn).masked_fill(impossible, -torch.inf), log_mean
+            drawn, impossible = inverse_cdf(torch.softmax(logits, dim=1), uniform), log_sum == -torch.inf
+            slot = drawn[:, 0]
+            item = self.items[slot].masked_fill(impossible, NO_STATE)
+            if beside == "partner":
+                return item, self.partners[slot], log_mean
+            return item, similarities.gather(1, drawn)[:, 0].masked_fill(impossible, -torch.inf), log_mean
 
         *drawn, log_mean = anchors.by_rows(rows, uniform, row_entries=2 * self.num_slots)
-        item, partner, similarity = drawn or nothing[:3]
-        return item, partner, similarity, log_mean
+        item, told = drawn or nothing()[:2]
+        return item, told, log_mean
 
     def get_extra_state(self) -> Tensor:
         """How many rows came in, and how many are enough, for the state dict."""
@@ -186,19 +198,13 @@ class RecentItems(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def at(values: Tensor, column: Tensor) -> Tensor:
-    """(A,) of each row of values (A, C) the entry in its column (A,)."""
-    return values.gather(1, column[:, None])[:, 0]
-
-
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """(A,) a column drawn from each row of weights (A, C) ≥ 0, which need not sum to 1; any for rows of zeros.
+    """(A, 1) a column drawn from each row of weights (A, C) ≥ 0, which need not sum to 1; any for rows of zeros or NaN.
 
-    Draws (A,) of `uniform` in (0, 1) never lead to a column of weight 0.
+    Draws (A, 1) of `uniform` in (0, 1) never lead to a column of weight 0.
     """
     cumulative = weights.cumsum(dim=1)
-    drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
-    return drawn.clamp(max=weights.shape[1] - 1)
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:]).clamp_(max=weights.shape[1] - 1)
 
 
 def ids_of(items: Tensor, views: bool) -> Tensor:
@@ -235,9 +241,16 @@ def find(items: Tensor, wanted: Tensor) -> Tensor:
     """(A,) the first position in items (C,) of each wanted one (A,), -1 where it is not there."""
     if not len(items):
         return torch.full_like(wanted, -1)
-    ordered, order = items.sort(stable=True)
-    place = torch.searchsorted(ordered, wanted).clamp(max=len(items) - 1)
-    return order[place].masked_fill(ordered[place] != wanted, -1)
+    there, place = find_in_rows(items, wanted)
+    return place.masked_fill_(~there, -1)
+
+
+def find_in_rows(items: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """(…, A) whether each wanted one (…, A) is in its row of items (…, C), C > 0, and its first position there; any
+    where it is not."""
+    ordered, order = items.sort(dim=-1, stable=True)
+    place = torch.searchsorted(ordered, wanted).clamp_(max=items.shape[-1] - 1)
+    return ordered.gather(-1, place) == wanted, order.gather(-1, place)
 
 
 def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
@@ -282,33 +295,61 @@ class Neighbors(ItemState):
 class Visit:
     """Where some anchors' chains are, and what is proposed to them.
 
+    Shapes: X directions that these anchors are of, A anchors, A/X of each direction, C proposals to each direction.
+
     Attributes:
-        chains, recent: the tables that these anchors use.
-        own: (A,) the number of each anchor's chain.
-        known, all_known: (A,) the same on the CPU, and those of the anchors of all ranks; None where not known there.
         usable: (A,) whether the chain is on a negative of the anchor; else it starts anew.
         state: (A,) the item that each chain comes with, -1 for none.
-        partner, similarity, log_mean: (A,) what `RecentItems.look` gives; the first two for what starts anew.
-        items, partners: (C,) the proposals, and the other ids of the pairs that they come from, -1 if from none.
-        drawn: (C,) the proposals on the CPU, where they were drawn there.
-        near: (L,) sorted ids, after -1 for none, that `neighbor_share` of the draws come from if there are any, each as
-            likely as it is often listed; None where all are uniform.
+        told: (A,) of what starts anew, the partner or the similarity of its item; see `RecentItems.look`.
+        log_mean: (A,) what `RecentItems.look` gives.
+        items, partners: (X, C) the proposals, and the other ids of the pairs that they come from, -1 if from none.
+        drawn: of each direction (C,) the proposals on the CPU; on the device where these are not `uniform`.
+        near: of each direction (L,) sorted ids, after -1 for none, that `neighbor_share` of the draws come from if
+            there are any, each as likely as it is often listed; None where all are uniform.
     """
 
-    chains: Chains
-    recent: RecentItems
-    own: Tensor
-    known: Tensor | None
-    all_known: Tensor | None
     usable: Tensor
     state: Tensor
-    partner: Tensor
-    similarity: Tensor
+    told: Tensor
     log_mean: Tensor
     items: Tensor
     partners: Tensor
-    drawn: Tensor | None
-    near: Tensor | None
+    drawn: list[Tensor]
+    near: list[Tensor | None]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all proposals are drawn uniformly."""
+        return all(near is None for near in self.near)
+
+    def find(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """(A,) whether an item (A,) is among the proposals to its direction, and its first position there, or any."""
+        there, place = find_in_rows(self.items, state.view(len(self.items), -1))
+        return there.view(-1), place.view(-1)
+
+    def of(self, values: Tensor, some: Anchors) -> Tensor:
+        """Of values (X, ...) of each direction those that some rows of the anchors are of."""
+        if len(some.directions) == len(values):
+            return values
+        return values[1:] if some.side == "right" else values[:1]
+
+    def by_row(self, values: Tensor, some: Anchors) -> Tensor:
+        """(a, C) of values (X, C) of each direction those for each of some rows of the anchors."""
+        own = self.of(values, some)
+        return own[:, None].expand(-1, some.num_own // len(own), -1).flatten(0, 1)
+
+    def after(self, column: Tensor, state: Tensor, *beside: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """(A,) the items that chains are on after they moved to a column (A,) of the proposals, C or more for none.
+
+        Args:
+            column: (A,).
+            state: (A,) where they were.
+            beside: of further values (X, C) and (A,) the same.
+        """
+        num_directions, num_proposals = self.items.shape
+        moved, place = column < num_proposals, column.clamp(max=num_proposals - 1).view(num_directions, -1)
+        tables = ((self.items, state), *beside)
+        return [torch.where(moved, of.gather(1, place).view(-1), was) for of, was in tables]
 
 
 class ChainObjective(Objective):
@@ -346,8 +387,12 @@ class ChainObjective(Objective):
 
     needs_num_left = True
     needs_encode = True
+    both_at_once = True
+    takes_mined = False
     remembers: ClassVar[dict[str, float]] = {}
     """What chains remember besides the item that they are on; see `Chains`."""
+    beside: Literal["partner", "similarity"]
+    """What of an item that a chain starts on is wanted; see `RecentItems.look`."""
 
     def __init__(
         self,
@@ -423,62 +468,101 @@ class ChainObjective(Objective):
 
     def visit(self, anchors: Anchors) -> Visit:
         """Take in the batch's embeddings; where the anchors' chains are, and what is proposed to them."""
-        chains = self.left_chains if anchors.side == "left" else self.right_chains
-        recent = self.recent_right if anchors.candidate_side == "right" else self.recent_left
-        items = candidate_items(anchors)[: anchors.num_global]
+        items = torch.stack([candidate_items(of) for of in anchors.directions])
         # Two views come in no pair.
-        partners = torch.full_like(items, NO_STATE) if self.views else distributed.gather(anchors.ids, anchors.sizes)
-        if self.updates_state and recent.num_slots:
-            recent.add(items, partners, anchors.candidates[: anchors.num_global], anchors.distinct)
-            seen, recent.num_seen = recent.num_seen, recent.num_seen + anchors.num_global
-            if seen < recent.enough <= recent.num_seen:
-                # All of a small corpus or most slots have come: chains that began while little was there begin anew.
-                chains.forget()
+        partners = torch.full_like(items, NO_STATE) if self.views else items.flip(0)
+        if self.updates_state:
+            for of, some, others in zip(anchors.directions, items, partners, strict=True):
+                self._take_in(of, some, others)
+        state = self.take("state", anchors)
+        barred = ids_of(state, self.views)[:, None] == anchors.positive_ids
+        usable = ~barred.any(dim=1) & (state != NO_STATE)
 
-        def chains_of(ids: Tensor, rows: Tensor) -> Tensor:
-            # The second views are the second half of all anchors.
-            return ids if self.shared_chain else 2 * ids + (rows >= anchors.num_global // 2)
+        def look(of: Anchors, usable: Tensor, uniform: Tensor) -> tuple[Tensor, ...]:
+            return self._recent(of).look(of, usable, uniform, self.beside)
 
-        own, known, all_known = chains_of(anchors.ids, anchors.rows), None, None
-        if anchors.known is not None:
-            known = chains_of(anchors.known.own, anchors.rows_on_cpu)
-            all_known = chains_of(anchors.known.all_anchors, anchors.known.all_rows)
-        state = chains.take("state", own, known)
-        barred = (ids_of(state, self.views)[:, None] == anchors.positive_ids).any(dim=1)
-        usable = ~barred & (state != NO_STATE)
-        item, partner, similarity, log_mean = recent.look(anchors, usable, self.random)
-        state = torch.where(usable, state, item)
-        drawn = near = None
-        if self.proposals != "batch":
-            neighbors = self.left_neighbors if anchors.side == "left" else self.right_neighbors
-            if self.neighbor_share and len(neighbors.ids):
-                everyone = distributed.gather(anchors.ids, anchors.sizes)
-                near = neighbors.take("ids", everyone, anchors.known and anchors.known.all_anchors)
-                near = near.flatten().sort().values
-            # Uniform draws are made on the CPU, which then knows them without a look.
-            device = torch.device("cpu") if near is None else items.device
-            size, count = self.num_items(anchors.candidate_side) or 1, self.proposals
-            drawn = self.random.integers(size, count, device=device)
-            if near is not None and len(near):
-                share, num_near = self._share_of_near(near)
-                uniform = self.random.uniform(2, count, like=near.double())
-                # What is listed stands at the end.
-                place = len(near) - 1 - (uniform[0] * num_near).long().clamp(max=num_near - 1).clamp(min=0)
-                drawn = torch.where(uniform[1] < share, near[place], drawn)
-            drawn = self.items_drawn(drawn)
-            items, drawn = upload(drawn, items.device), drawn if near is None else None
-            partners = torch.full_like(items, NO_STATE)
-        found = (usable, state, partner, similarity, log_mean)
-        return Visit(chains, recent, own, known, all_known, *found, items, partners, drawn, near)
+        uniform = anchors.of_rank(self.random.uniform(anchors.num_rows, 1, like=anchors.embeddings))
+        item, told, log_mean = anchors.by_direction(look, usable, uniform)
+        found, num = (usable, torch.where(usable, state, item), told, log_mean), len(items)
+        if self.proposals == "batch":
+            return Visit(*found, items, partners, list(items), [None] * num)
+        proposals = [self._draw(of) for of in anchors.directions]
+        items = torch.stack([upload(drawn, items.device) for drawn, _ in proposals])
+        drawn, near = zip(*proposals, strict=True)
+        return Visit(*found, items, torch.full_like(items, NO_STATE), list(drawn), list(near))
+
+    def take(self, name: str, anchors: Anchors) -> Tensor:
+        """(A,) what the anchors' chains remember."""
+
+        def rows(of: Anchors) -> Tensor:
+            own = None if of.known is None else self._numbers(of, of.known.own, of.rows_on_cpu)
+            return self._chains(of).take(name, self._numbers(of, of.ids, of.rows), own)
+
+        return anchors.by_direction(rows)
+
+    def store(self, anchors: Anchors, state: Tensor, **remembered: Tensor) -> None:
+        """Write where the anchors' chains are now (A,), and what they remember with it (A,)."""
+
+        def rows(of: Anchors, state: Tensor, *values: Tensor) -> None:
+            everyone = None if of.known is None else self._numbers(of, of.known.all_anchors, of.known.all_rows)
+            remember = dict(zip(remembered, values, strict=True))
+            self._chains(of).store(of, self._numbers(of, of.ids, of.rows), everyone, state, **remember)
+
+        anchors.by_direction(rows, state, *remembered.values())
+
+    def _chains(self, anchors: Anchors) -> Chains:
+        return self.left_chains if anchors.side == "left" else self.right_chains
+
+    def _recent(self, anchors: Anchors) -> RecentItems:
+        return self.recent_right if anchors.candidate_side == "right" else self.recent_left
+
+    def _numbers(self, anchors: Anchors, ids: Tensor, rows: Tensor) -> Tensor:
+        """(n,) the numbers of the chains of anchors with some ids (n,) and rows (n,) of the batch."""
+        # The second views are the second half of all anchors.
+        return ids if self.shared_chain else 2 * ids + (rows >= anchors.num_global // 2)
+
+    def _take_in(self, anchors: Anchors, items: Tensor, partners: Tensor) -> None:
+        """Remember the batch's embeddings of items (C,)."""
+        recent = self._recent(anchors)
+        if not recent.num_slots:
+            return
+        recent.add(items, partners, anchors.candidates, anchors.distinct)
+        seen, recent.num_seen = recent.num_seen, recent.num_seen + anchors.num_global
+        if seen < recent.enough <= recent.num_seen:
+            # All of a small corpus or most slots have come: chains that began while little was there begin anew.
+            self._chains(anchors).forget()
+
+    def _draw(self, anchors: Anchors) -> tuple[Tensor, Tensor | None]:
+        """(C,) proposals from the corpus to the anchors of a direction, and what is near (L,): see `Visit`."""
+        neighbors, near = self.left_neighbors if anchors.side == "left" else self.right_neighbors, None
+        if self.neighbor_share and len(neighbors.ids):
+            everyone = distributed.gather(anchors.ids, anchors.sizes)
+            near = neighbors.take("ids", everyone, anchors.known and anchors.known.all_anchors)
+            near = near.flatten().sort().values
+        # Uniform draws are made on the CPU, which then knows them without a look.
+        device = torch.device("cpu") if near is None else anchors.ids.device
+        size, count = self.num_items(anchors.candidate_side) or 1, self.proposals
+        assert isinstance(count, int)
+        drawn = self.random.integers(size, count, device=device)
+        if near is not None and len(near):
+            share, num_near = self._share_of_near(near)
+            uniform = self.random.uniform(2, count, like=near.double())
+            # What is listed stands at the end.
+            place = len(near) - 1 - (uniform[0] * num_near).long().clamp(max=num_near - 1).clamp(min=0)
+            drawn = torch.where(uniform[1] < share, near[place], drawn)
+        return self.items_drawn(drawn), near
 
     def log_density(self, anchors: Anchors, visit: Visit, items: Tensor) -> Tensor:
-        """(n,) log of the probability that a proposal is one of some items (n,), over that of a uniform draw."""
-        if visit.near is None:
-            return anchors.embeddings.new_zeros(len(items))
-        ids, size = ids_of(items, self.views), self.num_items(anchors.candidate_side) or 1
-        share, num_near = self._share_of_near(visit.near)
-        listed = torch.searchsorted(visit.near, ids, right=True) - torch.searchsorted(visit.near, ids)
-        return torch.log(1 - share + share * size / num_near.clamp(min=1) * listed).to(anchors.embeddings)
+        """(X, n) log of the probability that a proposal is one of some items (X, n), over that of a uniform draw."""
+        found = []
+        for of, near, ids in zip(anchors.directions, visit.near, ids_of(items, self.views), strict=True):
+            if near is None:
+                found.append(torch.zeros_like(ids, dtype=anchors.temperature.dtype))
+                continue
+            size, (share, num_near) = self.num_items(of.candidate_side) or 1, self._share_of_near(near)
+            copies = torch.searchsorted(near, ids, right=True) - torch.searchsorted(near, ids)
+            found.append(torch.log(1 - share + share * size / num_near.clamp(min=1) * copies).to(anchors.temperature))
+        return torch.stack(found)
 
     def _share_of_near(self, near: Tensor) -> tuple[Tensor, Tensor]:
         """The share of the draws that comes from a list (L,), 0 if it holds nothing but -1; and how much it holds."""
@@ -487,7 +571,7 @@ class ChainObjective(Objective):
 
     def embed_proposals(
         self, anchors: Anchors, visit: Visit, state: Tensor | None, num_views: int, encode: Encode
-    ) -> Asking[tuple[Tensor, Tensor, Tensor]]:
+    ) -> Asking[tuple[list[Tensor], Tensor | None]]:
         """Embed the proposals, and states outside the batch of this rank's anchors, each item once.
 
         Args:
@@ -495,40 +579,97 @@ class ChainObjective(Objective):
             num_views: 2 to embed of each state also the item that follows it.
 
         Returns:
-            (C, D) the proposals; (n,) the rows whose states are embedded; and (n, D) or (2n, D) their embeddings.
+            (C, D) of each direction the proposals; and (A, num_views) similarities with the states, with gradient, any
+            where there is none; None where there is none at all.
         """
-        in_batch, known = self.proposals == "batch", visit.drawn
-        asked = [state if state is not None else anchors.ids[:0]]
-        if not in_batch and known is None:
-            asked.append(visit.items)
-        states, *drawn = (yield torch.cat(asked)).split([len(part) for part in asked])
-        states, rows = known_rows(states, anchors)
-        wanted = states if num_views == 1 else torch.stack([states, states + 1], dim=1).flatten()
-        if in_batch:
-            return anchors.candidates[: anchors.num_global], rows, embed(wanted, encode, anchors)
-        own, sizes = distributed.share(drawn[0] if known is None else known)
-        embeddings = embed(torch.cat([own, wanted]), encode, anchors)
-        proposed = distributed.gather_with_grad(embeddings[: len(own)], sizes)
-        if self.updates_state and visit.recent.num_slots and visit.near is None:
-            visit.recent.add(visit.items, visit.partners, proposed)
-        return proposed, rows, embeddings[len(own) :]
+        in_batch, unknown = self.proposals == "batch", not visit.uniform
+        asked = ([] if state is None else [state]) + ([visit.items.view(-1)] if unknown else [])
+        answer = (yield joined(asked)) if asked else torch.zeros(0, dtype=torch.long)
+        num_states = len(answer) - (visit.items.numel() if unknown else 0)
+        drawn = answer[num_states:].chunk(len(visit.drawn)) if unknown else visit.drawn
+        states, proposed, of_states = answer[:num_states].chunk(len(drawn)), [], []
+        for number, of in enumerate(anchors.directions):
+            wanted = borrowed(states[number], num_views)
+            if in_batch:
+                of_states.append(embed(wanted, encode, of))
+                proposed.append(of.candidates)
+                continue
+            own, sizes = distributed.share(drawn[number])
+            embeddings = embed(torch.cat([own, wanted]), encode, of)
+            of_states.append(embeddings[len(own) :])
+            proposed.append(distributed.gather_with_grad(embeddings[: len(own)], sizes))
+            if self.updates_state and self._recent(of).num_slots and visit.near[number] is None:
+                self._recent(of).add(visit.items[number], visit.partners[number], proposed[-1])
+        return proposed, similarities_with(anchors, of_states, num_views)
 
-    def compare(self, anchors: Anchors, visit: Visit, proposed: Tensor) -> tuple[Tensor, Tensor]:
-        """(A, C) similarities with the proposals (C, D), and (A, C) whether these are negatives of the anchors."""
+    def embed_states(self, anchors: Anchors, state: Tensor, encode: Encode) -> Asking[Tensor | None]:
+        """(A, 1) similarities with states (A,), -1 for none; see `embed_proposals`."""
+        states = (yield state).chunk(len(anchors.directions))
+        parts = [embed(borrowed(these, 1), encode, of) for of, these in zip(anchors.directions, states, strict=True)]
+        return similarities_with(anchors, parts, 1)
+
+    def compare(self, some: Anchors, visit: Visit, proposed: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """(a, C) s/τ of some rows of the anchors with the proposals (C, D) of each direction, with gradient; and the
+        same without, -inf where a proposal is no negative."""
         if self.proposals == "batch":
-            own = slice(anchors.num_global)
-            return anchors.similarities[:, own], anchors.allowed[:, own]
-        return anchors.embeddings @ proposed.T, anchors.is_negative(ids_of(visit.items, self.views))
+            return some.scores, some.logits.detach()
+
+        def scores_of(of: Anchors) -> tuple[Tensor, Tensor]:
+            number = 1 if of.side == "right" else 0
+            scores = of.embeddings @ proposed[number].T / of.temperature
+            hidden = listed(of.positive_ids, ids_of(visit.items[number], self.views))
+            return scores, scores.detach().masked_fill(hidden, -torch.inf)
+
+        return some.by_direction(scores_of)
 
     @property
     def reports_loss(self) -> bool:
         """A corpus that `recent` holds gives the partition function; of a larger one it is not known."""
         return self.recent_left.hold_the_corpus and self.recent_right.hold_the_corpus
 
-    def global_loss(self, anchors: Anchors, visit: Visit, negatives: Tensor) -> AnchorLosses:
-        """The loss, from (A,) Σ_z p(z)·s_z with gradient."""
-        surrogate = negatives / anchors.temperature - anchors.positive_logits
-        if not visit.recent.hold_the_corpus:
-            return AnchorLosses(surrogate)
-        value = visit.log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
-        return AnchorLosses(surrogate, value.detach())
+    def losses_of(self, some: Anchors, scores: Tensor, weights: Tensor, log_mean: Tensor) -> Tensor:
+        """(a,) the loss of some rows of the anchors; its gradient is Σ_c weight·∇score.
+
+        Args:
+            scores: (a, C) with gradient; first those of the batch, where it makes the proposals.
+            weights: (a, C); changed in place.
+            log_mean: (a,) see `Visit`.
+        """
+        in_batch = self.proposals == "batch"
+        if not in_batch:
+            scores = torch.cat([scores, some.positive_logits[:, None]], dim=1)
+        with torch.no_grad():
+            # The positive is no negative, and pulls with −1.
+            weights = weights.scatter_(1, some.positive_place, -1.0) if in_batch else pad(weights, (0, 1), value=-1.0)
+            if self.reports_loss:
+                positive = some.positive_scores if in_batch else some.positive_logits
+                value = log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(some) - positive
+            else:
+                value = (weights * scores).sum(dim=1)
+        return WithGradient.apply(value, scores, weights)
+
+
+def borrowed(states: Tensor, num_views: int) -> Tensor:
+    """(n·num_views,) items (n,) on the CPU, and those that follow; who has none, -1, borrows one, and what comes of it
+    counts nothing. (0,) where there are none at all."""
+    some = int(states.max()) if len(states) else NO_STATE
+    if some == NO_STATE:
+        return states[:0]
+    states = states.masked_fill(states == NO_STATE, some)
+    return states if num_views == 1 else torch.stack([states, states + 1], dim=1).flatten()
+
+
+def similarities_with(anchors: Anchors, embeddings: list[Tensor], num_views: int) -> Tensor | None:
+    """(A, num_views) similarities of anchors with what `borrowed` gave, embedded, of each direction."""
+    if not any(map(len, embeddings)):
+        return None
+    # A direction without any gets zeros.
+    of_all = joined(
+        [
+            part if len(part) else of.embeddings.new_zeros(num_views * len(of.ids), of.embeddings.shape[1])
+            for of, part in zip(anchors.directions, embeddings, strict=True)
+        ]
+    )
+    if num_views == 1:
+        return (anchors.embeddings * of_all).sum(dim=1, keepdim=True)
+    return (anchors.embeddings[:, None] * of_all.view(-1, num_views, of_all.shape[1])).sum(dim=2)

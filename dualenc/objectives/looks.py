@@ -58,9 +58,13 @@ class Looks:
         # Norms travel as the integers that their bits are.
         bits = [torch.stack(norms).view(torch.long)] if norms else []
         on_device = [part for part in (*bits, *questions) if len(part)]
-        values = torch.cat(on_device).cpu() if on_device else torch.zeros(0, dtype=torch.long)
-        if not all(map(math.isfinite, values[: len(norms)].view(torch.double).tolist())):
+        if not on_device:
+            return questions
+        values = (torch.cat(on_device) if len(on_device) > 1 else on_device[0]).cpu()
+        if norms and not all(map(math.isfinite, values[: len(norms)].view(torch.double).tolist())):
             raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
+        if len(on_device) == 1 and not norms:
+            return [values if len(question) else question for question in questions]
         return list(values[len(norms) :].split([len(question) for question in questions]))
 
 

@@ -67,7 +67,7 @@ def test_what_a_block_gives_keeps_no_matrix_alive(setting: Setting, monkeypatch:
     join, sizes = anchors.joined, []
 
     def watched(parts: list[Any]) -> Any:
-        sizes.extend((leaf.untyped_storage().nbytes(), leaf.nbytes) for leaf in tree_leaves(parts))
+        sizes.extend((leaf.untyped_storage().nbytes(), leaf.nbytes) for leaf in tree_leaves(parts) if leaf is not None)
         return join(parts)
 
     monkeypatch.setattr(anchors, "joined", watched)
