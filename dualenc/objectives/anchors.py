@@ -51,8 +51,7 @@ class Anchors:
         side: whose items the anchors are, and so whose state table they index ("left" also for two views).
         candidate_side: whose items the candidates are: what `encode` is asked for.
         ids: (A,) ids of the anchors.
-        rows_on_cpu: (A,) on the CPU, positions of the anchors among all anchors of the global batch, for random draws
-            shared by ranks.
+        places: (A,) on the CPU, positions of the anchors among those of their direction in the global batch.
         known: ids as the host knows them; None where it does not, or where they are on the CPU anyway.
         sizes: number of anchors on every rank, for gathering without asking again.
         embeddings: (A, D) with gradient.
@@ -69,12 +68,13 @@ class Anchors:
             and all other candidates as negatives.
         mirror: the same pairs' anchors of the other direction, where similarities with them are the transposed ones.
         with_grad: whether similarities carry a gradient, whoever asks for them first.
+        num_before: how many anchors of the other direction are counted before these.
     """
 
     side: Side
     candidate_side: Side
     ids: Tensor
-    rows_on_cpu: Tensor
+    places: Tensor
     sizes: list[int]
     embeddings: Tensor
     partners: Tensor
@@ -88,6 +88,7 @@ class Anchors:
     mirror: Anchors | None = None
     known: KnownIds | None = None
     with_grad: bool = field(default_factory=torch.is_grad_enabled)
+    num_before: int = 0
 
     def by_rows(self, function: Callable[..., Rows], *tensors: Tensor, row_entries: int | None = None) -> Rows:
         """Apply a function to all rows at once where its matrices are small, else to one block of rows at a time.
@@ -110,7 +111,7 @@ class Anchors:
 
         def block(start: int) -> Rows:
             rows = slice(start, start + size)
-            by_row = ("ids", "rows_on_cpu", "embeddings", "partners", "positive_column", "positive_ids")
+            by_row = ("ids", "places", "embeddings", "partners", "positive_column", "positive_ids")
             own: dict[str, Any] = {name: getattr(self, name)[rows] for name in by_row}
             own["known"] = self.known and self.known._replace(own=self.known.own[rows])
             some = replace(self, **own, mirror=None, with_grad=torch.is_grad_enabled())
@@ -139,8 +140,13 @@ class Anchors:
         return (self,)
 
     @cached_property
+    def rows_on_cpu(self) -> Tensor:
+        """(A,) positions of the anchors among all anchors of the global batch, for random draws shared by ranks."""
+        return self.places + self.num_before if self.num_before else self.places
+
+    @cached_property
     def rows(self) -> Tensor:
-        """(A,) positions of the anchors among all anchors of the global batch, on their device."""
+        """(A,) the same on the anchors' device."""
         return upload(self.rows_on_cpu, self.temperature.device)
 
     @property
@@ -284,11 +290,10 @@ class BothDirections(Anchors):
         left, right: of the same pairs, with as many candidates.
     """
 
-    _BY_ROW = ("ids", "rows_on_cpu", "embeddings", "partners", "positive_column", "positive_ids")
+    _BY_ROW = ("ids", "places", "embeddings", "partners", "positive_column", "positive_ids")
 
     def __init__(self, left: Anchors, right: Anchors) -> None:
-        # Rows are counted on: every anchor has random draws of its own.
-        self._halves = (left, replace(right, rows_on_cpu=right.rows_on_cpu + left.num_global))
+        self._halves = (left, replace(right, num_before=left.num_global))
         self.sizes, self.temperature, self.with_grad = left.sizes, left.temperature, left.with_grad
         self.distinct, self.views, self.mirror, self.known = left.distinct and right.distinct, False, None, None
 
@@ -319,6 +324,10 @@ class BothDirections(Anchors):
     @property
     def directions(self) -> tuple[Anchors, ...]:
         return self._halves
+
+    @cached_property
+    def rows_on_cpu(self) -> Tensor:
+        return torch.cat([half.rows_on_cpu for half in self._halves])
 
     @property
     def num_own(self) -> int:
@@ -365,9 +374,12 @@ def joined(parts: list[Any]) -> Any:
 
 
 def listed(ids: Tensor, candidate_ids: Tensor) -> Tensor:
-    """(A, C): whether a candidate's id (C,) stands in the anchor's list (A, K); -1 stands for no id."""
-    if ids.shape[1] == 1:
-        return ids == candidate_ids
+    """(A, C): whether a candidate's id (C,) stands in the anchor's list (A, K); -1 stands for no id. Or with further
+    dimensions first, the same of both."""
+    if ids.shape[-1] == 1:
+        return ids == (candidate_ids if ids.dim() == 2 else candidate_ids[..., None, :])
+    if ids.dim() > 2:
+        return torch.stack([listed(*of) for of in zip(ids, candidate_ids, strict=True)])
     if not len(candidate_ids):
         return torch.zeros(len(ids), 0, dtype=torch.bool, device=ids.device)
     # Every id of a list is looked up among the sorted candidates, and marks the first of its copies there.
@@ -481,7 +493,7 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         side="left",
         candidate_side="right",
         ids=left_id,
-        rows_on_cpu=rows_on_cpu,
+        places=rows_on_cpu,
         sizes=pairs.sizes,
         embeddings=pairs.left,
         partners=pairs.right,
@@ -528,7 +540,7 @@ def view_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         side="left",
         candidate_side="left",
         ids=torch.cat([ids, ids]),
-        rows_on_cpu=torch.cat([rows_on_cpu, rows_on_cpu + total]),
+        places=torch.cat([rows_on_cpu, rows_on_cpu + total]),
         sizes=[2 * size for size in pairs.sizes],
         embeddings=torch.cat([pairs.left, pairs.right]),
         partners=torch.cat([pairs.right, pairs.left]),

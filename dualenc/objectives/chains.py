@@ -6,7 +6,7 @@ as 2·id and its right view as 2·id + 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -73,14 +73,14 @@ class Chains(ItemState):
 
 
 class RecentItems(nn.Module):
-    """The latest embeddings of up to K items: where chains start, and what the loss is worth.
+    """The latest embeddings of up to K items of each of X directions: where chains start, and what the loss is worth.
 
     Item k has slot k mod K. With K ≥ N every item keeps its own latest embedding; with more items each slot holds
     the latest of its class, and stands for all of that class (a stratified sample of the corpus).
 
     Args:
         num_slots: the most that K may be; 0 remembers nothing.
-        num_items: N.
+        num_items: N of the candidates of each direction.
     """
 
     items: Tensor
@@ -88,55 +88,59 @@ class RecentItems(nn.Module):
     embeddings: Tensor
     log_counts: Tensor
 
-    def __init__(self, num_slots: int, num_items: int) -> None:
+    def __init__(self, num_slots: int, num_items: Sequence[int]) -> None:
         super().__init__()
-        self.num_items = num_items
-        self.num_slots = size = min(num_slots, num_items)
-        self.num_seen, self.enough = 0, min(2 * size, num_items)
-        slots = torch.arange(size)
-        self.register_buffer("items", torch.full((size,), NO_STATE))
-        self.register_buffer("partners", torch.full((size,), NO_STATE))
+        self.num_items = max(num_items)
+        self.num_slots = size = min(num_slots, self.num_items)
+        self.num_seen, self.enough = 0, [min(2 * size, 2 * number, number) for number in num_items]
+        shape, slots = (len(num_items), size), torch.arange(size)
+        self.register_buffer("items", torch.full(shape, NO_STATE))
+        self.register_buffer("partners", torch.full(shape, NO_STATE))
         # The dimension shows when the first embeddings come.
-        self.register_buffer("embeddings", torch.zeros(size, 0))
-        counts = num_items // max(size, 1) + (slots < num_items % max(size, 1))
-        self.register_buffer("log_counts", counts.float().log())
+        self.register_buffer("embeddings", torch.zeros(*shape, 0))
+        counts = [number // max(size, 1) + (slots < number % max(size, 1)) for number in num_items]
+        self.register_buffer("log_counts", torch.stack(counts).float().log())
 
-    def set_counts(self, counts: Tensor, weigh: bool) -> None:
+    def set_counts(self, counts: Sequence[Tensor], weigh: bool) -> None:
         """Tell in how many pairs each item (N,) is; in a corpus that is made of pairs it weighs so much."""
         if not self.num_slots:
             return
-        self.enough = min(2 * self.num_slots, int(counts.sum()))
-        if weigh:
-            slots = torch.arange(len(counts), device=counts.device) % self.num_slots
-            total = torch.zeros_like(self.log_counts, dtype=torch.float64).index_add_(0, slots, counts.double())
-            self.log_counts.copy_(total.log())
+        for number, of in enumerate(counts):
+            self.enough[number] = min(2 * min(self.num_slots, len(of)), int(of.sum()))
+            if weigh:
+                slots = torch.arange(len(of), device=of.device) % self.num_slots
+                total = torch.zeros_like(self.log_counts[number], dtype=torch.float64)
+                self.log_counts[number] = total.index_add_(0, slots, of.double()).log()
 
-    def add(self, items: Tensor, partners: Tensor, embeddings: Tensor, distinct: bool = False) -> None:
-        """Take in items (n,), their partners (n,) and embeddings (n, D), alike on all ranks; no item comes twice if
-        `distinct`."""
-        if embeddings.shape[1] != self.embeddings.shape[1]:
-            self.embeddings = embeddings.new_zeros(self.num_slots, embeddings.shape[1], dtype=self.log_counts.dtype)
-        slots, embeddings = items, embeddings.detach()
-        if not (distinct and self.num_slots == self.num_items):
-            rows = first_rows(items % self.num_slots)
-            items, partners, embeddings = items[rows], partners[rows], embeddings[rows]
-            slots = items % self.num_slots
-        self.items[slots], self.partners[slots], self.embeddings[slots] = (
-            items,
-            partners,
-            embeddings.to(self.embeddings),
-        )
+    @torch.no_grad()
+    def add(self, items: Tensor, partners: Tensor, embeddings: Tensor, distinct: bool = False, first: int = 0) -> None:
+        """Take in items (X, n), their partners (X, n) and embeddings (X, n, D), alike on all ranks; no item comes twice
+        if `distinct`. Of fewer directions, they are those from the `first` on."""
+        if embeddings.shape[2] != self.embeddings.shape[2]:
+            shape = (*self.items.shape, embeddings.shape[2])
+            self.embeddings = embeddings.new_zeros(shape, dtype=self.log_counts.dtype)
+        slots = items if self.num_slots == self.num_items else items % self.num_slots
+        if not (distinct and slots is items):
+            rows = torch.stack([first_rows(of) for of in slots])
+            slots, items, partners = (of.gather(1, rows) for of in (slots, items, partners))
+            embeddings = torch.stack([of[some] for of, some in zip(embeddings, rows, strict=True)])
+        tables = [self.items, self.partners, self.embeddings]
+        if len(items) < len(self.items):
+            tables = [table[first : first + len(items)] for table in tables]
+        tables[0].scatter_(1, slots, items)
+        tables[1].scatter_(1, slots, partners)
+        tables[2].scatter_(1, slots[:, :, None].expand_as(embeddings), embeddings.to(self.embeddings))
 
     @property
     def hold_the_corpus(self) -> bool:
         """Whether every item keeps its own embedding, and some have come."""
-        return self.num_slots == self.num_items and self.embeddings.shape[1] > 0
+        return self.num_slots == self.num_items and self.embeddings.shape[2] > 0
 
     @torch.no_grad()
     def look(
         self, anchors: Anchors, usable: Tensor, uniform: Tensor, beside: Literal["partner", "similarity"]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What anchors (A,) of one direction see here, where all items but their positives are negatives.
+        """What anchors (A,) see here, where all items but their positives are negatives.
 
         Args:
             anchors: those of this rank.
@@ -156,55 +160,70 @@ class RecentItems(nn.Module):
 
         # On the CPU a look costs nothing and may save the comparison; a GPU would wait longer than it compares.
         nothing_drawn = usable.device.type == "cpu" and bool(usable.all())
-        if self.embeddings.shape[1] == 0 or (nothing_drawn and not self.hold_the_corpus):
+        if self.embeddings.shape[2] == 0 or (nothing_drawn and not self.hold_the_corpus):
             return nothing()
         # What is not there yet counts nothing.
-        log_counts = self.log_counts.to(anchors.embeddings).masked_fill(self.items == NO_STATE, -torch.inf)
+        here = self.log_counts.to(anchors.embeddings).masked_fill(self.items == NO_STATE, -torch.inf)
+        ids, known = ids_of(self.items, anchors.views), self.embeddings.to(anchors.embeddings)
 
         def rows(some: Anchors, uniform: Tensor) -> tuple[Tensor, ...]:
-            hidden = listed(some.positive_ids, ids_of(self.items, some.views))
+            # All with X directions first, of which `some` may be one.
+            num = len(some.directions)
+            hidden = listed(some.positive_ids.view(num, -1, some.positive_ids.shape[1]), of_directions(ids, some))
             if not some.views:
-                hidden |= some.ids[:, None] == self.partners
-            log_weights = log_counts.masked_fill(hidden, -torch.inf)
-            similarities = some.embeddings @ self.embeddings.to(some.embeddings).T
+                hidden |= some.ids.view(num, -1, 1) == of_directions(self.partners, some)[:, None]
+            log_weights = of_directions(here, some)[:, None].masked_fill(hidden, -torch.inf)
+            own = some.embeddings.view(num, -1, some.embeddings.shape[1])
+            similarities = torch.bmm(own, of_directions(known, some).mT)
             logits = similarities / some.temperature + log_weights
-            log_sum = torch.logsumexp(logits, dim=1)
-            log_mean = log_sum - torch.logsumexp(log_weights, dim=1)
+            log_sum = torch.logsumexp(logits, dim=2)
+            log_mean = (log_sum - torch.logsumexp(log_weights, dim=2)).view(-1)
             if nothing_drawn:
                 return (log_mean,)
-            drawn, impossible = inverse_cdf(torch.softmax(logits, dim=1), uniform), log_sum == -torch.inf
-            slot = drawn[:, 0]
-            item = self.items[slot].masked_fill(impossible, NO_STATE)
+            drawn, impossible = (
+                inverse_cdf(torch.softmax(logits, dim=2), uniform.view(num, -1, 1)),
+                log_sum == -torch.inf,
+            )
+            slot = drawn[:, :, 0]
+            item = of_directions(self.items, some).gather(1, slot).masked_fill_(impossible, NO_STATE).view(-1)
             if beside == "partner":
-                return item, self.partners[slot], log_mean
-            return item, similarities.gather(1, drawn)[:, 0].masked_fill(impossible, -torch.inf), log_mean
+                return item, of_directions(self.partners, some).gather(1, slot).view(-1), log_mean
+            similarity = similarities.gather(2, drawn)[:, :, 0].masked_fill(impossible, -torch.inf)
+            return item, similarity.view(-1), log_mean
 
-        *drawn, log_mean = anchors.by_rows(rows, uniform, row_entries=2 * self.num_slots)
+        *drawn, log_mean = anchors.by_rows(rows, uniform, row_entries=self.num_slots)
         item, told = drawn or nothing()[:2]
         return item, told, log_mean
 
     def get_extra_state(self) -> Tensor:
-        """How many rows came in, and how many are enough, for the state dict."""
-        return torch.tensor([self.num_seen, self.enough])
+        """How many rows came in, and how many are enough of each direction, for the state dict."""
+        return torch.tensor([self.num_seen, *self.enough])
 
     def set_extra_state(self, state: Tensor) -> None:
         """Continue from a saved position."""
-        self.num_seen, self.enough = (int(number) for number in state)
+        self.num_seen, *self.enough = (int(number) for number in state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(prefix + "embeddings")
-        if saved is not None and len(saved) == self.num_slots:
+        if saved is not None and saved.shape[:2] == self.items.shape:
             self.embeddings = self.embeddings.new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """(A, 1) a column drawn from each row of weights (A, C) ≥ 0, which need not sum to 1; any for rows of zeros or NaN.
+def of_directions(values: Tensor, some: Anchors) -> Tensor:
+    """Of values (X, ...) of each direction those that some rows of the anchors are of."""
+    if len(some.directions) == len(values):
+        return values
+    return values[1:] if some.side == "right" else values[:1]
 
-    Draws (A, 1) of `uniform` in (0, 1) never lead to a column of weight 0.
+
+def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """(…, 1) a column drawn from each row of weights (…, C) ≥ 0, which need not sum to 1; any for rows of zeros or NaN.
+
+    Draws (…, 1) of `uniform` in (0, 1) never lead to a column of weight 0.
     """
-    cumulative = weights.cumsum(dim=1)
-    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:]).clamp_(max=weights.shape[1] - 1)
+    cumulative = weights.cumsum(dim=-1)
+    return torch.searchsorted(cumulative, uniform * cumulative[..., -1:]).clamp_(max=weights.shape[-1] - 1)
 
 
 def ids_of(items: Tensor, views: bool) -> Tensor:
@@ -303,7 +322,7 @@ class Visit:
         told: (A,) of what starts anew, the partner or the similarity of its item; see `RecentItems.look`.
         log_mean: (A,) what `RecentItems.look` gives.
         items, partners: (X, C) the proposals, and the other ids of the pairs that they come from, -1 if from none.
-        drawn: of each direction (C,) the proposals on the CPU; on the device where these are not `uniform`.
+        drawn: of each direction (C,) the proposals, if they are not the batch: on the CPU where they are `uniform`.
         near: of each direction (L,) sorted ids, after -1 for none, that `neighbor_share` of the draws come from if
             there are any, each as likely as it is often listed; None where all are uniform.
     """
@@ -327,15 +346,9 @@ class Visit:
         there, place = find_in_rows(self.items, state.view(len(self.items), -1))
         return there.view(-1), place.view(-1)
 
-    def of(self, values: Tensor, some: Anchors) -> Tensor:
-        """Of values (X, ...) of each direction those that some rows of the anchors are of."""
-        if len(some.directions) == len(values):
-            return values
-        return values[1:] if some.side == "right" else values[:1]
-
     def by_row(self, values: Tensor, some: Anchors) -> Tensor:
         """(a, C) of values (X, C) of each direction those for each of some rows of the anchors."""
-        own = self.of(values, some)
+        own = of_directions(values, some)
         return own[:, None].expand(-1, some.num_own // len(own), -1).flatten(0, 1)
 
     def after(self, column: Tensor, state: Tensor, *beside: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -424,10 +437,9 @@ class ChainObjective(Objective):
         self.left_chains = Chains(num_left if self.shared_chain else 2 * num_left, self.remembers, on_cpu)
         self.right_chains = self.left_chains if self.views else Chains(num_right, self.remembers, on_cpu)
         self.left_neighbors, self.right_neighbors = Neighbors(on_cpu), Neighbors(on_cpu)
-        # Of left items for the chains of right anchors, and the other way round; with views both are the same.
+        # Of right items for the chains of left anchors, and the other way round; with views both are the same.
         num_views = 2 if self.views else 1
-        self.recent_left = RecentItems(recent * num_views, num_left * num_views)
-        self.recent_right = self.recent_left if self.views else RecentItems(recent, num_right)
+        self.recent = RecentItems(recent * num_views, [2 * num_left] if self.views else [num_right, num_left])
         self.random = SharedRandom(self.seed)
 
     def set_neighbors(self, side: Side, ids: Tensor) -> None:
@@ -457,10 +469,8 @@ class ChainObjective(Objective):
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
         """Tell how many pairs each item is in; where proposals come from the corpus, every item weighs the same."""
         super().set_counts(left_counts, right_counts)
-        if self.views:
-            left_counts = right_counts = left_counts.repeat_interleave(2)
-        self.recent_left.set_counts(left_counts, weigh=self.corpus_of_pairs)
-        self.recent_right.set_counts(right_counts, weigh=self.corpus_of_pairs)
+        counts = [left_counts.repeat_interleave(2)] if self.views else [right_counts, left_counts]
+        self.recent.set_counts(counts, weigh=self.corpus_of_pairs)
 
     def items_drawn(self, ids: Tensor) -> Tensor:
         """(C,) the items that drawn ids (R,) propose, on the device of these."""
@@ -471,21 +481,22 @@ class ChainObjective(Objective):
         items = torch.stack([candidate_items(of) for of in anchors.directions])
         # Two views come in no pair.
         partners = torch.full_like(items, NO_STATE) if self.views else items.flip(0)
-        if self.updates_state:
-            for of, some, others in zip(anchors.directions, items, partners, strict=True):
-                self._take_in(of, some, others)
+        if self.updates_state and self.recent.num_slots:
+            candidates = torch.stack([of.candidates for of in anchors.directions])
+            self.recent.add(items, partners, candidates, anchors.distinct)
+            seen, self.recent.num_seen = self.recent.num_seen, self.recent.num_seen + anchors.num_global
+            for of, enough in zip(anchors.directions, self.recent.enough, strict=True):
+                if seen < enough <= self.recent.num_seen:
+                    # All of a small corpus or most slots have come: chains that began before that begin anew.
+                    self._chains(of).forget()
         state = self.take("state", anchors)
-        barred = ids_of(state, self.views)[:, None] == anchors.positive_ids
-        usable = ~barred.any(dim=1) & (state != NO_STATE)
-
-        def look(of: Anchors, usable: Tensor, uniform: Tensor) -> tuple[Tensor, ...]:
-            return self._recent(of).look(of, usable, uniform, self.beside)
-
+        is_negative = (ids_of(state, self.views)[:, None] != anchors.positive_ids).all(dim=1)
+        usable = is_negative & (state != NO_STATE)
         uniform = anchors.of_rank(self.random.uniform(anchors.num_rows, 1, like=anchors.embeddings))
-        item, told, log_mean = anchors.by_direction(look, usable, uniform)
+        item, told, log_mean = self.recent.look(anchors, usable, uniform, self.beside)
         found, num = (usable, torch.where(usable, state, item), told, log_mean), len(items)
         if self.proposals == "batch":
-            return Visit(*found, items, partners, list(items), [None] * num)
+            return Visit(*found, items, partners, [], [None] * num)
         proposals = [self._draw(of) for of in anchors.directions]
         items = torch.stack([upload(drawn, items.device) for drawn, _ in proposals])
         drawn, near = zip(*proposals, strict=True)
@@ -495,8 +506,8 @@ class ChainObjective(Objective):
         """(A,) what the anchors' chains remember."""
 
         def rows(of: Anchors) -> Tensor:
-            own = None if of.known is None else self._numbers(of, of.known.own, of.rows_on_cpu)
-            return self._chains(of).take(name, self._numbers(of, of.ids, of.rows), own)
+            own, known, _ = self._numbers(of)
+            return self._chains(of).take(name, own, known)
 
         return anchors.by_direction(rows)
 
@@ -504,33 +515,26 @@ class ChainObjective(Objective):
         """Write where the anchors' chains are now (A,), and what they remember with it (A,)."""
 
         def rows(of: Anchors, state: Tensor, *values: Tensor) -> None:
-            everyone = None if of.known is None else self._numbers(of, of.known.all_anchors, of.known.all_rows)
-            remember = dict(zip(remembered, values, strict=True))
-            self._chains(of).store(of, self._numbers(of, of.ids, of.rows), everyone, state, **remember)
+            own, _, everyone = self._numbers(of)
+            self._chains(of).store(of, own, everyone, state, **dict(zip(remembered, values, strict=True)))
 
         anchors.by_direction(rows, state, *remembered.values())
 
     def _chains(self, anchors: Anchors) -> Chains:
         return self.left_chains if anchors.side == "left" else self.right_chains
 
-    def _recent(self, anchors: Anchors) -> RecentItems:
-        return self.recent_right if anchors.candidate_side == "right" else self.recent_left
-
-    def _numbers(self, anchors: Anchors, ids: Tensor, rows: Tensor) -> Tensor:
-        """(n,) the numbers of the chains of anchors with some ids (n,) and rows (n,) of the batch."""
+    def _numbers(self, of: Anchors) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(A,) the numbers of the anchors' chains; and where the host knows them, these on the CPU, and those of all
+        ranks."""
+        known = of.known
+        if self.shared_chain:
+            return of.ids, known and known.own, known and known.all_anchors
         # The second views are the second half of all anchors.
-        return ids if self.shared_chain else 2 * ids + (rows >= anchors.num_global // 2)
-
-    def _take_in(self, anchors: Anchors, items: Tensor, partners: Tensor) -> None:
-        """Remember the batch's embeddings of items (C,)."""
-        recent = self._recent(anchors)
-        if not recent.num_slots:
-            return
-        recent.add(items, partners, anchors.candidates, anchors.distinct)
-        seen, recent.num_seen = recent.num_seen, recent.num_seen + anchors.num_global
-        if seen < recent.enough <= recent.num_seen:
-            # All of a small corpus or most slots have come: chains that began while little was there begin anew.
-            self._chains(anchors).forget()
+        half = of.num_global // 2
+        own = 2 * of.ids + (of.rows >= half)
+        if known is None:
+            return own, None, None
+        return own, 2 * known.own + (of.rows_on_cpu >= half), 2 * known.all_anchors + (known.all_rows >= half)
 
     def _draw(self, anchors: Anchors) -> tuple[Tensor, Tensor | None]:
         """(C,) proposals from the corpus to the anchors of a direction, and what is near (L,): see `Visit`."""
@@ -585,11 +589,14 @@ class ChainObjective(Objective):
         in_batch, unknown = self.proposals == "batch", not visit.uniform
         asked = ([] if state is None else [state]) + ([visit.items.view(-1)] if unknown else [])
         answer = (yield joined(asked)) if asked else torch.zeros(0, dtype=torch.long)
-        num_states = len(answer) - (visit.items.numel() if unknown else 0)
-        drawn = answer[num_states:].chunk(len(visit.drawn)) if unknown else visit.drawn
-        states, proposed, of_states = answer[:num_states].chunk(len(drawn)), [], []
-        for number, of in enumerate(anchors.directions):
-            wanted = borrowed(states[number], num_views)
+        states, drawn = answer, visit.drawn
+        if unknown:
+            states, drawn_here = answer.split([len(answer) - visit.items.numel(), visit.items.numel()])
+            drawn = list(drawn_here.view(visit.items.shape))
+        proposed, of_states = [], []
+        for number, (of, wanted) in enumerate(
+            zip(anchors.directions, borrowed(states, anchors, num_views), strict=True)
+        ):
             if in_batch:
                 of_states.append(embed(wanted, encode, of))
                 proposed.append(of.candidates)
@@ -598,34 +605,35 @@ class ChainObjective(Objective):
             embeddings = embed(torch.cat([own, wanted]), encode, of)
             of_states.append(embeddings[len(own) :])
             proposed.append(distributed.gather_with_grad(embeddings[: len(own)], sizes))
-            if self.updates_state and self._recent(of).num_slots and visit.near[number] is None:
-                self._recent(of).add(visit.items[number], visit.partners[number], proposed[-1])
+            if self.updates_state and self.recent.num_slots and visit.near[number] is None:
+                drawn_here = (visit.items[number, None], visit.partners[number, None], proposed[-1][None])
+                self.recent.add(*drawn_here, first=number)
         return proposed, similarities_with(anchors, of_states, num_views)
 
     def embed_states(self, anchors: Anchors, state: Tensor, encode: Encode) -> Asking[Tensor | None]:
         """(A, 1) similarities with states (A,), -1 for none; see `embed_proposals`."""
-        states = (yield state).chunk(len(anchors.directions))
-        parts = [embed(borrowed(these, 1), encode, of) for of, these in zip(anchors.directions, states, strict=True)]
+        states = borrowed((yield state), anchors, 1)
+        parts = [embed(these, encode, of) for of, these in zip(anchors.directions, states, strict=True)]
         return similarities_with(anchors, parts, 1)
 
     def compare(self, some: Anchors, visit: Visit, proposed: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """(a, C) s/τ of some rows of the anchors with the proposals (C, D) of each direction, with gradient; and the
-        same without, -inf where a proposal is no negative."""
+        """(a, C) s/τ of some rows of the anchors with the proposals (C, D) of each direction; and the same, -inf where
+        a proposal is no negative."""
         if self.proposals == "batch":
-            return some.scores, some.logits.detach()
+            return some.scores, some.logits
 
         def scores_of(of: Anchors) -> tuple[Tensor, Tensor]:
             number = 1 if of.side == "right" else 0
             scores = of.embeddings @ proposed[number].T / of.temperature
             hidden = listed(of.positive_ids, ids_of(visit.items[number], self.views))
-            return scores, scores.detach().masked_fill(hidden, -torch.inf)
+            return scores, scores.masked_fill(hidden, -torch.inf)
 
         return some.by_direction(scores_of)
 
     @property
     def reports_loss(self) -> bool:
         """A corpus that `recent` holds gives the partition function; of a larger one it is not known."""
-        return self.recent_left.hold_the_corpus and self.recent_right.hold_the_corpus
+        return self.recent.hold_the_corpus
 
     def losses_of(self, some: Anchors, scores: Tensor, weights: Tensor, log_mean: Tensor) -> Tensor:
         """(a,) the loss of some rows of the anchors; its gradient is Σ_c weight·∇score.
@@ -649,14 +657,17 @@ class ChainObjective(Objective):
         return WithGradient.apply(value, scores, weights)
 
 
-def borrowed(states: Tensor, num_views: int) -> Tensor:
-    """(n·num_views,) items (n,) on the CPU, and those that follow; who has none, -1, borrows one, and what comes of it
-    counts nothing. (0,) where there are none at all."""
-    some = int(states.max()) if len(states) else NO_STATE
-    if some == NO_STATE:
-        return states[:0]
-    states = states.masked_fill(states == NO_STATE, some)
-    return states if num_views == 1 else torch.stack([states, states + 1], dim=1).flatten()
+def borrowed(states: Tensor, anchors: Anchors, num_views: int) -> list[Tensor]:
+    """Of each direction (n·num_views,) items of states (A,) on the CPU, and those that follow; (0,) without any. Who
+    alone has none, -1, borrows one, and what comes of it counts nothing."""
+    if not len(states):
+        return [states] * len(anchors.directions)
+    of_each = states.view(len(anchors.directions), -1)
+    some = of_each.amax(dim=1, keepdim=True)
+    of_each = torch.where(of_each < 0, some, of_each)
+    if num_views > 1:
+        of_each = torch.stack([of_each, of_each + 1], dim=2).flatten(1)
+    return [of if one >= 0 else of[:0] for of, (one,) in zip(of_each, some.tolist(), strict=True)]
 
 
 def similarities_with(anchors: Anchors, embeddings: list[Tensor], num_views: int) -> Tensor | None:

@@ -27,7 +27,8 @@ class Looks:
     def note(self, embeddings: Tensor) -> None:
         """Have embeddings (n, D) checked at the next look."""
         # A norm is finite when all entries are, and takes one pass.
-        self._norms.append(torch.linalg.vector_norm(embeddings.detach(), dtype=torch.float64))
+        with torch.no_grad():
+            self._norms.append(torch.linalg.vector_norm(embeddings, dtype=torch.float64))
 
     def together(self, works: Sequence[Result | Asking[Result]]) -> list[Result]:
         """The results of all works. Those that ask go on in step with one another, so that all questions that are open
@@ -55,17 +56,23 @@ class Looks:
     def _look(self, questions: list[Tensor]) -> list[Tensor]:
         """The questions (n,) on the CPU, in one transfer, together with the noted norms."""
         norms, self._norms = self._norms, []
-        # Norms travel as the integers that their bits are.
-        bits = [torch.stack(norms).view(torch.long)] if norms else []
-        on_device = [part for part in (*bits, *questions) if len(part)]
-        if not on_device:
+        asked = [question for question in questions if len(question)]
+        if not asked:
+            _check(torch.stack(norms).cpu() if norms else torch.zeros(0))
             return questions
-        values = (torch.cat(on_device) if len(on_device) > 1 else on_device[0]).cpu()
-        if norms and not all(map(math.isfinite, values[: len(norms)].view(torch.double).tolist())):
-            raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
-        if len(on_device) == 1 and not norms:
-            return [values if len(question) else question for question in questions]
-        return list(values[len(norms) :].split([len(question) for question in questions]))
+        if norms:
+            # Norms travel as the integers that their bits are.
+            asked = [torch.stack(norms).view(torch.long), *asked]
+        values = (torch.cat(asked) if len(asked) > 1 else asked[0]).cpu()
+        if norms:
+            _check(values[: len(norms)].view(torch.double))
+            values = values[len(norms) :]
+        return list(values.split([len(question) for question in questions])) if len(questions) > 1 else [values]
+
+
+def _check(norms: Tensor) -> None:
+    if not all(map(math.isfinite, norms.tolist())):
+        raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
