@@ -391,11 +391,6 @@ def listed(ids: Tensor, candidate_ids: Tensor) -> Tensor:
     return marked[:, torch.searchsorted(ordered, candidate_ids)]
 
 
-def log_mean_exp(logits: Tensor, count: Tensor) -> Tensor:
-    """(A, C) -> (A,) log of the mean of exp over the `count` (A,) finite entries of a row; -inf for a row without."""
-    return torch.logsumexp(logits, dim=1) - count.clamp(min=1).to(logits.dtype).log()
-
-
 def weighted_sum(weights: Tensor, scores: Tensor) -> Tensor:
     """(A,) Σ_c weights·scores over candidates; its gradient is the weighted gradient of the scores.
 
