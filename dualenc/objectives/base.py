@@ -4,7 +4,7 @@ An objective's own file holds its equation. Large batches are cut into blocks of
 for one block at a time, forward and backward; an objective sees a block, and what it keeps:
 
     statistics(block)            without gradient, per block: what the state needs to know
-    update(anchors, *found)      once for all anchors of this rank: collectives and state
+    update(anchors, *found)      once for all anchors of this rank: collectives and state, in `anchors.by_direction`
     losses(block, *known)        with gradient, per block: the equation
 
 Shapes: b pairs of this rank, A its anchors of one direction, C candidates, D dimension, K known positives, N items.
@@ -249,7 +249,7 @@ class Objective(nn.Module):
         with torch.autocast(device, enabled=False):
             temperature = self.temperature.to(like.dtype)
             asked = None if encode is None else ask
-            # One direction after the other, or, if they ask the device, in step.
+            # Both directions at once, or one after the other, or, if they ask the device, in step.
             compared = pairs if self.takes_mined else pairs.without_mined()
             directions = list(self._anchors(compared, temperature))
             if self.both_at_once and len(directions) == 2 and not len(compared.negative_id):
@@ -274,7 +274,7 @@ class Objective(nn.Module):
     def update(self, anchors: Anchors, *found: Tensor) -> tuple[Tensor, ...]:
         """(A, …) each: what `losses` needs to know of each anchor, from its statistics (A,) and the state.
 
-        Called once per direction with all rows; writes state if `updates_state`.
+        Called once with all rows of a direction, or of both; writes state if `updates_state`.
         """
         return ()
 

@@ -92,7 +92,7 @@ class RecentItems(nn.Module):
         super().__init__()
         self.num_items = max(num_items)
         self.num_slots = size = min(num_slots, self.num_items)
-        self.num_seen, self.enough = 0, [min(2 * size, 2 * number, number) for number in num_items]
+        self.num_seen, self.enough = 0, [min(2 * size, number) for number in num_items]
         shape, slots = (len(num_items), size), torch.arange(size)
         self.register_buffer("items", torch.full(shape, NO_STATE))
         self.register_buffer("partners", torch.full(shape, NO_STATE))
@@ -591,12 +591,10 @@ class ChainObjective(Objective):
         answer = (yield joined(asked)) if asked else torch.zeros(0, dtype=torch.long)
         states, drawn = answer, visit.drawn
         if unknown:
-            states, drawn_here = answer.split([len(answer) - visit.items.numel(), visit.items.numel()])
-            drawn = list(drawn_here.view(visit.items.shape))
-        proposed, of_states = [], []
-        for number, (of, wanted) in enumerate(
-            zip(anchors.directions, borrowed(states, anchors, num_views), strict=True)
-        ):
+            states, learned = answer.split([len(answer) - visit.items.numel(), visit.items.numel()])
+            drawn = list(learned.view(visit.items.shape))
+        proposed, of_states, wanted_states = [], [], borrowed(states, anchors, num_views)
+        for number, (of, wanted) in enumerate(zip(anchors.directions, wanted_states, strict=True)):
             if in_batch:
                 of_states.append(embed(wanted, encode, of))
                 proposed.append(of.candidates)
@@ -606,8 +604,8 @@ class ChainObjective(Objective):
             of_states.append(embeddings[len(own) :])
             proposed.append(distributed.gather_with_grad(embeddings[: len(own)], sizes))
             if self.updates_state and self.recent.num_slots and visit.near[number] is None:
-                drawn_here = (visit.items[number, None], visit.partners[number, None], proposed[-1][None])
-                self.recent.add(*drawn_here, first=number)
+                come = (visit.items[number, None], visit.partners[number, None], proposed[-1][None])
+                self.recent.add(*come, first=number)
         return proposed, similarities_with(anchors, of_states, num_views)
 
     def embed_states(self, anchors: Anchors, state: Tensor, encode: Encode) -> Asking[Tensor | None]:

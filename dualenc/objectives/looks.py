@@ -59,7 +59,7 @@ class Looks:
         asked = [question for question in questions if len(question)]
         if not asked:
             _check(torch.stack(norms).cpu() if norms else torch.zeros(0))
-            return questions
+            return [question.cpu() for question in questions]
         if norms:
             # Norms travel as the integers that their bits are.
             asked = [torch.stack(norms).view(torch.long), *asked]

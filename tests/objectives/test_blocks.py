@@ -77,6 +77,24 @@ def test_what_a_block_gives_keeps_no_matrix_alive(setting: Setting, monkeypatch:
     assert all(held == shown for held, shown in sizes)
 
 
+# What draws nothing: both directions at once draw other numbers.
+DRAWS_NOTHING = [
+    s for s in SETTINGS if s.objective.both_at_once and s.objective.takes_mined and "negatives" not in s.arguments
+]
+
+
+@pytest.mark.parametrize("setting", DRAWS_NOTHING, ids=lambda s: s.name)
+def test_both_directions_at_once_give_what_one_after_the_other_gives(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With sides of different size, and documents that several queries share."""
+    at_once, at_once_states = three_steps(setting)
+    monkeypatch.setattr(setting.objective, "both_at_once", False)
+    apart, apart_states = three_steps(setting)
+    for found, expected in zip([*at_once, *at_once_states], [*apart, *apart_states], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
 def large(setting: Setting, batch_size: int) -> Objective:
     common = {"num_left": batch_size, "temperature": 0.2, "views": setting.views}
     return setting.objective(**common, **setting.arguments)

@@ -24,7 +24,7 @@ AT_MOST: dict[str, tuple[int, int, int]] = {
     "SigLIP": (102, 102, 1),
     "SogCLR": (74, 74, 1),
     "ISogCLR": (107, 107, 1),
-    "SACLR": (260, 260, 1),
+    "SACLR": (140, 140, 1),
     "NegativeCache": (516, 516, 3),
     "GlobalCache": (570, 1729, 3),
     "EMC2": (278, 3195, 3),
