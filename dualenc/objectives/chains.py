@@ -124,12 +124,9 @@ class RecentItems(nn.Module):
             rows = torch.stack([first_rows(of) for of in slots])
             slots, items, partners = (of.gather(1, rows) for of in (slots, items, partners))
             embeddings = torch.stack([of[some] for of, some in zip(embeddings, rows, strict=True)])
-        tables = [self.items, self.partners, self.embeddings]
-        if len(items) < len(self.items):
-            tables = [table[first : first + len(items)] for table in tables]
-        tables[0].scatter_(1, slots, items)
-        tables[1].scatter_(1, slots, partners)
-        tables[2].scatter_(1, slots[:, :, None].expand_as(embeddings), embeddings.to(self.embeddings))
+        where = torch.arange(first, first + len(items), device=items.device)[:, None], slots
+        self.items[where], self.partners[where] = items, partners
+        self.embeddings[where] = embeddings.to(self.embeddings)
 
     @property
     def hold_the_corpus(self) -> bool:
