@@ -4,7 +4,7 @@ An objective's own file holds its equation. Large batches are cut into blocks of
 for one block at a time, forward and backward; an objective sees a block, and what it keeps:
 
     statistics(block)            without gradient, per block: what the state needs to know
-    update(anchors, *found)      once for all anchors of this rank: collectives and state
+    update(anchors, *found)      once for all anchors of this rank: collectives and state, in `anchors.by_direction`
     losses(block, *known)        with gradient, per block: the equation
 
 Shapes: b pairs of this rank, A its anchors of one direction, C candidates, D dimension, K known positives, N items.
@@ -24,7 +24,7 @@ from torch.nn.functional import softplus
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import PADDING, Anchors, Pairs, pair_anchors, view_anchors
+from dualenc.objectives.anchors import PADDING, Anchors, BothDirections, Pairs, joined, pair_anchors, view_anchors
 from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.looks import Asking, Looks
 from dualenc.objectives.state import SharedRandom
@@ -133,6 +133,10 @@ class Objective(nn.Module):
 
     needs_num_left = False
     needs_encode = False
+    both_at_once = False
+    """Whether `anchor_losses` may get the anchors of both directions as one (`BothDirections`)."""
+    takes_mined = True
+    """Whether mined negatives are candidates."""
     knows_partition = False
     """Whether every anchor's `AnchorLosses.value` is its loss, so that `positive_in_softmax` can be had."""
 
@@ -262,16 +266,20 @@ class Objective(nn.Module):
         with torch.autocast(device, enabled=False):
             temperature = self.temperature.to(like.dtype)
             asked = None if encode is None else ask
-            # One direction after the other, or, if they ask the device, in step.
-            losses = looks.together([self.anchor_losses(of, asked) for of in self._anchors(pairs, temperature)])
+            # Both directions at once, or one after the other, or, if they ask the device, in step.
+            compared = pairs if self.takes_mined else pairs.without_mined()
+            directions = list(self._anchors(compared, temperature))
+            if self.both_at_once and len(directions) == 2 and not len(compared.negative_id):
+                directions = [BothDirections(*directions)]
+            losses = looks.together([self.anchor_losses(of, asked) for of in directions])
             if self.positive_in_softmax:
                 losses = [of.with_positive() for of in losses]
             # Over all anchors of the global batch, so that the average over ranks is the global loss.
             scale = distributed.world_size() / max(2 * sum(pairs.sizes), 1)
-            loss = torch.cat([of.surrogate for of in losses]).sum()
+            loss = joined([of.surrogate for of in losses]).sum()
             if any(of.value is not None for of in losses):
                 values = [of.surrogate.detach() if of.value is None else of.value for of in losses]
-                loss = _Reported.apply(loss, torch.cat(values).sum())
+                loss = _Reported.apply(loss, joined(values).sum())
             loss = loss * scale
         for random, draws in sources:
             random.draws = draws
@@ -285,7 +293,7 @@ class Objective(nn.Module):
     def update(self, anchors: Anchors, *found: Tensor) -> tuple[Tensor, ...]:
         """(A, …) each: what `losses` needs to know of each anchor, from its statistics (A,) and the state.
 
-        Called once per direction with all rows; writes state if `updates_state`.
+        Called once with all rows of a direction, or of both; writes state if `updates_state`.
         """
         return ()
 
@@ -348,6 +356,12 @@ class Objective(nn.Module):
     def log_corpus_size(self, anchors: Anchors) -> Tensor | float:
         """(A,) log of the number of negatives an anchor has in the whole corpus, or in the batch, if N is unknown; one
         number for all of them where it is the same."""
+        if isinstance(anchors, BothDirections):
+            left, right = (self.log_corpus_size(half) for half in anchors.directions)
+            if isinstance(left, float) and isinstance(right, float) and left == right:
+                return left
+            ones = torch.ones_like(anchors.directions[0].ids, dtype=anchors.temperature.dtype)
+            return torch.cat([ones * left, ones * right])
         total, counts = self.corpus_size(anchors.candidate_side), self.counts(anchors.candidate_side)
         positives, num_views = anchors.positive_ids, 2 if anchors.views else 1
         if total is None:
