@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dualenc import distributed
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode
 from dualenc.objectives.chains import NO_STATE, ChainObjective, at, embed, find, known_rows
@@ -106,7 +107,7 @@ class EMC2(ChainObjective):
         if self.score == "stored":
             # Only states that outlived burn-in are encoded.
             late, rows = known_rows((yield away.masked_fill(state_weight <= 0, NO_STATE)), anchors)
-            if len(late):
+            if len(late) or distributed.is_initialized():
                 embeddings = embed(late, encode, anchors)
                 outside = outside.index_put((rows,), (anchors.embeddings[rows] * embeddings).sum(dim=1))
         return self.global_loss(anchors, visit, negatives + state_weight * outside)
