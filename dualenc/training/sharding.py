@@ -23,7 +23,10 @@ from dualenc.encoders.dual import DualEncoder, Tower
 from dualenc.errors import DualencError
 from dualenc.training.encoding import uses_batch_statistics
 
-SHARDED_OPTIMIZERS = ("adamw", "sgd")
+SHARDED_OPTIMIZERS = (
+    *("adamw", "sgd", "lars", "lion", "adan", "adopt", "laprop", "madgrad", "nadamw", "radam", "rmsprop"),
+)
+"""Those that take the same step when each rank has a part of every weight."""
 
 
 def check_shardable(
@@ -41,7 +44,7 @@ def check_shardable(
         DualencError: in one line.
     """
     problems = (
-        (optimizer not in SHARDED_OPTIMIZERS, f"optimizer {optimizer}", f"choose {' or '.join(SHARDED_OPTIMIZERS)}"),
+        (optimizer not in SHARDED_OPTIMIZERS, f"optimizer {optimizer}", f"choose one of {', '.join(SHARDED_OPTIMIZERS)}"),
         (mixed_precision == "fp16", "mixed_precision=fp16", "use bf16 or no"),
         (compiled, "compile", "leave compile out"),
         (uses_batch_statistics(model), "BatchNorm", "leave shard_model out, or choose a model without BatchNorm"),
