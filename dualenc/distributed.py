@@ -6,6 +6,7 @@ Tensors may have a different first dimension on each rank: the last batch of an 
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -282,14 +283,25 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float) -> Te
     if not any(is_sharded(p) for p in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
     gradients = [(p.grad, is_sharded(p)) for p in parameters if p.grad is not None]
-    parts = [_local(gradient) for gradient, divided in gradients if divided]
+    parts = [local_part(gradient) for gradient, divided in gradients if divided]
     whole = [gradient for gradient, divided in gradients if not divided]
-    squares = torch.nn.utils.get_total_norm(parts).to(_local(parameters[0])) ** 2
+    squares = torch.nn.utils.get_total_norm(parts).to(local_part(parameters[0])) ** 2
     norm = (all_reduce(squares) + torch.nn.utils.get_total_norm(whole).to(squares) ** 2).sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
     for gradient in (*parts, *whole):
         gradient.mul_(scale.to(gradient))
     return norm
+
+
+def can_shard() -> bool:
+    """Whether this version of torch divides models, and writes their parts, as is needed here."""
+    try:
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        return False
+    writes = "save_distributed" in inspect.signature(HuggingFaceStorageWriter).parameters
+    return writes and "ignored_params" in inspect.signature(fully_shard).parameters
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -299,6 +311,12 @@ def is_sharded(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, which is all of it unless it is sharded."""
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return local
 
 
 def shard(modules: Iterable[torch.nn.Module], device: torch.device) -> None:
@@ -377,12 +395,6 @@ def _quiet_checkpoints() -> Iterator[None]:
         warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint.*")
         warnings.filterwarnings("ignore", message=".*torch.distributed.*")
         yield
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return local
 
 
 @lost_process_told()

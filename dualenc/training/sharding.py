@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +43,15 @@ def check_shardable(
         DualencError: in one line.
     """
     problems = (
-        (optimizer not in SHARDED_OPTIMIZERS, f"optimizer {optimizer}", f"choose one of {', '.join(SHARDED_OPTIMIZERS)}"),
+        (
+            optimizer not in SHARDED_OPTIMIZERS,
+            f"optimizer {optimizer}",
+            f"choose one of {', '.join(SHARDED_OPTIMIZERS)}",
+        ),
         (mixed_precision == "fp16", "mixed_precision=fp16", "use bf16 or no"),
         (compiled, "compile", "leave compile out"),
         (uses_batch_statistics(model), "BatchNorm", "leave shard_model out, or choose a model without BatchNorm"),
-        (
-            find_spec("torch.distributed.checkpoint.hf_storage") is None,
-            f"torch {torch.__version__}",
-            "install torch 2.9 or later",
-        ),
+        (not distributed.can_shard(), f"torch {torch.__version__}", "install torch 2.9 or later"),
     )
     for wrong, what, remedy in problems:
         if wrong:
