@@ -237,7 +237,8 @@ class _Encoder:
             autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
             try:
                 # What a sharded tower brings together in inference mode could not be trained afterwards.
-                with autocast, torch.inference_mode(not self.in_step), torch.no_grad():
+                told = distributed.lost_process_told()
+                with told, autocast, torch.inference_mode(not self.in_step), torch.no_grad():
                     parts.append(self.forward(batch).float())
             except torch.OutOfMemoryError:
                 raise DualencError(f"out of memory with batch_size={self.batch_size}; give a smaller one") from None

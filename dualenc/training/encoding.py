@@ -73,6 +73,7 @@ class PlainEncoding:
             encoded = torch.cat([self._forward(side, take(inputs, rows)) for rows in groups])
         return encoded[torch.cat(groups).argsort().to(encoded.device)]
 
+    @distributed.lost_process_told()
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of everything that was encoded with a graph."""
         self.statistics.release()
@@ -91,6 +92,7 @@ class PlainEncoding:
         self._encoded.append((encoded, leaf))
         return leaf
 
+    @distributed.lost_process_told()
     def _forward(self, side: Side, inputs: Inputs) -> Tensor:
         on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
         with self.autocast():
@@ -200,6 +202,7 @@ class CachedEncoding(PlainEncoding):
             self._recorded.append(_Recorded(side, inputs, out_of_batch, chunks, random_states, embeddings, missing))
         return embeddings
 
+    @distributed.lost_process_told()
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients, encoding every chunk once more with its graph."""
         loss.backward()

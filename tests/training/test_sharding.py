@@ -15,16 +15,17 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dualenc import distributed
+from dualenc.data.columns import Labels
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
 from dualenc.encoders import ImageEncoder, ImageTextEncoder, TextEncoder, load_model, train_tokenizer
 from dualenc.errors import DualencError
 from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, NegativeCache, SogCLR, negative_cache
 from dualenc.search import embeddings as stored
-from dualenc.training.evaluators import RetrievalEvaluator
+from dualenc.training.evaluators import Evaluator, KNNEvaluator, RetrievalEvaluator
 from dualenc.training.log import read_metrics
 from dualenc.training.optim import build_optimizer
-from dualenc.training.sharding import check_shardable, repeated_layers, shard_model, split_state
+from dualenc.training.sharding import SHARDED_OPTIMIZERS, check_shardable, repeated_layers, shard_model, split_state
 from dualenc.training.trainer import Trainer, start_accelerator
 from tests.training.fakes import NumberItems, TinyEncoder, kill_this_process, tiny_objective, tiny_pairs
 from tests.training.launched import Launched, launch
@@ -89,9 +90,11 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "GlobalCache": {"objective": GlobalCache, "extra_encodes": 1.0},
     "NegativeCache": {"objective": NegativeCache, "refresh": 0.3, "batch_size": 5},
     "CLIP": {"model": "clip"},
-    "views": {"model": "vit", "objective": ISIR, "views": True},
+    "views": {"model": "vit", "objective": ISIR, "views": True, "evaluate_every": 3},
 }
 OF_ONE = [(name, ranks) for ranks, cases in ((2, CASES | ON_TWO), (3, CASES)) for name in cases if "half" not in name]
+OF_RANKS = ("samples_per_second", "items_encoded")
+"""Lines of the log that the number of processes changes: an item that two of them need is encoded by both."""
 OF_OBJECTIVES = ("score", "proposals", "neighbor_share", "neighbors", "extra_encodes", "refresh", "views")
 SETTINGS = {
     "batch_size": 6,
@@ -124,6 +127,7 @@ def one_case(
     model: str = "text",
     resume: bool = False,
     die_at_batch: int | None = None,
+    die_on_one: bool = False,
     **changes: Any,
 ) -> None:
     """8 steps from one start; evaluations and refreshed caches come in several parts."""
@@ -138,7 +142,7 @@ def one_case(
             towers, pairs = ImageTextEncoder(config=CLIP), PairDataset(NOISE, RIGHT, left_modality="image")
         else:
             towers = ImageEncoder("test_vit", image_size=32, projector_dim=8, projector_layers=1)
-            pairs = ImageViews(NOISE)
+            pairs = ImageViews(NOISE, Labels(np.arange(24) % 3, ["a", "b", "c"]))
     own = {name: changes.pop(name) for name in OF_OBJECTIVES if name in changes}
     loss = objective(
         num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.1, learnable_temperature=True, **own
@@ -146,7 +150,18 @@ def one_case(
     if die_at_batch is not None:
         batches = iter(range(1, 100))
         loss.register_forward_pre_hook(lambda *_: kill_this_process() if next(batches) == die_at_batch else None)
-    evaluator = RetrievalEvaluator(pairs=text_pairs(), batch_size=3) if "evaluate_every" in changes else None
+    if die_on_one:
+        passes = iter(range(100))
+
+        def die(*_: Any) -> None:
+            if distributed.rank() == 1 and next(passes) == 6:
+                kill_this_process()
+
+        towers.left.register_forward_pre_hook(die)
+    evaluator: Evaluator | None = None
+    if "evaluate_every" in changes:
+        texts = model == "text"
+        evaluator = RetrievalEvaluator(pairs=text_pairs(), batch_size=3) if texts else KNNEvaluator(pairs, pairs, k=3)
     Trainer(output=output, **{**SETTINGS, **changes}).fit(towers, pairs, loss, evaluator=evaluator, resume=resume)
 
 
@@ -203,11 +218,12 @@ def test_frozen_weights_in_half_precision(runs, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_log_and_evaluations_are_those_of_one_process(runs, ranks):
-    logs = [read_metrics(runs / str(number) / "evaluated" / "metrics.jsonl") for number in (1, ranks)]
+@pytest.mark.parametrize(("name", "ranks"), [("evaluated", 2), ("evaluated", 3), ("views", 2)])
+def test_log_and_evaluations_are_those_of_one_process(runs, name, ranks):
+    logs = [read_metrics(runs / str(number) / name / "metrics.jsonl") for number in (1, ranks)]
+    assert any("evaluation" in key for line in logs[0] for key in line)
     for ours, theirs in zip(*logs, strict=True):
-        ours, theirs = ({k: v for k, v in line.items() if k != "samples_per_second"} for line in (ours, theirs))
+        ours, theirs = ({k: v for k, v in line.items() if k not in OF_RANKS} for line in (ours, theirs))
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
@@ -236,6 +252,19 @@ def test_killed_and_resumed_on_any_number_of_processes(broken, tmp_path, before,
     logs = [read_metrics(run / "metrics.jsonl") for run in (broken / "whole", tmp_path / "run")]
     assert [line["step"] for line in logs[0]] == [line["step"] for line in logs[1]]
     assert logs[0][-1] == pytest.approx(logs[1][-1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_lost_process_is_told_in_one_line(tmp_path):
+    """It is gone while the other brings a layer's weights together."""
+    first, second = launch(
+        tmp_path, one_case, tmp_path / "run", ranks=2, shard_model=True, die_on_one=True, save_every=1
+    )
+    assert second.end()[0] == -signal.SIGKILL
+    code, written = first.end()
+    assert code == 2
+    assert "dualenc: error: step 7: the connection to another process of this run is lost" in written
+    assert "Traceback" not in written
 
 
 def lose_the_model_folder(output: Path) -> None:
@@ -309,6 +338,28 @@ def test_each_rank_holds_its_share_and_gradients_are_those_of_one(tmp_path, rank
         shares, totals = zip(*((int(share), int(total)) for share, total in (of_rank[case] for of_rank in held)))
         assert sum(shares) == totals[0] == totals[-1]
         assert max(shares) < 1.1 * totals[0] / ranks  # rows of small matrices do not divide evenly
+
+
+def steps_in_parts(_: Path) -> None:
+    """Three steps with each optimizer, beside those of a model that is whole."""
+    for name in SHARDED_OPTIMIZERS:
+        model, whole = text_encoder(), text_encoder()
+        shard_model(model, torch.device("cpu"))
+        rate = 30.0 if name == "lars" else 0.01
+        for some in (model, whole):
+            optimizer = build_optimizer([some], name, rate, weight_decay=0.1, sharded=list(model.parameters()))
+            for _ in range(3):
+                optimizer.zero_grad()
+                some.encode("left", some.left.prepare(RIGHT))[:, 0].sum().backward()
+                optimizer.step()
+        moved = whole.encode("left", whole.left.prepare(RIGHT))
+        assert (moved - text_encoder().encode("left", whole.left.prepare(RIGHT))).abs().max() > 0.01, name
+        assert torch.allclose(model.encode("left", model.left.prepare(RIGHT)), moved, atol=2e-5), name
+
+
+@pytest.mark.slow
+def test_optimizers_take_the_steps_of_one_process(tmp_path):
+    all_end(launch(tmp_path, in_a_group, steps_in_parts, tmp_path, ranks=2))
 
 
 def in_a_group(function: Any, *arguments: Any) -> None:
