@@ -127,6 +127,8 @@ class Loop:
         self.meter = Meter(self.device)
         described = {name: part for name, part in recipe.items() if name not in ("trainer", "evaluator")}
         described["trainer"] = {name: value for name, value in asdict(settings).items() if name not in _FREE}
+        if not settings.shard_model:  # checkpoints from before there was this option are still good
+            del described["trainer"]["shard_model"]
         described = fingerprint(described, model, objective, pairs, batching)
         self.checkpoints = Checkpoints(self.output / "checkpoints", settings.keep_checkpoints, described)
         self.bad: dict[int, str] = {}

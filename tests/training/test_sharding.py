@@ -20,7 +20,7 @@ from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
 from dualenc.encoders import ImageEncoder, ImageTextEncoder, TextEncoder, load_model, train_tokenizer
 from dualenc.errors import DualencError
-from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, NegativeCache, SogCLR, negative_cache
+from dualenc.objectives import EMC2, ISIR, ExactGlobal, GlobalCache, InfoNCE, NegativeCache, SogCLR, negative_cache
 from dualenc.search import embeddings as stored
 from dualenc.training.evaluators import Evaluator, KNNEvaluator, RetrievalEvaluator
 from dualenc.training.log import read_metrics
@@ -89,13 +89,25 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "EMC2, neighbours": {"objective": EMC2, "proposals": 7, "neighbor_share": 0.5, "neighbors": 3, "chunk_size": 2},
     "GlobalCache": {"objective": GlobalCache, "extra_encodes": 1.0},
     "NegativeCache": {"objective": NegativeCache, "refresh": 0.3, "batch_size": 5},
+    "ExactGlobal": {"objective": ExactGlobal, "corpus_chunk_size": 10},
+    "autocast in half precision": {"mixed_precision": "bf16"},
+    "autocast in half precision, whole": {"mixed_precision": "bf16", "shard_model": False},
     "CLIP": {"model": "clip"},
     "views": {"model": "vit", "objective": ISIR, "views": True, "evaluate_every": 3},
 }
 OF_ONE = [(name, ranks) for ranks, cases in ((2, CASES | ON_TWO), (3, CASES)) for name in cases if "half" not in name]
 OF_RANKS = ("samples_per_second", "items_encoded")
 """Lines of the log that the number of processes changes: an item that two of them need is encoded by both."""
-OF_OBJECTIVES = ("score", "proposals", "neighbor_share", "neighbors", "extra_encodes", "refresh", "views")
+OF_OBJECTIVES = (
+    "score",
+    "proposals",
+    "neighbor_share",
+    "neighbors",
+    "extra_encodes",
+    "refresh",
+    "corpus_chunk_size",
+    "views",
+)
 SETTINGS = {
     "batch_size": 6,
     "epochs": 2,
@@ -218,6 +230,13 @@ def test_frozen_weights_in_half_precision(runs, ranks):
 
 
 @pytest.mark.slow
+def test_autocast_in_half_precision(runs):
+    """Unsharded, texts of like length are encoded together, which rounds otherwise."""
+    sharded, whole = (runs / "2" / f"autocast in half precision{name}" for name in ("", ", whole"))
+    assert (embeddings(sharded) - embeddings(whole)).abs().max() < 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), [("evaluated", 2), ("evaluated", 3), ("views", 2)])
 def test_log_and_evaluations_are_those_of_one_process(runs, name, ranks):
     logs = [read_metrics(runs / str(number) / name / "metrics.jsonl") for number in (1, ranks)]
@@ -289,7 +308,7 @@ def test_a_lost_model_folder_is_written_again(tmp_path):
 @pytest.mark.slow
 def test_an_unsharded_run_is_not_resumed_sharded(broken, tmp_path):
     shutil.copytree(broken / "whole", tmp_path / "run")
-    with pytest.raises(DualencError, match=r"trainer\.shard_model was False and is now True"):
+    with pytest.raises(DualencError, match=r"trainer\.shard_model was None and is now True"):
         one_case(tmp_path / "run", resume=True, shard_model=True, **TO_RESUME)
 
 
