@@ -42,6 +42,8 @@ def check_shardable(
     Raises:
         DualencError: in one line.
     """
+    left, right = ({id(p) for p in tower.parameters()} for tower in (model.left, model.right))
+    partly = bool(left & right) and not model.shares_weights
     problems = (
         (
             optimizer not in SHARDED_OPTIMIZERS,
@@ -51,6 +53,7 @@ def check_shardable(
         (mixed_precision == "fp16", "mixed_precision=fp16", "use bf16 or no"),
         (compiled, "compile", "leave compile out"),
         (uses_batch_statistics(model), "BatchNorm", "leave shard_model out, or choose a model without BatchNorm"),
+        (partly, "towers that have some weights in common", "let them share all of them or none"),
         (not distributed.can_shard(), f"torch {torch.__version__}", "install torch 2.9 or later"),
     )
     for wrong, what, remedy in problems:

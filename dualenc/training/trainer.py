@@ -198,7 +198,8 @@ class Trainer:
         """Train, and leave the model in `output/model`.
 
         Args:
-            model: trained in place; ends with the weights of the last step.
+            model: trained in place; ends with the weights of the last step, of which with shard_model and several
+                processes each holds a part.
             pairs: the training pairs.
             objective: the loss; its learnable parameters are trained too.
             batching: who meets whom; by default random batches.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from collections.abc import Sequence
@@ -16,12 +17,15 @@ from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.data.columns import Labels
+from dualenc.data.corpus import Corpus
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
 from dualenc.encoders import ImageEncoder, ImageTextEncoder, TextEncoder, load_model, train_tokenizer
 from dualenc.errors import DualencError
 from dualenc.objectives import EMC2, ISIR, ExactGlobal, GlobalCache, InfoNCE, NegativeCache, SogCLR, negative_cache
 from dualenc.search import embeddings as stored
+from dualenc.search.embed import embed
+from dualenc.training.checkpoint import Checkpoints
 from dualenc.training.evaluators import Evaluator, KNNEvaluator, RetrievalEvaluator
 from dualenc.training.log import read_metrics
 from dualenc.training.optim import build_optimizer
@@ -85,6 +89,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "ISIR": {"objective": ISIR},
     "ISIR, adapters": {"objective": ISIR, "encoder": ADAPTED, **ADAM},
     "recomputed": {"objective": ISIR, "encoder": {**ADAPTED, "gradient_checkpointing": True}, **ADAM},
+    "a fixed tower": {"objective": ISIR, "encoder": {"shared": False}, "fixed": True, "chunk_size": 2},
     "EMC2": {"objective": EMC2, "batch_size": 5},
     "EMC2, neighbours": {"objective": EMC2, "proposals": 7, "neighbor_share": 0.5, "neighbors": 3, "chunk_size": 2},
     "GlobalCache": {"objective": GlobalCache, "extra_encodes": 1.0},
@@ -140,6 +145,7 @@ def one_case(
     resume: bool = False,
     die_at_batch: int | None = None,
     die_on_one: bool = False,
+    fixed: bool = False,
     **changes: Any,
 ) -> None:
     """8 steps from one start; evaluations and refreshed caches come in several parts."""
@@ -162,6 +168,8 @@ def one_case(
     if die_at_batch is not None:
         batches = iter(range(1, 100))
         loss.register_forward_pre_hook(lambda *_: kill_this_process() if next(batches) == die_at_batch else None)
+    if fixed:
+        towers.right.requires_grad_(False)
     if die_on_one:
         passes = iter(range(100))
 
@@ -339,6 +347,10 @@ def one_step_in_parts(found: Path) -> None:
             if ours.grad is not None:
                 assert torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-6)
         trained = [p for p in model.parameters() if p.requires_grad]
+        # Where there is nothing left to average, ranks still agree on whether to stop.
+        assert distributed.GradientAverage(trained).finish(distributed.rank()) == distributed.world_size() - 1
+        with pytest.raises(DualencError, match="a sharded model embeds in memory only"):
+            embed(model.left, Corpus(["a"], ["text"], "text"), found.with_name("embeddings"))
         optimizer = build_optimizer([model], "adamw", sharded=trained)
         optimizer.step()
         _, large = split_state(model, optimizer)
@@ -387,6 +399,21 @@ def in_a_group(function: Any, *arguments: Any) -> None:
     function(*arguments)
 
 
+def save_elsewhere(folder: Path) -> None:
+    """Each rank has a working directory of its own, as on machines without a common file system."""
+    own = folder / str(distributed.rank())
+    own.mkdir(parents=True)
+    os.chdir(own)
+    with pytest.raises(DualencError, match="not every process sees this folder"):
+        Checkpoints(Path("checkpoints")).save(1, {"shards": {"weight": torch.zeros(3)}})
+    assert not list(Path().rglob("*"))
+
+
+@pytest.mark.slow
+def test_a_folder_that_only_some_processes_see_is_refused(tmp_path):
+    all_end(launch(tmp_path, in_a_group, save_elsewhere, tmp_path / "machines", ranks=2))
+
+
 def test_units_are_the_outermost_repeated_layers():
     bert, vit = text_encoder().left, ImageEncoder("test_vit", image_size=32, projector_layers=1).left
     assert list(repeated_layers(bert)) == list(bert.backbone.encoder.layer)
@@ -414,6 +441,13 @@ def test_what_does_not_go_with_sharding_is_told_in_one_line(tmp_path, settings, 
         )
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_towers_with_some_weights_in_common_are_refused():
+    model = TinyEncoder()
+    model.right.layers[0] = model.left.layers[0]
+    with pytest.raises(DualencError, match="some weights in common; let them share all of them or none"):
+        check_shardable(model)
 
 
 def test_scaled_gradients_are_refused():
