@@ -361,12 +361,19 @@ def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @lost_process_told()
 def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write sharded and whole tensors as safetensors, every rank its part; all ranks call it together."""
+    """Write sharded and whole tensors as safetensors, every rank its part; all ranks call it together.
+
+    Raises:
+        DualencError: a rank could not write.
+    """
     from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
 
-    with _quiet_checkpoints():
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        save(dict(tensors), storage_writer=writer, no_dist=not is_initialized())
+    try:
+        with _checkpoint_told():
+            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+            save(dict(tensors), storage_writer=writer, no_dist=not is_initialized())
+    except _Failed as error:
+        raise DualencError(f"{folder}: cannot be written ({error}); mend that, then go on with --resume") from error
 
 
 @lost_process_told()
@@ -377,24 +384,34 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         DualencError: a tensor is missing, has another shape, or a file is damaged.
     """
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-    from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        with _quiet_checkpoints():
+        with _checkpoint_told():
             reader = HuggingFaceStorageReader(str(folder))
             load(dict(tensors), storage_reader=reader, no_dist=not is_initialized())
-    except (CheckpointException, ValueError, RuntimeError, KeyError) as error:
-        reason = " ".join(str(error).split())[-160:]
-        raise DualencError(f"{folder}: does not hold this model's weights ({reason}); restore the folder") from error
+    except _Failed as error:
+        raise DualencError(f"{folder}: does not hold this model's weights ({error}); restore the folder") from error
+
+
+class _Failed(Exception):
+    """Why some rank could not write or read its part, in one line."""
 
 
 @contextmanager
-def _quiet_checkpoints() -> Iterator[None]:
-    """Without torch's warning that one process saves alone, which is meant here."""
+def _checkpoint_told() -> Iterator[None]:
+    """torch raises what went wrong on any rank on all of them, traceback by traceback; here it is the first reason.
+
+    Its warning that one process saves alone is left out: that is meant.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint.*")
-        warnings.filterwarnings("ignore", message=".*torch.distributed.*")
-        yield
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+        try:
+            yield
+        except CheckpointException as error:
+            reason = next((failure[0] for failure in error.failures.values()), error)
+            raise _Failed(" ".join(str(reason).split())[:160]) from error
 
 
 @lost_process_told()

@@ -128,9 +128,8 @@ def split_state(model: DualEncoder, optimizer: Optimizer) -> tuple[dict[str, Any
     Returns:
         What is small: buffers, scalars, settings; and tensors by name, of each of which a rank may hold a part.
     """
-    weights, kept = model.state_dict(), optimizer.state_dict()
-    large = {f"model.{name}": tensor for name, tensor in weights.items() if name in _divisible(model)}
-    rest = {name: tensor for name, tensor in weights.items() if name not in _divisible(model)}
+    kept, divisible, rest = optimizer.state_dict(), _divisible(model), dict(model.state_dict())
+    large = {f"model.{name}": rest.pop(name) for name in divisible}
     states: dict[int, dict[str, Any]] = {}
     for number, parameter in enumerate(_parameters(optimizer)):
         states[number] = {}
@@ -156,7 +155,7 @@ def join_state(model: DualEncoder, optimizer: Optimizer | None, small: dict[str,
         DualencError: the two do not fit.
     """
     weights = model.state_dict()
-    large = {f"model.{name}": tensor for name, tensor in weights.items() if name in _divisible(model)}
+    large = {f"model.{name}": weights[name] for name in _divisible(model)}
     for name, tensor in small["model"].items():
         weights[name].copy_(tensor)
     states: dict[int, dict[str, Any]] = {}
@@ -173,9 +172,9 @@ def join_state(model: DualEncoder, optimizer: Optimizer | None, small: dict[str,
         optimizer.load_state_dict({"state": {n: s for n, s in states.items() if s}, "param_groups": groups})
 
 
-def _divisible(model: DualEncoder) -> set[str]:
+def _divisible(model: DualEncoder) -> list[str]:
     """Names of the weights that are divided on several ranks: all parameters but scalars."""
-    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.dim()}
+    return [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.dim()]
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

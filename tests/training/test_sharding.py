@@ -399,6 +399,22 @@ def in_a_group(function: Any, *arguments: Any) -> None:
     function(*arguments)
 
 
+def test_parts_that_cannot_be_written_or_do_not_fit_are_told_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    distributed.save_shards(tmp_path / "shards", {"weight": torch.ones(3)})
+    for act, folder, tensors, told in (
+        (distributed.save_shards, "file", {"weight": torch.ones(3)}, "cannot be written"),
+        (distributed.load_shards, "shards", {"other": torch.zeros(3)}, "does not hold this model's weights"),
+        (distributed.load_shards, "shards", {"weight": torch.zeros(4)}, "does not hold this model's weights"),
+    ):
+        with pytest.raises(DualencError, match=told) as caught:
+            act(tmp_path / folder, tensors)
+        assert "\n" not in str(caught.value)
+    read = torch.zeros(3)
+    distributed.load_shards(tmp_path / "shards", {"weight": read})
+    assert torch.equal(read, torch.ones(3))
+
+
 def save_elsewhere(folder: Path) -> None:
     """Each rank has a working directory of its own, as on machines without a common file system."""
     own = folder / str(distributed.rank())
