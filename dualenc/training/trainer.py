@@ -268,6 +268,10 @@ class Trainer:
         evaluator: Evaluator | None,
     ) -> None:
         """Refuse parts that do not fit one another, before any work."""
+        if any(distributed.is_sharded(parameter) for parameter in model.parameters()):
+            raise DualencError(
+                "the model is still divided among the processes of an earlier training; load what that has saved"
+            )
         for name, ours, theirs, we in (
             ("batch_size", self.batch_size, batching.batch_size, "the trainer"),
             ("num_pairs", len(pairs), batching.num_pairs, "the data"),

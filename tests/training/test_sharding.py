@@ -351,6 +351,8 @@ def one_step_in_parts(found: Path) -> None:
         assert distributed.GradientAverage(trained).finish(distributed.rank()) == distributed.world_size() - 1
         with pytest.raises(DualencError, match="a sharded model embeds in memory only"):
             embed(model.left, Corpus(["a"], ["text"], "text"), found.with_name("embeddings"))
+        with pytest.raises(DualencError, match="the model is still divided"):
+            Trainer(output=found.with_name("run"), batch_size=6).fit(model, text_pairs(), InfoNCE())
         optimizer = build_optimizer([model], "adamw", sharded=trained)
         optimizer.step()
         _, large = split_state(model, optimizer)
