@@ -31,6 +31,8 @@ from dualenc.objectives.state import SharedRandom
 from dualenc.types import Side
 
 Encode = Callable[[Side, Tensor], Tensor]
+"""`encode(side, ids)` embeds n items by id to (n, D). With several processes each of them calls it equally often and in
+the same order, also for no items: the passes through a sharded model are made by all of them together."""
 
 MIN_TEMPERATURE = 1e-3
 # Rounding to bfloat16 moves the norm of a unit vector by 0.4 % at most, normalising in bfloat16 by twice that.

@@ -270,8 +270,12 @@ def find_in_rows(items: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
-    """(n, D) embeddings of items (n,) on the CPU, each distinct one encoded once; of this rank, no collective."""
-    if not len(items):
+    """(n, D) embeddings of items (n,) on the CPU, each distinct one encoded once; of this rank.
+
+    No collective of its own, but one of several ranks calls `encode` without items too: see `Encode`.
+    """
+    several = distributed.is_initialized()
+    if not len(items) and not several:
         return anchors.embeddings[:0]
     if not anchors.views:
         distinct, row = torch.unique(items, return_inverse=True)
@@ -281,7 +285,9 @@ def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
         distinct, row = torch.unique(torch.stack([items % 2, items // 2]), dim=1, return_inverse=True)
         sides: tuple[Side, ...] = ("left", "right")
         parts = distinct[1].split([int((distinct[0] == view).sum()) for view in (0, 1)])
-        embeddings = torch.cat([encode(side, ids) for side, ids in zip(sides, parts, strict=True) if len(ids)])
+        embeddings = torch.cat(
+            [encode(side, ids) for side, ids in zip(sides, parts, strict=True) if len(ids) or several]
+        )
     return embeddings[upload(row, anchors.ids.device)]
 
 
