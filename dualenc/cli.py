@@ -189,6 +189,8 @@ COMMANDS: Commands = {
     "push": Command("push", "push", "send embeddings to a vector search engine, or export them to Parquet"),
     "search": Command("search", "search", "search an index or an engine with a text or an image"),
     "export": Command("export", "export", "write the towers of a model as ONNX files"),
+    "push-model": Command("publish", "push_model", "upload a model folder to the Hugging Face hub"),
+    "push-data": Command("publish", "push_data", "upload embeddings to the Hugging Face hub"),
     "evaluate": {
         "retrieval": Command("retrieval", "retrieval", "nDCG, recall, MRR and MAP on a BEIR folder"),
         "image-text": Command("image_text", "image_text", "recall@k both ways, several captions"),
