@@ -186,6 +186,7 @@ COMMANDS: Commands = {
     "embed": Command("search", "embed", "embed a corpus with a model"),
     "index": Command("search", "index", "build a FAISS index from a model or from embeddings"),
     "push": Command("push", "push", "send embeddings to a vector search engine, or export them to Parquet"),
+    "mine": Command("mine", "mine", "mine hard negatives for training with a model"),
     "search": Command("search", "search", "search an index or an engine with a text or an image"),
     "evaluate": {
         "retrieval": Command("retrieval", "retrieval", "nDCG, recall, MRR and MAP on a BEIR folder"),
