@@ -335,6 +335,7 @@ TREC = "evaluate compare {a.trec} {a.trec} --qrels {qrels.tsv}"
 COMMANDS = {
     "embed": "embed {text} {docs.jsonl} --out out",
     "index": "index {emb} --out out",
+    "mine": "mine {text} {pairs.jsonl} --out out.jsonl --embeddings out",
     "push": "push {emb} db --to lancedb --out out",
     "search": "search {idx} wing",
     "train": "train {recipe.yaml}",

@@ -22,7 +22,7 @@ def mine(
     margin: float | None = None,
     max_score: float | None = None,
     percentile: float | None = None,
-    against: Literal["lowest", "mean", "highest"] = "lowest",
+    against: Literal["lowest", "mean", "highest"] = "mean",
     pick: Literal["top", "random"] = "top",
     seed: int = 0,
     cross_encoder: str | None = None,

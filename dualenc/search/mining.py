@@ -27,7 +27,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, read_json, remove, save_array, write_json
+from dualenc.files import atomic_path, read_json, remove, removed_if_refused, save_array, write_json
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus, PairDataset
@@ -71,7 +71,7 @@ class Rule:
     margin: float | None = None
     max_score: float | None = None
     percentile: float | None = None
-    against: Literal["lowest", "mean", "highest"] = "lowest"
+    against: Literal["lowest", "mean", "highest"] = "mean"
     pick: Literal["top", "random"] = "top"
     seed: int = 0
 
@@ -253,22 +253,25 @@ def mine(
     begun = {"settings": digest_of(json.dumps(settings, sort_keys=True))}
     if (folder / "settings.json").exists() and read_json(folder / "settings.json") != begun:
         remove(folder)
-    write_json(folder / "settings.json", begun)
-
-    miner = _Miner(queries, documents, pairs, left, right, rule, rescore, form, folder)
-    find = miner.searcher(factory)
-    blocks = range(0, len(miner.asked), QUERIES_PER_BLOCK)
-    with tqdm(total=len(miner.asked), desc="mine", unit=" queries", disable=not progress) as bar:
-        for number, start in enumerate(blocks):
-            block = miner.asked[start : start + QUERIES_PER_BLOCK]
-            counted = folder / f"rows-{number:05d}.json"
-            if not counted.exists():
-                part = Report()
-                with atomic_path(counted.with_suffix(".jsonl")) as path, open(path, "w", encoding="utf-8") as stream:
-                    for row in miner.rows(block, find, part):
-                        stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-                write_json(counted, vars(part))
-            bar.update(len(block))
+    with removed_if_refused(folder, "positives-*.npy"):
+        write_json(folder / "settings.json", begun)
+        miner = _Miner(queries, documents, pairs, left, right, rule, rescore, form, folder)
+        find = miner.searcher(factory)
+        blocks = range(0, len(miner.asked), QUERIES_PER_BLOCK)
+        with tqdm(total=len(miner.asked), desc="mine", unit=" queries", disable=not progress) as bar:
+            for number, start in enumerate(blocks):
+                block = miner.asked[start : start + QUERIES_PER_BLOCK]
+                counted = folder / f"rows-{number:05d}.json"
+                if not counted.exists():
+                    part = Report()
+                    with (
+                        atomic_path(counted.with_suffix(".jsonl")) as path,
+                        open(path, "w", encoding="utf-8") as stream,
+                    ):
+                        for row in miner.rows(block, find, part):
+                            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    write_json(counted, vars(part))
+                bar.update(len(block))
     report = Report(queries=len(np.unique(pairs.left_id)))
     report.without_vectors = report.queries - len(miner.asked)
     report.count("positives", miner.pair_scores[np.isfinite(miner.pair_scores)])
@@ -322,11 +325,11 @@ class _Miner:
         self._group_starts = np.searchsorted(self.same[self._by_group], np.arange(len(contents) + 1))
         # Only in BEIR do ids of both sides name the same things.
         self._named = {name: i for i, name in enumerate(right.ids)} if hasattr(pairs, "queries") else {}
+        if not ((self.left_row[pairs.left_id] >= 0) & (self.right_row[pairs.right_id] >= 0)).any():
+            raise DualencError("no query and its positive both have a vector; embed the sides of these pairs")
         self.pair_scores = self._score_pairs()
         scored = np.isfinite(self.pair_scores)
         self.asked = np.unique(pairs.left_id[scored])
-        if not len(self.asked):
-            raise DualencError("no query and its positive both have a vector; embed the sides of these pairs")
         self._pair_order = np.argsort(pairs.left_id, kind="stable")
         self._pair_starts = np.searchsorted(pairs.left_id[self._pair_order], np.arange(len(left) + 1))
         self._all_scores = self.pair_scores[scored]
