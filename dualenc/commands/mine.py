@@ -86,7 +86,7 @@ def mine(
     from dualenc.evaluation import plots
     from dualenc.evaluation.report import Table, print_table
     from dualenc.search.build import check_factory
-    from dualenc.search.mining import Rule, open_cross_encoder
+    from dualenc.search.mining import Rule, check_mined, open_cross_encoder
     from dualenc.search.mining import mine as mine_negatives
 
     check_range(1, MOST_ITEMS, num_negatives=num_negatives, last_rank=last_rank, batch_size=batch_size)
@@ -106,8 +106,7 @@ def mine(
     if factory != "exact":
         check_factory(factory)
     target = Path(out)
-    if target.is_dir():
-        raise DualencError(f"{out}: is a folder; name a file to write, such as {target / 'mined.jsonl'}")
+    check_mined(target)
     if plot is not None and Path(plot).suffix not in (".svg", ".png", ".pdf"):
         raise DualencError(f"{plot}: a plot is written as .svg, .png or .pdf; name such a file")
     for path in [target.parent, *([] if plot is None else [Path(plot).parent])]:

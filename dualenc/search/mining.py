@@ -27,7 +27,8 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, read_json, remove, removed_if_refused, save_array, write_json
+from dualenc.files import atomic_path, open_regular, read_json, remove, removed_if_refused, save_array, write_json
+from dualenc.types import Metric
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus, PairDataset
@@ -243,6 +244,12 @@ def mine(
         raise DualencError("a cross-encoder reads texts, and the data holds vectors; leave it out")
     if queries.dim != documents.dim:
         raise DualencError(f"queries have dimension {queries.dim} and documents {documents.dim}; embed both alike")
+    check_mined(out)
+    metric: Metric = "cosine" if documents.meta.get("normalized") else "ip"
+    if factory not in ("exact", "auto"):
+        from dualenc.search.build import new_index
+
+        new_index(documents.dim, factory, metric, len(documents))  # refused before any work
     target = Path(out)
     folder = target.with_name(f".{target.name}.mining") if work is None else Path(work)
     # The vectors themselves decide: by the checksums of their files, or read.
@@ -256,7 +263,7 @@ def mine(
     with removed_if_refused(folder, "positives-*.npy"):
         write_json(folder / "settings.json", begun)
         miner = _Miner(queries, documents, pairs, left, right, rule, rescore, form, folder)
-        find = miner.searcher(factory)
+        find = miner.searcher(factory, metric)
         blocks = range(0, len(miner.asked), QUERIES_PER_BLOCK)
         with tqdm(total=len(miner.asked), desc="mine", unit=" queries", disable=not progress) as bar:
             for number, start in enumerate(blocks):
@@ -282,6 +289,27 @@ def mine(
                 shutil.copyfileobj(rows, stream)
     remove(folder)
     return report
+
+
+def check_mined(path: str | os.PathLike[str]) -> None:
+    """Insist that a file may be written: there is none, or an empty one, or one that `mine` wrote.
+
+    Raises:
+        DualencError: it is a folder, or holds something else.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise DualencError(f"{path}: is a folder; name a file to write, such as {path / 'mined.jsonl'}")
+    if not path.exists():
+        return
+    with open_regular(path) as stream:
+        line = stream.readline(1 << 24)
+    try:
+        keys = json.loads(line).keys() if line else {"query_id", "pos_id"}
+    except (ValueError, AttributeError):
+        keys = set()
+    if "query_id" not in keys or not keys & {"pos_id", "positive_passages"}:
+        raise DualencError(f"{path}: exists and holds no mined negatives; choose another file to write")
 
 
 class _Miner:
@@ -334,7 +362,7 @@ class _Miner:
         self._pair_starts = np.searchsorted(pairs.left_id[self._pair_order], np.arange(len(left) + 1))
         self._all_scores = self.pair_scores[scored]
 
-    def searcher(self, factory: str) -> Callable[[np.ndarray, int], np.ndarray]:
+    def searcher(self, factory: str, metric: Metric) -> Callable[[np.ndarray, int], np.ndarray]:
         """From queries (n, D) and k to rows (n, k) of the documents, best first, -1 where fewer are found."""
         from dualenc import distributed
         from dualenc.evaluation.retrieval import exact_search
@@ -352,7 +380,6 @@ class _Miner:
         else:
             vectors = self.queries.vectors[self.left_row[self.asked[:500]]]
             how: dict[str, Any] = {"queries": vectors, "folder": self.folder / "index"}
-            metric: Any = "cosine" if self.documents.meta.get("normalized") else "ip"
             index = Index.build(self.documents, None, factory, metric=metric, **how)
         return lambda vectors, k: index.search_rows(vectors, k)[1]
 

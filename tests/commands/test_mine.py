@@ -112,3 +112,5 @@ def test_mistakes_are_told(
     assert "this task needs kind query-document or vector" in failure(capsys, "mine", toy_clip, *words[2:])
     assert "no split 'dev'; there are: train" in failure(capsys, *words, "--split", "dev")
     assert not list(tmp_path.iterdir())
+    (tmp_path / "mined.jsonl").write_text('{"query": "q", "pos": ["years of work"], "neg": []}\n')
+    assert "exists and holds no mined negatives; choose another file" in failure(capsys, *words)
