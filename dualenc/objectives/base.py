@@ -28,6 +28,7 @@ from dualenc.objectives.anchors import PADDING, Anchors, BothDirections, Pairs, 
 from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.looks import Asking, Looks
 from dualenc.objectives.state import SharedRandom
+from dualenc.objectives.teacher import teacher_loss
 from dualenc.types import Side
 
 Encode = Callable[[Side, Tensor], Tensor]
@@ -124,6 +125,12 @@ class Objective(nn.Module):
             sums the negatives only: the gradient of −log(e⁺/Z) times an anchor's chance to miss its positive. For
             encoders that find most positives already, where the ratio alone never stops to push. Of objectives that
             know Z.
+        teacher: learn from a teacher's scores of each pair's positive and its own mined negatives, too: "margin_mse"
+            or "kl" (`dualenc.objectives.teacher`). Not with views.
+        teacher_weight: what that loss is multiplied by before it is added.
+        teacher_temperature: the teacher's scores are divided by it, as the encoder's cosines are by τ: 1 for the logits
+            of a cross-encoder, for a teacher of cosines its own temperature.
+        own_weight: what the objective's own loss is multiplied by; 0 leaves the teacher alone.
 
     Raises:
         DualencError: an argument out of range; in `forward`, shapes or ids that do not fit, embeddings that are not
@@ -168,8 +175,25 @@ class Objective(nn.Module):
         seed: int = 0,
         state_device: Literal["auto", "cpu"] = "auto",
         positive_in_softmax: bool = False,
+        teacher: Literal["margin_mse", "kl"] | None = None,
+        teacher_weight: float = 1.0,
+        teacher_temperature: float = 1.0,
+        own_weight: float = 1.0,
     ) -> None:
         super().__init__()
+        if teacher not in (None, "margin_mse", "kl"):
+            self._fail("teacher", f"is {teacher!r}; it must be one of margin_mse, kl, or null")
+        if teacher is not None and views:
+            self._fail("teacher", "scores pairs with mined negatives, and views=True has none; leave it out")
+        for argument, factor in (("teacher_weight", teacher_weight), ("own_weight", own_weight)):
+            if not 0 <= factor < math.inf:
+                self._fail(argument, f"is {factor}; it must be 0 or more")
+        if not 0 < teacher_temperature < math.inf:
+            self._fail("teacher_temperature", f"is {teacher_temperature}; it must be above 0")
+        if teacher is None and own_weight != 1:
+            self._fail("own_weight", f"is {own_weight} without a teacher to weigh it against; set teacher or leave it")
+        self.teacher, self.teacher_weight, self.own_weight = teacher, teacher_weight, own_weight
+        self.teacher_temperature = teacher_temperature
         if positive_in_softmax and not self.knows_partition:
             able = "SogCLR, ISogCLR, GlobalCache, NegativeCache or ExactGlobal"
             self._fail("positive_in_softmax", f"does not apply; leave it out, or take {able}")
@@ -224,6 +248,9 @@ class Objective(nn.Module):
         right_positives: Tensor | None = None,
         negatives: Tensor | None = None,
         negative_id: Tensor | None = None,
+        weights: Tensor | None = None,
+        teacher_scores: Tensor | None = None,
+        teacher_rows: Tensor | None = None,
     ) -> ObjectiveOutput:
         """The loss of this rank's part of a batch.
 
@@ -238,6 +265,11 @@ class Objective(nn.Module):
             right_positives: (b, K) left ids known to be relevant to each right item, padded with -1.
             negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of left anchors; not
                 with views.
+            weights: (b,) what the loss of each pair, in both directions, is multiplied by, 0 or more; its part in other
+                pairs' losses, as their negative, stays. On average 1, or the learning rate changes with them.
+            teacher_scores: (b, 1 + K) with `teacher`: its scores of each pair's positive and of K of this rank's
+                `negatives`; NaN where it has none.
+            teacher_rows: (b, K) which rows of `negatives` these are, padded with -1.
         """
         ids = {
             "left_id": left_id,
@@ -278,11 +310,37 @@ class Objective(nn.Module):
                 losses = [of.with_positive() for of in losses]
             # Over all anchors of the global batch, so that the average over ranks is the global loss.
             scale = distributed.world_size() / max(2 * sum(pairs.sizes), 1)
-            loss = joined([of.surrogate for of in losses]).sum()
+            every = joined([of.surrogate for of in losses])
+            if weights is not None:  # anchors are first the left, then the right ones of all pairs
+                if weights.shape != left_id.shape:
+                    self._fail("weights", f"has shape {tuple(weights.shape)}; it must hold {len(left_id)} numbers")
+                weights = weights.to(like)
+                every = every * weights.repeat(2)
+            loss = every.sum()
             if any(of.value is not None for of in losses):
-                values = [of.surrogate.detach() if of.value is None else of.value for of in losses]
-                loss = _Reported.apply(loss, joined(values).sum())
+                values = joined([of.surrogate.detach() if of.value is None else of.value for of in losses])
+                loss = _Reported.apply(loss, (values if weights is None else values * weights.repeat(2)).sum())
             loss = loss * scale
+            if self.teacher is not None:
+                if teacher_scores is None or teacher_rows is None:
+                    self._fail(
+                        "teacher_scores", "and teacher_rows are missing; pass what the teacher says of the pairs"
+                    )
+                if teacher_scores.shape != (len(like), 1 + teacher_rows.shape[-1]) or len(teacher_rows) != len(like):
+                    shapes = f"{tuple(teacher_scores.shape)}, teacher_rows {tuple(teacher_rows.shape)}"
+                    self._fail("teacher_scores", f"has shape {shapes}; they must be ({len(like)}, 1 + K) and (…, K)")
+                given = like[:0] if negatives is None else negatives.to(like)
+                learned = teacher_loss(
+                    self.teacher,
+                    like,
+                    pairs.right,
+                    given,
+                    teacher_rows,
+                    teacher_scores.to(like) / self.teacher_temperature,
+                    temperature,
+                    weights,
+                )
+                loss = self.own_weight * loss + self.teacher_weight * learned
         for random, draws in sources:
             random.draws = draws
         watched, temperature = pairs.detached(*copies), temperature.detach()

@@ -53,6 +53,10 @@ class Batch(NamedTuple):
         right_positives: (b, K) left ids positive with each right item, padded with -1; None when each has one.
         negatives: inputs of the right tower for n mined negatives; None when there are none.
         negative_id: (n,) their right ids; None when there are none.
+        weights: (b,) what each pair's loss is multiplied by; None when all are 1.
+        teacher_scores: (b, 1 + K) a teacher's scores of each pair's positive and of its own mined negatives; NaN where
+            it has none; None when there are none at all.
+        teacher_rows: (b, K) the rows of `negatives` that these are, padded with -1.
         bad: (index, reason) of each sample left out.
     """
 
@@ -65,7 +69,15 @@ class Batch(NamedTuple):
     right_positives: Tensor | None = None
     negatives: Inputs | None = None
     negative_id: Tensor | None = None
+    weights: Tensor | None = None
+    teacher_scores: Tensor | None = None
+    teacher_rows: Tensor | None = None
     bad: tuple[tuple[int, str], ...] = ()
+
+    def judged(self) -> dict[str, Tensor]:
+        """Weights and a teacher's scores, as far as there are any: arguments of an objective."""
+        given = {name: getattr(self, name) for name in ("weights", "teacher_scores", "teacher_rows")}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     @property
     def size(self) -> int:
@@ -170,6 +182,20 @@ class BatchLoader:
             listed = self.pairs.positives(side, ids[side]) if kept else np.zeros((0, 1))
             return torch.from_numpy(np.ascontiguousarray(listed)) if listed.shape[1] > 1 else None
 
+        weights = scores = rows = None
+        if getattr(self.pairs, "weights", None) is not None:
+            weights = torch.tensor([pair.weight for pair in pairs], dtype=torch.float32)
+        if getattr(self.pairs, "scores", None) is not None:
+            counts = [len(pair.negatives) for pair in pairs]
+            scores = torch.full((len(pairs), 1 + max(counts, default=0)), torch.nan)
+            rows = torch.full((len(pairs), max(counts, default=0)), -1, dtype=torch.int64)
+            first = 0
+            for row, (pair, count) in enumerate(zip(pairs, counts, strict=True)):
+                scores[row, 0] = torch.nan if pair.score is None else pair.score
+                scores[row, 1 : 1 + len(pair.negative_scores)] = torch.tensor(pair.negative_scores)
+                rows[row, :count] = torch.arange(first, first + count)
+                first += count
+
         return Batch(
             indices=torch.tensor(kept, dtype=torch.int64),
             left_id=torch.from_numpy(ids["left"]),
@@ -180,6 +206,9 @@ class BatchLoader:
             right_positives=positives("right"),
             negatives=inputs("right", [item for item, _, _ in mined], [s for _, _, s in mined]) if mined else None,
             negative_id=torch.tensor([item_id for _, item_id, _ in mined], dtype=torch.int64) if mined else None,
+            weights=weights,
+            teacher_scores=scores,
+            teacher_rows=rows,
             bad=tuple(bad),
         )
 

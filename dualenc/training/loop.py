@@ -292,6 +292,7 @@ class Loop:
                 right_positives=_moved(batch.right_positives, self.device),
                 negatives=None if batch.negatives is None else negatives,
                 negative_id=_moved(batch.negative_id, self.device),
+                **{name: of.to(self.device, non_blocking=True) for name, of in batch.judged().items()},
             )
             loss = output.loss / len(batches)
             if self.one_backward and len(outputs) + 1 == len(batches):

@@ -292,6 +292,11 @@ class Trainer:
                         f"the {side} side of {what} is {theirs_is}, but that of the model encodes {ours_is}; choose a "
                         f"model for {theirs_is} or other data"
                     )
+        if getattr(objective, "teacher", None) is not None and getattr(pairs, "scores", None) is None:
+            raise DualencError(
+                f"objective.teacher is {objective.teacher} but the data holds no scores; give it mined negatives with "
+                "scores (MinedPairs with scores: true), or leave teacher out"
+            )
         names = getattr(evaluator, "metric_names", ())
         if evaluator is not None and names and evaluator.primary not in names:
             raise DualencError(
