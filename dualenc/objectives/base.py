@@ -132,8 +132,8 @@ class Objective(nn.Module):
         teacher_temperature: the teacher's scores are divided by it, as the encoder's cosines are by τ: 1 for the logits
             of a cross-encoder, for a teacher of cosines its own temperature.
         own_weight: what the objective's own loss is multiplied by; 0 leaves the teacher alone.
-        guide_margin: with a guide's vectors (`trainer.guide_left`), no negative is what it finds as alike to the anchor
-            as the positive less this margin, or more: a likely false negative (Solatorio 2024, arXiv 2402.16829,
+        guide_margin: with a guide's vectors (`trainer.guide_left`), no negative is what it finds more alike to the
+            anchor than the positive less this margin: a likely false negative (Solatorio 2024, arXiv 2402.16829,
             GISTEmbed: 0). Of objectives whose negatives are those of the batch; not with views.
 
     Raises:
@@ -577,12 +577,12 @@ class Objective(nn.Module):
             self._fail("guide_left", "does not go with views=True, where the positive is the anchor's own image")
         num_mined = 0 if negatives is None else len(negatives)
         if left is None or right is None or (num_mined and mined is None):
-            self._fail("guide_left", "guide_right and, with negatives, guide_negatives are given together")
+            self._fail("guide_left,", "guide_right and, with negatives, guide_negatives are given together")
         mined = right[:0] if mined is None else mined
         given = [vectors.to(pairs.left) for vectors in (left, right, mined)]
         if [tuple(v.shape) for v in given] != [(n, left.shape[-1]) for n in (len(pairs.left),) * 2 + (num_mined,)]:
             shapes = ", ".join(str(tuple(vectors.shape)) for vectors in given)
-            self._fail("guide_left", f"guide_right and guide_negatives have shapes {shapes}; give a vector per item")
+            self._fail("guide_left,", f"guide_right and guide_negatives have shapes {shapes}; give a vector per item")
         sizes = distributed.rank_sizes(len(given[2]), given[2].device)
         every = [distributed.gather(vectors, pairs.sizes) for vectors in given[:2]]
         together = distributed.gather(given[2], sizes) if any(sizes) else given[2]

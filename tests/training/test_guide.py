@@ -43,7 +43,7 @@ def test_vectors_are_those_of_the_ids_and_of_length_one(guide: tuple[str, str]) 
 
 def test_a_guide_changes_the_training_and_one_that_allows_all_does_not(tmp_path: Path, guide: tuple[str, str]) -> None:
     pairs = tiny_pairs()
-    for name, folders, margin in (("plain", (None, None), 0.0), ("guided", guide, 0.0), ("lenient", guide, -3.0)):
+    for name, folders, margin in (("plain", (None, None), 0.0), ("guided", guide, 0.3), ("lenient", guide, -3.0)):
         torch.manual_seed(0)
         trainer = Trainer(
             output=tmp_path / name,
@@ -68,6 +68,8 @@ def test_mistakes_are_told(tmp_path: Path, guide: tuple[str, str]) -> None:
     trainer = Trainer(output=tmp_path / "run", batch_size=8, guide_left=guide[0], guide_right=guide[1], progress=False)
     with pytest.raises(DualencError, match="judges the candidates of a batch; ISIR as set draws others"):
         trainer.fit(TinyEncoder(), pairs, ISIR(num_left=24))
+    with pytest.raises(DualencError, match="left: embeds other items than the left ones of the pairs"):
+        Guide(tiny_pairs(12), *guide)
     embed(LetterTower(), Corpus(["x"], ["a text"]), tmp_path / "other", progress=False)
     with pytest.raises(DualencError, match="other: embeds no left item of the pairs; embed the data"):
         Guide(pairs, tmp_path / "other", guide[1])
