@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,10 +15,7 @@ from dualenc.terminal import printable, printable_json
 if TYPE_CHECKING:
     import numpy as np
 
-    from dualenc.encoders import DualEncoder
-    from dualenc.search import Index
-    from dualenc.search.engines import EngineIndex
-    from dualenc.types import Side
+    from dualenc.types import Modality
 
 
 def embed(
@@ -282,77 +280,49 @@ def search(
         device: such as cpu or cuda:0.
     """
     from dualenc.commands.evaluation import check_range, start_processes
-    from dualenc.data import Corpus, open_image
-    from dualenc.encoders import load_model
+    from dualenc.data import open_image
     from dualenc.evaluation.report import Table, print_table
-    from dualenc.search import Index
     from dualenc.search.build import LARGEST_PARAMETER
-    from dualenc.search.embed import embed, tower_checksum
-    from dualenc.search.engines import EngineIndex, is_engine, parse_conditions
+    from dualenc.search.engines import EngineIndex
+    from dualenc.search.searcher import Query, Searcher
 
     check_range(1, sys.maxsize, k=k)
     check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")
-    opened: Index | EngineIndex = EngineIndex.open(index) if is_engine(index) else Index.open(index)
-    conditions = []
-    if isinstance(opened, EngineIndex):
-        conditions = parse_conditions(where or (), opened.about.columns)
-    elif where:
-        raise DualencError(
-            f"{index}: a FAISS index keeps no columns for --where; `dualenc push` the embeddings instead"
-        )
-    encoder = load_model(model or _recorded_model(opened, Path(index)), device=str(start_processes(device)))
-    recorded, side = opened.meta.get("model_checksum"), opened.meta.get("side", "right")
-    if recorded is not None and tower_checksum(encoder.tower(side)) != recorded:
-        raise DualencError(f"{index}: was built with other weights than the model has now; build the index again")
-    tower = encoder.tower(_query_side(encoder, query, side))
+    searcher = Searcher.open(index, model, device=start_processes(device), nprobe=nprobe, ef_search=ef_search)
+    conditions = searcher.conditions(where or ())
+    side = searcher.query_side(_modality(query, searcher.takes))
     item: Any = query
-    if tower.modality == "image":
+    if searcher.encoder.tower(side).modality == "image":
         item = open_image(query)
-    elif tower.modality == "vector":
+    elif searcher.encoder.tower(side).modality == "vector":
         item = _open_vector(query)
-    corpus = Corpus(["query"], [item], tower.modality)
-    output = opened.meta.get("output", "embedding")
-    vector = embed(tower, corpus, output=output, on_error="raise", progress=False).vectors
-    results: list[dict[str, Any]]
-    if isinstance(opened, EngineIndex):
-        names = ("rank", "id", "score", *opened.about.columns, *(["snippet"] if opened.about.has_snippets else []))
-        hits = opened.search(vector, min(k, len(opened)), conditions, nprobe=nprobe, ef_search=ef_search)[0]
-        results = [
-            {"rank": rank, "id": hit.id, "score": round(hit.score, 6), "snippet": hit.snippet}
-            | {name: hit.columns.get(name) for name in opened.about.columns}
-            for rank, hit in enumerate(hits, 1)
-        ]
-        opened.engine.close()
-    else:
-        names = ("rank", "id", "score") if opened.snippets is None else ("rank", "id", "score", "snippet")
-        scores, rows = opened.search_rows(vector, min(k, len(opened)), nprobe=nprobe, ef_search=ef_search)
-        results = [
-            {"rank": rank, "id": opened.ids[row], "score": round(float(score), 6), "snippet": opened.snippet(int(row))}
-            for rank, (score, row) in enumerate(zip(scores[0], rows[0]), 1)
-            if row >= 0
-        ]
+    hits = searcher.search([Query(side, item, k=k, where=conditions)])[0]
+    if isinstance(searcher.index, EngineIndex):
+        searcher.index.engine.close()
+    kept = searcher.columns
+    names = ("rank", "id", "score", *kept, *(["snippet"] if searcher.has_snippets else []))
+    results: list[dict[str, Any]] = [
+        {"rank": rank, "id": hit.id, "score": round(hit.score, 6), "snippet": hit.snippet}
+        | {name: hit.columns.get(name) for name in kept}
+        for rank, hit in enumerate(hits, 1)
+    ]
     if json:
         print(printable_json({"query": query, "index": index, "results": results}))
     else:
         # A year is no quantity: tables write those with separators.
-        kept = opened.about.columns if isinstance(opened, EngineIndex) else {}
         shown = [{n: str(r[n]) if n in kept and r[n] is not None else r[n] for n in names} for r in results]
         print_table(Table(query, shown))
 
 
-def _query_side(encoder: DualEncoder, query: str, index_side: Side) -> Side:
-    """The side that encodes a query for an index of the other one, or, with images and texts, whatever it is."""
-    if encoder.kind in ("query-document", "vector"):
-        return "left" if index_side == "right" else "right"
-    if encoder.kind == "image":
-        return "left"
+def _modality(query: str, takes: Sequence[Modality]) -> Modality:
+    """What a query on the command line is: with images and texts, an image if it is or looks like a file."""
+    if len(takes) == 1:
+        return takes[0]
     from dualenc.data.images import IMAGE_SUFFIXES
 
-    is_image = Path(query).suffix.lower() in IMAGE_SUFFIXES or Path(query).is_file()
-    wanted = "image" if is_image else "text"
-    return "left" if encoder.left.modality == wanted else "right"
+    return "image" if Path(query).suffix.lower() in IMAGE_SUFFIXES or Path(query).is_file() else "text"
 
 
 def _open_vector(path: str) -> np.ndarray:
@@ -370,15 +340,3 @@ def _open_vector(path: str) -> np.ndarray:
     if not 0 < squares < np.inf:
         raise DualencError(f"{path}: its vector is zero or not finite; embed the query again")
     return vectors[0].astype(np.float32)
-
-
-def _recorded_model(index: Index | EngineIndex, folder: Path) -> str:
-    """The model's recorded place, or beside the index if both were moved together."""
-    recorded = index.meta.get("model")
-    if not recorded:
-        raise DualencError(f"{folder}: does not say which model made it; name one with --model")
-    path = Path(recorded)
-    sibling = folder.resolve().parent / path.name
-    if path.is_absolute() and not path.exists() and not sibling.is_dir():
-        raise DualencError(f"{folder}: its model {path} is gone; name its new place with --model")
-    return str(sibling) if not path.exists() and sibling.is_dir() else recorded
