@@ -187,6 +187,7 @@ COMMANDS: Commands = {
     "index": Command("search", "index", "build a FAISS index from a model or from embeddings"),
     "push": Command("push", "push", "send embeddings to a vector search engine, or export them to Parquet"),
     "search": Command("search", "search", "search an index or an engine with a text or an image"),
+    "serve": Command("serve", "serve", "serve an index over HTTP, with a page to search on"),
     "evaluate": {
         "retrieval": Command("retrieval", "retrieval", "nDCG, recall, MRR and MAP on a BEIR folder"),
         "image-text": Command("image_text", "image_text", "recall@k both ways, several captions"),
