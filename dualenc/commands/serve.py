@@ -89,7 +89,7 @@ def serve(
     check_range(1, 1 << 20, queue=queue)
     check_range(0.1, 3600, timeout=timeout)
     check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
-    largest = parse_bytes(max_body)
+    largest = parse_bytes(max_body, "--max-body", 1 << 12)
     token = _read_token(token_file)
     listening = _listen(host, port, token)
     chosen = start_processes(device)
@@ -123,6 +123,7 @@ def serve(
         timeout_graceful_shutdown=int(timeout) + 1,
         server_header=False,
     )
+    listening.listen(MOST_CONNECTIONS)  # whoever reads the next line may connect at once
     at = listening.getsockname()
     shown = f"[{at[0]}]" if ":" in at[0] else at[0]
     print(printable(f"{len(searcher):,} vectors of {index} at http://{shown}:{at[1]}/"), flush=True)
