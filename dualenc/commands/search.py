@@ -133,6 +133,7 @@ def index(
     remove: str | None = None,
     verify: bool = False,
     embeddings: str | None = None,
+    bm25: bool = False,
     side: Literal["left", "right"] | None = None,
     split: str = "train",
     text_column: str | None = None,
@@ -148,8 +149,11 @@ def index(
     the memory does not hold is filled in parts and merged on disk: the same command resumes an interrupted build, and
     several of them at once share the parts.
 
+    With --bm25 the words of the texts are indexed, too, for `search --hybrid`: from DATA, or from where the embeddings
+    were made of. `dualenc index INDEX [DATA] --bm25` does so for an index that is there.
+
     Args:
-        source: folder of embeddings, or a model folder or name; for --remove and --verify the folder of an index.
+        source: folder of embeddings, model folder or name; for --remove, --verify and --bm25 also that of an index.
         data: what to embed, with a model: BEIR folder, folder of images, table, tars, or hub name.
         out: folder to write: index.faiss, ids.txt, snippets.jsonl, meta.json.
         factory: auto, or any FAISS factory string such as Flat, HNSW32, IVF1024,Flat or OPQ32,IVF4096,PQ32.
@@ -164,6 +168,7 @@ def index(
         remove: file with ids, one a line, to take out of the index.
         verify: compare every file of an index or of embeddings with its checksum.
         embeddings: with a model: folder to keep the embeddings in; by default they are removed when done.
+        bm25: index the words of the texts beside the vectors.
         side: with a model: left or right; by default documents, or whatever the data holds.
         split: of a data set that has several.
         text_column: column with the texts, where it has no usual name.
@@ -183,6 +188,9 @@ def index(
 
     if verify or remove is not None:
         return _verify(source) if verify else _remove(source, remove or "")
+    texts: dict[str, Any] = {"split": split, "text_column": text_column, "id_column": id_column}
+    if bm25 and out is None and is_index(source):
+        return _add_words(source, data, **texts)
     if out is None:
         raise DualencError("dualenc index needs --out; name the folder of the index")
     budget = None if memory is None else parse_bytes(memory)
@@ -224,7 +232,24 @@ def index(
             print(f"a query alone: {times}; {meta['bytes_per_vector']:,} bytes per vector")
     if data is not None and embeddings is None:
         remove_path(folder)
+    if bm25:
+        _add_words(out, None if append else data, **texts)
     return None
+
+
+def _add_words(folder: str, data: str | None, **how: Any) -> None:
+    """Put BM25 into the folder of an index, from the texts that it was made of."""
+    from dualenc.data.sources import open_corpus
+    from dualenc.search import Index
+    from dualenc.search.lexical import add_lexical
+
+    recorded = data or Index.open(folder).meta.get("data")
+    if not recorded:
+        raise DualencError(
+            f"{folder}: does not say what it was made of; name its texts: dualenc index INDEX DATA --bm25"
+        )
+    lexical = add_lexical(folder, open_corpus(recorded, modality="text", **how))
+    print(printable(f"BM25 over {lexical.count:,} texts → {folder}"))
 
 
 def _verify(folder: str) -> None:
@@ -257,6 +282,8 @@ def search(
     *,
     k: int = 10,
     where: list[str] | None = None,
+    hybrid: Literal["rrf", "weighted"] | None = None,
+    weight: float = 0.5,
     json: bool = False,
     model: str | None = None,
     nprobe: int | None = None,
@@ -273,6 +300,8 @@ def search(
         query: text; path of an image if the model encodes images; of a .npy file with one vector if it adapts vectors.
         k: how many results.
         where: of an engine, only what meets this: year>=2020, lang=en,de (any of them), lang!=en; may be repeated.
+        hybrid: fuse with BM25 (`dualenc index --bm25`): by reciprocal ranks (rrf) or scores (weighted).
+        weight: with hybrid, of the vectors, from 0 to 1; BM25 has the rest.
         json: print JSON, in ASCII, instead of a table.
         model: model folder or name, if the one that made the index has moved.
         nprobe: lists that an IVF index visits; by default what the build or the engine chose.
@@ -288,9 +317,11 @@ def search(
 
     check_range(1, sys.maxsize, k=k)
     check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
+    check_range(0, 1, weight=weight)
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")
-    searcher = Searcher.open(index, model, device=start_processes(device), nprobe=nprobe, ef_search=ef_search)
+    how: dict[str, Any] = {"nprobe": nprobe, "ef_search": ef_search, "hybrid": hybrid is not None}
+    searcher = Searcher.open(index, model, device=start_processes(device), **how)
     conditions = searcher.conditions(where or ())
     side = searcher.query_side(_modality(query, searcher.takes))
     item: Any = query
@@ -298,7 +329,7 @@ def search(
         item = open_image(query)
     elif searcher.encoder.tower(side).modality == "vector":
         item = _open_vector(query)
-    hits = searcher.search([Query(side, item, k=k, where=conditions)])[0]
+    hits = searcher.search([Query(side, item, k=k, where=conditions, hybrid=hybrid, weight=weight)])[0]
     if isinstance(searcher.index, EngineIndex):
         searcher.index.engine.close()
     kept = searcher.columns

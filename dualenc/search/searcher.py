@@ -15,7 +15,9 @@ from dualenc.errors import DualencError
 from dualenc.search.embed import tower_checksum
 from dualenc.search.engines import Condition, EngineIndex, Hit, is_engine, parse_conditions
 from dualenc.search.engines.where import Kinds
+from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.index import Index
+from dualenc.search.lexical import AGAIN, Lexical, has_lexical
 
 if TYPE_CHECKING:
     from dualenc.encoders import DualEncoder, Tower
@@ -32,6 +34,8 @@ class Query(NamedTuple):
         ids: in place of an item; the mean of their vectors is the query, and they are left out of the results.
         k: how many results.
         where: conditions on columns, all of which must hold.
+        hybrid: how to fuse what the vectors find with what BM25 finds for a text; None: vectors alone.
+        weight: of the vectors in that, from 0 to 1; BM25 has the rest.
     """
 
     side: Side = "left"
@@ -40,6 +44,8 @@ class Query(NamedTuple):
     ids: tuple[str, ...] = ()
     k: int = 10
     where: tuple[Condition, ...] = ()
+    hybrid: Fusion | None = None
+    weight: float = 0.5
 
 
 class Searcher:
@@ -51,6 +57,7 @@ class Searcher:
         folder: of the index.
         index: what is searched.
         encoder: the model that made it, in evaluation mode.
+        lexical: BM25 over its texts, if it was opened with that.
         nprobe: lists that an IVF index visits; None: what the build or the engine chose.
         ef_search: candidates that an HNSW index keeps; None: likewise.
     """
@@ -60,11 +67,12 @@ class Searcher:
         folder: Path,
         index: Index | EngineIndex,
         encoder: DualEncoder,
+        lexical: Lexical | None = None,
         *,
         nprobe: int | None = None,
         ef_search: int | None = None,
     ) -> None:
-        self.folder, self.index, self.encoder = folder, index, encoder
+        self.folder, self.index, self.encoder, self.lexical = folder, index, encoder, lexical
         self.nprobe, self.ef_search = nprobe, ef_search
         self.side: Side = index.meta.get("side", "right")
 
@@ -76,6 +84,7 @@ class Searcher:
         *,
         device: str | torch.device = "cpu",
         before: Searcher | None = None,
+        hybrid: bool | None = None,
         nprobe: int | None = None,
         ef_search: int | None = None,
     ) -> Searcher:
@@ -86,16 +95,22 @@ class Searcher:
             model: its model folder or name; by default the recorded one, or one of that name beside the index.
             device: where to put the model.
             before: an earlier searcher whose model is used again where the index was made with the same weights.
+            hybrid: open BM25 over the texts, too; None: if it is there.
             nprobe: lists that an IVF index visits.
             ef_search: candidates that an HNSW index keeps.
 
         Raises:
-            DualencError: no index, no model, or the model has other weights than the index was made with.
+            DualencError: no index, no model, no BM25 where it is asked for, or the model has other weights than the
+                index was made with.
         """
         folder = Path(folder)
         index: Index | EngineIndex = EngineIndex.open(folder) if is_engine(folder) else Index.open(folder)
         recorded, side = index.meta.get("model_checksum"), index.meta.get("side", "right")
         how: dict[str, Any] = {"nprobe": nprobe, "ef_search": ef_search}
+        if hybrid and isinstance(index, EngineIndex):
+            raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
+        if hybrid or (hybrid is None and isinstance(index, Index) and has_lexical(folder)):
+            how["lexical"] = Lexical.open(folder, str(index.meta["files"].get("ids.txt")))
         if before is not None and recorded and tower_checksum(before.encoder.tower(side)) == recorded:
             return cls(folder, index, before.encoder, **how)
         encoder = load_model(model or _recorded_model(index, folder), device=device)
@@ -185,12 +200,28 @@ class Searcher:
         alike: dict[tuple[int, tuple[Condition, ...]], list[int]] = {}
         for place, query in enumerate(queries):
             # Items of the query are left out, so as many more are asked for.
-            alike.setdefault((min(query.k + len(query.ids), len(self)), query.where), []).append(place)
+            wanted = query.k + len(query.ids) if query.hybrid is None else max(query.k, FUSION_DEPTH)
+            alike.setdefault((min(wanted, len(self)), query.where), []).append(place)
         for (k, where), places in alike.items():
             for place, hits in zip(places, self._nearest(vectors[places], k, where)):
-                own = queries[place].ids
-                found[place] = [hit for hit in hits if hit.id not in own][: queries[place].k]
+                query = queries[place]
+                if query.hybrid is not None:
+                    hits = self._fused(query, hits, k)
+                found[place] = [hit for hit in hits if hit.id not in query.ids][: query.k]
         return found
+
+    def _fused(self, query: Query, hits: list[Hit], depth: int) -> list[Hit]:
+        """What the vectors and what BM25 found, as one ranking."""
+        if not isinstance(query.item, str) or not isinstance(self.index, Index):
+            raise DualencError("hybrid search needs a text; leave it out to search with anything else")
+        if self.lexical is None:
+            raise DualencError(f"{self.folder}: has no BM25 beside its vectors; {AGAIN}")
+        index, by_words = self.index, self.lexical.search(query.item, depth)
+        words = [Hit(index.ids[row], score, index.snippet(row), {}) for row, score in by_words]
+        known = {hit.id: hit for hit in (*words, *hits)}
+        rankings = [[(hit.id, hit.score) for hit in ranking] for ranking in (hits, words)]
+        fused = fuse(rankings, query.hybrid or "rrf", weights=[query.weight, 1 - query.weight])
+        return [known[name]._replace(score=score) for name, score in fused]
 
     def _vectors(self, queries: Sequence[Query]) -> np.ndarray:
         """The vector of each query (Q, D), those of one side encoded together."""

@@ -54,6 +54,10 @@ class SearchRequest(BaseModel):
     ids: Ids = []
     k: Annotated[int, Field(ge=1, le=MOST_RESULTS, description="how many results")] = 10
     where: Words = []
+    hybrid: Annotated[
+        Literal["rrf", "weighted"] | None, Field(description="fuse with BM25, by reciprocal ranks or weighted scores")
+    ] = None
+    weight: Annotated[float, Field(ge=0, le=1, description="of the vectors in hybrid; BM25 has the rest")] = 0.5
 
     @model_validator(mode="after")
     def _not_blank(self) -> SearchRequest:
@@ -159,8 +163,11 @@ def create_app(
             raise Refused(504, f"the image was not decoded within {timeout_s:g} s; try again later") from None
         except DualencError as error:
             raise Refused(400, str(error)) from None
+        if wanted.hybrid is not None and (wanted.text is None or searcher.lexical is None):
+            raise Refused(400, "hybrid search needs a text, and an index that was built with --bm25; leave it out")
+        fused: dict[str, Any] = {"hybrid": wanted.hybrid, "weight": wanted.weight}
         try:
-            future = service.search(searcher, query._replace(k=wanted.k, where=where))
+            future = service.search(searcher, query._replace(k=wanted.k, where=where, **fused))
         except QueueFull:
             raise busy() from None
         hits = (await answered([future]))[0]
@@ -190,6 +197,7 @@ def create_app(
             "takes": list(searcher.takes),
             "columns": dict(searcher.columns),
             "images": service.pictures is not None,
+            "hybrid": searcher.lexical is not None,
             "generation": service.generation,
             "loaded": round(service.changed),
         }
@@ -200,9 +208,12 @@ def create_app(
         id: Annotated[Ids, Query()] = [],  # noqa: B006
         k: int = 10,
         where: Annotated[Words, Query()] = [],  # noqa: B006
+        hybrid: Literal["rrf", "weighted"] | None = None,
+        weight: float = 0.5,
     ) -> SearchResponse:
         """Search with a text, or for what is like known items."""
-        return await search_for(SearchRequest(text=text, ids=id, k=k, where=where), None)
+        wanted = SearchRequest(text=text, ids=id, k=k, where=where, hybrid=hybrid, weight=weight)
+        return await search_for(wanted, None)
 
     form = SearchRequest.model_json_schema()
     form["properties"] = {**form["properties"], "image": {"type": "string", "format": "binary"}}

@@ -54,7 +54,7 @@ def test_nothing_comes_from_elsewhere_and_nothing_from_data_is_markup() -> None:
 def test_every_field_has_a_label_and_the_order_is_that_of_the_page() -> None:
     elements = Elements().found
     labelled = [attributes["for"] for tag, attributes in elements if tag == "label"]
-    fields = [attributes["id"] for tag, attributes in elements if tag == "input"]
+    fields = [attributes["id"] for tag, attributes in elements if tag in ("input", "select")]
     assert labelled == fields
     assert all((attributes.get("tabindex") or "-1") == "-1" for _, attributes in elements)
     assert ("html", {"lang": "en"}) in elements
