@@ -108,6 +108,26 @@ def test_filters_where_an_engine_keeps_columns(serve: Serve, engine_index: Path,
     assert "keeps no columns" in serve(text_index).post("/search", json={"text": "a", "where": ["a=b"]}).text
 
 
+def test_hybrid_search(
+    tmp_path: Path, serve: Serve, text_model: Path, text_index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy.save_documents(tmp_path / "docs.jsonl", 60)
+    run("index", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "index", "--bm25")
+    client = serve(tmp_path / "index")
+    assert client.get("/info").json()["hybrid"] is True
+    capsys.readouterr()
+    for how, weight in (("rrf", 0.5), ("weighted", 0.2)):
+        run("search", tmp_path / "index", "fox hen", "--hybrid", how, "--weight", weight, "--json")
+        told = [row["id"] for row in json.loads(capsys.readouterr().out)["results"]]
+        wanted = {"text": "fox hen", "hybrid": how, "weight": weight}
+        assert ids(client.post("/search", json=wanted)) == ids(client.get("/search", params=wanted)) == told
+    assert client.post("/search", json={"ids": ["d1"], "hybrid": "rrf"}).status_code == 400
+    assert client.post("/search", json={"text": "a", "hybrid": "rrf", "weight": 2}).status_code == 400
+    other = serve(text_index)
+    assert other.get("/info").json()["hybrid"] is False
+    assert "--bm25" in other.post("/search", json={"text": "fox", "hybrid": "rrf"}).json()["error"]["message"]
+
+
 def test_embeddings_in_openais_form(serve: Serve, text_index: Path, text_model: Path) -> None:
     client = serve(text_index, batch_size=3)
     texts = ["fox", "dog dog dog dog dog dog dog dog dog dog dog dog dog dog dog dog dog dog", "hen ant", "a b c"]
