@@ -18,6 +18,7 @@ from PIL import Image
 
 from dualenc.data.images import decode_image
 from dualenc.errors import BadSample, DualencError
+from dualenc.search.lexical import FOLDER as LEXICAL
 from dualenc.search.searcher import Query, Searcher
 from dualenc.serve.batching import Batcher
 from dualenc.serve.metrics import Metrics
@@ -173,7 +174,7 @@ class Service:
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             found = _manifest(self.searcher.folder)
-            if found is not None and found != seen:  # in the moment of a rename there is none
+            if found[0] is not None and found != seen:  # in the moment of a rename there is none
                 seen = found
                 try:
                     await asyncio.to_thread(self.reload)
@@ -210,10 +211,13 @@ def _tokens(inputs: dict[str, Any]) -> list[int]:
     return mask.sum(dim=1).tolist()
 
 
-def _manifest(folder: Path) -> tuple[int, int, int] | None:
-    """What changes when a folder is written anew."""
-    try:
-        status = (folder / "meta.json").stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
+def _manifest(folder: Path) -> list[tuple[int, int, int] | None]:
+    """What changes when a folder, or the BM25 in it, is written anew; begins with None while there is no folder."""
+    found: list[tuple[int, int, int] | None] = []
+    for path in (folder / "meta.json", folder / LEXICAL / "meta.json"):
+        try:
+            status = path.stat()
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+        except OSError:
+            found.append(None)
+    return found

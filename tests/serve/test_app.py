@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 
 from dualenc.encoders import load_model
 from dualenc.search import Index
+from dualenc.serve.service import _manifest
 from tests.commands import toy
 from tests.commands.in_process import run
 from tests.serve.conftest import Serve
@@ -206,6 +208,20 @@ def test_a_new_index_takes_the_place_of_the_old_one(tmp_path: Path, serve: Serve
     assert "the old index goes on" in failed.json()["error"]["message"]
     assert len(ids(client.get("/search?text=fox&k=100"))) == 30
     assert 'dualenc_reloads_total{result="failed"} 1.0' in client.get("/metrics").text
+
+
+def test_what_is_written_anew_is_noticed(tmp_path: Path, text_index: Path) -> None:
+    folder = tmp_path / "index"
+    assert _manifest(folder)[0] is None
+    shutil.copytree(text_index, folder)
+    seen = [_manifest(folder)]
+    run("index", folder, text_index.parent / "docs.jsonl", "--bm25")
+    seen.append(_manifest(folder))
+    (tmp_path / "gone.txt").write_text("d3\n")
+    run("index", folder, "--remove", tmp_path / "gone.txt")
+    seen.append(_manifest(folder))
+    assert all(one[0] is not None for one in seen)
+    assert seen[0] != seen[1] != seen[2] != seen[0]
 
 
 def test_a_refined_index_gives_its_exact_vectors_back(tmp_path: Path, text_model: Path) -> None:
