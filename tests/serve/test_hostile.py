@@ -27,7 +27,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-NAMES = st.sampled_from(["text", "ids", "k", "where", "image", "input", "encoding_format", "dimensions", "model"])
+NAMES = st.sampled_from(
+    ["text", "hybrid", "weight", "ids", "k", "where", "image", "input", "encoding_format", "dimensions", "model"]
+)
 LIKELY = st.dictionaries(NAMES, JSON | st.sampled_from(["fox", ["d1"], ["d1", ""], 5, 0, -1, 10**30, "5", [], ["a=b"]]))
 many = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 
