@@ -189,6 +189,7 @@ COMMANDS: Commands = {
     "push": Command("push", "push", "send embeddings to a vector search engine, or export them to Parquet"),
     "mine": Command("mine", "mine", "mine hard negatives for training with a model"),
     "search": Command("search", "search", "search an index or an engine with a text or an image"),
+    "serve": Command("serve", "serve", "serve an index over HTTP, with a page to search on"),
     "export": Command("export", "export", "write the towers of a model as ONNX files"),
     "push-model": Command("publish", "push_model", "upload a model folder to the Hugging Face hub"),
     "push-data": Command("publish", "push_data", "upload embeddings to the Hugging Face hub"),

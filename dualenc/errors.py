@@ -14,5 +14,9 @@ class BadSample(DualencError):
     """One sample cannot be used (undecodable image, empty text). Readers skip and count it, or raise it."""
 
 
+class UnknownId(DualencError):
+    """An id that an index or engine does not hold."""
+
+
 class DiskFull(DualencError):
     """No room to write a file: the disk is full, or a quota or limit reached; what stood there before still does."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dualenc import distributed
 from dualenc.commands.engine import ask_engine
@@ -34,14 +34,16 @@ from dualenc.evaluation.retrieval import (
     retrieve,
     summary_rows,
 )
-from dualenc.evaluation.runs import check_trec_names, read_per_query, read_trec
+from dualenc.evaluation.runs import check_trec_names, ranked, read_per_query, read_trec
 from dualenc.files import write_json
+from dualenc.search.fusion import fuse
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus, RetrievalSet
 
 BM25 = "BM25"
+HYBRID = "hybrid"
 
 
 def retrieval(
@@ -51,6 +53,8 @@ def retrieval(
     out: str | None = None,
     split: str = "test",
     bm25: bool = False,
+    hybrid: Literal["rrf", "weighted"] | None = None,
+    weight: float = 0.5,
     depth: int = 100,
     titles: bool = True,
     keep_self_matches: bool = False,
@@ -71,6 +75,8 @@ def retrieval(
         out: folder to write; by default evaluations/retrieval/MODEL-DATA.
         split: which judgements to use.
         bm25: evaluate BM25 as well as the model.
+        hybrid: evaluate BM25, and both fused: by reciprocal ranks (rrf) or weighted scores (weighted).
+        weight: with hybrid, of the model, from 0 to 1; BM25 has the rest.
         depth: documents to retrieve for each query.
         titles: put a document's title in front of its text.
         keep_self_matches: keep a document whose id is the query's; by default it is removed, as BEIR does.
@@ -82,6 +88,8 @@ def retrieval(
     from dualenc.data.beir import read_beir
 
     check_range(1, MOST_ITEMS, depth=depth, batch_size=batch_size)
+    check_range(0, 1, weight=weight)
+    bm25 = bm25 or hybrid is not None
     if depth < max(CUTOFFS):
         raise DualencError(f"depth={depth}: the metrics look at {max(CUTOFFS)} documents; retrieve that many or more")
     target, device_to_use = begin("retrieval", model, data, out, device)
@@ -124,6 +132,14 @@ def retrieval(
             documents = [corpus[row] for row in range(len(corpus))]
             run = bm25_run(queries.ids, texts, corpus.ids, documents, depth + 1)
             runs[name][BM25] = first_documents(run, depth, keep_self_matches=keep_self_matches)
+            if hybrid is not None:
+                both = (found, runs[name][BM25])
+                runs[name][HYBRID] = {
+                    query: dict(
+                        fuse([_ranking(own[query]) for own in both], hybrid, weights=[weight, 1 - weight])[:depth]
+                    )
+                    for query in queries.ids
+                }
     if distributed.is_main():
         results: list[Result] = []
         galleries: list[Gallery] = []
@@ -133,7 +149,7 @@ def retrieval(
                 for system, run in runs[name].items()
             ]
             for result in scored:
-                below = {BM25: "bm25"} | ({asked.system: "engine"} if asked is not None else {})
+                below = {BM25: "bm25", HYBRID: "hybrid"} | ({asked.system: "engine"} if asked is not None else {})
                 result.write(places[name] / below.get(result.system, ""))
             results += scored
             galleries += _galleries(scored[0], collection)
@@ -141,7 +157,8 @@ def retrieval(
             target,
             "retrieval",
             f"Retrieval: {display_name(model)} on {', '.join(collections)}",
-            {"model": model, "split": split, "depth": depth, "keep_self_matches": keep_self_matches},
+            {"model": model, "split": split, "depth": depth, "keep_self_matches": keep_self_matches}
+            | ({} if hybrid is None else {"hybrid": hybrid, "weight": weight}),
             {"systems": metrics_document(results)} | ({} if asked is None else {"engine": asked.measured}),
             [
                 Table("Retrieval", summary_rows(results)),
@@ -154,6 +171,11 @@ def retrieval(
             wrote="metrics, run files and report.html",
         )
     distributed.barrier()
+
+
+def _ranking(documents: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The documents of one query with their scores, best first."""
+    return [(name, documents[name]) for name in ranked(documents)]
 
 
 def _figures(systems: dict[str, list[Result]]) -> list[Figure]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,10 +15,7 @@ from dualenc.terminal import printable, printable_json
 if TYPE_CHECKING:
     import numpy as np
 
-    from dualenc.encoders import DualEncoder
-    from dualenc.search import Index
-    from dualenc.search.engines import EngineIndex
-    from dualenc.types import Side
+    from dualenc.types import Modality
 
 
 def embed(
@@ -135,6 +133,7 @@ def index(
     remove: str | None = None,
     verify: bool = False,
     embeddings: str | None = None,
+    bm25: bool = False,
     side: Literal["left", "right"] | None = None,
     split: str = "train",
     text_column: str | None = None,
@@ -150,8 +149,11 @@ def index(
     the memory does not hold is filled in parts and merged on disk: the same command resumes an interrupted build, and
     several of them at once share the parts.
 
+    With --bm25 the words of the texts are indexed, too, for `search --hybrid`: from DATA, or from where the embeddings
+    were made of. `dualenc index INDEX [DATA] --bm25` does so for an index that is there.
+
     Args:
-        source: folder of embeddings, or a model folder or name; for --remove and --verify the folder of an index.
+        source: folder of embeddings, model folder or name; for --remove, --verify and --bm25 also that of an index.
         data: what to embed, with a model: BEIR folder, folder of images, table, tars, or hub name.
         out: folder to write: index.faiss, ids.txt, snippets.jsonl, meta.json.
         factory: auto, or any FAISS factory string such as Flat, HNSW32, IVF1024,Flat or OPQ32,IVF4096,PQ32.
@@ -166,6 +168,7 @@ def index(
         remove: file with ids, one a line, to take out of the index.
         verify: compare every file of an index or of embeddings with its checksum.
         embeddings: with a model: folder to keep the embeddings in; by default they are removed when done.
+        bm25: index the words of the texts beside the vectors.
         side: with a model: left or right; by default documents, or whatever the data holds.
         split: of a data set that has several.
         text_column: column with the texts, where it has no usual name.
@@ -185,6 +188,9 @@ def index(
 
     if verify or remove is not None:
         return _verify(source) if verify else _remove(source, remove or "")
+    texts: dict[str, Any] = {"split": split, "text_column": text_column, "id_column": id_column}
+    if bm25 and out is None and is_index(source):
+        return _add_words(source, data, **texts)
     if out is None:
         raise DualencError("dualenc index needs --out; name the folder of the index")
     budget = None if memory is None else parse_bytes(memory)
@@ -226,7 +232,24 @@ def index(
             print(f"a query alone: {times}; {meta['bytes_per_vector']:,} bytes per vector")
     if data is not None and embeddings is None:
         remove_path(folder)
+    if bm25:
+        _add_words(out, None if append else data, **texts)
     return None
+
+
+def _add_words(folder: str, data: str | None, **how: Any) -> None:
+    """Put BM25 into the folder of an index, from the texts that it was made of."""
+    from dualenc.data.sources import open_corpus
+    from dualenc.search import Index
+    from dualenc.search.lexical import add_lexical
+
+    recorded = data or Index.open(folder).meta.get("data")
+    if not recorded:
+        raise DualencError(
+            f"{folder}: does not say what it was made of; name its texts: dualenc index INDEX DATA --bm25"
+        )
+    lexical = add_lexical(folder, open_corpus(recorded, modality="text", **how))
+    print(printable(f"BM25 over {lexical.count:,} texts → {folder}"))
 
 
 def _verify(folder: str) -> None:
@@ -259,6 +282,8 @@ def search(
     *,
     k: int = 10,
     where: list[str] | None = None,
+    hybrid: Literal["rrf", "weighted"] | None = None,
+    weight: float = 0.5,
     json: bool = False,
     model: str | None = None,
     nprobe: int | None = None,
@@ -275,6 +300,8 @@ def search(
         query: text; path of an image if the model encodes images; of a .npy file with one vector if it adapts vectors.
         k: how many results.
         where: of an engine, only what meets this: year>=2020, lang=en,de (any of them), lang!=en; may be repeated.
+        hybrid: fuse with BM25 (`dualenc index --bm25`): by reciprocal ranks (rrf) or scores (weighted).
+        weight: with hybrid, of the vectors, from 0 to 1; BM25 has the rest.
         json: print JSON, in ASCII, instead of a table.
         model: model folder or name, if the one that made the index has moved.
         nprobe: lists that an IVF index visits; by default what the build or the engine chose.
@@ -282,77 +309,51 @@ def search(
         device: such as cpu or cuda:0.
     """
     from dualenc.commands.evaluation import check_range, start_processes
-    from dualenc.data import Corpus, open_image
-    from dualenc.encoders import load_model
+    from dualenc.data import open_image
     from dualenc.evaluation.report import Table, print_table
-    from dualenc.search import Index
     from dualenc.search.build import LARGEST_PARAMETER
-    from dualenc.search.embed import embed, tower_checksum
-    from dualenc.search.engines import EngineIndex, is_engine, parse_conditions
+    from dualenc.search.engines import EngineIndex
+    from dualenc.search.searcher import Query, Searcher
 
     check_range(1, sys.maxsize, k=k)
     check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
+    check_range(0, 1, weight=weight)
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")
-    opened: Index | EngineIndex = EngineIndex.open(index) if is_engine(index) else Index.open(index)
-    conditions = []
-    if isinstance(opened, EngineIndex):
-        conditions = parse_conditions(where or (), opened.about.columns)
-    elif where:
-        raise DualencError(
-            f"{index}: a FAISS index keeps no columns for --where; `dualenc push` the embeddings instead"
-        )
-    encoder = load_model(model or _recorded_model(opened, Path(index)), device=str(start_processes(device)))
-    recorded, side = opened.meta.get("model_checksum"), opened.meta.get("side", "right")
-    if recorded is not None and tower_checksum(encoder.tower(side)) != recorded:
-        raise DualencError(f"{index}: was built with other weights than the model has now; build the index again")
-    tower = encoder.tower(_query_side(encoder, query, side))
+    how: dict[str, Any] = {"nprobe": nprobe, "ef_search": ef_search, "hybrid": hybrid is not None}
+    searcher = Searcher.open(index, model, device=start_processes(device), **how)
+    conditions = searcher.conditions(where or ())
+    side = searcher.query_side(_modality(query, searcher.takes))
     item: Any = query
-    if tower.modality == "image":
+    if searcher.encoder.tower(side).modality == "image":
         item = open_image(query)
-    elif tower.modality == "vector":
+    elif searcher.encoder.tower(side).modality == "vector":
         item = _open_vector(query)
-    corpus = Corpus(["query"], [item], tower.modality)
-    output = opened.meta.get("output", "embedding")
-    vector = embed(tower, corpus, output=output, on_error="raise", progress=False).vectors
-    results: list[dict[str, Any]]
-    if isinstance(opened, EngineIndex):
-        names = ("rank", "id", "score", *opened.about.columns, *(["snippet"] if opened.about.has_snippets else []))
-        hits = opened.search(vector, min(k, len(opened)), conditions, nprobe=nprobe, ef_search=ef_search)[0]
-        results = [
-            {"rank": rank, "id": hit.id, "score": round(hit.score, 6), "snippet": hit.snippet}
-            | {name: hit.columns.get(name) for name in opened.about.columns}
-            for rank, hit in enumerate(hits, 1)
-        ]
-        opened.engine.close()
-    else:
-        names = ("rank", "id", "score") if opened.snippets is None else ("rank", "id", "score", "snippet")
-        scores, rows = opened.search_rows(vector, min(k, len(opened)), nprobe=nprobe, ef_search=ef_search)
-        results = [
-            {"rank": rank, "id": opened.ids[row], "score": round(float(score), 6), "snippet": opened.snippet(int(row))}
-            for rank, (score, row) in enumerate(zip(scores[0], rows[0]), 1)
-            if row >= 0
-        ]
+    hits = searcher.search([Query(side, item, k=k, where=conditions, hybrid=hybrid, weight=weight)])[0]
+    if isinstance(searcher.index, EngineIndex):
+        searcher.index.engine.close()
+    kept = searcher.columns
+    names = ("rank", "id", "score", *kept, *(["snippet"] if searcher.has_snippets else []))
+    results: list[dict[str, Any]] = [
+        {"rank": rank, "id": hit.id, "score": round(hit.score, 6), "snippet": hit.snippet}
+        | {name: hit.columns.get(name) for name in kept}
+        for rank, hit in enumerate(hits, 1)
+    ]
     if json:
         print(printable_json({"query": query, "index": index, "results": results}))
     else:
         # A year is no quantity: tables write those with separators.
-        kept = opened.about.columns if isinstance(opened, EngineIndex) else {}
         shown = [{n: str(r[n]) if n in kept and r[n] is not None else r[n] for n in names} for r in results]
         print_table(Table(query, shown))
 
 
-def _query_side(encoder: DualEncoder, query: str, index_side: Side) -> Side:
-    """The side that encodes a query for an index of the other one, or, with images and texts, whatever it is."""
-    if encoder.kind in ("query-document", "vector"):
-        return "left" if index_side == "right" else "right"
-    if encoder.kind == "image":
-        return "left"
+def _modality(query: str, takes: Sequence[Modality]) -> Modality:
+    """What a query on the command line is: with images and texts, an image if it is or looks like a file."""
+    if len(takes) == 1:
+        return takes[0]
     from dualenc.data.images import IMAGE_SUFFIXES
 
-    is_image = Path(query).suffix.lower() in IMAGE_SUFFIXES or Path(query).is_file()
-    wanted = "image" if is_image else "text"
-    return "left" if encoder.left.modality == wanted else "right"
+    return "image" if Path(query).suffix.lower() in IMAGE_SUFFIXES or Path(query).is_file() else "text"
 
 
 def _open_vector(path: str) -> np.ndarray:
@@ -370,15 +371,3 @@ def _open_vector(path: str) -> np.ndarray:
     if not 0 < squares < np.inf:
         raise DualencError(f"{path}: its vector is zero or not finite; embed the query again")
     return vectors[0].astype(np.float32)
-
-
-def _recorded_model(index: Index | EngineIndex, folder: Path) -> str:
-    """The model's recorded place, or beside the index if both were moved together."""
-    recorded = index.meta.get("model")
-    if not recorded:
-        raise DualencError(f"{folder}: does not say which model made it; name one with --model")
-    path = Path(recorded)
-    sibling = folder.resolve().parent / path.name
-    if path.is_absolute() and not path.exists() and not sibling.is_dir():
-        raise DualencError(f"{folder}: its model {path} is gone; name its new place with --model")
-    return str(sibling) if not path.exists() and sibling.is_dir() else recorded

@@ -12,7 +12,7 @@ from typing import Any
 import faiss
 import numpy as np
 
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, UnknownId
 from dualenc.files import atomic_path, checksums, read_json_object, recover, sizes, verify_files, write_json
 from dualenc.search.build import (
     METRICS,
@@ -319,6 +319,35 @@ class Index:
         if ef_search is not None:
             set_parameter(self.faiss, "efSearch", ef_search)
         return self.faiss.search(as_queries(queries, self.dim, self.meta["metric"]), k)
+
+    def vectors(self, ids: Sequence[str]) -> np.ndarray:
+        """The stored vectors of some ids, as exactly as the index keeps them: (n, D) float32.
+
+        Raises:
+            UnknownId: an id that is not there.
+            DualencError: FAISS cannot give the vectors of such an index back.
+        """
+        if isinstance(self.ids, MappedIds):
+            rows = self.ids.rows(ids).tolist()
+        else:
+            row_of = {name: row for row, name in enumerate(self.ids)}
+            rows = [row_of.get(name, -1) for name in ids]
+        if -1 in rows:
+            raise UnknownId(f"the index has no item {ids[rows.index(-1)][:200]!r}; give an id that it has returned")
+        try:
+            return np.stack([self.faiss.reconstruct(row) for row in rows])
+        except RuntimeError:
+            pass
+        lists = faiss.try_extract_index_ivf(self.faiss)
+        try:
+            if lists is not None:  # told once where each row is, FAISS finds it in its list
+                lists.make_direct_map(True)
+            return np.stack([self.faiss.reconstruct(row) for row in rows])
+        except RuntimeError as error:
+            kind = self.meta.get("factory", "?")
+            raise DualencError(
+                f"an index of kind {kind} gives no vectors back ({reason(error)}); search by text"
+            ) from None
 
     def snippet(self, row: int) -> str:
         """What to show with the id of a row; "" if nothing was stored."""

@@ -124,17 +124,22 @@ def number_of_lists(num_vectors: int, dim: int, memory: int | None = None) -> in
     return min(MOST_LISTS, 2 ** min(round(math.log2(4 * math.sqrt(num_vectors))), by_training))
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, name: str = "memory", least: int = LEAST_MEMORY) -> int:
     """Bytes from "2GiB", "500 MB", "1.5G" or a plain number; K, M, G and T are powers of 1024 unless a B alone follows.
 
+    Args:
+        text: the size.
+        name: what it is the size of, in errors.
+        least: the smallest that is allowed, in bytes.
+
     Raises:
-        DualencError: something else, or less than 16 MiB.
+        DualencError: something else, or less than that.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", text, re.IGNORECASE)
     if found is None:
-        raise DualencError(f"memory is {text!r}; give a size such as 2GiB or 500MB")
+        raise DualencError(f"{name} is {text!r}; give a size such as 2GiB or 500MB")
     base = 1000 if found[3].upper() == "B" and found[2] else 1024
     size = int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
-    if size < LEAST_MEMORY:
-        raise DualencError(f"memory is {text!r}; give at least 16MiB")
+    if size < least:
+        raise DualencError(f"{name} is {text!r}; give at least {least / 2**20:g}MiB")
     return size

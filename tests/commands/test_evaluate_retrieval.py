@@ -50,6 +50,27 @@ def test_one_folder(model: Path, data: Path, tmp_path: Path, capsys: pytest.Capt
     assert f"{scores['metrics']['ndcg@10']:.4f}" in printed
 
 
+@pytest.mark.parametrize("how", ["rrf", "weighted"])
+def test_hybrid_is_the_fusion_of_the_runs_beside_it(model: Path, data: Path, tmp_path: Path, how: str) -> None:
+    assert evaluate(model, data, "--out", tmp_path, "--hybrid", how, "--weight", 0.3) == 0
+    dense, words = read_trec(tmp_path / "run.trec"), read_trec(tmp_path / "bm25" / "run.trec")
+    fused = read_trec(tmp_path / "hybrid" / "run.trec")
+    for query, documents in fused.items():
+        slow = dict.fromkeys(documents, 0.0)
+        for run, weight in ((dense, 0.3), (words, 0.7)):
+            scores = run.get(query, {})
+            ordered = sorted(scores, key=lambda name: (scores[name], name), reverse=True)
+            for rank, name in enumerate(ordered, 1):
+                low, high = scores[ordered[-1]], scores[ordered[0]]
+                slow[name] += weight * (1 / (60 + rank) if how == "rrf" else (scores[name] - low) / (high - low))
+        assert documents == pytest.approx(slow, abs=1e-4)
+    measured = json.loads((tmp_path / "metrics.json").read_text())
+    assert set(measured["systems"]) == {"toy-text", "BM25", "hybrid"}
+    assert measured["systems"]["hybrid"]["mean"]["recall@10"] > 0.8
+    assert (measured["hybrid"], measured["weight"]) == (how, 0.3)
+    assert evaluate(model, data, "--hybrid", "rrf", "--weight", 1.5) == 2
+
+
 def test_several_folders_have_a_mean(model: Path, data: Path, tmp_path: Path) -> None:
     other = write_beir(tmp_path / "other", seed=1)
     assert evaluate(model, data, other, "--out", tmp_path / "out") == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from types import ModuleType
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, UnknownId
 from dualenc.search.engines.where import Condition, Kind
 from dualenc.types import Metric
 
@@ -156,6 +156,14 @@ class Engine(ABC):
         """How many items there are that meet all conditions."""
 
     @abstractmethod
+    def vectors(self, ids: Sequence[str]) -> np.ndarray:
+        """The stored vectors of some ids: (n, D) float32.
+
+        Raises:
+            UnknownId: an id that is not there.
+        """
+
+    @abstractmethod
     def query(
         self,
         vectors: np.ndarray,
@@ -194,6 +202,18 @@ def import_extra(module: str, package: str, extra: str) -> ModuleType:
         if error.name is not None and error.name.partition(".")[0] != module.partition(".")[0]:
             raise
         raise DualencError(f"this engine needs the package {package}: pip install 'dualenc[{extra}]'") from None
+
+
+def in_order(ids: Sequence[str], found: Mapping[str, Any], place: str) -> np.ndarray:
+    """The vectors that an engine has found for ids, in their order: (n, D) float32.
+
+    Raises:
+        UnknownId: one is missing.
+    """
+    for name in ids:
+        if name not in found:
+            raise UnknownId(f"{place}: has no item {name[:200]!r}; give an id that it has returned")
+    return np.array([found[name] for name in ids], dtype=np.float32)
 
 
 def persist(call: Callable[[], T], is_passing: Callable[[Exception], bool]) -> T:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.search.engines.contract import About, Engine, Hit, import_extra
+from dualenc.search.engines.contract import About, Engine, Hit, import_extra, in_order
 from dualenc.search.engines.where import Condition
 from dualenc.search.kinds import EXACT_VALUES
 
@@ -138,6 +138,12 @@ class Lance(Engine):
     def count(self, where: Sequence[Condition] = ()) -> int:
         with self._told():
             return int(self.table.count_rows(_sql(where)))
+
+    def vectors(self, ids: Sequence[str]) -> np.ndarray:
+        named = f"id IN ({', '.join(map(_literal, ids))})"
+        with self._told():
+            rows = self.table.search().where(named).select(["id", "vector"]).limit(len(ids)).to_list()
+        return in_order(ids, {row["id"]: row["vector"] for row in rows}, self.place)
 
     def query(
         self,

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.search.engines.contract import About, Engine, Hit, import_extra, persist
+from dualenc.search.engines.contract import About, Engine, Hit, import_extra, in_order, persist
 from dualenc.search.engines.where import Condition
 from dualenc.terminal import printable
 
@@ -145,6 +145,12 @@ class Qdrant(Engine):
     def count(self, where: Sequence[Condition] = ()) -> int:
         with self._told():
             return int(self.client.count(self.collection, self._filter(where), exact=True).count)
+
+    def vectors(self, ids: Sequence[str]) -> np.ndarray:
+        names = {_point(name): name for name in ids}
+        with self._told():
+            records = self.client.retrieve(self.collection, list(names), with_payload=False, with_vectors=True)
+        return in_order(ids, {names[str(record.id)]: record.vector for record in records}, self.place)
 
     def query(
         self,

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, UnknownId
 from dualenc.search import Embeddings
 from dualenc.search.embeddings import EmbeddingWriter
 from dualenc.search.engines import Engine, EngineIndex, open_engine, parse_conditions, push
@@ -237,6 +237,15 @@ def test_an_engine_folder_finds_its_collection_again(filled: EngineIndex, tmp_pa
 def test_wrong_queries_are_told(filled: EngineIndex, queries: np.ndarray, k: int, told: str) -> None:
     with pytest.raises(DualencError, match=told):
         filled.search(queries, k)
+
+
+def test_vectors_of_known_ids_come_back(filled: EngineIndex) -> None:
+    given = embeddings()
+    wanted = [given.ids[row] for row in (17, 3, 40)]
+    stored = filled.engine.vectors(wanted)
+    np.testing.assert_allclose(stored, given.vectors[[17, 3, 40]], atol=1e-5)
+    with pytest.raises(UnknownId, match="has no item \"nobody' OR '1'='1\""):
+        filled.engine.vectors([wanted[0], "nobody' OR '1'='1"])
 
 
 def test_collections_of_others_are_never_touched(tmp_path: Path) -> None:

@@ -1,0 +1,190 @@
+"""`dualenc serve`: an index over HTTP."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dualenc.errors import BadSample, DualencError
+from dualenc.terminal import printable
+
+if TYPE_CHECKING:
+    from dualenc.data import Corpus
+    from dualenc.search.searcher import Searcher
+
+NEEDED = {
+    "fastapi": "fastapi",
+    "uvicorn": "uvicorn",
+    "multipart": "python-multipart",
+    "prometheus_client": "prometheus-client",
+}
+TOKEN = "DUALENC_SERVE_TOKEN"
+SHORTEST_TOKEN = 16
+MOST_CONNECTIONS = 1024
+
+
+def serve(
+    index: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token_file: str | None = None,
+    images: str | None = None,
+    model: str | None = None,
+    device: str = "cpu",
+    batch_size: int = 32,
+    wait_ms: float = 2.0,
+    queue: int = 256,
+    timeout: float = 10.0,
+    max_body: str = "16MiB",
+    nprobe: int | None = None,
+    ef_search: int | None = None,
+    watch: bool = True,
+) -> None:
+    """Serve an index or an engine over HTTP: a page to search on, /search, /v1/embeddings, /health, /metrics.
+
+    Whoever connects to 127.0.0.1 may search. On another host a token is required, which comes from a file or from
+    DUALENC_SERVE_TOKEN: clients send it as Authorization: Bearer TOKEN. The index is opened again, without a dropped
+    request, when its folder is written anew, on SIGHUP, and on POST /reload with the token.
+
+    Args:
+        index: folder that `dualenc index` or `dualenc push` wrote.
+        host: address to listen on.
+        port: to listen on; 0 takes a free one.
+        token_file: file with the token, of 16 characters or more, on its only line.
+        images: folder, table or tars with the images of the index, to show them; by default where they were.
+        model: model folder or name, if the one that made the index has moved.
+        device: such as cpu or cuda:0.
+        batch_size: queries encoded and searched together.
+        wait_ms: how long the first query of a batch waits for others.
+        queue: queries that may wait; more are refused (429).
+        timeout: seconds that a request may take to arrive (408), and again to be answered (504).
+        max_body: largest request; larger ones are refused (413).
+        nprobe: lists that an IVF index visits; by default what the build or the engine chose.
+        ef_search: candidates that an HNSW index keeps; by default what the build or the engine chose.
+        watch: open the index again when its folder is written anew, and on SIGHUP.
+    """
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise DualencError(f"serve needs the package {missing[0]}: pip install 'dualenc[serve]'")
+    import uvicorn
+
+    from dualenc.commands.evaluation import check_range, start_processes
+    from dualenc.search.build import LARGEST_PARAMETER
+    from dualenc.search.kinds import parse_bytes
+    from dualenc.search.searcher import Searcher
+    from dualenc.serve.app import create_app
+    from dualenc.serve.gate import TimedProtocol
+    from dualenc.serve.metrics import Metrics
+    from dualenc.serve.service import Service
+
+    check_range(0, 65535, port=port)
+    check_range(1, 4096, batch_size=batch_size)
+    check_range(0, 1000, wait_ms=wait_ms)
+    check_range(1, 1 << 20, queue=queue)
+    check_range(0.1, 3600, timeout=timeout)
+    check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
+    largest = parse_bytes(max_body, "--max-body", 1 << 12)
+    token = _read_token(token_file)
+    listening = _listen(host, port, token)
+    chosen = start_processes(device)
+
+    def open_searcher(before: Searcher | None) -> Searcher:
+        return Searcher.open(index, model, device=chosen, before=before, nprobe=nprobe, ef_search=ef_search)
+
+    searcher = open_searcher(None)
+    first: list[Searcher] = [searcher]
+    service = Service(
+        lambda before: first.pop() if first else open_searcher(before),
+        pictures=_pictures(searcher, images),
+        metrics=Metrics(),
+        batch_size=batch_size,
+        wait_s=wait_ms / 1000,
+        queue_size=queue,
+    )
+    hosts = ("localhost", "127.0.0.1", "::1") if token is None else None
+    app = create_app(service, token=token, hosts=hosts, max_body=largest, timeout_s=timeout, watch=watch)
+
+    class Protocol(TimedProtocol):
+        head_timeout_s = timeout
+
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        log_level="info",
+        access_log=False,
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_graceful_shutdown=int(timeout) + 1,
+        server_header=False,
+    )
+    listening.listen(MOST_CONNECTIONS)  # whoever reads the next line may connect at once
+    at = listening.getsockname()
+    shown = f"[{at[0]}]" if ":" in at[0] else at[0]
+    print(printable(f"{len(searcher):,} vectors of {index} at http://{shown}:{at[1]}/"), flush=True)
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def _read_token(path: str | None) -> str | None:
+    """The token of the file, or of the environment; None if there is none."""
+    token = os.environ.get(TOKEN)
+    where = TOKEN
+    if path is not None:
+        where = path
+        try:
+            token = Path(path).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DualencError(f"{path}: cannot be read as a token ({error}); write one line of ASCII") from None
+    if token is None:
+        return None
+    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+        raise DualencError(f"{where}: a token has {SHORTEST_TOKEN} printable ASCII characters or more, without spaces")
+    return token
+
+
+def _listen(host: str, port: int, token: str | None) -> socket.socket:
+    """A socket that listens; elsewhere than on this machine's own addresses only with a token."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise DualencError(f"--host is {host!r}, which is no address ({error}); give one such as 127.0.0.1") from None
+    if token is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        raise DualencError(
+            f"--host {host} can be reached from elsewhere: set a token by --token-file or {TOKEN}, or leave --host out"
+        )
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        raise DualencError(f"{host}:{port}: {error.strerror}; give another --port, or 0 for a free one") from None
+    return listening
+
+
+def _pictures(searcher: Searcher, images: str | None) -> Corpus | None:
+    """The images of the index: as named, or where they were when it was made, if that is on this machine."""
+    from dualenc.data.remote import is_url
+    from dualenc.data.sources import open_corpus
+
+    recorded = searcher.index.meta.get("data")
+    if searcher.index.meta.get("modality") != "image":
+        if images is not None:
+            raise DualencError(f"{searcher.folder}: holds no images; leave --images out")
+        return None
+    if images is None and (not isinstance(recorded, str) or is_url(recorded) or not Path(recorded).exists()):
+        print(
+            "note: the images are not where they were, so none are shown; name the place with --images", file=sys.stderr
+        )
+        return None
+    try:
+        return open_corpus(images or str(recorded), modality="image")
+    except (DualencError, BadSample):
+        if images is not None:
+            raise
+        return None

@@ -1,0 +1,136 @@
+"""The words of an index's texts beside its vectors: BM25, for searches that fuse both.
+
+    bm25/    what bm25s saves, and meta.json: the checksum of the ids that it belongs to
+
+The folder lies inside that of the index. Whatever writes the index anew leaves it out: it is never of other texts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dualenc.errors import DualencError
+from dualenc.files import atomic_path, read_json_object, write_json
+
+if TYPE_CHECKING:
+    from dualenc.data import Corpus
+
+FOLDER = "bm25"
+K1, B = 1.5, 0.75
+"""Saturation of the term frequency, strength of the length normalisation: those of `evaluate retrieval --bm25`."""
+AGAIN = "run dualenc index INDEX --bm25"
+
+
+class Lexical:
+    """BM25 over the rows of an index (Lucene's variant), English stop words removed, no stemming.
+
+    Make one with `Lexical.build` or `Lexical.open`.
+
+    Args:
+        scorer: of bm25s, its rows those of the index.
+        count: N, how many rows there are.
+    """
+
+    def __init__(self, scorer: Any, count: int) -> None:
+        self.scorer, self.count = scorer, count
+
+    @classmethod
+    def build(cls, texts: Iterable[str]) -> Lexical:
+        """Count the words of N texts.
+
+        Raises:
+            DualencError: no text has a word.
+        """
+        import bm25s
+
+        tokens = bm25s.tokenize(list(texts), show_progress=False)
+        if not any(tokens.ids):
+            raise DualencError("BM25: no text holds a word; is the corpus empty?")
+        scorer = bm25s.BM25(k1=K1, b=B)
+        scorer.index(tokens, show_progress=False)
+        return cls(scorer, len(tokens.ids))
+
+    def save(self, index: str | os.PathLike[str], ids: str) -> None:
+        """Write the folder inside that of an index, whose file of ids has the checksum `ids`."""
+        with atomic_path(Path(index) / FOLDER) as part:
+            part.mkdir()
+            self.scorer.save(str(part), show_progress=False)
+            write_json(part / "meta.json", {"format": "dualenc bm25", "version": 1, "count": self.count, "ids": ids})
+
+    @classmethod
+    def open(cls, index: str | os.PathLike[str], ids: str) -> Lexical:
+        """Open the folder inside that of an index; arrays are mapped.
+
+        Args:
+            index: the index's folder.
+            ids: checksum of its file of ids.
+
+        Raises:
+            DualencError: there is none, it is of other texts, or it is damaged.
+        """
+        import bm25s
+
+        folder = Path(index) / FOLDER
+        if not folder.is_dir():
+            raise DualencError(f"{index}: has no BM25 beside its vectors; {AGAIN}")
+        meta = read_json_object(folder / "meta.json", {"count": int, "ids": str})
+        if meta["ids"] != ids:
+            raise DualencError(f"{folder}: is of other texts than the index; {AGAIN}")
+        try:
+            scorer = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
+            sizes = len(scorer.scores["data"]), len(scorer.scores["indices"]), int(scorer.scores["indptr"][-1])
+            if len(set(sizes)) != 1 or scorer.scores["num_docs"] != meta["count"]:
+                raise ValueError("its arrays do not fit together")
+        except Exception as error:  # numpy's, json's and the library's own
+            why = " ".join(str(error).split())[:100]
+            raise DualencError(f"{folder}: corrupt ({type(error).__name__}: {why}); {AGAIN}") from None
+        return cls(scorer, meta["count"])
+
+    def search(self, query: str, k: int) -> list[tuple[int, float]]:
+        """The k rows of the highest scores above 0, best first; the first row among equals."""
+        import bm25s
+
+        words = bm25s.tokenize([query], return_ids=False, show_progress=False)[0]
+        known = [word for word in words if word in self.scorer.vocab_dict]
+        if not known:
+            return []
+        scores = self.scorer.get_scores(known)
+        rows = np.flatnonzero(scores > 0)
+        if len(rows) > k:  # with whatever ties with the k-th
+            rows = rows[scores[rows] >= np.partition(scores[rows], -k)[-k]]
+        rows = rows[np.argsort(-scores[rows], kind="stable")[:k]]
+        return [(row, float(score)) for row, score in zip(rows.tolist(), scores[rows].tolist())]
+
+
+def has_lexical(index: str | os.PathLike[str]) -> bool:
+    """Whether there is BM25 in the folder of an index."""
+    return (Path(index) / FOLDER / "meta.json").is_file()
+
+
+def add_lexical(folder: str | os.PathLike[str], corpus: Corpus) -> Lexical:
+    """Put BM25 into the folder of an index.
+
+    Args:
+        folder: of the index.
+        corpus: the texts that it was made of, in any order; more of them do no harm.
+
+    Raises:
+        DualencError: no texts, or not those of the index.
+    """
+    from dualenc.search.index import Index
+
+    index = Index.open(folder)
+    if corpus.modality != "text":
+        raise DualencError(f"{folder}: BM25 needs texts, and its data holds {corpus.modality}s; leave --bm25 out")
+    row_of = {name: row for row, name in enumerate(corpus.ids)}
+    for name in index.ids:
+        if name not in row_of:
+            raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what the index was made of")
+    lexical = Lexical.build(corpus[row_of[name]] for name in index.ids)
+    lexical.save(folder, str(index.meta["files"].get("ids.txt")))
+    return lexical

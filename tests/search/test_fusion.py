@@ -1,0 +1,54 @@
+"""Fusion against slow loops from the formulas."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualenc.errors import DualencError
+from dualenc.search.fusion import fuse
+
+IDS = st.sampled_from([f"d{i}" for i in range(12)])
+SCORES = st.floats(-100, 100, allow_subnormal=False)
+RANKING = st.dictionaries(IDS, SCORES, max_size=12).map(
+    lambda scores: sorted(scores.items(), key=lambda pair: (pair[1], pair[0]), reverse=True)
+)
+
+
+@given(st.lists(RANKING, min_size=1, max_size=3), st.integers(1, 100))
+def test_reciprocal_ranks(rankings: list[list[tuple[str, float]]], k: int) -> None:
+    slow = {}
+    for name in {name for ranking in rankings for name, _ in ranking}:
+        ranks = [[other for other, _ in ranking].index(name) + 1 for ranking in rankings if name in dict(ranking)]
+        slow[name] = sum(1 / (k + rank) for rank in ranks)
+    found = fuse(rankings, weights=[1.0] * len(rankings), rrf_k=k)
+    assert dict(found) == pytest.approx(slow)
+    assert found == sorted(found, key=lambda pair: (pair[1], pair[0]), reverse=True)
+
+
+@given(RANKING, RANKING, st.floats(0.01, 0.99))
+def test_weighted_scores(a: list[tuple[str, float]], b: list[tuple[str, float]], weight: float) -> None:
+    def part(ranking: list[tuple[str, float]], name: str) -> float:
+        scores = dict(ranking)
+        if name not in scores:
+            return 0.0
+        width = max(scores.values()) - min(scores.values())
+        return (scores[name] - min(scores.values())) / width if width > 0 else 1.0
+
+    found = dict(fuse([a, b], "weighted", weights=[weight, 1 - weight]))
+    assert found == pytest.approx({n: weight * part(a, n) + (1 - weight) * part(b, n) for n in dict(a) | dict(b)})
+
+
+def test_an_example_by_hand() -> None:
+    dense, words = [("a", 0.9), ("b", 0.8), ("c", 0.1)], [("c", 7.0), ("d", 3.0)]
+    assert [name for name, _ in fuse([dense, words])] == ["c", "a", "d", "b"]  # 1/63+1/61, 1/61, 1/62, 1/62
+    assert [name for name, _ in fuse([dense, words], "weighted", weights=[0.9, 0.1])] == ["a", "b", "c", "d"]
+
+
+def test_mistakes() -> None:
+    for weights in ([1.0], [-1.0, 2.0], [0.0, 0.0], [float("nan"), 1.0]):
+        with pytest.raises(DualencError, match="weights are"):
+            fuse([[], []], weights=weights)
+    with pytest.raises(DualencError, match="choose one of rrf, weighted"):
+        fuse([[]], "max")  # type: ignore[arg-type]

@@ -1,0 +1,118 @@
+"""BM25 beside an index, and searches that fuse both, against slow loops."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualenc.data import Corpus
+from dualenc.encoders import load_model
+from dualenc.errors import DualencError
+from dualenc.evaluation.retrieval import bm25_run
+from dualenc.search import Index
+from dualenc.search.lexical import K1, B, Lexical, add_lexical
+from dualenc.search.searcher import Query, Searcher
+from tests.commands import toy
+from tests.commands.in_process import run
+
+TEXTS = st.lists(st.lists(st.sampled_from(toy.ANIMALS), min_size=1, max_size=8).map(" ".join), min_size=1, max_size=12)
+
+
+def slow_bm25(texts: list[str], query: str) -> np.ndarray:
+    """Lucene's BM25, word by word: idf · tf / (tf + k1 · (1 − b + b · length / mean length))."""
+    words = [text.split() for text in texts]
+    mean = sum(map(len, words)) / len(words)
+    scores = np.zeros(len(texts))
+    for word in query.split():
+        holders = sum(word in own for own in words)
+        idf = math.log(1 + (len(texts) - holders + 0.5) / (holders + 0.5))
+        for row, own in enumerate(words):
+            count = Counter(own)[word]
+            scores[row] += idf * count / (count + K1 * (1 - B + B * len(own) / mean))
+    return scores
+
+
+@given(
+    TEXTS, st.lists(st.sampled_from([*toy.ANIMALS, "nowhere"]), min_size=1, max_size=3, unique=True), st.integers(1, 12)
+)
+def test_scores_are_those_of_the_formula(texts: list[str], words: list[str], k: int) -> None:
+    found = Lexical.build(texts).search(" ".join(words), k)
+    slow = slow_bm25(texts, " ".join(words))
+    assert len(found) == min(k, int((slow > 0).sum()))
+    np.testing.assert_allclose([score for _, score in found], np.sort(slow)[::-1][: len(found)], rtol=1e-5)
+    np.testing.assert_allclose([slow[row] for row, _ in found], [score for _, score in found], rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, 60 texts, and an index of both kinds."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    toy.text_model(folder / "model")
+    toy.save_documents(folder / "docs.jsonl", 60)
+    run("index", folder / "model", folder / "docs.jsonl", "--out", folder / "index", "--bm25")
+    return folder
+
+
+def test_saved_and_opened_it_finds_the_same(made: Path) -> None:
+    texts = toy.texts(60)
+    searcher = Searcher.open(made / "index")
+    assert searcher.lexical is not None
+    for query in ("fox", "hen hen cat", "nowhere"):
+        expected = bm25_run(["q"], [query], [f"d{i}" for i in range(60)], texts, 60)["q"]
+        assert {f"d{row}": score for row, score in searcher.lexical.search(query, 60)} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("how", "weight"), [("rrf", 0.5), ("rrf", 0.9), ("weighted", 0.3), ("weighted", 1.0)])
+def test_hybrid_search_is_the_fusion_of_both_rankings(made: Path, how: str, weight: float) -> None:
+    query, texts = "fox dog dog", toy.texts(60)
+    model = load_model(made / "model")
+    dense = model.left(model.left.prepare([query])) @ model.right(model.right.prepare(texts)).T
+    scores = {"dense": dense.detach().numpy()[0], "words": slow_bm25(texts, query)}
+    fused = np.zeros(60)
+    for name, share in (("dense", weight), ("words", 1 - weight)):
+        own = scores[name]
+        there = np.arange(60) if name == "dense" else np.flatnonzero(own > 0)
+        ordered = there[np.argsort(-own[there], kind="stable")]
+        for rank, row in enumerate(ordered, 1):
+            width = own[there].max() - own[there].min()
+            fused[row] += share * (1 / (60 + rank) if how == "rrf" else (own[row] - own[there].min()) / width)
+    searcher = Searcher.open(made / "index")
+    hits = searcher.search([Query("left", query, k=10, hybrid=how, weight=weight)])[0]  # type: ignore[arg-type]
+    np.testing.assert_allclose([hit.score for hit in hits], np.sort(fused)[::-1][:10], atol=1e-5)
+    assert hits[0].snippet == texts[int(hits[0].id[1:])]
+
+
+def test_it_is_never_of_other_texts(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "index"
+    shutil.copytree(made / "index", folder)
+    (tmp_path / "gone.txt").write_text("d3\n")
+    run("index", folder, "--remove", tmp_path / "gone.txt")
+    assert Searcher.open(folder, made / "model").lexical is None, "whatever writes the index anew leaves it out"
+    with pytest.raises(DualencError, match="has no BM25 beside its vectors; run dualenc index INDEX --bm25"):
+        Searcher.open(folder, made / "model", hybrid=True)
+    shutil.copytree(made / "index" / "bm25", folder / "bm25")
+    with pytest.raises(DualencError, match="is of other texts"):
+        Searcher.open(folder, made / "model")
+    run("index", folder, made / "docs.jsonl", "--bm25")
+    assert "BM25 over 59 texts" in capsys.readouterr().out
+    run("search", folder, "fox", "--hybrid", "rrf", "--model", made / "model")
+    (folder / "bm25" / "data.csc.index.npy").write_bytes(b"broken")
+    with pytest.raises(DualencError, match="corrupt"):
+        Searcher.open(folder, made / "model")
+
+
+def test_mistakes(made: Path) -> None:
+    with pytest.raises(DualencError, match="no text holds a word"):
+        Lexical.build(["", "the of"])
+    with pytest.raises(DualencError, match="the data has no text 'd0'"):
+        add_lexical(made / "index", Corpus(["x"], ["fox"]))
+    with pytest.raises(DualencError, match="hybrid search needs a text"):
+        Searcher.open(made / "index").search([Query(ids=("d1",), hybrid="rrf")])
+    assert len(Index.open(made / "index")) == 60

@@ -1,0 +1,203 @@
+"""The page: what its text promises, and what a browser makes of it.
+
+The browser's part runs where $DUALENC_TEST_CHROMIUM names a Chromium and playwright is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from dualenc.data.sources import open_corpus
+from dualenc.search.searcher import Searcher
+from dualenc.serve.app import create_app
+from dualenc.serve.metrics import Metrics
+from dualenc.serve.service import Service
+from tests.serve.conftest import Serve
+
+PAGE = resources.files("dualenc.serve").joinpath("page.html").read_text(encoding="utf-8")
+TOKEN = "a-token-of-some-length"
+
+
+class Elements(HTMLParser):
+    """All elements with their attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(PAGE)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_from_data_is_markup() -> None:
+    for _, attributes in Elements().found:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), "handlers in attributes are refused by the policy"
+            assert name != "style", "so are styles"
+            assert name not in ("src", "href") or (value or "").startswith("data:,")
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?://|@import|url\(", PAGE)
+
+
+def test_every_field_has_a_label_and_the_order_is_that_of_the_page() -> None:
+    elements = Elements().found
+    labelled = [attributes["for"] for tag, attributes in elements if tag == "label"]
+    fields = [attributes["id"] for tag, attributes in elements if tag in ("input", "select")]
+    assert labelled == fields
+    assert all((attributes.get("tabindex") or "-1") == "-1" for _, attributes in elements)
+    assert ("html", {"lang": "en"}) in elements
+    assert any(tag == "meta" and "width=device-width" in (a.get("content") or "") for tag, a in elements)
+    assert "prefers-color-scheme: dark" in PAGE
+    assert "alt" in next(attributes for tag, attributes in elements if tag == "img")
+
+
+def test_the_policy_allows_the_pages_own_script_alone(serve: Serve, text_index: Path) -> None:
+    response = serve(text_index).get("/")
+    policy = dict(part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == policy["base-uri"] == policy["frame-ancestors"] == "'none'"
+    assert re.fullmatch(r"'sha256-[\w+/=]+'", policy["script-src"])
+    assert re.fullmatch(r"'sha256-[\w+/=]+'", policy["style-src"])
+    assert response.headers["x-content-type-options"] == "nosniff"
+
+
+Live = Callable[..., str]
+
+
+@pytest.fixture
+def live() -> Iterator[Live]:
+    """Starts a server over an index and gives its URL."""
+    stop: list[Callable[[], None]] = []
+
+    def start(folder: Path, images: Path | None = None, token: str | None = None) -> str:
+        pictures = None if images is None else open_corpus(str(images), modality="image")
+        service = Service(lambda before: Searcher.open(folder, before=before), pictures=pictures, metrics=Metrics())
+        listening = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(create_app(service, watch=False, token=token), log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        while not server.started:
+            time.sleep(0.02)
+
+        def end() -> None:
+            server.should_exit = True
+            thread.join(20)
+
+        stop.append(end)
+        return f"http://127.0.0.1:{listening.getsockname()[1]}/"
+
+    yield start
+    for end in stop:
+        end()
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    path = os.environ.get("DUALENC_TEST_CHROMIUM")
+    playwright = pytest.importorskip("playwright.sync_api")
+    if path is None:
+        pytest.skip("set DUALENC_TEST_CHROMIUM to the path of a Chromium")
+    arguments = ["--no-sandbox", "--disable-gpu", "--single-process", "--no-zygote"]
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=path, args=arguments)
+        yield chromium
+        chromium.close()
+
+
+def opened(browser: Any, url: str, **how: Any) -> tuple[Any, list[str]]:
+    """A page, and whatever it complains about."""
+    page = browser.new_context(**how).new_page()
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("dialog", lambda dialog: (wrong.append("dialog"), dialog.dismiss()))
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.goto(url)
+    return page, wrong
+
+
+def until(page: Any, holds: str) -> None:
+    """Wait for an expression to hold; playwright's own way needs eval, which the policy of the page forbids."""
+    deadline = time.monotonic() + 20
+    while not page.evaluate(holds):
+        assert time.monotonic() < deadline, holds
+        time.sleep(0.05)
+
+
+def test_searching_texts_in_a_browser(browser: Any, live: Live, engine_index: Path) -> None:
+    page, wrong = opened(browser, live(engine_index), viewport={"width": 360, "height": 740})
+    page.wait_for_selector("#about:not(:empty)")
+    assert page.text_content("#about") == "30 items"
+    page.keyboard.press("/")
+    page.keyboard.type("fox dog")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#results li")
+    assert page.locator("#results li").count() == 10
+    assert set(page.locator("mark").all_text_contents()) <= {"fox", "dog"}
+    assert re.match(r"10 results in [\d.]+ ms", page.text_content("#status"))
+    # A snippet that is markup is shown as its text.
+    page.fill("#k", "30")
+    page.press("#text", "Enter")
+    until(page, "document.querySelectorAll('#results li').length == 30")
+    assert "<img src=x onerror=alert(1)> fox & <b>dog</b>" in page.locator("#results p").all_text_contents()
+    assert page.locator("#results b, #results img").count() == 0
+    # Filters, from the keyboard.
+    page.locator("summary").focus()
+    page.keyboard.press("Enter")
+    page.select_option("select[aria-label='how to compare year']", ">=")
+    page.fill("#filter-year", "2020")
+    page.press("#filter-year", "Enter")
+    until(page, "document.querySelectorAll('#results li').length == 10")
+    first = page.locator("#results h2").first.text_content().split(". ")[1]
+    page.locator("#results button").first.click()
+    until(page, f"document.getElementById('status').textContent.includes('like {first}')")
+    assert page.evaluate("document.activeElement.id") == "status"
+    assert first not in [text.split(". ")[1] for text in page.locator("#results h2").all_text_contents()]
+    page.go_back()
+    until(page, "!document.getElementById('status').textContent.includes('like')")
+    until(page, "document.querySelectorAll('#results li').length == 10")
+    assert page.input_value("#text") == "fox dog"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than a phone"
+    assert not wrong
+
+
+def test_searching_images_in_a_browser(browser: Any, live: Live, image_index: Path) -> None:
+    page, wrong = opened(browser, live(image_index, image_index.parent / "pictures"), color_scheme="dark")
+    page.wait_for_selector("#drop:not([hidden])")
+    page.set_input_files("#image", image_index.parent / "pictures" / "05.png")
+    page.wait_for_selector("#results li")
+    assert page.locator("#results h2").first.text_content() == "1. 05.png"
+    until(page, "[...document.querySelectorAll('#results img')].every((i) => i.naturalWidth == 40)")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 22, 26)"
+    assert not wrong
+
+
+def test_the_token_is_asked_for(browser: Any, live: Live, text_index: Path) -> None:
+    page, _ = opened(browser, live(text_index, token=TOKEN))
+    page.wait_for_selector("#token-form:not([hidden])")
+    assert page.evaluate("document.activeElement.id") == "token"
+    page.keyboard.type(TOKEN)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#about:not(:empty)")
+    page.fill("#text", "fox")
+    page.press("#text", "Enter")
+    page.wait_for_selector("#results li")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_accessibility_by_axe(browser: Any, live: Live, engine_index: Path, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    page, _ = opened(browser, live(engine_index) + "?text=fox&where=year%3E%3D2001", color_scheme=scheme)
+    page.wait_for_selector("#results li")
+    found = axe.Axe().run(page).response["violations"]
+    assert not [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found]
