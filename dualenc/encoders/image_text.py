@@ -20,6 +20,7 @@ from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.image import ImagePrepare, Seeded
 from dualenc.encoders.load import first_line, model_folder, no_foreign_code
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
+from dualenc.encoders.vision_text import is_two_towers
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
 from dualenc.types import Inputs
@@ -294,6 +295,8 @@ def load_clip(
             own, where, source = open_clip.get_model_config(name), str(name), str(name)
         else:
             folder = model_folder(str(name))
+            if not (folder / CONFIG_FILE).is_file() and is_two_towers(folder):
+                raise DualencError(f"{folder}: a folder of transformers; use VisionTextEncoder, or load_model")
             own, where, source = _folder_config(folder), str(folder / CONFIG_FILE), f"local-dir:{folder}"
             weights = [folder / file for file in WEIGHTS_FILES if (folder / file).is_file()]
             if not weights:

@@ -90,6 +90,9 @@ class TextEncoder(DualEncoder):
         bases = _bases(name, config, tokenizer, shared)
         for base in bases:
             accepted = inspect.signature(base.backbone.forward).parameters  # before adapters hide them
+            if "input_ids" not in accepted or not isinstance(getattr(base.backbone.config, "hidden_size", None), int):
+                kind = base.backbone.config.model_type
+                raise DualencError(f"{name or 'config'}: a model of type {kind} is no text encoder; choose another")
             base.tokenizer.model_input_names = [n for n in base.tokenizer.model_input_names if n in accepted]
             if lora_rank:
                 base.backbone.to(getattr(torch, dtype))
@@ -222,7 +225,7 @@ def _bases(
         says = read_sentence_folder(folder)
         backbone = load_transformer(says.transformer)
         read = load_tokenizer(says.transformer if tokenizer is None else tokenizer)
-        if len(read) > backbone.config.vocab_size:
+        if len(read) > getattr(backbone.config, "vocab_size", len(read)):
             raise DualencError(
                 f"tokenizer has {len(read)} tokens, {folder} only {backbone.config.vocab_size}: use the model's own"
             )
