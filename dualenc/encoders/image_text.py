@@ -45,7 +45,9 @@ TOKENIZER_ARGUMENTS = ("clean", "strip_sep_token", "language", "additional_speci
 
 
 class ImageTextEncoder(DualEncoder):
-    """Images and texts through an open_clip model.
+    """Images and texts through an open_clip model: CLIP, SigLIP, or the two towers of CoCa.
+
+    CoCa's (Yu et al. 2022, arXiv 2205.01917) text decoder stays in the model as it is, and in its folder.
 
     Args:
         name: an open_clip name such as "ViT-B-32", a folder (`local-dir:` before it is optional), or a hub name.
@@ -103,6 +105,8 @@ class ImageTextEncoder(DualEncoder):
         for scalar in (clip.logit_scale, clip.logit_bias):
             if scalar is not None:
                 scalar.requires_grad_(False)  # the objective owns the temperature
+        if hasattr(clip, "text_decoder"):
+            clip.text_decoder.requires_grad_(False)  # of CoCa: it writes captions, which no vector depends on
         preprocess = PreprocessCfg(**visual.preprocess_cfg)
         train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=(low, high)))
         prepare = ImagePrepare(image_transform_v2(preprocess, is_train=False), Seeded(train))
@@ -168,7 +172,8 @@ class ClipImageTower(Tower):
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Encode pixels (B, 3, H, W) to (B, D) unit-norm float32."""
-        return unit_norm(self.visual(inputs["image"]))
+        vectors = self.visual(inputs["image"])
+        return unit_norm(vectors[0] if isinstance(vectors, tuple) else vectors)  # CoCa's tokens come with them
 
 
 class ClipTextPrepare(Prepare):
@@ -348,7 +353,7 @@ def check_config(config: dict[str, Any], where: str, pretrained: bool = False) -
         pretrained: the towers that it names are loaded with their weights.
 
     Raises:
-        DualencError: a section is missing, the model is generative, a tower or tokenizer is code of its own, or a
+        DualencError: a section is missing, a tower or tokenizer is code of its own, or a
             tower's folder has other weights than safetensors.
     """
     from transformers import AutoConfig
@@ -356,8 +361,6 @@ def check_config(config: dict[str, Any], where: str, pretrained: bool = False) -
     missing = [section for section in SECTIONS if section not in config]
     if missing:
         raise DualencError(f"{where}: {', '.join(missing)} missing; an open_clip model needs {', '.join(SECTIONS)}")
-    if "multimodal_cfg" in config:
-        raise DualencError(f"{where}: CoCa models are not supported; choose one without multimodal_cfg")
     text, vision = config["text_cfg"], config["vision_cfg"]
     if not isinstance(text, dict) or not isinstance(vision, dict):
         raise DualencError(f"{where}: text_cfg or vision_cfg does not hold keys; restore it")
