@@ -183,6 +183,7 @@ Commands = dict[str, Union[Command, "Commands"]]
 COMMANDS: Commands = {
     "quickstart": Command("quickstart", "quickstart", "train, index and search text already on this machine"),
     "train": Command("train", "train", "train a dual encoder from a recipe"),
+    "report": Command("report", "report", "an HTML page about a training run, or several side by side"),
     "embed": Command("search", "embed", "embed a corpus with a model"),
     "index": Command("search", "index", "build a FAISS index from a model or from embeddings"),
     "push": Command("push", "push", "send embeddings to a vector search engine, or export them to Parquet"),

@@ -6,9 +6,12 @@ Tensors may have a different first dimension on each rank: the last batch of an 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -172,7 +175,8 @@ class GradientAverage:
     Gradients travel in flat buckets, the last parameters first, as a backward pass comes to them. After `expect` each
     bucket leaves when the next backward pass has filled it and those before it have left, so that every rank sends
     them in the same order; `finish` sends what is left, waits, and writes the averages. A missing gradient counts as
-    zero, and a parameter that no rank has used keeps none.
+    zero, and a parameter that no rank has used keeps none. Sharded parameters are left alone: their backward pass
+    averages them.
 
     Args:
         parameters: whose gradients; the same list on every rank.
@@ -180,7 +184,9 @@ class GradientAverage:
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], bucket_elements: int = 2**22) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
+        trained = [p for p in parameters if p.requires_grad]
+        self.device = trained[0].device if trained else torch.device("cpu")
+        self.parameters = [p for p in trained if not is_sharded(p)]
         self.buckets: list[list[torch.nn.Parameter]] = []  # each of one precision and device
         elements = 0
         for parameter in reversed(self.parameters):
@@ -220,13 +226,12 @@ class GradientAverage:
         Returns:
             The largest `number` of all ranks, the same on every rank.
         """
-        if not is_initialized() or not self.parameters:
+        if not is_initialized():
             return number
-        device = self.parameters[0].device
         flags = torch.tensor([*(p.grad is not None for b in self.buckets for p in b), number], dtype=torch.int32)
         while len(self._sent) < len(self.buckets):
             self._send()
-        *used, number = all_reduce(flags.to(device), "max").tolist()
+        *used, number = all_reduce(flags.to(self.device), "max").tolist()
         is_used, sent = iter(used), self._sent
         self._missing, self._sent = None, []
         for bucket, (work, flat) in zip(self.buckets, sent, strict=True):
@@ -262,6 +267,151 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
         parameters: whose gradients; the same list on every rank.
     """
     GradientAverage(parameters).finish()
+
+
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float) -> Tensor:
+    """Scale gradients down to a norm, once they are averaged; of sharded ones every rank has a part.
+
+    Args:
+        parameters: whose gradients; the same list on every rank.
+        limit: the norm that all of them together have at most.
+
+    Returns:
+        The norm that they had, a scalar.
+    """
+    parameters = list(parameters)
+    if not any(is_sharded(p) for p in parameters):
+        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+    gradients = [(p.grad, is_sharded(p)) for p in parameters if p.grad is not None]
+    parts = [local_part(gradient) for gradient, divided in gradients if divided]
+    whole = [gradient for gradient, divided in gradients if not divided]
+    squares = torch.nn.utils.get_total_norm(parts).to(local_part(parameters[0])) ** 2
+    norm = (all_reduce(squares) + torch.nn.utils.get_total_norm(whole).to(squares) ** 2).sqrt()
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in (*parts, *whole):
+        gradient.mul_(scale.to(gradient))
+    return norm
+
+
+def can_shard() -> bool:
+    """Whether this version of torch divides models, and writes their parts, as is needed here."""
+    try:
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        return False
+    writes = "save_distributed" in inspect.signature(HuggingFaceStorageWriter).parameters
+    return writes and "ignored_params" in inspect.signature(fully_shard).parameters
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this rank holds only a part of a tensor, see `shard`."""
+    if not is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, which is all of it unless it is sharded."""
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return local
+
+
+def shard(modules: Iterable[torch.nn.Module], device: torch.device) -> None:
+    """Divide the parameters of modules among all ranks, by rows; gradients and what an optimizer keeps follow.
+
+    Each module brings its parameters together for its own forward and backward pass only. All ranks must therefore make
+    the same passes in the same order. Scalars stay whole.
+
+    Source: Zhao et al. 2023 (PyTorch FSDP, arXiv:2304.11277), in torch's second version.
+
+    Args:
+        modules: inner ones before those that hold them; parameters and buffers move to the device one module after the
+            other.
+        device: where they are to be.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (world_size(),))
+    for module in modules:
+        scalars = {parameter for parameter in module.parameters() if parameter.dim() == 0}
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
+
+
+def shard_forward(module: torch.nn.Module, name: str) -> None:
+    """Let another method of a sharded module be called as its forward is."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    register_fsdp_forward_method(module, name)
+
+
+@lost_process_told()
+def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the main process whole tensors on the CPU, elsewhere nothing; all ranks call it together, with equal keys."""
+    whole = {}
+    for name, tensor in tensors.items():
+        full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        if is_main():
+            whole[name] = full.detach().cpu()
+    return whole
+
+
+@lost_process_told()
+def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write sharded and whole tensors as safetensors, every rank its part; all ranks call it together.
+
+    Raises:
+        DualencError: a rank could not write.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+
+    try:
+        with _checkpoint_told():
+            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+            save(dict(tensors), storage_writer=writer, no_dist=not is_initialized())
+    except _Failed as error:
+        raise DualencError(f"{folder}: cannot be written ({error}); mend that, then go on with --resume") from error
+
+
+@lost_process_told()
+def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill tensors with what `save_shards` wrote, on any number of ranks; all ranks call it together.
+
+    Raises:
+        DualencError: a tensor is missing, has another shape, or a file is damaged.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    try:
+        with _checkpoint_told():
+            reader = HuggingFaceStorageReader(str(folder))
+            load(dict(tensors), storage_reader=reader, no_dist=not is_initialized())
+    except _Failed as error:
+        raise DualencError(f"{folder}: does not hold this model's weights ({error}); restore the folder") from error
+
+
+class _Failed(Exception):
+    """Why some rank could not write or read its part, in one line."""
+
+
+@contextmanager
+def _checkpoint_told() -> Iterator[None]:
+    """torch raises what went wrong on any rank on all of them, traceback by traceback; here it is the first reason.
+
+    Its warning that one process saves alone is left out: that is meant.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+        try:
+            yield
+        except CheckpointException as error:
+            reason = next((failure[0] for failure in error.failures.values()), error)
+            raise _Failed(" ".join(str(reason).split())[:160]) from error
 
 
 @lost_process_told()

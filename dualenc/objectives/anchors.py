@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from dualenc import distributed
@@ -21,7 +22,7 @@ from dualenc.types import Side
 
 PADDING = -1
 
-Rows = TypeVar("Rows", bound=Tensor | tuple[Tensor, ...])
+Rows = TypeVar("Rows", bound=Tensor | tuple[Tensor, ...] | None)
 
 # Entries of a matrix that is held at once: 1024 anchors against 1024 candidates.
 BLOCK_ENTRIES = 2**20
@@ -42,7 +43,7 @@ class KnownIds(NamedTuple):
     candidates: Tensor | None
 
 
-@dataclass
+@dataclass(repr=False)
 class Anchors:
     """This rank's anchors of one direction against the candidates of the global batch; or some of its rows.
 
@@ -50,8 +51,7 @@ class Anchors:
         side: whose items the anchors are, and so whose state table they index ("left" also for two views).
         candidate_side: whose items the candidates are: what `encode` is asked for.
         ids: (A,) ids of the anchors.
-        rows: (A,) positions of the anchors among all anchors of the global batch, for random draws shared by ranks.
-        rows_on_cpu: (A,) the same on the CPU.
+        places: (A,) on the CPU, positions of the anchors among those of their direction in the global batch.
         known: ids as the host knows them; None where it does not, or where they are on the CPU anyway.
         sizes: number of anchors on every rank, for gathering without asking again.
         embeddings: (A, D) with gradient.
@@ -68,13 +68,13 @@ class Anchors:
             and all other candidates as negatives.
         mirror: the same pairs' anchors of the other direction, where similarities with them are the transposed ones.
         with_grad: whether similarities carry a gradient, whoever asks for them first.
+        num_before: how many anchors of the other direction are counted before these.
     """
 
     side: Side
     candidate_side: Side
     ids: Tensor
-    rows: Tensor
-    rows_on_cpu: Tensor
+    places: Tensor
     sizes: list[int]
     embeddings: Tensor
     partners: Tensor
@@ -88,6 +88,7 @@ class Anchors:
     mirror: Anchors | None = None
     known: KnownIds | None = None
     with_grad: bool = field(default_factory=torch.is_grad_enabled)
+    num_before: int = 0
 
     def by_rows(self, function: Callable[..., Rows], *tensors: Tensor, row_entries: int | None = None) -> Rows:
         """Apply a function to all rows at once where its matrices are small, else to one block of rows at a time.
@@ -104,26 +105,68 @@ class Anchors:
         Returns:
             What the function returns, for all rows.
         """
-        size = max(1, BLOCK_ENTRIES // max(1, row_entries or len(self.candidate_ids)))
-        if len(self.ids) <= size:
+        size = max(1, BLOCK_ENTRIES // max(1, row_entries or self.num_candidates))
+        if self.num_own <= size:
             return function(self, *tensors)
 
         def block(start: int) -> Rows:
             rows = slice(start, start + size)
-            by_row = ("ids", "rows", "rows_on_cpu", "embeddings", "partners", "positive_column", "positive_ids")
+            by_row = ("ids", "places", "embeddings", "partners", "positive_column", "positive_ids")
             own: dict[str, Any] = {name: getattr(self, name)[rows] for name in by_row}
             own["known"] = self.known and self.known._replace(own=self.known.own[rows])
             some = replace(self, **own, mirror=None, with_grad=torch.is_grad_enabled())
             return function(some, *(tensor[rows] for tensor in tensors))
 
-        starts = range(0, len(self.ids), size)
+        starts = range(0, self.num_own, size)
         if not torch.is_grad_enabled():
-            return _joined([block(start) for start in starts])
-        return _joined([checkpoint(block, start, use_reentrant=False, preserve_rng_state=False) for start in starts])
+            return joined([block(start) for start in starts])
+        return joined([checkpoint(block, start, use_reentrant=False, preserve_rng_state=False) for start in starts])
+
+    def by_direction(self, function: Callable[..., Rows], *tensors: Tensor) -> Rows:
+        """Apply a function to the `Anchors` of each direction and its rows (a, ...) of the tensors (A, ...).
+
+        Returns:
+            What the function returns, for all rows.
+        """
+        return function(self, *tensors)
+
+    def of_rank(self, values: Tensor) -> Tensor:
+        """(A, ...) of values (num_rows, ...), alike on all ranks, those of this rank's anchors."""
+        return values if len(self.sizes) == 1 else values[self.rows]
+
+    @property
+    def directions(self) -> tuple[Anchors, ...]:
+        """The `Anchors` of each direction."""
+        return (self,)
+
+    @cached_property
+    def rows_on_cpu(self) -> Tensor:
+        """(A,) positions of the anchors among all anchors of the global batch, for random draws shared by ranks."""
+        return self.places + self.num_before if self.num_before else self.places
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(A,) the same on the anchors' device."""
+        return upload(self.rows_on_cpu, self.temperature.device)
+
+    @property
+    def num_own(self) -> int:
+        """A, how many anchors of this rank these are."""
+        return len(self.ids)
+
+    @property
+    def num_candidates(self) -> int:
+        """C, how many candidates an anchor has."""
+        return len(self.candidate_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """How many anchors the global batch has."""
+        return sum(self.sizes)
 
     @property
     def num_global(self) -> int:
-        """How many anchors the global batch has, and how many candidates that are not mined."""
+        """How many anchors of a direction the global batch has, and how many candidates that are not mined."""
         return sum(self.sizes)
 
     @property
@@ -150,7 +193,12 @@ class Anchors:
     @property
     def positive_scores(self) -> Tensor:
         """(A,) s(x, y)/τ, read from the matrix of scores, with gradient."""
-        return self.scores.gather(1, self.positive_column[:, None])[:, 0]
+        return self.scores.gather(1, self.positive_place)[:, 0]
+
+    @cached_property
+    def positive_place(self) -> Tensor:
+        """(A, 1) the candidates that are the anchors' own positives."""
+        return self.positive_column[:, None]
 
     @cached_property
     def excluded(self) -> Tensor:
@@ -182,6 +230,8 @@ class Anchors:
     def logits(self) -> Tensor:
         """(A, C) s/τ with gradient, -inf where a candidate is no negative."""
         with torch.set_grad_enabled(self.with_grad):
+            if self.distinct_rows:
+                return self.scores.scatter(1, self.positive_place, -torch.inf)
             return self.scores.masked_fill(self.excluded, -torch.inf)
 
     @property
@@ -189,7 +239,7 @@ class Anchors:
         """(A, C) s/τ with gradient, -inf where a candidate is neither a negative nor the anchor's own positive."""
         if self.distinct_rows:
             return self.scores
-        others = self.excluded.scatter(1, self.positive_column[:, None], False)
+        others = self.excluded.scatter(1, self.positive_place, False)
         with torch.set_grad_enabled(self.with_grad):
             return self.scores.masked_fill(others, -torch.inf)
 
@@ -230,16 +280,106 @@ class Anchors:
         return other if same else None
 
 
-def _joined(parts: list[Any]) -> Any:
+class BothDirections(Anchors):
+    """The anchors of both directions as one, first the left ones, with half the operations of a small batch.
+
+    What has a row per anchor is joined when somebody asks for it; what belongs to a side, its ids, tables, and the
+    candidates, is found in the two `directions`, whose rows `by_direction` hands out.
+
+    Args:
+        left, right: of the same pairs, with as many candidates.
+    """
+
+    _BY_ROW = ("ids", "places", "embeddings", "partners", "positive_column", "positive_ids")
+
+    def __init__(self, left: Anchors, right: Anchors) -> None:
+        self._halves = (left, replace(right, num_before=left.num_global))
+        self.sizes, self.temperature, self.with_grad = left.sizes, left.temperature, left.with_grad
+        self.distinct, self.views, self.mirror, self.known = left.distinct and right.distinct, False, None, None
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in self._BY_ROW:
+            raise AttributeError(name)
+        left, right = (getattr(half, name) for half in self._halves)
+        if name == "positive_ids" and left.shape[1] != right.shape[1]:
+            width = max(left.shape[1], right.shape[1])
+            left, right = (pad(of, (0, width - of.shape[1]), value=PADDING) for of in (left, right))
+        setattr(self, name, torch.cat([left, right]))
+        return self.__dict__[name]
+
+    def by_rows(self, function: Callable[..., Rows], *tensors: Tensor, row_entries: int | None = None) -> Rows:
+        # One after the other, both directions would hold as much until the backward pass.
+        if self.num_own // 2 * (row_entries or self.num_candidates) <= BLOCK_ENTRIES:
+            return function(self, *tensors)
+
+        def rows_of(half: Anchors, *tensors: Tensor) -> Rows:
+            return half.by_rows(function, *tensors, row_entries=row_entries)
+
+        return self.by_direction(rows_of, *tensors)
+
+    def by_direction(self, function: Callable[..., Rows], *tensors: Tensor) -> Rows:
+        chunks = [tensor.chunk(2) for tensor in tensors]
+        return joined([function(half, *(chunk[n] for chunk in chunks)) for n, half in enumerate(self._halves)])
+
+    @property
+    def directions(self) -> tuple[Anchors, ...]:
+        return self._halves
+
+    @cached_property
+    def rows_on_cpu(self) -> Tensor:
+        return torch.cat([half.rows_on_cpu for half in self._halves])
+
+    @property
+    def num_own(self) -> int:
+        return 2 * len(self._halves[0].ids)
+
+    @property
+    def num_candidates(self) -> int:
+        return len(self._halves[0].candidate_ids)
+
+    @property
+    def num_rows(self) -> int:
+        return 2 * self.num_global
+
+    @cached_property
+    def positive_similarities(self) -> Tensor:
+        return torch.cat([half.positive_similarities for half in self._halves])
+
+    @cached_property
+    def positive_logits(self) -> Tensor:
+        return torch.cat([half.positive_logits for half in self._halves])
+
+    @cached_property
+    def excluded(self) -> Tensor:
+        return torch.cat([half.excluded for half in self._halves])
+
+    @cached_property
+    def similarities(self) -> Tensor:
+        with torch.set_grad_enabled(self.with_grad):
+            return torch.cat([half.similarities for half in self._halves])
+
+    @cached_property
+    def scores(self) -> Tensor:
+        with torch.set_grad_enabled(self.with_grad):
+            return torch.cat([half.scores for half in self._halves])
+
+
+def joined(parts: list[Any]) -> Any:
+    """Tensors (a, ...), or tuples of such, one after the other; None for None."""
+    if parts[0] is None or len(parts) == 1:
+        return parts[0]
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def listed(ids: Tensor, candidate_ids: Tensor) -> Tensor:
-    """(A, C): whether a candidate's id (C,) stands in the anchor's list (A, K); -1 stands for no id."""
-    if ids.shape[1] == 1:
-        return ids == candidate_ids
+    """(A, C): whether a candidate's id (C,) stands in the anchor's list (A, K); -1 stands for no id. Or with further
+    dimensions first, the same of both."""
+    if ids.shape[-1] == 1:
+        return ids == (candidate_ids if ids.dim() == 2 else candidate_ids[..., None, :])
+    if ids.dim() > 2:
+        return torch.stack([listed(*of) for of in zip(ids, candidate_ids, strict=True)])
     if not len(candidate_ids):
         return torch.zeros(len(ids), 0, dtype=torch.bool, device=ids.device)
     # Every id of a list is looked up among the sorted candidates, and marks the first of its copies there.
@@ -251,11 +391,6 @@ def listed(ids: Tensor, candidate_ids: Tensor) -> Tensor:
     return marked[:, torch.searchsorted(ordered, candidate_ids)]
 
 
-def log_mean_exp(logits: Tensor, count: Tensor) -> Tensor:
-    """(A, C) -> (A,) log of the mean of exp over the `count` (A,) finite entries of a row; -inf for a row without."""
-    return torch.logsumexp(logits, dim=1) - count.clamp(min=1).to(logits.dtype).log()
-
-
 def weighted_sum(weights: Tensor, scores: Tensor) -> Tensor:
     """(A,) Σ_c weights·scores over candidates; its gradient is the weighted gradient of the scores.
 
@@ -264,6 +399,21 @@ def weighted_sum(weights: Tensor, scores: Tensor) -> Tensor:
         scores: (A, C), finite everywhere.
     """
     return ((weights.detach() if weights.requires_grad else weights) * scores).sum(dim=1)
+
+
+class WithGradient(torch.autograd.Function):
+    """`WithGradient.apply(value, scores, weights)`: losses (A,) with a value (A,) of their own, whose gradient with
+    respect to scores (A, C) is weights (A, C); neither value nor weights are differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None]:
+        (weights,) = ctx.saved_tensors
+        return None, grad_outputs[0][:, None] * weights, None
 
 
 @dataclass(frozen=True)
@@ -306,6 +456,12 @@ class Pairs:
         rows = torch.arange(start, start + len(self.left_id))
         return upload(rows, self.left_id.device), rows
 
+    def without_mined(self) -> Pairs:
+        """The same, as if no negatives were mined."""
+        if not len(self.negative_id):
+            return self
+        return replace(self, negatives=self.negatives[:0], negative_id=self.negative_id[:0])
+
     def detached(self, left: Tensor, right: Tensor) -> Pairs:
         """The same without gradient, with copies (b, D) of this rank's embeddings."""
         alone = self.all_left is self.left
@@ -332,8 +488,7 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         side="left",
         candidate_side="right",
         ids=left_id,
-        rows=rows,
-        rows_on_cpu=rows_on_cpu,
+        places=rows_on_cpu,
         sizes=pairs.sizes,
         embeddings=pairs.left,
         partners=pairs.right,
@@ -380,8 +535,7 @@ def view_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         side="left",
         candidate_side="left",
         ids=torch.cat([ids, ids]),
-        rows=torch.cat([rows, rows + total]),
-        rows_on_cpu=torch.cat([rows_on_cpu, rows_on_cpu + total]),
+        places=torch.cat([rows_on_cpu, rows_on_cpu + total]),
         sizes=[2 * size for size in pairs.sizes],
         embeddings=torch.cat([pairs.left, pairs.right]),
         partners=torch.cat([pairs.right, pairs.left]),

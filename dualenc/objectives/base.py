@@ -4,7 +4,7 @@ An objective's own file holds its equation. Large batches are cut into blocks of
 for one block at a time, forward and backward; an objective sees a block, and what it keeps:
 
     statistics(block)            without gradient, per block: what the state needs to know
-    update(anchors, *found)      once for all anchors of this rank: collectives and state
+    update(anchors, *found)      once for all anchors of this rank: collectives and state, in `anchors.by_direction`
     losses(block, *known)        with gradient, per block: the equation
 
 Shapes: b pairs of this rank, A its anchors of one direction, C candidates, D dimension, K known positives, N items.
@@ -20,16 +20,19 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import PADDING, Anchors, Pairs, pair_anchors, view_anchors
+from dualenc.objectives.anchors import PADDING, Anchors, BothDirections, Pairs, joined, pair_anchors, view_anchors
 from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.looks import Asking, Looks
 from dualenc.objectives.state import SharedRandom
 from dualenc.types import Side
 
 Encode = Callable[[Side, Tensor], Tensor]
+"""`encode(side, ids)` embeds n items by id to (n, D). With several processes each of them calls it equally often and in
+the same order, also for no items: the passes through a sharded model are made by all of them together."""
 
 MIN_TEMPERATURE = 1e-3
 # Rounding to bfloat16 moves the norm of a unit vector by 0.4 % at most, normalising in bfloat16 by twice that.
@@ -83,6 +86,11 @@ class AnchorLosses(NamedTuple):
     surrogate: Tensor
     value: Tensor | None = None
 
+    def with_positive(self) -> AnchorLosses:
+        """Of −log(e⁺/(e⁺ + Z)) where these are of L = −log(e⁺/Z): log(1 + exp L), whose gradient is σ(L)·∇L."""
+        value = self.surrogate.detach() if self.value is None else self.value
+        return AnchorLosses(value.sigmoid() * self.surrogate, softplus(value))
+
 
 class _Reported(torch.autograd.Function):
     """The value of one scalar with the gradient of another."""
@@ -112,6 +120,10 @@ class Objective(nn.Module):
         seed: of the objective's own random generator.
         state_device: where state per item is: "auto" is where the objective is, "cpu" the CPU's memory, pinned where
             there is a GPU, whatever device the objective is moved to; the rows of a step travel.
+        positive_in_softmax: minimise −log(e⁺/(e⁺ + Z)) over the whole corpus, as InfoNCE does over the batch, where Z
+            sums the negatives only: the gradient of −log(e⁺/Z) times an anchor's chance to miss its positive. For
+            encoders that find most positives already, where the ratio alone never stops to push. Of objectives that
+            know Z.
 
     Raises:
         DualencError: an argument out of range; in `forward`, shapes or ids that do not fit, embeddings that are not
@@ -123,6 +135,12 @@ class Objective(nn.Module):
 
     needs_num_left = False
     needs_encode = False
+    both_at_once = False
+    """Whether `anchor_losses` may get the anchors of both directions as one (`BothDirections`)."""
+    takes_mined = True
+    """Whether mined negatives are candidates."""
+    knows_partition = False
+    """Whether every anchor's `AnchorLosses.value` is its loss, so that `positive_in_softmax` can be had."""
 
     @property
     def needs_uniform_batches(self) -> str | None:
@@ -149,8 +167,13 @@ class Objective(nn.Module):
         views: bool = False,
         seed: int = 0,
         state_device: Literal["auto", "cpu"] = "auto",
+        positive_in_softmax: bool = False,
     ) -> None:
         super().__init__()
+        if positive_in_softmax and not self.knows_partition:
+            able = "SogCLR, ISogCLR, GlobalCache, NegativeCache or ExactGlobal"
+            self._fail("positive_in_softmax", f"does not apply; leave it out, or take {able}")
+        self.positive_in_softmax = positive_in_softmax
         if state_device not in ("auto", "cpu"):
             self._fail("state_device", f"is {state_device!r}; it must be one of auto, cpu")
         self.state_on_cpu = state_device == "cpu"
@@ -245,14 +268,20 @@ class Objective(nn.Module):
         with torch.autocast(device, enabled=False):
             temperature = self.temperature.to(like.dtype)
             asked = None if encode is None else ask
-            # One direction after the other, or, if they ask the device, in step.
-            losses = looks.together([self.anchor_losses(of, asked) for of in self._anchors(pairs, temperature)])
+            # Both directions at once, or one after the other, or, if they ask the device, in step.
+            compared = pairs if self.takes_mined else pairs.without_mined()
+            directions = list(self._anchors(compared, temperature))
+            if self.both_at_once and len(directions) == 2 and not len(compared.negative_id):
+                directions = [BothDirections(*directions)]
+            losses = looks.together([self.anchor_losses(of, asked) for of in directions])
+            if self.positive_in_softmax:
+                losses = [of.with_positive() for of in losses]
             # Over all anchors of the global batch, so that the average over ranks is the global loss.
             scale = distributed.world_size() / max(2 * sum(pairs.sizes), 1)
-            loss = torch.cat([of.surrogate for of in losses]).sum()
+            loss = joined([of.surrogate for of in losses]).sum()
             if any(of.value is not None for of in losses):
                 values = [of.surrogate.detach() if of.value is None else of.value for of in losses]
-                loss = _Reported.apply(loss, torch.cat(values).sum())
+                loss = _Reported.apply(loss, joined(values).sum())
             loss = loss * scale
         for random, draws in sources:
             random.draws = draws
@@ -266,7 +295,7 @@ class Objective(nn.Module):
     def update(self, anchors: Anchors, *found: Tensor) -> tuple[Tensor, ...]:
         """(A, …) each: what `losses` needs to know of each anchor, from its statistics (A,) and the state.
 
-        Called once per direction with all rows; writes state if `updates_state`.
+        Called once with all rows of a direction, or of both; writes state if `updates_state`.
         """
         return ()
 
@@ -329,6 +358,12 @@ class Objective(nn.Module):
     def log_corpus_size(self, anchors: Anchors) -> Tensor | float:
         """(A,) log of the number of negatives an anchor has in the whole corpus, or in the batch, if N is unknown; one
         number for all of them where it is the same."""
+        if isinstance(anchors, BothDirections):
+            left, right = (self.log_corpus_size(half) for half in anchors.directions)
+            if isinstance(left, float) and isinstance(right, float) and left == right:
+                return left
+            ones = torch.ones_like(anchors.directions[0].ids, dtype=anchors.temperature.dtype)
+            return torch.cat([ones * left, ones * right])
         total, counts = self.corpus_size(anchors.candidate_side), self.counts(anchors.candidate_side)
         positives, num_views = anchors.positive_ids, 2 if anchors.views else 1
         if total is None:

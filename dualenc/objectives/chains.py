@@ -6,17 +6,18 @@ as 2·id and its right view as 2·id + 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.base import AnchorLosses, Encode, Objective
+from dualenc.objectives.anchors import Anchors, WithGradient, joined, listed
+from dualenc.objectives.base import Encode, Objective
 from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.looks import Asking, upload
 from dualenc.objectives.state import SharedRandom, first_rows
@@ -51,11 +52,14 @@ class Chains(ItemState):
         Args:
             known: the chains of all ranks on the CPU, where the host knows them.
         """
-        rows, chains, state = (distributed.gather(of, anchors.sizes) for of in (anchors.rows, chains, state))
-        some, new = state != NO_STATE, {"state": state}
-        new |= {name: distributed.gather(values, anchors.sizes) for name, values in remembered.items()}
+        chains = distributed.gather(chains, anchors.sizes)
+        values = {"state": state, **remembered}
+        new = {name: distributed.gather(of, anchors.sizes) for name, of in values.items()}
+        # Whoever has a negative has a state.
+        some = None if anchors.all_have_negatives else new["state"] != NO_STATE
         if not anchors.distinct_rows:
             # Rows without a state stand behind all others.
+            rows, some = distributed.gather(anchors.rows, anchors.sizes), new["state"] != NO_STATE
             in_order = torch.where(some, rows, anchors.num_global + rows).argsort()
             chosen = in_order[first_rows(chains[in_order])][in_order.argsort()]
             some, new = some[chosen], {name: values[chosen] for name, values in new.items()}
@@ -69,14 +73,14 @@ class Chains(ItemState):
 
 
 class RecentItems(nn.Module):
-    """The latest embeddings of up to K items: where chains start, and what the loss is worth.
+    """The latest embeddings of up to K items of each of X directions: where chains start, and what the loss is worth.
 
     Item k has slot k mod K. With K ≥ N every item keeps its own latest embedding; with more items each slot holds
     the latest of its class, and stands for all of that class (a stratified sample of the corpus).
 
     Args:
         num_slots: the most that K may be; 0 remembers nothing.
-        num_items: N.
+        num_items: N of the candidates of each direction.
     """
 
     items: Tensor
@@ -84,121 +88,139 @@ class RecentItems(nn.Module):
     embeddings: Tensor
     log_counts: Tensor
 
-    def __init__(self, num_slots: int, num_items: int) -> None:
+    def __init__(self, num_slots: int, num_items: Sequence[int]) -> None:
         super().__init__()
-        self.num_items = num_items
-        self.num_slots = size = min(num_slots, num_items)
-        self.num_seen, self.enough = 0, min(2 * size, num_items)
-        slots = torch.arange(size)
-        self.register_buffer("items", torch.full((size,), NO_STATE))
-        self.register_buffer("partners", torch.full((size,), NO_STATE))
+        self.num_items = max(num_items)
+        self.num_slots = size = min(num_slots, self.num_items)
+        self.num_seen, self.enough = 0, [min(2 * size, number) for number in num_items]
+        shape, slots = (len(num_items), size), torch.arange(size)
+        self.register_buffer("items", torch.full(shape, NO_STATE))
+        self.register_buffer("partners", torch.full(shape, NO_STATE))
         # The dimension shows when the first embeddings come.
-        self.register_buffer("embeddings", torch.zeros(size, 0))
-        counts = num_items // max(size, 1) + (slots < num_items % max(size, 1))
-        self.register_buffer("log_counts", counts.float().log())
+        self.register_buffer("embeddings", torch.zeros(*shape, 0))
+        counts = [number // max(size, 1) + (slots < number % max(size, 1)) for number in num_items]
+        self.register_buffer("log_counts", torch.stack(counts).float().log())
 
-    def set_counts(self, counts: Tensor, weigh: bool) -> None:
+    def set_counts(self, counts: Sequence[Tensor], weigh: bool) -> None:
         """Tell in how many pairs each item (N,) is; in a corpus that is made of pairs it weighs so much."""
         if not self.num_slots:
             return
-        self.enough = min(2 * self.num_slots, int(counts.sum()))
-        if weigh:
-            slots = torch.arange(len(counts), device=counts.device) % self.num_slots
-            total = torch.zeros_like(self.log_counts, dtype=torch.float64).index_add_(0, slots, counts.double())
-            self.log_counts.copy_(total.log())
+        for number, of in enumerate(counts):
+            self.enough[number] = min(2 * min(self.num_slots, len(of)), int(of.sum()))
+            if weigh:
+                slots = torch.arange(len(of), device=of.device) % self.num_slots
+                total = torch.zeros_like(self.log_counts[number], dtype=torch.float64)
+                self.log_counts[number] = total.index_add_(0, slots, of.double()).log()
 
-    def add(self, items: Tensor, partners: Tensor, embeddings: Tensor, distinct: bool = False) -> None:
-        """Take in items (n,), their partners (n,) and embeddings (n, D), alike on all ranks; no item comes twice if
-        `distinct`."""
-        if embeddings.shape[1] != self.embeddings.shape[1]:
-            self.embeddings = embeddings.new_zeros(self.num_slots, embeddings.shape[1], dtype=self.log_counts.dtype)
-        slots, embeddings = items, embeddings.detach()
-        if not (distinct and self.num_slots == self.num_items):
-            rows = first_rows(items % self.num_slots)
-            items, partners, embeddings = items[rows], partners[rows], embeddings[rows]
-            slots = items % self.num_slots
-        self.items[slots], self.partners[slots], self.embeddings[slots] = (
-            items,
-            partners,
-            embeddings.to(self.embeddings),
-        )
+    @torch.no_grad()
+    def add(self, items: Tensor, partners: Tensor, embeddings: Tensor, distinct: bool = False, first: int = 0) -> None:
+        """Take in items (X, n), their partners (X, n) and embeddings (X, n, D), alike on all ranks; no item comes twice
+        if `distinct`. Of fewer directions, they are those from the `first` on."""
+        if embeddings.shape[2] != self.embeddings.shape[2]:
+            shape = (*self.items.shape, embeddings.shape[2])
+            self.embeddings = embeddings.new_zeros(shape, dtype=self.log_counts.dtype)
+        slots = items if self.num_slots == self.num_items else items % self.num_slots
+        if not (distinct and slots is items):
+            rows = torch.stack([first_rows(of) for of in slots])
+            slots, items, partners = (of.gather(1, rows) for of in (slots, items, partners))
+            embeddings = torch.stack([of[some] for of, some in zip(embeddings, rows, strict=True)])
+        where = torch.arange(first, first + len(items), device=items.device)[:, None], slots
+        self.items[where], self.partners[where] = items, partners
+        self.embeddings[where] = embeddings.to(self.embeddings)
 
     @property
     def hold_the_corpus(self) -> bool:
         """Whether every item keeps its own embedding, and some have come."""
-        return self.num_slots == self.num_items and self.embeddings.shape[1] > 0
+        return self.num_slots == self.num_items and self.embeddings.shape[2] > 0
 
     @torch.no_grad()
-    def look(self, anchors: Anchors, usable: Tensor, random: SharedRandom) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def look(
+        self, anchors: Anchors, usable: Tensor, uniform: Tensor, beside: Literal["partner", "similarity"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What anchors (A,) see here, where all items but their positives are negatives.
 
         Args:
             anchors: those of this rank.
             usable: (A,) whether a chain needs no start.
-            random: for the draws.
+            uniform: (A, 1) draws in (0, 1).
+            beside: what to tell of an item besides.
 
         Returns:
-            (A,) each: item, partner and similarity of a draw from the softmax, -1, -1 and -inf for none; and the log
-            of the mean of exp(s/τ) over the negatives that are here, -inf for none.
+            (A,) each: the item of a draw from the softmax, and its partner or its similarity, -1 and -1 or -inf for
+            none; and the log of the mean of exp(s/τ) over the negatives that are here, not finite without any.
         """
-        infinite, nowhere = anchors.embeddings.new_full(anchors.ids.shape, -torch.inf), torch.full_like(anchors.ids, -1)
-        nothing = nowhere, nowhere, infinite, infinite
-        if not self.num_slots:
-            return nothing
-        uniform = random.uniform(anchors.num_global, like=infinite)[anchors.rows]
+
+        def nothing() -> tuple[Tensor, Tensor, Tensor]:
+            item = torch.full_like(anchors.ids, NO_STATE)
+            none = torch.full_like(item, -torch.inf, dtype=anchors.embeddings.dtype)
+            return item, item if beside == "partner" else none, none
+
         # On the CPU a look costs nothing and may save the comparison; a GPU would wait longer than it compares.
         nothing_drawn = usable.device.type == "cpu" and bool(usable.all())
-        if self.embeddings.shape[1] == 0 or (nothing_drawn and not self.hold_the_corpus):
-            return nothing
+        if self.embeddings.shape[2] == 0 or (nothing_drawn and not self.hold_the_corpus):
+            return nothing()
+        # What is not there yet counts nothing.
+        here = self.log_counts.to(anchors.embeddings).masked_fill(self.items == NO_STATE, -torch.inf)
+        ids, known = ids_of(self.items, anchors.views), self.embeddings.to(anchors.embeddings)
 
         def rows(some: Anchors, uniform: Tensor) -> tuple[Tensor, ...]:
-            hidden = ~some.is_negative(ids_of(self.items, some.views)) | (self.items == NO_STATE)
+            # All with X directions first, of which `some` may be one.
+            num = len(some.directions)
+            hidden = listed(some.positive_ids.view(num, -1, some.positive_ids.shape[1]), of_directions(ids, some))
             if not some.views:
-                hidden |= some.ids[:, None] == self.partners
-            similarities = some.embeddings @ self.embeddings.to(some.embeddings).T
-            log_counts = self.log_counts.to(similarities).expand_as(hidden).masked_fill(hidden, -torch.inf)
-            logits = similarities / some.temperature + log_counts
-            log_sum = torch.logsumexp(logits, dim=1)
-            impossible = log_sum == -torch.inf
-            log_mean = (log_sum - torch.logsumexp(log_counts, dim=1)).masked_fill(impossible, -torch.inf)
+                hidden |= some.ids.view(num, -1, 1) == of_directions(self.partners, some)[:, None]
+            log_weights = of_directions(here, some)[:, None].masked_fill(hidden, -torch.inf)
+            own = some.embeddings.view(num, -1, some.embeddings.shape[1])
+            similarities = torch.bmm(own, of_directions(known, some).mT)
+            logits = similarities / some.temperature + log_weights
+            log_sum = torch.logsumexp(logits, dim=2)
+            log_mean = (log_sum - torch.logsumexp(log_weights, dim=2)).view(-1)
             if nothing_drawn:
                 return (log_mean,)
-            drawn = inverse_cdf(torch.exp(logits - log_sum[:, None]).nan_to_num(0.0), uniform)
-            item, partner = (ids[drawn].masked_fill(impossible, NO_STATE) for ids in (self.items, self.partners))
-            return item, partner, at(similarities, drawn).masked_fill(impossible, -torch.inf), log_mean
+            drawn, impossible = (
+                inverse_cdf(torch.softmax(logits, dim=2), uniform.view(num, -1, 1)),
+                log_sum == -torch.inf,
+            )
+            slot = drawn[:, :, 0]
+            item = of_directions(self.items, some).gather(1, slot).masked_fill_(impossible, NO_STATE).view(-1)
+            if beside == "partner":
+                return item, of_directions(self.partners, some).gather(1, slot).view(-1), log_mean
+            similarity = similarities.gather(2, drawn)[:, :, 0].masked_fill(impossible, -torch.inf)
+            return item, similarity.view(-1), log_mean
 
-        *drawn, log_mean = anchors.by_rows(rows, uniform, row_entries=2 * self.num_slots)
-        item, partner, similarity = drawn or nothing[:3]
-        return item, partner, similarity, log_mean
+        *drawn, log_mean = anchors.by_rows(rows, uniform, row_entries=self.num_slots)
+        item, told = drawn or nothing()[:2]
+        return item, told, log_mean
 
     def get_extra_state(self) -> Tensor:
-        """How many rows came in, and how many are enough, for the state dict."""
-        return torch.tensor([self.num_seen, self.enough])
+        """How many rows came in, and how many are enough of each direction, for the state dict."""
+        return torch.tensor([self.num_seen, *self.enough])
 
     def set_extra_state(self, state: Tensor) -> None:
         """Continue from a saved position."""
-        self.num_seen, self.enough = (int(number) for number in state)
+        self.num_seen, *self.enough = (int(number) for number in state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(prefix + "embeddings")
-        if saved is not None and len(saved) == self.num_slots:
+        if saved is not None and saved.shape[:2] == self.items.shape:
             self.embeddings = self.embeddings.new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def at(values: Tensor, column: Tensor) -> Tensor:
-    """(A,) of each row of values (A, C) the entry in its column (A,)."""
-    return values.gather(1, column[:, None])[:, 0]
+def of_directions(values: Tensor, some: Anchors) -> Tensor:
+    """Of values (X, ...) of each direction those that some rows of the anchors are of."""
+    if len(some.directions) == len(values):
+        return values
+    return values[1:] if some.side == "right" else values[:1]
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """(A,) a column drawn from each row of weights (A, C) ≥ 0, which need not sum to 1; any for rows of zeros.
+    """(…, 1) a column drawn from each row of weights (…, C) ≥ 0, which need not sum to 1; any for rows of zeros or NaN.
 
-    Draws (A,) of `uniform` in (0, 1) never lead to a column of weight 0.
+    Draws (…, 1) of `uniform` in (0, 1) never lead to a column of weight 0.
     """
-    cumulative = weights.cumsum(dim=1)
-    drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
-    return drawn.clamp(max=weights.shape[1] - 1)
+    cumulative = weights.cumsum(dim=-1)
+    return torch.searchsorted(cumulative, uniform * cumulative[..., -1:]).clamp_(max=weights.shape[-1] - 1)
 
 
 def ids_of(items: Tensor, views: bool) -> Tensor:
@@ -235,14 +257,25 @@ def find(items: Tensor, wanted: Tensor) -> Tensor:
     """(A,) the first position in items (C,) of each wanted one (A,), -1 where it is not there."""
     if not len(items):
         return torch.full_like(wanted, -1)
-    ordered, order = items.sort(stable=True)
-    place = torch.searchsorted(ordered, wanted).clamp(max=len(items) - 1)
-    return order[place].masked_fill(ordered[place] != wanted, -1)
+    there, place = find_in_rows(items, wanted)
+    return place.masked_fill_(~there, -1)
+
+
+def find_in_rows(items: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """(…, A) whether each wanted one (…, A) is in its row of items (…, C), C > 0, and its first position there; any
+    where it is not."""
+    ordered, order = items.sort(dim=-1, stable=True)
+    place = torch.searchsorted(ordered, wanted).clamp_(max=items.shape[-1] - 1)
+    return ordered.gather(-1, place) == wanted, order.gather(-1, place)
 
 
 def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
-    """(n, D) embeddings of items (n,) on the CPU, each distinct one encoded once; of this rank, no collective."""
-    if not len(items):
+    """(n, D) embeddings of items (n,) on the CPU, each distinct one encoded once; of this rank.
+
+    No collective of its own, but one of several ranks calls `encode` without items too: see `Encode`.
+    """
+    several = distributed.is_initialized()
+    if not len(items) and not several:
         return anchors.embeddings[:0]
     if not anchors.views:
         distinct, row = torch.unique(items, return_inverse=True)
@@ -252,7 +285,9 @@ def embed(items: Tensor, encode: Encode, anchors: Anchors) -> Tensor:
         distinct, row = torch.unique(torch.stack([items % 2, items // 2]), dim=1, return_inverse=True)
         sides: tuple[Side, ...] = ("left", "right")
         parts = distinct[1].split([int((distinct[0] == view).sum()) for view in (0, 1)])
-        embeddings = torch.cat([encode(side, ids) for side, ids in zip(sides, parts, strict=True) if len(ids)])
+        embeddings = torch.cat(
+            [encode(side, ids) for side, ids in zip(sides, parts, strict=True) if len(ids) or several]
+        )
     return embeddings[upload(row, anchors.ids.device)]
 
 
@@ -282,33 +317,55 @@ class Neighbors(ItemState):
 class Visit:
     """Where some anchors' chains are, and what is proposed to them.
 
+    Shapes: X directions that these anchors are of, A anchors, A/X of each direction, C proposals to each direction.
+
     Attributes:
-        chains, recent: the tables that these anchors use.
-        own: (A,) the number of each anchor's chain.
-        known, all_known: (A,) the same on the CPU, and those of the anchors of all ranks; None where not known there.
         usable: (A,) whether the chain is on a negative of the anchor; else it starts anew.
         state: (A,) the item that each chain comes with, -1 for none.
-        partner, similarity, log_mean: (A,) what `RecentItems.look` gives; the first two for what starts anew.
-        items, partners: (C,) the proposals, and the other ids of the pairs that they come from, -1 if from none.
-        drawn: (C,) the proposals on the CPU, where they were drawn there.
-        near: (L,) sorted ids, after -1 for none, that `neighbor_share` of the draws come from if there are any, each as
-            likely as it is often listed; None where all are uniform.
+        told: (A,) of what starts anew, the partner or the similarity of its item; see `RecentItems.look`.
+        log_mean: (A,) what `RecentItems.look` gives.
+        items, partners: (X, C) the proposals, and the other ids of the pairs that they come from, -1 if from none.
+        drawn: of each direction (C,) the proposals, if they are not the batch: on the CPU where they are `uniform`.
+        near: of each direction (L,) sorted ids, after -1 for none, that `neighbor_share` of the draws come from if
+            there are any, each as likely as it is often listed; None where all are uniform.
     """
 
-    chains: Chains
-    recent: RecentItems
-    own: Tensor
-    known: Tensor | None
-    all_known: Tensor | None
     usable: Tensor
     state: Tensor
-    partner: Tensor
-    similarity: Tensor
+    told: Tensor
     log_mean: Tensor
     items: Tensor
     partners: Tensor
-    drawn: Tensor | None
-    near: Tensor | None
+    drawn: list[Tensor]
+    near: list[Tensor | None]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all proposals are drawn uniformly."""
+        return all(near is None for near in self.near)
+
+    def find(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """(A,) whether an item (A,) is among the proposals to its direction, and its first position there, or any."""
+        there, place = find_in_rows(self.items, state.view(len(self.items), -1))
+        return there.view(-1), place.view(-1)
+
+    def by_row(self, values: Tensor, some: Anchors) -> Tensor:
+        """(a, C) of values (X, C) of each direction those for each of some rows of the anchors."""
+        own = of_directions(values, some)
+        return own[:, None].expand(-1, some.num_own // len(own), -1).flatten(0, 1)
+
+    def after(self, column: Tensor, state: Tensor, *beside: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """(A,) the items that chains are on after they moved to a column (A,) of the proposals, C or more for none.
+
+        Args:
+            column: (A,).
+            state: (A,) where they were.
+            beside: of further values (X, C) and (A,) the same.
+        """
+        num_directions, num_proposals = self.items.shape
+        moved, place = column < num_proposals, column.clamp(max=num_proposals - 1).view(num_directions, -1)
+        tables = ((self.items, state), *beside)
+        return [torch.where(moved, of.gather(1, place).view(-1), was) for of, was in tables]
 
 
 class ChainObjective(Objective):
@@ -346,8 +403,12 @@ class ChainObjective(Objective):
 
     needs_num_left = True
     needs_encode = True
+    both_at_once = True
+    takes_mined = False
     remembers: ClassVar[dict[str, float]] = {}
     """What chains remember besides the item that they are on; see `Chains`."""
+    beside: Literal["partner", "similarity"]
+    """What of an item that a chain starts on is wanted; see `RecentItems.look`."""
 
     def __init__(
         self,
@@ -379,10 +440,9 @@ class ChainObjective(Objective):
         self.left_chains = Chains(num_left if self.shared_chain else 2 * num_left, self.remembers, on_cpu)
         self.right_chains = self.left_chains if self.views else Chains(num_right, self.remembers, on_cpu)
         self.left_neighbors, self.right_neighbors = Neighbors(on_cpu), Neighbors(on_cpu)
-        # Of left items for the chains of right anchors, and the other way round; with views both are the same.
+        # Of right items for the chains of left anchors, and the other way round; with views both are the same.
         num_views = 2 if self.views else 1
-        self.recent_left = RecentItems(recent * num_views, num_left * num_views)
-        self.recent_right = self.recent_left if self.views else RecentItems(recent, num_right)
+        self.recent = RecentItems(recent * num_views, [2 * num_left] if self.views else [num_right, num_left])
         self.random = SharedRandom(self.seed)
 
     def set_neighbors(self, side: Side, ids: Tensor) -> None:
@@ -412,10 +472,8 @@ class ChainObjective(Objective):
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
         """Tell how many pairs each item is in; where proposals come from the corpus, every item weighs the same."""
         super().set_counts(left_counts, right_counts)
-        if self.views:
-            left_counts = right_counts = left_counts.repeat_interleave(2)
-        self.recent_left.set_counts(left_counts, weigh=self.corpus_of_pairs)
-        self.recent_right.set_counts(right_counts, weigh=self.corpus_of_pairs)
+        counts = [left_counts.repeat_interleave(2)] if self.views else [right_counts, left_counts]
+        self.recent.set_counts(counts, weigh=self.corpus_of_pairs)
 
     def items_drawn(self, ids: Tensor) -> Tensor:
         """(C,) the items that drawn ids (R,) propose, on the device of these."""
@@ -423,62 +481,95 @@ class ChainObjective(Objective):
 
     def visit(self, anchors: Anchors) -> Visit:
         """Take in the batch's embeddings; where the anchors' chains are, and what is proposed to them."""
-        chains = self.left_chains if anchors.side == "left" else self.right_chains
-        recent = self.recent_right if anchors.candidate_side == "right" else self.recent_left
-        items = candidate_items(anchors)[: anchors.num_global]
+        items = torch.stack([candidate_items(of) for of in anchors.directions])
         # Two views come in no pair.
-        partners = torch.full_like(items, NO_STATE) if self.views else distributed.gather(anchors.ids, anchors.sizes)
-        if self.updates_state and recent.num_slots:
-            recent.add(items, partners, anchors.candidates[: anchors.num_global], anchors.distinct)
-            seen, recent.num_seen = recent.num_seen, recent.num_seen + anchors.num_global
-            if seen < recent.enough <= recent.num_seen:
-                # All of a small corpus or most slots have come: chains that began while little was there begin anew.
-                chains.forget()
+        partners = torch.full_like(items, NO_STATE) if self.views else items.flip(0)
+        if self.updates_state and self.recent.num_slots:
+            candidates = torch.stack([of.candidates for of in anchors.directions])
+            self.recent.add(items, partners, candidates, anchors.distinct)
+            seen, self.recent.num_seen = self.recent.num_seen, self.recent.num_seen + anchors.num_global
+            for of, enough in zip(anchors.directions, self.recent.enough, strict=True):
+                if seen < enough <= self.recent.num_seen:
+                    # All of a small corpus or most slots have come: chains that began before that begin anew.
+                    self._chains(of).forget()
+        state = self.take("state", anchors)
+        is_negative = (ids_of(state, self.views)[:, None] != anchors.positive_ids).all(dim=1)
+        usable = is_negative & (state != NO_STATE)
+        uniform = anchors.of_rank(self.random.uniform(anchors.num_rows, 1, like=anchors.embeddings))
+        item, told, log_mean = self.recent.look(anchors, usable, uniform, self.beside)
+        found, num = (usable, torch.where(usable, state, item), told, log_mean), len(items)
+        if self.proposals == "batch":
+            return Visit(*found, items, partners, [], [None] * num)
+        proposals = [self._draw(of) for of in anchors.directions]
+        items = torch.stack([upload(drawn, items.device) for drawn, _ in proposals])
+        drawn, near = zip(*proposals, strict=True)
+        return Visit(*found, items, torch.full_like(items, NO_STATE), list(drawn), list(near))
 
-        def chains_of(ids: Tensor, rows: Tensor) -> Tensor:
-            # The second views are the second half of all anchors.
-            return ids if self.shared_chain else 2 * ids + (rows >= anchors.num_global // 2)
+    def take(self, name: str, anchors: Anchors) -> Tensor:
+        """(A,) what the anchors' chains remember."""
 
-        own, known, all_known = chains_of(anchors.ids, anchors.rows), None, None
-        if anchors.known is not None:
-            known = chains_of(anchors.known.own, anchors.rows_on_cpu)
-            all_known = chains_of(anchors.known.all_anchors, anchors.known.all_rows)
-        state = chains.take("state", own, known)
-        barred = (ids_of(state, self.views)[:, None] == anchors.positive_ids).any(dim=1)
-        usable = ~barred & (state != NO_STATE)
-        item, partner, similarity, log_mean = recent.look(anchors, usable, self.random)
-        state = torch.where(usable, state, item)
-        drawn = near = None
-        if self.proposals != "batch":
-            neighbors = self.left_neighbors if anchors.side == "left" else self.right_neighbors
-            if self.neighbor_share and len(neighbors.ids):
-                everyone = distributed.gather(anchors.ids, anchors.sizes)
-                near = neighbors.take("ids", everyone, anchors.known and anchors.known.all_anchors)
-                near = near.flatten().sort().values
-            # Uniform draws are made on the CPU, which then knows them without a look.
-            device = torch.device("cpu") if near is None else items.device
-            size, count = self.num_items(anchors.candidate_side) or 1, self.proposals
-            drawn = self.random.integers(size, count, device=device)
-            if near is not None and len(near):
-                share, num_near = self._share_of_near(near)
-                uniform = self.random.uniform(2, count, like=near.double())
-                # What is listed stands at the end.
-                place = len(near) - 1 - (uniform[0] * num_near).long().clamp(max=num_near - 1).clamp(min=0)
-                drawn = torch.where(uniform[1] < share, near[place], drawn)
-            drawn = self.items_drawn(drawn)
-            items, drawn = upload(drawn, items.device), drawn if near is None else None
-            partners = torch.full_like(items, NO_STATE)
-        found = (usable, state, partner, similarity, log_mean)
-        return Visit(chains, recent, own, known, all_known, *found, items, partners, drawn, near)
+        def rows(of: Anchors) -> Tensor:
+            own, known, _ = self._numbers(of)
+            return self._chains(of).take(name, own, known)
+
+        return anchors.by_direction(rows)
+
+    def store(self, anchors: Anchors, state: Tensor, **remembered: Tensor) -> None:
+        """Write where the anchors' chains are now (A,), and what they remember with it (A,)."""
+
+        def rows(of: Anchors, state: Tensor, *values: Tensor) -> None:
+            own, _, everyone = self._numbers(of)
+            self._chains(of).store(of, own, everyone, state, **dict(zip(remembered, values, strict=True)))
+
+        anchors.by_direction(rows, state, *remembered.values())
+
+    def _chains(self, anchors: Anchors) -> Chains:
+        return self.left_chains if anchors.side == "left" else self.right_chains
+
+    def _numbers(self, of: Anchors) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(A,) the numbers of the anchors' chains; and where the host knows them, these on the CPU, and those of all
+        ranks."""
+        known = of.known
+        if self.shared_chain:
+            return of.ids, known and known.own, known and known.all_anchors
+        # The second views are the second half of all anchors.
+        half = of.num_global // 2
+        own = 2 * of.ids + (of.rows >= half)
+        if known is None:
+            return own, None, None
+        return own, 2 * known.own + (of.rows_on_cpu >= half), 2 * known.all_anchors + (known.all_rows >= half)
+
+    def _draw(self, anchors: Anchors) -> tuple[Tensor, Tensor | None]:
+        """(C,) proposals from the corpus to the anchors of a direction, and what is near (L,): see `Visit`."""
+        neighbors, near = self.left_neighbors if anchors.side == "left" else self.right_neighbors, None
+        if self.neighbor_share and len(neighbors.ids):
+            everyone = distributed.gather(anchors.ids, anchors.sizes)
+            near = neighbors.take("ids", everyone, anchors.known and anchors.known.all_anchors)
+            near = near.flatten().sort().values
+        # Uniform draws are made on the CPU, which then knows them without a look.
+        device = torch.device("cpu") if near is None else anchors.ids.device
+        size, count = self.num_items(anchors.candidate_side) or 1, self.proposals
+        assert isinstance(count, int)
+        drawn = self.random.integers(size, count, device=device)
+        if near is not None and len(near):
+            share, num_near = self._share_of_near(near)
+            uniform = self.random.uniform(2, count, like=near.double())
+            # What is listed stands at the end.
+            place = len(near) - 1 - (uniform[0] * num_near).long().clamp(max=num_near - 1).clamp(min=0)
+            drawn = torch.where(uniform[1] < share, near[place], drawn)
+        return self.items_drawn(drawn), near
 
     def log_density(self, anchors: Anchors, visit: Visit, items: Tensor) -> Tensor:
-        """(n,) log of the probability that a proposal is one of some items (n,), over that of a uniform draw."""
-        if visit.near is None:
-            return anchors.embeddings.new_zeros(len(items))
-        ids, size = ids_of(items, self.views), self.num_items(anchors.candidate_side) or 1
-        share, num_near = self._share_of_near(visit.near)
-        listed = torch.searchsorted(visit.near, ids, right=True) - torch.searchsorted(visit.near, ids)
-        return torch.log(1 - share + share * size / num_near.clamp(min=1) * listed).to(anchors.embeddings)
+        """(X, n) log of the probability that a proposal is one of some items (X, n), over that of a uniform draw."""
+        found = []
+        for of, near, ids in zip(anchors.directions, visit.near, ids_of(items, self.views), strict=True):
+            if near is None:
+                found.append(torch.zeros_like(ids, dtype=anchors.temperature.dtype))
+                continue
+            size, (share, num_near) = self.num_items(of.candidate_side) or 1, self._share_of_near(near)
+            copies = torch.searchsorted(near, ids, right=True) - torch.searchsorted(near, ids)
+            found.append(torch.log(1 - share + share * size / num_near.clamp(min=1) * copies).to(anchors.temperature))
+        return torch.stack(found)
 
     def _share_of_near(self, near: Tensor) -> tuple[Tensor, Tensor]:
         """The share of the draws that comes from a list (L,), 0 if it holds nothing but -1; and how much it holds."""
@@ -487,7 +578,7 @@ class ChainObjective(Objective):
 
     def embed_proposals(
         self, anchors: Anchors, visit: Visit, state: Tensor | None, num_views: int, encode: Encode
-    ) -> Asking[tuple[Tensor, Tensor, Tensor]]:
+    ) -> Asking[tuple[list[Tensor], Tensor | None]]:
         """Embed the proposals, and states outside the batch of this rank's anchors, each item once.
 
         Args:
@@ -495,40 +586,102 @@ class ChainObjective(Objective):
             num_views: 2 to embed of each state also the item that follows it.
 
         Returns:
-            (C, D) the proposals; (n,) the rows whose states are embedded; and (n, D) or (2n, D) their embeddings.
+            (C, D) of each direction the proposals; and (A, num_views) similarities with the states, with gradient, any
+            where there is none; None where there is none at all.
         """
-        in_batch, known = self.proposals == "batch", visit.drawn
-        asked = [state if state is not None else anchors.ids[:0]]
-        if not in_batch and known is None:
-            asked.append(visit.items)
-        states, *drawn = (yield torch.cat(asked)).split([len(part) for part in asked])
-        states, rows = known_rows(states, anchors)
-        wanted = states if num_views == 1 else torch.stack([states, states + 1], dim=1).flatten()
-        if in_batch:
-            return anchors.candidates[: anchors.num_global], rows, embed(wanted, encode, anchors)
-        own, sizes = distributed.share(drawn[0] if known is None else known)
-        embeddings = embed(torch.cat([own, wanted]), encode, anchors)
-        proposed = distributed.gather_with_grad(embeddings[: len(own)], sizes)
-        if self.updates_state and visit.recent.num_slots and visit.near is None:
-            visit.recent.add(visit.items, visit.partners, proposed)
-        return proposed, rows, embeddings[len(own) :]
+        in_batch, unknown = self.proposals == "batch", not visit.uniform
+        asked = ([] if state is None else [state]) + ([visit.items.view(-1)] if unknown else [])
+        answer = (yield joined(asked)) if asked else torch.zeros(0, dtype=torch.long)
+        states, drawn = answer, visit.drawn
+        if unknown:
+            states, learned = answer.split([len(answer) - visit.items.numel(), visit.items.numel()])
+            drawn = list(learned.view(visit.items.shape))
+        proposed, of_states, wanted_states = [], [], borrowed(states, anchors, num_views)
+        for number, (of, wanted) in enumerate(zip(anchors.directions, wanted_states, strict=True)):
+            if in_batch:
+                of_states.append(embed(wanted, encode, of))
+                proposed.append(of.candidates)
+                continue
+            own, sizes = distributed.share(drawn[number])
+            embeddings = embed(torch.cat([own, wanted]), encode, of)
+            of_states.append(embeddings[len(own) :])
+            proposed.append(distributed.gather_with_grad(embeddings[: len(own)], sizes))
+            if self.updates_state and self.recent.num_slots and visit.near[number] is None:
+                come = (visit.items[number, None], visit.partners[number, None], proposed[-1][None])
+                self.recent.add(*come, first=number)
+        return proposed, similarities_with(anchors, of_states, num_views)
 
-    def compare(self, anchors: Anchors, visit: Visit, proposed: Tensor) -> tuple[Tensor, Tensor]:
-        """(A, C) similarities with the proposals (C, D), and (A, C) whether these are negatives of the anchors."""
+    def embed_states(self, anchors: Anchors, state: Tensor, encode: Encode) -> Asking[Tensor | None]:
+        """(A, 1) similarities with states (A,), -1 for none; see `embed_proposals`."""
+        states = borrowed((yield state), anchors, 1)
+        parts = [embed(these, encode, of) for of, these in zip(anchors.directions, states, strict=True)]
+        return similarities_with(anchors, parts, 1)
+
+    def compare(self, some: Anchors, visit: Visit, proposed: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """(a, C) s/τ of some rows of the anchors with the proposals (C, D) of each direction; and the same, -inf where
+        a proposal is no negative."""
         if self.proposals == "batch":
-            own = slice(anchors.num_global)
-            return anchors.similarities[:, own], anchors.allowed[:, own]
-        return anchors.embeddings @ proposed.T, anchors.is_negative(ids_of(visit.items, self.views))
+            return some.scores, some.logits
+
+        def scores_of(of: Anchors) -> tuple[Tensor, Tensor]:
+            number = 1 if of.side == "right" else 0
+            scores = of.embeddings @ proposed[number].T / of.temperature
+            hidden = listed(of.positive_ids, ids_of(visit.items[number], self.views))
+            return scores, scores.masked_fill(hidden, -torch.inf)
+
+        return some.by_direction(scores_of)
 
     @property
     def reports_loss(self) -> bool:
         """A corpus that `recent` holds gives the partition function; of a larger one it is not known."""
-        return self.recent_left.hold_the_corpus and self.recent_right.hold_the_corpus
+        return self.recent.hold_the_corpus
 
-    def global_loss(self, anchors: Anchors, visit: Visit, negatives: Tensor) -> AnchorLosses:
-        """The loss, from (A,) Σ_z p(z)·s_z with gradient."""
-        surrogate = negatives / anchors.temperature - anchors.positive_logits
-        if not visit.recent.hold_the_corpus:
-            return AnchorLosses(surrogate)
-        value = visit.log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
-        return AnchorLosses(surrogate, value.detach())
+    def losses_of(self, some: Anchors, scores: Tensor, weights: Tensor, log_mean: Tensor) -> Tensor:
+        """(a,) the loss of some rows of the anchors; its gradient is Σ_c weight·∇score.
+
+        Args:
+            scores: (a, C) with gradient; first those of the batch, where it makes the proposals.
+            weights: (a, C); changed in place.
+            log_mean: (a,) see `Visit`.
+        """
+        in_batch = self.proposals == "batch"
+        if not in_batch:
+            scores = torch.cat([scores, some.positive_logits[:, None]], dim=1)
+        with torch.no_grad():
+            # The positive is no negative, and pulls with −1.
+            weights = weights.scatter_(1, some.positive_place, -1.0) if in_batch else pad(weights, (0, 1), value=-1.0)
+            if self.reports_loss:
+                positive = some.positive_scores if in_batch else some.positive_logits
+                value = log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(some) - positive
+            else:
+                value = (weights * scores).sum(dim=1)
+        return WithGradient.apply(value, scores, weights)
+
+
+def borrowed(states: Tensor, anchors: Anchors, num_views: int) -> list[Tensor]:
+    """Of each direction (n·num_views,) items of states (A,) on the CPU, and those that follow; (0,) without any. Who
+    alone has none, -1, borrows one, and what comes of it counts nothing."""
+    if not len(states):
+        return [states] * len(anchors.directions)
+    of_each = states.view(len(anchors.directions), -1)
+    some = of_each.amax(dim=1, keepdim=True)
+    of_each = torch.where(of_each < 0, some, of_each)
+    if num_views > 1:
+        of_each = torch.stack([of_each, of_each + 1], dim=2).flatten(1)
+    return [of if one >= 0 else of[:0] for of, (one,) in zip(of_each, some.tolist(), strict=True)]
+
+
+def similarities_with(anchors: Anchors, embeddings: list[Tensor], num_views: int) -> Tensor | None:
+    """(A, num_views) similarities of anchors with what `borrowed` gave, embedded, of each direction."""
+    if not any(map(len, embeddings)):
+        return None
+    # A direction without any gets zeros.
+    of_all = joined(
+        [
+            part if len(part) else of.embeddings.new_zeros(num_views * len(of.ids), of.embeddings.shape[1])
+            for of, part in zip(anchors.directions, embeddings, strict=True)
+        ]
+    )
+    if num_views == 1:
+        return (anchors.embeddings * of_all).sum(dim=1, keepdim=True)
+    return (anchors.embeddings[:, None] * of_all.view(-1, num_views, of_all.shape[1])).sum(dim=2)

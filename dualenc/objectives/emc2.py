@@ -6,10 +6,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode
-from dualenc.objectives.chains import NO_STATE, ChainObjective, at, embed, find, known_rows
+from dualenc.objectives.chains import NO_STATE, ChainObjective
 from dualenc.objectives.looks import Asking
 
 
@@ -37,6 +38,7 @@ class EMC2(ChainObjective):
     """
 
     remembers: ClassVar[dict[str, float]] = {"score": -torch.inf}
+    beside: Literal["partner", "similarity"] = "similarity"
 
     def __init__(self, *, score: Literal["stored", "fresh"] = "stored", burn_in: float = 0.5, **chains: Any) -> None:
         super().__init__(**chains)
@@ -53,113 +55,121 @@ class EMC2(ChainObjective):
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> Asking[AnchorLosses]:
         assert encode is not None
         visit = self.visit(anchors)
-        items, state = visit.items, visit.state
-        stored = visit.chains.take("score", visit.own, visit.known).to(visit.similarity)
-        score = torch.where(visit.usable, stored, visit.similarity)
-        place = find(items, state)
-        away = state.masked_fill(place >= 0, NO_STATE)
-        draws_of = self.random.rows(anchors.num_global, len(items))
-        order = self.random.permutation(len(items), device=items.device)
-        proposed = anchors.candidates[: anchors.num_global]
-        # (A,) similarities of out-of-batch states, with gradient.
-        outside = torch.zeros_like(anchors.positive_similarities)
-        if self.score == "fresh" or self.proposals != "batch":
-            asked = away if self.score == "fresh" else None
-            proposed, rows, embeddings = yield from self.embed_proposals(anchors, visit, asked, 1, encode)
-            outside = outside.index_put((rows,), (anchors.embeddings[rows] * embeddings).sum(dim=1))
-        if self.score == "fresh":
-            score = torch.where(away != NO_STATE, outside.detach(), score)
-        log_q, state_log_q = (self.log_density(anchors, visit, some) for some in (items, state))
+        state, num_proposals, fresh = visit.state, visit.items.shape[1], self.score == "fresh"
+        score = torch.where(visit.usable, self.take("score", anchors).to(visit.told), visit.told)
+        there, place = visit.find(state)
+        away = state.masked_fill(there, NO_STATE)
+        draws_of = self.random.rows(anchors.num_rows, num_proposals)
+        order = self.random.permutation(num_proposals, device=state.device)
+        # Nodes of the walk: 0 the state, then the proposals in this order. Columns here: the proposals, then the state.
+        column_of = pad(order, (1, 0), value=num_proposals)
+        node_of = column_of.argsort()
+        proposed: list[Tensor] = []
+        # (A, 1) similarities of out-of-batch states, with gradient.
+        outside: Tensor | None = None
+        if fresh or self.proposals != "batch":
+            asked = away if fresh else None
+            proposed, outside = yield from self.embed_proposals(anchors, visit, asked, 1, encode)
+        if fresh and outside is not None:
+            score = torch.where(away != NO_STATE, outside.detach()[:, 0], score)
+        log_q, state_log_q = None, []
+        if not visit.uniform:
+            log_q = self.log_density(anchors, visit, visit.items)
+            state_log_q = [self.log_density(anchors, visit, state.view(len(visit.items), -1)).view(-1, 1)]
 
-        def walk_rows(some: Anchors, place: Tensor, score: Tensor, state_log_q: Tensor) -> tuple[Tensor, ...]:
-            similarities, allowed = self.compare(some, visit, proposed)
+        def walk_rows(
+            some: Anchors, there: Tensor, place: Tensor, score: Tensor, log_mean: Tensor, *state_log_q: Tensor
+        ) -> tuple[Tensor, ...]:
+            scores, logits = self.compare(some, visit, proposed)
             with torch.no_grad():
-                there = place >= 0
-                if self.score == "fresh":
-                    score = torch.where(there, at(similarities, place.clamp(min=0)), score)
-                # The chain compares s − τ·log q + τ·log(1/uniform) of a proposal with s − τ·log q of its state.
-                targets = (similarities - some.temperature * log_q)[:, order]
-                uniform = draws_of(some.rows_on_cpu, similarities)
-                thresholds = (targets - some.temperature * uniform.log()).masked_fill(~allowed[:, order], -torch.inf)
-                num_proposals = allowed.sum(dim=1)
-                # The small term keeps a product such as 0.29·100 from falling short of its integer.
-                skipped = (num_proposals.double() * self.burn_in + 1e-9).long()
-                visits, stays, last = walk(targets, thresholds, score - some.temperature * state_log_q, skipped)
-                # Without proposals there is no step to count: a state stands for itself.
-                stays = torch.where((num_proposals == 0) & (score > -torch.inf), 1, stays)
-                total = (num_proposals - skipped).clamp(min=1).to(score)
-                weights = torch.zeros_like(similarities)
-                weights[:, order] = visits / total[:, None]
-                state_weight = stays / total
-                weights.scatter_add_(1, place.clamp(min=0)[:, None], torch.where(there, state_weight, 0.0)[:, None])
-                column = torch.where(last >= 0, order[last.clamp(min=0)], -1)
-                next_score = torch.where(column >= 0, at(similarities, column.clamp(min=0)), score)
-            in_batch = (weights * similarities).sum(dim=1)
-            return in_batch, torch.where(there, 0.0, state_weight), column, next_score
+                if fresh:
+                    score = torch.where(there, scores.gather(1, place) * some.temperature, score)
+                # The chain compares s/τ − log q + log(1/uniform) of a proposal with s/τ − log q of its state.
+                start = score / some.temperature
+                if log_q is not None:
+                    logits, start = logits - visit.by_row(log_q, some), start - state_log_q[0]
+                thresholds = logits - draws_of(some.rows_on_cpu, logits).log_()
+                skipped, total = self._steps(some, logits)
+                targets = torch.cat([start, logits[:, order]], dim=1)
+                spent, last = walk(targets, thresholds[:, order], skipped)
+                weights = spent[:, node_of].to(scores) / total
+                of_state = weights[:, num_proposals:]
+                if not some.all_have_negatives or self.proposals != "batch":
+                    # Without proposals there is no step to count: a state stands for itself.
+                    alone = (logits == -torch.inf).all(dim=1, keepdim=True)
+                    of_state.masked_fill_(alone & (score > -torch.inf), 1.0)
+                weights.scatter_add_(1, place, of_state * there)
+                of_state = of_state.masked_fill(there, 0.0)
+                column = column_of[last]
+                moved, inside = column < num_proposals, column.clamp(max=num_proposals - 1)
+                next_score = torch.where(moved, scores.gather(1, inside) * some.temperature, score)
+            losses = self.losses_of(some, scores, weights[:, :num_proposals], log_mean)
+            return losses, of_state, column, next_score
 
         # The jumps of the walk hold some four matrices at once.
-        of_row = (place, score, state_log_q)
-        negatives, state_weight, column, next_score = anchors.by_rows(walk_rows, *of_row, row_entries=4 * len(items))
+        of_row = (there[:, None], place[:, None], score[:, None], visit.log_mean, *state_log_q)
+        losses, state_weight, column, next_score = anchors.by_rows(walk_rows, *of_row, row_entries=4 * num_proposals)
         if self.updates_state:
-            next_state = torch.where(column >= 0, items[column.clamp(min=0)], state)
-            visit.chains.store(anchors, visit.own, visit.all_known, next_state, score=next_score)
-        if self.score == "stored":
+            (next_state,) = visit.after(column[:, 0], state)
+            self.store(anchors, next_state, score=next_score[:, 0])
+        if not fresh:
             # Only states that outlived burn-in are encoded.
-            late, rows = known_rows((yield away.masked_fill(state_weight <= 0, NO_STATE)), anchors)
-            if len(late):
-                embeddings = embed(late, encode, anchors)
-                outside = outside.index_put((rows,), (anchors.embeddings[rows] * embeddings).sum(dim=1))
-        return self.global_loss(anchors, visit, negatives + state_weight * outside)
+            outside = yield from self.embed_states(anchors, away.masked_fill(state_weight[:, 0] <= 0, NO_STATE), encode)
+        if outside is None:
+            return AnchorLosses(losses)
+        surrogate = losses + (state_weight * outside)[:, 0] / anchors.temperature
+        return AnchorLosses(surrogate, losses.detach() if self.reports_loss else None)
+
+    def _steps(self, some: Anchors, logits: Tensor) -> tuple[int | Tensor, int | Tensor]:
+        """How many proposals of logits (a, C) some anchors skip, and how many steps count, at least 1; also (a, 1)."""
+        # The small term keeps a product such as 0.29·100 from falling short of its integer.
+        if self.proposals == "batch" and some.all_have_negatives:
+            number = logits.shape[1] - (2 if some.views else 1)
+            skipped = int(number * self.burn_in + 1e-9)
+            return skipped, max(number - skipped, 1)
+        numbers = (logits > -torch.inf).sum(dim=1, keepdim=True)
+        skips = (numbers.double() * self.burn_in + 1e-9).long()
+        return skips, (numbers - skips).clamp(min=1)
 
 
-def walk(scores: Tensor, thresholds: Tensor, start: Tensor, burn_in: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def walk(scores: Tensor, thresholds: Tensor, burn_in: int | Tensor) -> tuple[Tensor, Tensor]:
     """Run each chain through its row of proposals, in a number of operations that grows with log R.
 
     Args:
-        scores: (A, R) score of each proposal (any increasing function of its log density).
+        scores: (A, 1 + R) score of the state that each chain comes with, -inf if it accepts the first proposal, and of
+            each proposal (any increasing function of its log density).
         thresholds: (A, R) a chain whose score is below accepts the proposal; -inf is no proposal and no step.
-        start: (A,) scores of the states the chains come with; -inf accepts the first proposal.
-        burn_in: (A,) number of steps that do not count.
+        burn_in: number of steps that do not count, or (A, 1).
 
     Returns:
-        (A, R) counted steps spent on each proposal; (A,) counted steps spent on the state that the chain came with; and
-        (A,) the proposal that the chain ends on, -1 for the state it came with.
+        (A, 1 + R) counted steps spent on that state and on each proposal; and (A, 1) where the chain ends, 0 for the
+        state and r for the r-th proposal.
     """
     # Nodes: 0 the state a chain comes with, 1…R the proposals, R+1 the end.
-    num_anchors, num_proposals = scores.shape
-    end = num_proposals + 1
-    scores = torch.cat([start[:, None], scores], dim=1)
+    end = scores.shape[1]
+    following = torch.arange(1, end + 1, device=scores.device)
+    levels = end.bit_length()
 
     # From each node a chain goes to the first later one whose threshold is above the node's score: found by bisection.
-    peaks = [torch.cat([thresholds, thresholds.new_full((num_anchors, 1), torch.inf)], dim=1)]
-    width = 1
-    while 2 * width <= end:
-        # peaks[k][:, p] is the maximum of the 2^k thresholds from p on; windows beyond the end are infinite.
-        peak = peaks[-1].clone()
-        torch.maximum(peaks[-1][:, :-width], peaks[-1][:, width:], out=peak[:, :-width])
-        peaks.append(peak)
-        width *= 2
-    position = torch.arange(end, device=scores.device).repeat(num_anchors, 1)
-    for peak in reversed(peaks):
-        position.add_(peak.gather(1, position) <= scores, alpha=width)
-        width //= 2
-    del peaks, peak  # as much memory as what follows needs
-    jump = torch.cat([position + 1, position.new_full((num_anchors, 1), end)], dim=1)
+    # peaks[k][:, p] is the maximum of the 2^k thresholds from p on; those of the end and beyond are infinite.
+    peaks = [pad(thresholds, (1, 2 ** (levels - 1)), value=torch.inf)]
+    for level in range(levels - 1):
+        peaks.append(torch.maximum(peaks[-1][:, : -(2**level)], peaks[-1][:, 2**level :]))
+    position = torch.add(following, peaks.pop()[:, 1 : end + 1] <= scores, alpha=2 ** (levels - 1))
+    while peaks:
+        peak = peaks.pop()
+        position.add_(peak.gather(1, position) <= scores, alpha=2 ** len(peaks))
+    first_jump = jump = pad(position, (0, 1), value=end)
 
-    # (A, L > R) the nodes visited from node 0 on; the end repeats itself.
-    path = torch.zeros_like(jump[:, :1])
-    while True:
-        # The path so far, and the same path as many jumps later.
-        path = torch.cat([path, jump.gather(1, path)], dim=1)
-        if path.shape[1] > num_proposals:
-            break
-        jump = jump.gather(1, jump)
+    # (A, R+2) ones where a chain comes by: the first 1, 2, 4, … nodes of its path, and those as many jumps later.
+    visited = pad(jump.new_ones(len(jump), 1), (0, end))
+    for level in range((end - 1).bit_length()):
+        jump = jump if level == 0 else jump.gather(1, jump)
+        visited = visited.scatter_add(1, jump, visited)
 
-    # (A, R+1) how many of the first 0…R proposals count.
-    counted = (torch.isfinite(thresholds).cumsum(dim=1) - burn_in[:, None]).clamp(min=0)
-    counted = torch.cat([torch.zeros_like(burn_in)[:, None], counted], dim=1)
-    following = torch.cat([path[:, 1:], path.new_full((num_anchors, 1), end)], dim=1)
-    spent = counted.gather(1, following - 1) - counted.gather(1, (path - 1).clamp(min=0))
-    visits = spent.new_zeros(num_anchors, end + 1).scatter_add_(1, path, spent)
-    last = torch.where(path < end, path, 0).amax(dim=1) - 1
-    return visits[:, 1:end], visits[:, 0], last
+    # (A, R+2) how many of the proposals before each node count.
+    counted = ((thresholds > -torch.inf).cumsum(dim=1) - burn_in).clamp_(min=0)
+    before = pad(counted, (2, 0))
+    spent = (before.gather(1, first_jump) - before) * visited
+    last = (visited[:, :end] * following).amax(dim=1, keepdim=True) - 1
+    return spent[:, :end], last

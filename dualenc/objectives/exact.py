@@ -31,6 +31,7 @@ class ExactGlobal(Objective):
 
     needs_num_left = True
     needs_encode = True
+    knows_partition = True
 
     def __init__(self, *, corpus_chunk_size: int = 1024, **common: Any) -> None:
         super().__init__(**common)

@@ -261,7 +261,7 @@ class FeatureCache(ItemState):
             logits = torch.einsum("ad,acd->ac", anchors[some], features)
             possible = self.take("filled", rows, known_rows) & ~(items[:, :, None] == barred[some, None, :]).any(dim=2)
             weights = torch.softmax(logits.masked_fill(~possible, -torch.inf), dim=1)
-            drawn.append(items.gather(1, inverse_cdf(weights, uniform[some])[:, None])[:, 0])
+            drawn.append(items.gather(1, inverse_cdf(weights, uniform[some, None]))[:, 0])
         return torch.cat(drawn)
 
     @property

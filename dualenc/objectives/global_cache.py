@@ -50,6 +50,7 @@ class GlobalCache(Objective):
 
     needs_num_left = True
     needs_encode = True
+    knows_partition = True
 
     def __init__(
         self, *, extra_encodes: float = 1.0, control: float = 0.5, pool: int | None = 65_536, **common: Any

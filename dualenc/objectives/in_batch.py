@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from dualenc.objectives.anchors import Anchors, log_mean_exp
+from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import Objective
 
 
@@ -28,7 +28,11 @@ class InfoNCE(Objective):
 class DCL(Objective):
     """−s⁺/τ + log Σ_c exp(s_c/τ) over the negatives c of the batch (Yeh et al. 2022, decoupled contrastive loss)."""
 
+    both_at_once = True
+
     def losses(self, block: Anchors, *known: Tensor) -> Tensor:
+        if block.all_have_negatives:
+            return torch.logsumexp(block.logits, dim=1) - block.positive_logits
         alone = block.num_negatives == 0
         # An anchor without negatives only pulls its positive; a row of -inf would have a NaN gradient.
         logits = block.logits.masked_fill(alone[:, None], 0.0)
@@ -51,6 +55,8 @@ class HCL(Objective):
         **common: see `Objective`.
     """
 
+    both_at_once = True
+
     def __init__(
         self, *, hardness: float = 1.0, class_prior: float = 0.1, annealing_steps: int = 0, **common: Any
     ) -> None:
@@ -71,14 +77,15 @@ class HCL(Objective):
 
     def losses(self, block: Anchors, *known: Tensor) -> Tensor:
         positive, scores, prior = block.positive_logits, block.scores, self.class_prior
-        alone = block.num_negatives == 0
-        masked = block.excluded & ~alone[:, None]
+        alone, masked = block.num_negatives == 0, block.excluded
+        if not block.all_have_negatives:
+            masked = masked & ~alone[:, None]
         importance = (self.hardness * scores).masked_fill(masked, -torch.inf)
         weighted = ((1 + self.hardness) * scores).masked_fill(masked, -torch.inf)
-        log_sum = torch.logsumexp(weighted, dim=1) - log_mean_exp(importance, block.num_negatives)
+        log_sum = torch.logsumexp(weighted, dim=1) - torch.logsumexp(importance, dim=1) + block.log_num_negatives
         if prior:
             # log G: the difference of exponentials in the log domain, where it exceeds the floor.
-            log_count = block.num_negatives.clamp(min=1).to(positive.dtype).log()
+            log_count = block.log_num_negatives
             gap = log_count + math.log(prior) + positive - log_sum
             above = gap < 0
             # The inner where keeps log1p finite on rows that take the floor, so that their gradient is 0, not NaN.
@@ -87,7 +94,7 @@ class HCL(Objective):
             floor = log_count - 1 / block.temperature
             log_sum = torch.where(above & (difference > floor), difference, floor)
         loss = torch.logaddexp(positive, log_sum) - positive
-        return torch.where(alone, positive - positive, loss)
+        return loss if block.all_have_negatives else torch.where(alone, positive - positive, loss)
 
 
 class SigLIP(Objective):
@@ -102,6 +109,8 @@ class SigLIP(Objective):
         learnable_bias: learn b with the model.
         **common: see `Objective`.
     """
+
+    both_at_once = True
 
     def __init__(
         self,

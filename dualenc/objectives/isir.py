@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode
-from dualenc.objectives.chains import NO_STATE, ChainObjective, at, find, inverse_cdf
+from dualenc.objectives.chains import NO_STATE, ChainObjective, Visit, find_in_rows, inverse_cdf
 from dualenc.objectives.looks import Asking
 
 
@@ -36,6 +36,7 @@ class ISIR(ChainObjective):
 
     # Of a document that three queries share, a chain knows on which of the three copies it is.
     remembers: ClassVar[dict[str, float]] = {"partner": NO_STATE}
+    beside: Literal["partner", "similarity"] = "partner"
 
     def items_drawn(self, ids: Tensor) -> Tensor:
         """Both views of each image."""
@@ -44,79 +45,106 @@ class ISIR(ChainObjective):
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> Asking[AnchorLosses]:
         assert encode is not None
         visit = self.visit(anchors)
-        items, state, num_views = visit.items, visit.state, 2 if self.views else 1
+        state, num_views, num_proposals = visit.state, 2 if self.views else 1, visit.items.shape[1]
         if self.views:
             state = torch.where(state < 0, state, state // 2 * 2)
-        partner = torch.where(visit.usable, visit.chains.take("partner", visit.own, visit.known), visit.partner)
-        place = find(items, state)
+        partner = torch.where(visit.usable, self.take("partner", anchors), visit.told)
+        there, place = visit.find(state)
         # (A, S) the state's item, with views S = 2: where it is among the proposals, and how similar it is elsewhere.
         places = place[:, None]
         if self.views:
-            places = torch.where(places < 0, -1, torch.cat([places, places + len(items) // 2], dim=1))
-        uniform = self.random.uniform(anchors.num_global, like=anchors.embeddings)[anchors.rows]
-        away = state.masked_fill(place >= 0, NO_STATE)
-        proposed, rows, embeddings = yield from self.embed_proposals(anchors, visit, away, num_views, encode)
-        embeddings = embeddings.view(len(rows), num_views, anchors.embeddings.shape[1])
-        outside = anchors.embeddings.new_full(places.shape, -torch.inf)
-        outside = outside.index_put((rows,), torch.einsum("ad,asd->as", anchors.embeddings[rows], embeddings))
-        log_q, state_log_q = (self.log_density(anchors, visit, some) for some in (items, state))
-        if visit.near is not None:
-            # Draws of unequal density cannot stand for the state: it counts apart.
-            stands_for_state = torch.zeros_like(place, dtype=torch.bool)
-        elif self.proposals == "batch" and not self.views:
-            # Other copies of the item do not stand for the state's own pair. A pair that is not known is any.
-            width = self.num_items(anchors.side) or 1
-            same_pair = find(items * width + visit.partners, state * width + partner) >= 0
-            stands_for_state = same_pair | ((partner < 0) & (place >= 0))
-        else:
-            ordered = items.sort().values
-            copies = torch.searchsorted(ordered, items, right=True) - torch.searchsorted(ordered, items)
-            log_q = log_q + copies.log()
-            stands_for_state = place >= 0
-        state_log_weight = (-state_log_q).masked_fill((state == NO_STATE) | stands_for_state, -torch.inf)
+            # A left view stands in the first half; what is not there has any place.
+            places = torch.stack([place, (place + num_proposals // 2) % num_proposals], dim=1)
+        uniform = anchors.of_rank(self.random.uniform(anchors.num_rows, 1, like=anchors.embeddings))
+        away = state.masked_fill(there, NO_STATE)
+        proposed, outside = yield from self.embed_proposals(anchors, visit, away, num_views, encode)
+        if outside is None:
+            outside = anchors.embeddings.new_zeros(places.shape)
+        outside = outside / anchors.temperature
+        stands_for_state, log_q = self._stands_for_state(anchors, visit, state, partner, there, place)
+        # What the state's own weight is divided by is 1 where proposals are uniform.
+        absent, outside_log_q = stands_for_state | (state == NO_STATE), []
+        if not visit.uniform:
+            outside_log_q = [self.log_density(anchors, visit, state.view(len(visit.items), -1)).view(-1)]
 
         def weigh(
-            some: Anchors, uniform: Tensor, places: Tensor, outside: Tensor, state_log_weight: Tensor
-        ) -> tuple[Tensor, ...]:
-            similarities, allowed = self.compare(some, visit, proposed)
+            some: Anchors,
+            uniform: Tensor,
+            there: Tensor,
+            places: Tensor,
+            absent: Tensor,
+            log_mean: Tensor,
+            outside: Tensor,
+            *outside_log_q: Tensor,
+        ) -> tuple[Tensor, Tensor]:
+            scores, logits = self.compare(some, visit, proposed)
             with torch.no_grad():
-                there = places >= 0
-                outside = torch.where(there, similarities.gather(1, places.clamp(min=0)), outside)
-                logits, outside_logits = similarities / some.temperature, outside / some.temperature
-                log_weights = (-log_q).expand_as(allowed).masked_fill(~allowed, -torch.inf)
-                weights, column = iterated_sir(
-                    logits + log_weights, outside_logits + state_log_weight[:, None], uniform
-                )
-                weights, outside_weights = weights.split([len(items), places.shape[1]], dim=1)
+                there = there[:, None]
+                # A state of which there is a copy is what that is now.
+                of_states = torch.where(there, scores.gather(1, places), outside)
+                if outside_log_q:
+                    of_states = of_states - outside_log_q[0][:, None]
+                if log_q is not None:
+                    logits = logits - visit.by_row(log_q, some)
+                of_states = of_states.masked_fill(absent[:, None], -torch.inf)
+                weights, column = iterated_sir(logits, of_states, uniform, never_nothing)
                 # What the state weighs where a proposal equals it is that one's too.
-                weights.scatter_add_(1, places.clamp(min=0), outside_weights.masked_fill(~there, 0.0))
-                outside_weights = outside_weights.masked_fill(there, 0.0)
-            return (weights * similarities).sum(dim=1), outside_weights, column
+                of_states = weights[:, num_proposals:]
+                weights.scatter_add_(1, places, of_states * there)
+                of_states.masked_fill_(there, 0.0)
+            return self.losses_of(some, torch.cat([scores, outside], dim=1), weights, log_mean), column
 
-        of_row = (uniform, places, outside.detach(), state_log_weight)
-        negatives, outside_weights, column = anchors.by_rows(weigh, *of_row, row_entries=2 * len(items))
+        never_nothing = self.proposals == "batch" and anchors.all_have_negatives
+        of_row = (uniform, there, places, absent, visit.log_mean, outside, *outside_log_q)
+        losses, column = anchors.by_rows(weigh, *of_row, row_entries=2 * num_proposals)
         if self.updates_state:
-            moved, column = column >= 0, column.clamp(min=0)
-            next_partner = torch.where(moved, visit.partners[column], partner)
-            next_state = torch.where(moved, items[column], state)
-            visit.chains.store(anchors, visit.own, visit.all_known, next_state, partner=next_partner)
-        negatives = negatives + (outside_weights * torch.where(outside_weights > 0, outside, 0.0)).sum(dim=1)
-        return self.global_loss(anchors, visit, negatives)
+            next_state, next_partner = visit.after(column, state, (visit.partners, partner))
+            self.store(anchors, next_state, partner=next_partner)
+        return AnchorLosses(losses)
+
+    def _stands_for_state(
+        self, anchors: Anchors, visit: Visit, state: Tensor, partner: Tensor, there: Tensor, place: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """(A,) whether a proposal stands for the state; and (X, C) what the weights of proposals are divided by, in
+        logs, None for nothing."""
+        items, partners, num = visit.items, visit.partners, len(visit.items)
+        if not visit.uniform:
+            # Draws of unequal density cannot stand for the state: it counts apart.
+            return torch.zeros_like(there), self.log_density(anchors, visit, items)
+        if self.views or self.proposals != "batch":
+            ordered = items.sort(dim=1).values
+            copies = torch.searchsorted(ordered, items, right=True) - torch.searchsorted(ordered, items)
+            return there, copies.to(anchors.embeddings).log()
+        # Other copies of the item do not stand for the state's own pair. A pair that is not known is any.
+        if anchors.distinct:
+            same_pair = partners.gather(1, place.view(num, -1)).view(-1) == partner
+        else:
+            width = max(self.num_left or 1, self.num_right or 1)
+            same_pair, _ = find_in_rows(items * width + partners, (state * width + partner).view(num, -1))
+            same_pair = same_pair.view(-1)
+        return there & (same_pair | (partner < 0)), None
 
 
-def iterated_sir(proposed: Tensor, outside: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def iterated_sir(
+    proposed: Tensor, outside: Tensor, uniform: Tensor, never_nothing: bool = False
+) -> tuple[Tensor, Tensor]:
     """One transition of each chain.
 
     Args:
         proposed: (A, C) log weights of the proposals; -inf where one is no negative.
         outside: (A, S) log weights of what the state stands for; -inf where a proposal stands for it.
-        uniform: (A,) draws in (0, 1).
+        uniform: (A, 1) draws in (0, 1).
+        never_nothing: it is known that no row is -inf everywhere.
 
     Returns:
         (A, C + S) the softmax over both (0 in a row without negatives), and (A,) the proposal that is the next state,
-        -1 where the chain stays.
+        C or more where the chain stays.
     """
-    weights = torch.softmax(torch.cat([proposed, outside], dim=1), dim=1).nan_to_num(0.0)
+    logits = torch.cat([proposed, outside], dim=1)
+    weights = torch.softmax(logits, dim=1)
     drawn = inverse_cdf(weights, uniform)
-    moves = (drawn < proposed.shape[1]) & (at(weights, drawn) > 0)
-    return weights, torch.where(moves, drawn, -1)
+    if never_nothing:
+        return weights, drawn[:, 0]
+    # Without negatives there is nothing to draw.
+    nothing = weights.isnan()[:, :1]
+    return weights.masked_fill_(nothing, 0.0), drawn.masked_fill_(nothing, proposed.shape[1])[:, 0]

@@ -27,7 +27,8 @@ class Looks:
     def note(self, embeddings: Tensor) -> None:
         """Have embeddings (n, D) checked at the next look."""
         # A norm is finite when all entries are, and takes one pass.
-        self._norms.append(torch.linalg.vector_norm(embeddings.detach(), dtype=torch.float64))
+        with torch.no_grad():
+            self._norms.append(torch.linalg.vector_norm(embeddings, dtype=torch.float64))
 
     def together(self, works: Sequence[Result | Asking[Result]]) -> list[Result]:
         """The results of all works. Those that ask go on in step with one another, so that all questions that are open
@@ -55,13 +56,23 @@ class Looks:
     def _look(self, questions: list[Tensor]) -> list[Tensor]:
         """The questions (n,) on the CPU, in one transfer, together with the noted norms."""
         norms, self._norms = self._norms, []
-        # Norms travel as the integers that their bits are.
-        bits = [torch.stack(norms).view(torch.long)] if norms else []
-        on_device = [part for part in (*bits, *questions) if len(part)]
-        values = torch.cat(on_device).cpu() if on_device else torch.zeros(0, dtype=torch.long)
-        if not all(map(math.isfinite, values[: len(norms)].view(torch.double).tolist())):
-            raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
-        return list(values[len(norms) :].split([len(question) for question in questions]))
+        asked = [question for question in questions if len(question)]
+        if not asked:
+            _check(torch.stack(norms).cpu() if norms else torch.zeros(0))
+            return [question.cpu() for question in questions]
+        if norms:
+            # Norms travel as the integers that their bits are.
+            asked = [torch.stack(norms).view(torch.long), *asked]
+        values = (torch.cat(asked) if len(asked) > 1 else asked[0]).cpu()
+        if norms:
+            _check(values[: len(norms)].view(torch.double))
+            values = values[len(norms) :]
+        return list(values.split([len(question) for question in questions])) if len(questions) > 1 else [values]
+
+
+def _check(norms: Tensor) -> None:
+    if not all(map(math.isfinite, norms.tolist())):
+        raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

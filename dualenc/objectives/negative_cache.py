@@ -33,6 +33,7 @@ class NegativeCache(Objective):
 
     needs_num_left = True
     needs_encode = True
+    knows_partition = True
     corpus_of_pairs = False
 
     def __init__(self, *, refresh: float = 0.01, **common: Any) -> None:
@@ -55,7 +56,9 @@ class NegativeCache(Objective):
                 due = cache.due(self.refresh)
                 if len(due):
                     own, sizes = distributed.share(due)
-                    renewed = torch.cat([embed(some, encode, anchors) for some in own.split(REFRESH_CHUNK)])
+                    # In as many chunks on every rank.
+                    chunks = own.tensor_split(-(-max(sizes) // REFRESH_CHUNK))
+                    renewed = torch.cat([embed(some, encode, anchors) for some in chunks])
                     cache.write(upload(due, items.device), distributed.gather(renewed, sizes), due)
                 cache.write(items, anchors.candidates, known_candidate_items(anchors))
             embeddings, barred = queries_of_all(anchors)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dualenc import distributed
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.state import LogAverages, SharedRandom
+from dualenc.objectives.state import LogAverages, SharedRandom, log_average
 
 
 class SACLR(Objective):
@@ -50,6 +50,7 @@ class SACLR(Objective):
     """
 
     needs_num_left = True
+    both_at_once = True
 
     def __init__(
         self,
@@ -86,27 +87,44 @@ class SACLR(Objective):
 
         def mean_of_negatives(block: Anchors, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
             """(a,) log of the mean of q over the sampled negatives, very small without any; (a,) if there are."""
-            log_q, sampled = log_kernel(block.similarities), block.allowed
+            log_q, hidden = log_kernel(block.similarities), block.excluded
+            log_count, some = block.log_num_negatives, block.num_negatives > 0
             if draws is not None:
                 # One negative pair per anchor; with views, both views of one image.
-                allowed = sampled[:, : block.num_global // 2] if block.views else sampled
+                allowed = ~(hidden[:, : block.num_global // 2] if block.views else hidden)
                 count = allowed.sum(dim=1)
                 place = (draws * count).long().clamp(max=(count - 1).clamp(min=0))
-                drawn = allowed & (allowed.cumsum(dim=1) - 1 == place[:, None])
-                sampled = sampled & (torch.cat([drawn, drawn], dim=1) if block.views else drawn)
-            count = sampled.sum(dim=1)
+                others = ~allowed | (allowed.cumsum(dim=1) - 1 != place[:, None])
+                hidden = hidden | (torch.cat([others, others], dim=1) if block.views else others)
+                log_count = math.log(2) if block.views else 0.0
             # A finite floor: a row of -inf has a NaN gradient.
-            log_sum = torch.logsumexp(log_q.masked_fill(~sampled, -1e4), dim=1)
-            return log_sum - count.clamp(min=1).log().to(log_q), count > 0
+            return torch.logsumexp(log_q.masked_fill(hidden, -1e4), dim=1) - log_count, some
 
         log_positive, draws = log_kernel(anchors.positive_similarities), []
         if self.negatives == 1:
-            draws = [self.random.uniform(anchors.num_global, like=anchors.embeddings)[anchors.rows]]
+            draws = [anchors.of_rank(self.random.uniform(anchors.num_rows, like=anchors.embeddings))]
         log_mean, some = anchors.by_rows(mean_of_negatives, *draws)
         log_count = some.to(log_mean) * self.log_corpus_size(anchors)
 
+        authors = self.variant == "authors"
+        log_scale = anchors.by_direction(self._scale, log_positive.detach(), log_mean.detach(), log_count)
+        log_sum = log_mean if authors else torch.logaddexp(log_positive, log_mean + log_count)
+        repulsion = torch.exp(log_sum - log_scale)
+        # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1 (Eq. 13).
+        value = log_scale + (log_count if authors else 0.0) + repulsion - 1 - log_positive
+        return AnchorLosses(repulsion - log_positive, value.detach())
+
+    def _scale(self, anchors: Anchors, positive: Tensor, negatives: Tensor, log_count: Tensor) -> Tensor:
+        """(A,) log 1/s of anchors of one direction with this step counted in; in the authors' variant log 1/(s·n) from
+        before.
+
+        Args:
+            positive: (A,) log q⁺.
+            negatives: (A,) log of the mean of q over the sampled negatives.
+            log_count: (A,) log n.
+        """
+        authors, by_item = self.variant == "authors", self.form == "row"
         # log ξ, or in the authors' variant log ξ/n.
-        positive, negatives, authors = log_positive.detach(), log_mean.detach(), self.variant == "authors"
         if authors:
             terms = ((self.alpha, positive), (1 - self.alpha, negatives))
             shares = [log_q + math.log(share) for share, log_q in terms if share]
@@ -117,18 +135,14 @@ class SACLR(Objective):
             if self.alpha < 1:
                 log_new = torch.logaddexp(log_new, negatives + log_count + math.log1p(-self.alpha))
         table, ids = self.left_scales if anchors.side == "left" else self.right_scales, anchors.ids
-        if self.form == "matrix":
+        if not by_item:
             everyone, ids = distributed.gather(log_new, anchors.sizes), torch.zeros_like(ids)
             mean = torch.logsumexp(everyone, dim=0) - math.log(max(anchors.num_global, 1))
             log_new = mean.expand_as(log_new)
-        known = anchors.known if self.form == "row" else None
-        old = table.take("log_u", ids, known and known.own).to(log_new) if authors else None
-        log_scale = table.track(ids, log_new, 1 - self.rho, anchors.sizes, store=self.updates_state, known=known)
-        if old is not None:
-            log_scale = old
-
-        log_sum = log_mean if authors else torch.logaddexp(log_positive, log_mean + log_count)
-        repulsion = torch.exp(log_sum - log_scale)
-        # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1 (Eq. 13).
-        value = log_scale + (log_count if authors else 0.0) + repulsion - 1 - log_positive
-        return AnchorLosses(repulsion - log_positive, value.detach())
+        known = anchors.known if by_item else None
+        old = table.take("log_u", ids, known and known.own).to(log_new)
+        log_scale = log_average(old, log_new, 1 - self.rho, all_usable=True)
+        if self.updates_state:
+            values = None if by_item and anchors.distinct_rows else log_new
+            table.store(ids, log_scale, values, anchors.sizes, known=known)
+        return old if authors else log_scale

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dualenc import distributed
-from dualenc.objectives.anchors import Anchors, log_mean_exp, weighted_sum
+from dualenc.objectives.anchors import Anchors, WithGradient
 from dualenc.objectives.base import Objective
 from dualenc.objectives.item_state import ItemState
-from dualenc.objectives.state import LogAverages, first_rows, mean_by_first
+from dualenc.objectives.state import LogAverages, first_rows, log_average, mean_by_first
 
 
 class SogCLR(Objective):
@@ -28,6 +28,8 @@ class SogCLR(Objective):
     """
 
     needs_num_left = True
+    both_at_once = True
+    knows_partition = True
 
     def __init__(
         self, *, gamma: float = 0.9, gamma_schedule: Literal["constant", "cosine"] = "constant", **common: Any
@@ -55,20 +57,32 @@ class SogCLR(Objective):
 
     def _track(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
         """(A,) log u_a, this step's mean counted in."""
-        table, store = self.left_averages if anchors.side == "left" else self.right_averages, self.updates_state
-        facts = {"distinct": anchors.distinct_rows, "all_usable": anchors.all_have_negatives}
-        log_u = table.track(anchors.ids, log_mean, self.gamma, anchors.sizes, store, **facts, known=anchors.known)
-        # An anchor that has never met a negative has no average; it has no weights either.
-        return log_u if anchors.all_have_negatives else torch.nan_to_num(log_u, nan=0.0)
 
-    def losses(self, block: Anchors, *known: Tensor) -> tuple[Tensor, Tensor]:
+        def table(some: Anchors) -> LogAverages:
+            return self.left_averages if some.side == "left" else self.right_averages
+
+        def remembered(some: Anchors) -> Tensor:
+            return table(some).take("log_u", some.ids, some.known and some.known.own)
+
+        def remember(some: Anchors, log_u: Tensor, log_mean: Tensor | None = None) -> None:
+            table(some).store(some.ids, log_u, log_mean, some.sizes, some.known)
+
+        all_usable = anchors.all_have_negatives
+        old = anchors.by_direction(remembered).to(log_mean)
+        log_u = log_average(old, log_mean, self.gamma, all_usable)
+        if self.updates_state:
+            anchors.by_direction(remember, log_u, *([] if anchors.distinct_rows else [log_mean]))
+        # An anchor that has never met a negative has no average; it has no weights either.
+        return log_u if all_usable else torch.nan_to_num(log_u, nan=0.0)
+
+    def losses(self, block: Anchors, *known: Tensor) -> Tensor:
         (log_u,) = known
         with torch.no_grad():
             weights = torch.exp(block.logits - (log_u + block.log_num_negatives)[:, None])
-            # The positive is no negative: its weight is 0, and −1 makes −s⁺/τ a term of the same sum.
-            weights.scatter_(1, block.positive_column[:, None], -1.0)
+            # The positive is no negative, and pulls with −1.
+            weights.scatter_(1, block.positive_place, -1.0)
             value = log_u + self.log_corpus_size(block) - block.positive_scores
-        return weighted_sum(weights, block.scores), value
+        return WithGradient.apply(value, block.scores, weights)
 
 
 class ISogCLR(SogCLR):
@@ -122,12 +136,14 @@ class ISogCLR(SogCLR):
             self.right_temperatures = AnchorTemperatures(self.num_right or 1, start, self.state_on_cpu)
 
     def statistics(self, block: Anchors) -> tuple[Tensor, ...]:
-        table = self.left_temperatures if block.side == "left" else self.right_temperatures
-        tau = table.take("tau", block.ids, block.known and block.known.own).to(block.embeddings)
+        def remembered(some: Anchors) -> Tensor:
+            return self._temperatures(some).take("tau", some.ids, some.known and some.known.own)
+
+        tau = block.by_direction(remembered).to(block.temperature)
         logits = _own_logits(block, tau)
         # The mean similarity under the softmax is what τ's slope needs; NaN in a row without negatives.
         mean = (torch.softmax(logits, dim=1) * block.similarities).sum(dim=1)
-        return tau, log_mean_exp(logits, block.num_negatives), mean
+        return tau, torch.logsumexp(logits, dim=1) - block.log_num_negatives, mean
 
     def update(self, anchors: Anchors, *found: Tensor) -> tuple[Tensor, ...]:
         tau, log_mean, mean_similarity = found
@@ -135,29 +151,42 @@ class ISogCLR(SogCLR):
         if self.temperature_rate and self.updates_state:
             # Σ_c w_c s_c, with weights exp(s_c/τ_a)/(n·u_a).
             pull = torch.exp(log_mean - log_u) * mean_similarity
-            rows = (anchors.ids, log_u + self.radius - pull / tau, anchors.num_negatives)
-            ids, slope, count = (distributed.gather(values, anchors.sizes) for values in rows)
-            # v ← momentum·v + (1 − momentum)·slope, of an item that stands in several rows their mean; τ ← τ − rate·v.
-            slope, some = mean_by_first(slope, count > 0, first_rows(ids))
-            table = self.left_temperatures if anchors.side == "left" else self.right_temperatures
-            kept, everyone = self.temperature_momentum, anchors.known and anchors.known.all_anchors
-            old, old_tau = (table.take(name, ids, everyone) for name in ("momentum", "tau"))
-            velocity = kept * old + (1 - kept) * slope.to(old)
-            new_tau = (old_tau - self.temperature_rate * velocity).clamp(*self.bounds)
-            table.put(ids, everyone, some, momentum=velocity, tau=new_tau)
+            rows = [log_u + self.radius - pull / tau]
+            anchors.by_direction(self._move, *rows, *([] if anchors.all_have_negatives else [anchors.num_negatives]))
         return tau, log_u
 
-    def losses(self, block: Anchors, *known: Tensor) -> tuple[Tensor, Tensor]:
+    def _move(self, anchors: Anchors, slope: Tensor, num_negatives: Tensor | None = None) -> None:
+        """v ← momentum·v + (1 − momentum)·slope, of an item that stands in several rows their mean; τ ← τ − rate·v."""
+        ids, slope = (distributed.gather(values, anchors.sizes) for values in (anchors.ids, slope))
+        some = None if num_negatives is None else distributed.gather(num_negatives, anchors.sizes) > 0
+        if not anchors.distinct_rows:
+            usable = torch.ones_like(ids, dtype=torch.bool) if some is None else some
+            slope, some = mean_by_first(slope, usable, first_rows(ids))
+        table, everyone = self._temperatures(anchors), anchors.known and anchors.known.all_anchors
+        old, old_tau = (table.take(name, ids, everyone) for name in ("momentum", "tau"))
+        velocity = torch.lerp(old, slope.to(old), 1 - self.temperature_momentum)
+        new_tau = torch.sub(old_tau, velocity, alpha=self.temperature_rate).clamp(*self.bounds)
+        table.put(ids, everyone, some, momentum=velocity, tau=new_tau)
+
+    def _temperatures(self, anchors: Anchors) -> AnchorTemperatures:
+        return self.left_temperatures if anchors.side == "left" else self.right_temperatures
+
+    def losses(self, block: Anchors, *known: Tensor) -> Tensor:
         tau, log_u = known
         with torch.no_grad():
-            weights = torch.exp(_own_logits(block, tau) - log_u[:, None]) / block.num_negatives.clamp(min=1)[:, None]
-        surrogate = ((weights * block.similarities).sum(dim=1) - block.positive_similarities) / block.temperature
-        return surrogate, (log_u + self.log_corpus_size(block) - block.positive_similarities / tau).detach()
+            # The positive is no negative, and pulls with −1.
+            weights = torch.exp(_own_logits(block, tau) - (log_u + block.log_num_negatives)[:, None])
+            weights.scatter_(1, block.positive_place, -1.0).div_(block.temperature)
+            value = log_u + self.log_corpus_size(block) - block.positive_similarities / tau
+        return WithGradient.apply(value, block.similarities, weights)
 
 
 def _own_logits(block: Anchors, tau: Tensor) -> Tensor:
     """(A, C) s/τ_a, -inf where a candidate is no negative."""
-    return (block.similarities / tau[:, None]).masked_fill(block.excluded, -torch.inf)
+    logits = block.similarities / tau[:, None]
+    if block.distinct_rows:
+        return logits.scatter_(1, block.positive_place, -torch.inf)
+    return logits.masked_fill_(block.excluded, -torch.inf)
 
 
 class AnchorTemperatures(ItemState):

@@ -58,7 +58,8 @@ class SharedRandom(nn.Module):
 
         def draws_of(rows: Tensor, like: Tensor) -> Tensor:
             if num_rows <= ROWS_PER_DRAW:
-                return run(0, like)[upload(rows, like.device)]
+                # Rows come in order: as many as there are is all of them.
+                return run(0, like) if len(rows) == num_rows else run(0, like)[upload(rows, like.device)]
             draws, number_of = like.new_empty(len(rows), width), rows // ROWS_PER_DRAW
             for number in number_of.unique().tolist():
                 place = (number_of == number).nonzero()[:, 0]
@@ -109,57 +110,54 @@ class LogAverages(ItemState):
         self.register_buffer("log_u", torch.full((num_items,), start))
 
     @torch.no_grad()
-    def track(
+    def store(
         self,
         ids: Tensor,
-        log_values: Tensor,
-        rate: float,
+        log_u: Tensor,
+        log_values: Tensor | None = None,
         sizes: list[int] | None = None,
-        store: bool = True,
-        distinct: bool = False,
-        all_usable: bool = False,
         known: KnownIds | None = None,
-    ) -> Tensor:
-        """u ← (1 − rate)·u + rate·value for the rows of this rank; the table takes the rows of all ranks.
-
-        An item that stands in several rows of the batch (two views, several captions) gets each row's own average
-        back, and stores their mean.
+    ) -> None:
+        """Write what `log_average` gave; the table takes the rows of all ranks. An item that stands in several rows of
+        the batch (two views, several captions) takes their mean.
 
         Args:
             ids: (A,) the rows' items.
-            log_values: (A,) log of the new values; -inf (a row without negatives) leaves its item untouched.
-            rate: share of the new value, in (0, 1].
+            log_u: (A,) their new averages.
+            log_values: (A,) the new values; a row where one is -inf (no negatives) has no say. None where no item
+                stands in two rows, on any ranks.
             sizes: number of rows on every rank, where known.
-            store: whether the table is written; pass the objective's `updates_state`, alike on all ranks.
-            distinct: no item stands in two rows, on any ranks.
-            all_usable: no row is without negatives, on any ranks.
             known: the items on the CPU, where the host knows them.
-
-        Returns:
-            (A,) the updated log u of each row, without gradient.
         """
-        old, updated = self.take("log_u", ids, known and known.own).to(log_values), log_values
-        if rate < 1:
-            updated = torch.logaddexp(old + math.log1p(-rate), log_values + math.log(rate))
-            updated = torch.where(torch.isnan(old), log_values, updated)
-        if not all_usable:
-            # A row without negatives gets its item's old average back, but has no say in the new one.
-            updated = torch.where(log_values > -torch.inf, updated, old)
-        if not store:
-            return updated
-        ids, stored = distributed.gather(ids, sizes), distributed.gather(updated, sizes)
+        ids, stored = distributed.gather(ids, sizes), distributed.gather(log_u, sizes)
         everyone = known and known.all_anchors
-        if distinct:
+        if log_values is None:
             # What a row without negatives writes is what was there.
             self.put(ids, everyone, log_u=stored)
-            return updated
+            return
         # The mean of u, not of log u, over an item's rows, each scaled by their peak so that exp stays in range.
         usable = torch.isfinite(stored) & (distributed.gather(log_values, sizes) > -torch.inf)
         stored, first = stored.masked_fill(~usable, -torch.inf), first_rows(ids)
         peak = torch.full_like(stored, -torch.inf).scatter_reduce(0, first, stored, reduce="amax")[first]
         mean, some = mean_by_first(torch.exp(stored - peak), usable, first)
         self.put(ids, everyone, some, log_u=peak + mean.log())
-        return updated
+
+
+@torch.no_grad()
+def log_average(old: Tensor, log_values: Tensor, rate: float, all_usable: bool = False) -> Tensor:
+    """(A,) the log of u ← (1 − rate)·u + rate·value, of each row its own; of an item's first visit the value.
+
+    Args:
+        old: (A,) log u, NaN for an item that was never visited.
+        log_values: (A,) log of the new values; -inf (a row without negatives) leaves the old.
+        rate: share of the new value, in (0, 1].
+        all_usable: no value is -inf.
+    """
+    updated = log_values
+    if rate < 1:
+        updated = torch.logaddexp(old + math.log1p(-rate), log_values + math.log(rate))
+        updated = torch.where(torch.isnan(old), log_values, updated)
+    return updated if all_usable else torch.where(log_values > -torch.inf, updated, old)
 
 
 def first_rows(ids: Tensor) -> Tensor:

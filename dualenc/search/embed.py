@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.encoders.dual import chunk_rows, take, unit_norm
+from dualenc.encoders.dual import chunk_rows, placeholder, take, unit_norm
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import removed_if_refused
 from dualenc.search.embeddings import Embeddings, EmbeddingWriter, Skipped, shard_ranges, skipped_entries
@@ -101,6 +101,10 @@ def embed(
     if num_workers is not None and num_workers < 0:
         raise DualencError(f"num_workers is {num_workers}; give 0 or more")
     encoder = _Encoder(tower, corpus, batch_size, output, dim, autocast, num_workers, on_error)
+    if out is not None and encoder.in_step:
+        raise DualencError(
+            f"{out}: a sharded model embeds in memory only; leave out away, or embed with the saved model"
+        )
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     identity = {**(identity or {}), "output": output}
     shows = progress and distributed.is_main()
@@ -128,6 +132,7 @@ def embed(
     total = sum(len(ranges[number]) for number in own)
     with tqdm(total=total, desc="embed", unit=" items", disable=not (shows and total)) as bar:
         mine = {number: encoder.shard(ranges[number], bar) for number in own}
+    encoder.keep_company()
     by_number = {number: shard for part in distributed.gather_objects(mine) for number, shard in part.items()}
     shards = [by_number[number] for number in range(len(ranges))]
     skipped = [entry for _, bad in shards for entry in bad]
@@ -174,6 +179,7 @@ class _Encoder:
             self.dim = dim
         self.forward: Callable[[Inputs], Tensor] = tower.features if output == "features" else tower
         self.device = next(itertools.chain(tower.parameters(), tower.buffers())).device
+        self.in_step = any(distributed.is_sharded(parameter) for parameter in tower.parameters())
         self.autocast = getattr(torch, autocast) if autocast else None
         self.window_rows = batch_size
         if corpus.modality == "text":  # a whole number of batches
@@ -213,18 +219,36 @@ class _Encoder:
             self.tower.train(was_training)
         return torch.cat(parts).numpy() if parts else np.empty((0, self.dim), np.float32), skipped
 
-    @torch.inference_mode()
+    def keep_company(self) -> None:
+        """Make the passes through a sharded tower that other ranks still make; each rank calls it once it is done."""
+        if not self.in_step:
+            return
+        inputs = {name: value.to(self.device) for name, value in placeholder(self.tower).items()}
+        was_training = self.tower.training
+        self.tower.eval()
+        with torch.no_grad():
+            while self._some_rank_works(False):
+                self.forward(inputs)
+        self.tower.train(was_training)
+
+    def _some_rank_works(self, this_one: bool) -> bool:
+        """Whether any rank is about to encode a batch; each asks before each pass through a sharded tower."""
+        return bool(distributed.all_reduce(torch.tensor(int(this_one), device=self.device), "max"))
+
     def _encode(self, inputs: Inputs, bar: tqdm) -> Tensor:
         """Encode prepared rows in batches of similar length; (rows, D) float32 on the CPU, in the rows' order."""
         chunks, parts = chunk_rows(inputs, self.batch_size), []
         for rows in chunks:
             batch = {name: value.to(self.device, non_blocking=True) for name, value in take(inputs, rows).items()}
+            if self.in_step:
+                self._some_rank_works(True)
+            autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
             try:
-                with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+                # What a sharded tower brings together in inference mode could not be trained afterwards.
+                told = distributed.lost_process_told()
+                with told, autocast, torch.inference_mode(not self.in_step), torch.no_grad():
                     vectors = self.forward(batch).float()
-                if self.dim < vectors.shape[1]:
-                    vectors = unit_norm(vectors[:, : self.dim])
-                parts.append(vectors)
+                    parts.append(unit_norm(vectors[:, : self.dim]) if self.dim < vectors.shape[1] else vectors)
             except torch.OutOfMemoryError:
                 raise DualencError(f"out of memory with batch_size={self.batch_size}; give a smaller one") from None
             bar.update(len(rows))

@@ -3,6 +3,8 @@
     OUTPUT/checkpoints/step-00000500/
         state.pt      everything that is the same on all ranks, readable with torch.load(weights_only=True)
         ranks.pt      each rank's random generators
+        shards/       of a sharded model: the weights and what the optimizer keeps of them, as safetensors, a file by
+                      each rank; readable on any number of ranks
         meta.json     step, fingerprint of the recipe, size and SHA-256 of each file
 
 `accelerate.save_state` writes in place, in several files and with pickled parts, and knows neither the position in
@@ -18,7 +20,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from dualenc.files import (
 )
 from dualenc.seeds import random_state, seed_everything, set_random_state
 
+SHARDS = "shards"
 RUN_FILES = ("metrics.jsonl", "checkpoints", "selection", "model", "recipe.yaml", "trackers")
 
 
@@ -204,17 +207,34 @@ class Checkpoints:
 
         Args:
             step: number of optimizer steps done.
-            state: tensors and plain values, equal on all ranks.
+            state: tensors and plain values, equal on all ranks; but "shards" are tensors by name of which each rank may
+                hold a part.
+
+        Raises:
+            DualencError: there are shards, and not every rank sees the folder.
         """
         ranks = distributed.gather_objects(random_state())
-        if distributed.is_main():
-            with atomic_path(self.folder / f"step-{step:08d}") as part:
+        shards = state.get("shards")
+        target = self.folder / f"step-{step:08d}"
+        with atomic_path(target) if distributed.is_main() else nullcontext(target) as part:
+            if distributed.is_main():
                 part.mkdir()
-                save_tensors(part / "state.pt", state)
+            if shards is not None:
+                part = distributed.broadcast_object(part)
+                if not all(distributed.gather_objects(part.is_dir())):
+                    raise DualencError(
+                        f"{self.folder}: not every process sees this folder, and each writes its part of a sharded "
+                        "model to it; put trainer.output on a file system that all machines share"
+                    )
+                distributed.save_shards(part / SHARDS, shards)
+            if distributed.is_main():
+                save_tensors(part / "state.pt", {name: value for name, value in state.items() if name != "shards"})
                 save_tensors(part / "ranks.pt", ranks)
-                sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
+                written = [path for path in sorted(part.rglob("*")) if path.is_file()]
+                sizes = {path.relative_to(part).as_posix(): path.stat().st_size for path in written}
                 meta = {"step": step, "files": sizes, "checksums": checksums(part, sizes)}
                 write_json(part / "meta.json", {**meta, "fingerprint": self.fingerprint})
+        if distributed.is_main():
             if os.name == "posix":  # the rename itself goes to the disk too
                 descriptor = os.open(self.folder, os.O_RDONLY)
                 try:
@@ -249,6 +269,8 @@ class Checkpoints:
     def load_latest(self, seed: int) -> dict[str, Any] | None:
         """The state of the latest complete checkpoint, or None; sets this rank's random generators.
 
+        For "shards" it holds the folder in which they are.
+
         A rank that the checkpoint does not know (more processes than before) is seeded anew from (seed, rank).
 
         Raises:
@@ -269,7 +291,7 @@ class Checkpoints:
                     f"{now!r}; resume with the recipe and data it was made with, or choose another output folder"
                 )
         _check_files(folder)
-        state, ranks = _load(folder / "state.pt"), _load(folder / "ranks.pt")
+        state, ranks = _state_in(folder), _load(folder / "ranks.pt")
         if distributed.rank() < len(ranks):
             set_random_state(ranks[distributed.rank()])
         else:
@@ -277,12 +299,12 @@ class Checkpoints:
         return state
 
     def load_step(self, step: int) -> dict[str, Any] | None:
-        """The state of the checkpoint of a step, or None if it is not there; all ranks call it together."""
+        """The state of the checkpoint of a step, as of `load_latest`, or None; all ranks call it together."""
         folder = distributed.broadcast_object(dict(self.complete()).get(step))
         if folder is None:
             return None
         _check_files(folder)
-        return _load(folder / "state.pt")
+        return _state_in(folder)
 
 
 def _check_files(folder: Path) -> None:
@@ -302,6 +324,11 @@ def _check_files(folder: Path) -> None:
     problem = distributed.broadcast_object(problem)
     if problem:
         raise DualencError(problem)
+
+
+def _state_in(folder: Path) -> dict[str, Any]:
+    shards = {"shards": folder / SHARDS} if (folder / SHARDS).is_dir() else {}
+    return {**_load(folder / "state.pt"), **shards}
 
 
 def _load(path: Path) -> Any:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dualenc import distributed
 from dualenc.encoders.batchnorm import BatchStatistics, waits_for_others
-from dualenc.encoders.dual import DualEncoder, chunk_rows, take
+from dualenc.encoders.dual import DualEncoder, chunk_rows, placeholder, take
 from dualenc.errors import DualencError
 from dualenc.types import Inputs, Side
 
@@ -25,6 +26,9 @@ MOST_GROUPS = 4
 
 class PlainEncoding:
     """The forwards of one step, and how a loss on their results reaches the weights: memory grows with the batch.
+
+    Through sharded towers all ranks make the same passes: one for each call of `encode`, which every rank makes equally
+    often. Who has no item encodes a `placeholder`, whose embedding is cut away.
 
     Args:
         model: the two towers.
@@ -42,6 +46,8 @@ class PlainEncoding:
     ) -> None:
         self.model, self.device, self.autocast = model, device, autocast
         self.statistics = BatchStatistics(keep=keep_statistics)
+        self.in_step = any(distributed.is_sharded(parameter) for parameter in model.parameters())
+        self._encoded: list[tuple[Tensor, Tensor]] = []
 
     def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
         """Encode n prepared items to (n, D); under `torch.no_grad()` without a graph.
@@ -51,6 +57,8 @@ class PlainEncoding:
             inputs: the tower's inputs, on any device, first dimension n; {} for no item.
             out_of_batch: BatchNorm takes the statistics of the batch for them, and counts them nowhere.
         """
+        if self.in_step:
+            return self._encode_in_step(side, inputs)
         if not inputs:
             if self.model.training and not out_of_batch and waits_for_others(self.model):
                 raise DualencError(
@@ -65,11 +73,26 @@ class PlainEncoding:
             encoded = torch.cat([self._forward(side, take(inputs, rows)) for rows in groups])
         return encoded[torch.cat(groups).argsort().to(encoded.device)]
 
+    @distributed.lost_process_told()
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of everything that was encoded with a graph."""
         self.statistics.release()
         loss.backward()
+        encoded, self._encoded = self._encoded, []
+        if encoded:
+            torch.autograd.backward([of for of, _ in encoded], [gradient_of(leaf) for _, leaf in encoded])
 
+    def _encode_in_step(self, side: Side, inputs: Inputs) -> Tensor:
+        """To a leaf: the passes back through the tower follow those of the loss, in the same order on all ranks."""
+        number = len(next(iter(inputs.values()))) if inputs else 0
+        encoded = self._forward(side, inputs or placeholder(self.model.tower(side)))[:number]
+        if not encoded.requires_grad:
+            return encoded
+        leaf = encoded.detach().requires_grad_()
+        self._encoded.append((encoded, leaf))
+        return leaf
+
+    @distributed.lost_process_told()
     def _forward(self, side: Side, inputs: Inputs) -> Tensor:
         on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
         with self.autocast():
@@ -79,6 +102,11 @@ class PlainEncoding:
         """(0, D) with gradient: a rank without items still takes part in the collectives of the backward pass."""
         weight = next(self.model.parameters())
         return weight.new_zeros(0, self.model.dim).requires_grad_(torch.is_grad_enabled())
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    """The gradient of a leaf; zero if nothing depends on it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def length_groups(inputs: Inputs, cost_of_a_forward: int) -> list[Tensor]:
@@ -101,7 +129,8 @@ def length_groups(inputs: Inputs, cost_of_a_forward: int) -> list[Tensor]:
 
 
 class _Recorded(NamedTuple):
-    """What is needed to encode n items once more: inputs, rows and random state of each chunk, the leaves."""
+    """What is needed to encode n items once more: inputs, rows and random state of each chunk, the leaves; and how many
+    more passes other ranks make."""
 
     side: Side
     inputs: Inputs
@@ -109,10 +138,14 @@ class _Recorded(NamedTuple):
     chunks: list[Tensor]
     random_states: list[tuple[Tensor, Tensor | None]]
     leaves: Tensor
+    missing: int
 
 
 class CachedEncoding(PlainEncoding):
     """Gradient caching: encodes in chunks, twice, so that memory does not grow with the batch.
+
+    Through sharded towers all ranks make as many passes as the one with the most chunks, which takes an exchange for
+    each call of `encode`.
 
     Args:
         model: the two towers.
@@ -143,9 +176,13 @@ class CachedEncoding(PlainEncoding):
 
     def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
         """As of `PlainEncoding`: without graph, to leaves whose gradients `backward` takes further."""
-        if not inputs:
+        if not inputs and not self.in_step:
             return self._no_rows()
-        chunks = chunk_rows(inputs, self.chunk_size)
+        chunks = chunk_rows(inputs, self.chunk_size) if inputs else []
+        missing = 0
+        if self.in_step:
+            most = distributed.all_reduce(torch.tensor(len(chunks), device=self.device), "max")
+            missing = int(most) - len(chunks)
         random_states, parts = [], []
         with torch.no_grad():
             for rows in chunks:
@@ -153,13 +190,19 @@ class CachedEncoding(PlainEncoding):
                 random_states.append((torch.get_rng_state(), on_gpu))
                 with self.statistics.of_batch(self.model.tower(side), out_of_batch):
                     parts.append(self._forward(side, take(inputs, rows)))
-            order = torch.cat(chunks).to(self.device)
-            embeddings = torch.empty_like(encoded := torch.cat(parts)).index_copy_(0, order, encoded)
+            for _ in range(missing):
+                self._forward(side, placeholder(self.model.tower(side)))
+            if not chunks:
+                embeddings = torch.zeros(0, self.model.dim, device=self.device)
+            else:
+                order = torch.cat(chunks).to(self.device)
+                embeddings = torch.empty_like(encoded := torch.cat(parts)).index_copy_(0, order, encoded)
         if torch.is_grad_enabled():
             embeddings.requires_grad_()
-            self._recorded.append(_Recorded(side, inputs, out_of_batch, chunks, random_states, embeddings))
+            self._recorded.append(_Recorded(side, inputs, out_of_batch, chunks, random_states, embeddings, missing))
         return embeddings
 
+    @distributed.lost_process_told()
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients, encoding every chunk once more with its graph."""
         loss.backward()
@@ -167,8 +210,9 @@ class CachedEncoding(PlainEncoding):
         cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda), running_statistics_kept(self.model):
             for record in recorded:
-                if record.leaves.grad is None:
+                if record.leaves.grad is None and not self.in_step:
                     continue
+                gradients = gradient_of(record.leaves)
                 for rows, (state, on_gpu) in zip(record.chunks, record.random_states, strict=True):
                     torch.set_rng_state(state)
                     if on_gpu is not None:
@@ -177,7 +221,11 @@ class CachedEncoding(PlainEncoding):
                     with self.statistics.applied(tower) if record.out_of_batch else nullcontext():
                         embeddings = self._forward(record.side, take(record.inputs, rows))
                     if embeddings.requires_grad:  # not so for a tower whose weights are all fixed
-                        torch.autograd.backward(embeddings, record.leaves.grad[rows.to(self.device)])
+                        torch.autograd.backward(embeddings, gradients[rows.to(self.device)])
+                for _ in range(record.missing):
+                    embeddings = self._forward(record.side, placeholder(self.model.tower(record.side)))
+                    if embeddings.requires_grad:
+                        torch.autograd.backward(embeddings, torch.zeros_like(embeddings))
 
 
 @contextmanager

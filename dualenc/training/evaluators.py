@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from dualenc.data.table_pairs import ImageViews
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.seeds import random_state_kept
+from dualenc.training.sharding import assembled, join_state
 from dualenc.types import Modality, OnError, Side
 
 if TYPE_CHECKING:
@@ -227,6 +229,7 @@ class BestModel:
         folder: the model folder.
         keep_best: keep the weights with the best primary metric; otherwise the last.
         card: makes what the model card says of the training: `card(before, metrics, step)`.
+        skeleton: of a sharded model, see `dualenc.training.sharding.shard_model`.
     """
 
     def __init__(
@@ -238,8 +241,9 @@ class BestModel:
         *,
         keep_best: bool,
         card: Callable[[dict[str, float], dict[str, float], int], dict[str, Any]],
+        skeleton: DualEncoder | None = None,
     ) -> None:
-        self.model, self.objective, self.evaluator = model, objective, evaluator
+        self.model, self.objective, self.evaluator, self.skeleton = model, objective, evaluator, skeleton
         self.folder, self.card = folder, card
         self.keep_best = keep_best and evaluator is not None
         self.before: dict[str, float] = {}
@@ -290,7 +294,9 @@ class BestModel:
             if state is not None:
                 parts = (("model", self.model), ("objective", self.objective))
                 latest = {name: {key: tensor.clone() for key, tensor in p.state_dict().items()} for name, p in parts}
-                for name, part in parts:
+                if "shards" in state:
+                    join_state(self.model, None, state, state["shards"])
+                for name, part in parts if "shards" not in state else parts[1:]:
                     part.load_state_dict(state[name])
                 self._save(self.best_step, self.best)
                 for name, part in parts:
@@ -311,9 +317,11 @@ class BestModel:
         self.best_step = state["best_step"]
 
     def _save(self, step: int, metrics: dict[str, float]) -> None:
-        if distributed.is_main():
-            self.model.eval()
-            self.model.set_temperature(float(self.objective.temperature.detach()))
-            self.model.save(self.folder, card=self.card(self.before, metrics, step))
-            self.model.train()
+        whole = nullcontext(self.model) if self.skeleton is None else assembled(self.model, self.skeleton)
+        with whole as model:
+            if distributed.is_main():
+                model.eval()
+                model.set_temperature(float(self.objective.temperature.detach()))
+                model.save(self.folder, card=self.card(self.before, metrics, step))
+                self.model.train()
         distributed.barrier()

@@ -33,6 +33,7 @@ from dualenc.training.loader import Batch, BatchLoader, ItemEncoder
 from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.optim import build_optimizer, build_schedule, trainable_parameters
 from dualenc.training.plan import BatchPlan, fresh_embeddings, tell_neighbors
+from dualenc.training.sharding import join_state, split_state
 from dualenc.training.signals import Stopped, StopSignals
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Loop:
         evaluator: Evaluator | None,
         signals: StopSignals,
         recipe: Mapping[str, Any],
+        skeleton: DualEncoder | None = None,
     ) -> None:
         self.settings, self.accelerator, self.signals, self.recipe = settings, accelerator, signals, recipe
         self.model, self.pairs, self.objective = model, pairs, objective
@@ -86,8 +88,9 @@ class Loop:
             self.total_steps = min(steps, settings.max_steps or steps)
         self.parameters = trainable_parameters([model, objective])
         self.gradients = distributed.GradientAverage(self.parameters)
-        # Gradient caching makes many backward passes, and layers that exchange statistics do so within one.
-        self.one_backward = settings.chunk_size is None and not waits_for_others(model)
+        # Gradient caching and sharding make many backward passes, and layers that exchange statistics do so within one.
+        several = settings.chunk_size is not None or skeleton is not None
+        self.one_backward = not several and not waits_for_others(model)
         self.optimizer = build_optimizer(
             [model, objective],
             settings.optimizer,
@@ -95,6 +98,7 @@ class Loop:
             settings.weight_decay,
             settings.momentum,
             settings.betas,
+            [p for p in model.parameters() if p.dim()] if settings.shard_model else (),
         )
         self.schedule = build_schedule(
             self.optimizer, settings.schedule, self.total_steps, settings.warmup, settings.final_fraction
@@ -111,12 +115,20 @@ class Loop:
         )
         card = partial(training_card, pairs, objective, asdict(settings), recipe)
         self.best = BestModel(
-            model, objective, evaluator, self.output / "model", keep_best=settings.keep_best, card=card
+            model,
+            objective,
+            evaluator,
+            self.output / "model",
+            keep_best=settings.keep_best,
+            card=card,
+            skeleton=skeleton,
         )
         self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
         self.meter = Meter(self.device)
         described = {name: part for name, part in recipe.items() if name not in ("trainer", "evaluator")}
         described["trainer"] = {name: value for name, value in asdict(settings).items() if name not in _FREE}
+        if not settings.shard_model:  # checkpoints from before there was this option are still good
+            del described["trainer"]["shard_model"]
         described = fingerprint(described, model, objective, pairs, batching)
         self.checkpoints = Checkpoints(self.output / "checkpoints", settings.keep_checkpoints, described)
         self.bad: dict[int, str] = {}
@@ -158,9 +170,13 @@ class Loop:
     def state_dict(self) -> dict[str, Any]:
         """Everything the rest of the run depends on; all ranks call it together."""
         scaler = self.accelerator.scaler
+        divided: dict[str, Any] = {}
+        if self.settings.shard_model:
+            divided, divided["shards"] = split_state(self.model, self.optimizer)
         return {
             "position": {name: getattr(self, name) for name in _POSITION},
-            **{name: getattr(self, name).state_dict() for name in _STATEFUL},
+            **{name: getattr(self, name).state_dict() for name in _STATEFUL if name not in divided},
+            **divided,
             "scaler": None if scaler is None else scaler.state_dict(),
             "bad": self.all_bad(),
         }
@@ -169,8 +185,11 @@ class Loop:
         """Take over what `state_dict` returned, whatever the number of processes was then."""
         for name in _POSITION:
             setattr(self, name, state["position"][name])
+        if "shards" in state:
+            join_state(self.model, self.optimizer, state, state["shards"])
         for name in _STATEFUL:
-            getattr(self, name).load_state_dict(state[name])
+            if "shards" not in state or name not in ("model", "optimizer"):
+                getattr(self, name).load_state_dict(state[name])
         self.objective.to(self.device)  # a table whose size only the checkpoint knows comes from the CPU
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
@@ -260,7 +279,9 @@ class Loop:
         for number, batch in enumerate(batches, start=self.batches_done):
             encoding = PlainEncoding(*common, keep) if chunk_size is None else CachedEncoding(*common, keep, chunk_size)
             left, right = encoding.encode("left", batch.left), encoding.encode("right", batch.right)
-            negatives = None if batch.negatives is None else encoding.encode("right", batch.negatives)
+            negatives = None
+            if batch.negatives is not None or (encoding.in_step and self.pairs.negatives is not None):
+                negatives = encoding.encode("right", batch.negatives or {})
             output = self.objective(
                 left,
                 right,
@@ -269,7 +290,7 @@ class Loop:
                 self.items.bind(encoding, number),
                 left_positives=_moved(batch.left_positives, self.device),
                 right_positives=_moved(batch.right_positives, self.device),
-                negatives=negatives,
+                negatives=None if batch.negatives is None else negatives,
                 negative_id=_moved(batch.negative_id, self.device),
             )
             loss = output.loss / len(batches)
@@ -294,7 +315,7 @@ class Loop:
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         if limit is not None:
-            values["gradient_norm"] = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
+            values["gradient_norm"] = distributed.clip_gradients(self.parameters, limit)
         if scaler is None:
             self.optimizer.step()
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from dualenc import distributed
 from dualenc.cli import nearest
 from dualenc.errors import DualencError
 
@@ -30,6 +31,7 @@ def build_optimizer(
     weight_decay: float = 0.01,
     momentum: float = 0.9,
     betas: tuple[float, float] = (0.9, 0.999),
+    sharded: Collection[nn.Parameter] = (),
 ) -> Optimizer:
     """One of timm's optimizers over all trainable parameters of some modules.
 
@@ -43,6 +45,7 @@ def build_optimizer(
         weight_decay: of parameters with two or more dimensions.
         momentum: of optimizers that have one, such as "sgd", "lars" and "muon".
         betas: of optimizers that have two, such as "adamw" and "lion".
+        sharded: parameters that ranks may have a part each of; in groups of their own, whatever the number of ranks.
 
     Raises:
         DualencError: an unknown name, an argument out of range, an optimizer whose package is missing, or nothing to
@@ -51,7 +54,7 @@ def build_optimizer(
     from timm.optim import create_optimizer_v2, get_optimizer_info
 
     check_optimizer(name, learning_rate, weight_decay, momentum, betas)
-    groups = parameter_groups(modules, weight_decay)
+    groups = parameter_groups(modules, weight_decay, sharded)
     info = get_optimizer_info(name)
     arguments: dict[str, Any] = {}
     if info.has_betas and info.num_betas == 2:
@@ -59,6 +62,8 @@ def build_optimizer(
     if info.opt_class in (torch.optim.SGD, torch.optim.AdamW):
         parameters = [p for group in groups for p in group["params"]]
         arguments["fused"] = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+        if info.opt_class is torch.optim.SGD and any(distributed.is_sharded(p) for p in parameters):
+            arguments["fused"] = False  # of fused kernels, torch divides only Adam's
     if name in ("lars", "larc", "nlars", "nlarc"):
         for group in groups:  # without weight decay too, which timm takes for a sign of norms and biases
             group["always_adapt"] = group["params"][0].dim() >= 2
@@ -100,15 +105,18 @@ def trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
 
 
-def parameter_groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
-    """The weights that decay, and the rest."""
+def parameter_groups(
+    modules: Iterable[nn.Module], weight_decay: float, sharded: Collection[nn.Parameter] = ()
+) -> list[dict[str, Any]]:
+    """The weights that decay, and the rest; of each first those that are not sharded."""
     parameters = trainable_parameters(modules)
     if not parameters:
         raise DualencError("nothing to train: every weight of the model is fixed; unfreeze a tower")
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    apart, groups = {id(p) for p in sharded}, []
+    for divided in (False, True):
+        some = [p for p in parameters if (id(p) in apart) == divided]
+        groups.append({"params": [p for p in some if p.dim() >= 2], "weight_decay": weight_decay})
+        groups.append({"params": [p for p in some if p.dim() < 2], "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
 
 

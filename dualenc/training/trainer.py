@@ -37,6 +37,7 @@ from dualenc.training.log import read_metrics
 from dualenc.training.loop import Loop
 from dualenc.training.optim import OptimizerName, ScheduleName, check_optimizer, check_schedule
 from dualenc.training.plan import EmbeddingSource
+from dualenc.training.sharding import check_shardable, shard_model
 from dualenc.training.signals import StopSignals
 from dualenc.types import OnError
 
@@ -101,6 +102,8 @@ class Trainer:
         mixed_precision: "no", "bf16" or "fp16".
         gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
         chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch. null: off.
+        shard_model: each process holds a part of the weights, of their gradients and of what the optimizer keeps of
+            them, for models that do not fit on one GPU; layers are brought together for their own passes.
         compile: `torch.compile` both towers, for any length of text: faster after a minute or more of compiling.
         evaluate_every: steps between evaluations; null evaluates before and after training only.
         keep_best: the model folder gets the weights with the best evaluation, otherwise the last ones.
@@ -141,6 +144,7 @@ class Trainer:
     mixed_precision: MixedPrecision = "no"
     gradient_accumulation: int = 1
     chunk_size: int | None = None
+    shard_model: bool = False
     compile: bool = False
     evaluate_every: int | None = None
     keep_best: bool = True
@@ -194,7 +198,8 @@ class Trainer:
         """Train, and leave the model in `output/model`.
 
         Args:
-            model: trained in place; ends with the weights of the last step.
+            model: trained in place; ends with the weights of the last step, of which with shard_model and several
+                processes each holds a part.
             pairs: the training pairs.
             objective: the loss; its learnable parameters are trained too.
             batching: who meets whom; by default random batches.
@@ -224,7 +229,12 @@ class Trainer:
             deterministic_algorithms(self.deterministic, device),
             killed_worker_told(self.num_workers),
         ):
-            model = place(model, device, self.chunk_size)
+            skeleton = None
+            if self.shard_model:
+                check_shardable(model, self.optimizer, self.mixed_precision, self.compile)
+            model = place(model, device, self.chunk_size, move=not (self.shard_model and distributed.is_initialized()))
+            if self.shard_model and distributed.is_initialized():
+                skeleton = shard_model(model, device)
             if self.compile:
                 for tower in {model.left, model.right}:
                     tower.compile(dynamic=True)
@@ -236,7 +246,9 @@ class Trainer:
             sides = ((pairs.left_id, pairs.num_left), (pairs.right_id, pairs.num_right))
             counts = [torch.from_numpy(np.bincount(ids, minlength=total)).to(device) for ids, total in sides]
             objective.to(device).set_counts(*counts)
-            loop = Loop(self, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {})
+            loop = Loop(
+                self, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {}, skeleton
+            )
             try:
                 metrics = loop.run(resume)
             finally:
@@ -256,6 +268,10 @@ class Trainer:
         evaluator: Evaluator | None,
     ) -> None:
         """Refuse parts that do not fit one another, before any work."""
+        if any(distributed.is_sharded(parameter) for parameter in model.parameters()):
+            raise DualencError(
+                "the model is still divided among the processes of an earlier training; load what that has saved"
+            )
         for name, ours, theirs, we in (
             ("batch_size", self.batch_size, batching.batch_size, "the trainer"),
             ("num_pairs", len(pairs), batching.num_pairs, "the data"),
@@ -335,8 +351,8 @@ def start_accelerator(
     return accelerator
 
 
-def place(model: DualEncoder, device: torch.device, chunk_size: int | None) -> DualEncoder:
-    """Move a model to its device, give every rank the main process's weights, and settle BatchNorm.
+def place(model: DualEncoder, device: torch.device, chunk_size: int | None, move: bool = True) -> DualEncoder:
+    """Move a model to its device, unless told not to, give every rank the main process's weights, and settle BatchNorm.
 
     With several processes BatchNorm takes its statistics over the global batch: by `SyncBatchNorm` on GPUs, by
     `synchronise_statistics` elsewhere; except with gradient caching, where they are those of a chunk.
@@ -349,7 +365,8 @@ def place(model: DualEncoder, device: torch.device, chunk_size: int | None) -> D
             model = synchronised(model)
         elif distributed.world_size() > 1:
             synchronise_statistics(model)
-    model.to(device)
+    if move:
+        model.to(device)
     dropout = any(  # values, or whole samples (stochastic depth)
         (isinstance(module, _DropoutNd) and module.p > 0) or float(getattr(module, "drop_prob", None) or 0) > 0
         for module in model.modules()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders import DualEncoder, TextEncoder, Tower
-from dualenc.encoders.dual import unit_norm
+from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, Tower, VectorEncoder
+from dualenc.encoders.dual import placeholder, unit_norm
 from dualenc.errors import DualencError
 
 
@@ -117,3 +117,11 @@ def test_interrupted_saving_keeps_the_old_model(
 def test_unit_norm_keeps_the_direction_in_float32_and_survives_zero(dtype: torch.dtype) -> None:
     vectors = unit_norm(torch.tensor([[3.0, 4.0], [0.0, 0.0]]).to(dtype))
     torch.testing.assert_close(vectors, torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
+
+
+def test_a_placeholder_is_one_item_of_any_tower(model: TextEncoder, clip: dict[str, Any]) -> None:
+    vectors, images = VectorEncoder(6, dim=4), ImageTextEncoder(config=clip)
+    for tower in (model.left, images.left, images.right, vectors.left):
+        encoded = tower(placeholder(tower))
+        assert encoded.shape == (1, tower.dim)
+        assert torch.isfinite(encoded).all()

@@ -60,3 +60,14 @@ def test_index_finds_as_much_as_raw_faiss(capsys: pytest.CaptureFixture[str]) ->
     printed = capsys.readouterr().out
     assert "dualenc 1.0000, faiss 1.0000" in printed
     assert printed.count("ratio") == 2
+
+
+@pytest.mark.slow
+def test_a_sharded_encoder_is_held_in_parts() -> None:
+    on_ranks = load_script("bench/sharding.py").on_ranks
+    (whole,), parts = on_ranks(1, "adapted", layers=2), on_ranks(2, "adapted", layers=2)
+    for name in ("weights", "gradients"):
+        assert sum(held[name] for held in parts) == whole[name]
+    # Of every weight the optimizer also counts its steps, on each rank.
+    assert whole["optimizer"] == pytest.approx(2 * whole["gradients"], rel=1e-3)
+    assert sum(held["optimizer"] for held in parts) == pytest.approx(whole["optimizer"], rel=1e-3)

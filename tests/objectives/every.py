@@ -119,7 +119,7 @@ class Towers(nn.Module):
 
 
 def batch(step: int, views: bool) -> dict[str, Tensor]:
-    """Ids of a global batch, further positives, and ids of mined negatives (pairs only)."""
+    """Ids of a global batch, further positives, and in every other step ids of mined negatives (pairs only)."""
     draw = torch.Generator().manual_seed(step)
     size = BATCH_SIZES[step]
     if views:
@@ -127,12 +127,13 @@ def batch(step: int, views: bool) -> dict[str, Tensor]:
         return {"left_id": ids, "right_id": ids}
     left_id = torch.randint(0, NUM_LEFT, (size,), generator=draw)
     right_id = torch.randint(0, NUM_RIGHT, (size,), generator=draw)
+    mined = torch.randint(0, NUM_RIGHT, (size,), generator=draw)
     return {
         "left_id": left_id,
         "right_id": right_id,
         "left_positives": torch.stack([right_id, (left_id * 3 + 1) % NUM_RIGHT], dim=1),
         "right_positives": left_id[:, None].clone(),
-        "negative_id": torch.randint(0, NUM_RIGHT, (size,), generator=draw),
+        **({"negative_id": mined} if step % 2 == 0 else {}),
     }
 
 

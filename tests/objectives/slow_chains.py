@@ -70,19 +70,32 @@ class SlowChains:
     def surrogate(self, case: Case, corpus: Corpus) -> Tensor:
         """The scalar whose gradient is the objective's; moves the chains."""
         sides = ["views"] if case.views else ["left", "right"]
-        return torch.stack([self._direction(case, corpus, side) for side in sides]).mean()
+        # One draw for the anchors of both directions, the left ones first, and one order for all. The first draw is for
+        # where chains start, and nothing is remembered that they could start on.
+        num_anchors = 2 * len(case.left_id)
+        self.random.uniform(num_anchors, 1, like=case.left)
+        columns = {side: self._columns(case, corpus, side) for side in sides}
+        count = len(columns[sides[0]])
+        uniform = self.random.uniform(num_anchors, 1 if self.kind is ISIR else count, like=case.left)
+        order = []
+        if self.kind is not ISIR:
+            order = self.random.permutation(count, device=torch.device("cpu")).tolist()
+        draws = zip(sides, uniform.split(num_anchors // len(sides)))
+        losses = [self._direction(case, corpus, side, columns[side], draw, order) for side, draw in draws]
+        return torch.stack(losses).mean()
 
-    def _direction(self, case: Case, corpus: Corpus, side: str) -> Tensor:
+    def _direction(
+        self,
+        case: Case,
+        corpus: Corpus,
+        side: str,
+        columns: list[tuple[Item, Tensor]],
+        uniform: Tensor,
+        order: list[int],
+    ) -> Tensor:
         anchors = _anchors(case, side)
-        columns = self._columns(case, corpus, side)
-        count = len(columns)
         moves = {}
         losses = []
-        if self.kind is ISIR:
-            uniform = self.random.uniform(len(anchors), like=case.left)
-        else:
-            uniform = self.random.uniform(len(anchors), count, like=case.left)
-            order = self.random.permutation(count, device=torch.device("cpu")).tolist()
         for row, anchor in enumerate(anchors):
             key = ("left" if side == "views" else side, anchor.id)
             chain = self.chains.get(key)
@@ -97,7 +110,7 @@ class SlowChains:
             else:
                 among = None if chain is None else next((s for i, s, _ in negatives if i == chain.item), None)
                 ordered = [negatives[j] for j in order]
-                terms, chain = self._mh(ordered, chain, among, anchor, corpus, uniform[row].tolist())
+                terms, chain = self._mh(ordered, chain, among, anchor, corpus, uniform[row, order].tolist())
             if chain is not None:
                 moves.setdefault(key, chain)
             losses.append((sum(w * s for w, s in terms) - anchor.positive) / self.temperature)

@@ -64,17 +64,35 @@ def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monke
 
 @pytest.mark.parametrize("setting", IN_BATCH, ids=lambda s: s.name)
 def test_what_a_block_gives_keeps_no_matrix_alive(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    join, sizes = anchors._joined, []
+    join, sizes = anchors.joined, []
 
     def watched(parts: list[Any]) -> Any:
-        sizes.extend((leaf.untyped_storage().nbytes(), leaf.nbytes) for leaf in tree_leaves(parts))
+        sizes.extend((leaf.untyped_storage().nbytes(), leaf.nbytes) for leaf in tree_leaves(parts) if leaf is not None)
         return join(parts)
 
-    monkeypatch.setattr(anchors, "_joined", watched)
+    monkeypatch.setattr(anchors, "joined", watched)
     monkeypatch.setattr(anchors, "BLOCK_ENTRIES", FEW_ENTRIES)
     three_steps(setting)
     assert sizes
     assert all(held == shown for held, shown in sizes)
+
+
+# What draws nothing: both directions at once draw other numbers.
+DRAWS_NOTHING = [
+    s for s in SETTINGS if s.objective.both_at_once and s.objective.takes_mined and "negatives" not in s.arguments
+]
+
+
+@pytest.mark.parametrize("setting", DRAWS_NOTHING, ids=lambda s: s.name)
+def test_both_directions_at_once_give_what_one_after_the_other_gives(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With sides of different size, and documents that several queries share."""
+    at_once, at_once_states = three_steps(setting)
+    monkeypatch.setattr(setting.objective, "both_at_once", False)
+    apart, apart_states = three_steps(setting)
+    for found, expected in zip([*at_once, *at_once_states], [*apart, *apart_states], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, equal_nan=True)
 
 
 def large(setting: Setting, batch_size: int) -> Objective:

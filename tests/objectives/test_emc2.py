@@ -220,6 +220,7 @@ def slow_walk(scores: Tensor, thresholds: Tensor, start: float, burn_in: int) ->
 
 
 def problem(seed: int, num_anchors: int, num_proposals: int, tau: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Scores of states and proposals, thresholds and burn-in."""
     draw = torch.Generator().manual_seed(seed)
 
     def rand(*shape: int) -> Tensor:
@@ -229,9 +230,9 @@ def problem(seed: int, num_anchors: int, num_proposals: int, tau: float, dtype: 
     thresholds = (scores - tau * rand(num_anchors, num_proposals).log()).masked_fill(
         rand(num_anchors, num_proposals) < 0.2, -torch.inf
     )
-    start = rand(num_anchors).masked_fill(rand(num_anchors) < 0.3, -torch.inf)
-    burn_in = (torch.isfinite(thresholds).sum(dim=1) * rand(num_anchors)).long()
-    return scores, thresholds, start, burn_in
+    start = rand(num_anchors, 1).masked_fill(rand(num_anchors, 1) < 0.3, -torch.inf)
+    burn_in = (torch.isfinite(thresholds).sum(dim=1, keepdim=True) * rand(num_anchors, 1)).long()
+    return torch.cat([start, scores], dim=1), thresholds, burn_in
 
 
 @given(
@@ -244,13 +245,12 @@ def problem(seed: int, num_anchors: int, num_proposals: int, tau: float, dtype: 
 def test_equals_the_loop_bit_by_bit(
     seed: int, num_anchors: int, num_proposals: int, tau: float, dtype: torch.dtype
 ) -> None:
-    scores, thresholds, start, burn_in = problem(seed, num_anchors, num_proposals, tau, dtype)
-    found_visits, found_stays, found_last = walk(scores, thresholds, start, burn_in)
+    scores, thresholds, burn_in = problem(seed, num_anchors, num_proposals, tau, dtype)
+    spent, found_last = walk(scores, thresholds, burn_in)
     for a in range(num_anchors):
-        visits, stays, last = slow_walk(scores[a], thresholds[a], float(start[a]), int(burn_in[a]))
-        assert found_visits[a].tolist() == visits
-        assert int(found_stays[a]) == stays
-        assert int(found_last[a]) == last
+        visits, stays, last = slow_walk(scores[a, 1:], thresholds[a], float(scores[a, 0]), int(burn_in[a]))
+        assert spent[a].tolist() == [stays, *visits]
+        assert int(found_last[a]) == last + 1
 
 
 def test_number_of_operations_grows_with_the_logarithm_of_the_proposals() -> None:

@@ -1,0 +1,142 @@
+"""`dualenc report`: one HTML page for training runs, side by side where there are several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dualenc.errors import DualencError
+from dualenc.terminal import printable
+
+if TYPE_CHECKING:
+    from dualenc.evaluation.report import Figure, Table
+
+CAPTIONS = {
+    "loss": "the objective's estimate of the loss",
+    "batch_estimate": "the loss as the batch alone tells it, comparable between objectives",
+    "accuracy": "share of anchors whose positive is the nearest in the batch",
+    "positive_similarity": "mean cosine of pairs",
+    "temperature": "τ",
+    "gradient_norm": "norm of the gradient, before clipping",
+    "learning_rate": "learning rate",
+    "samples_per_second": "pairs per second",
+}
+
+
+class RunFolder(NamedTuple):
+    """What a run has left behind.
+
+    Attributes:
+        name: of the folder.
+        lines: of its metrics.jsonl.
+        settings: of its recipe.yaml, flat, "section.key"; empty for a run from Python.
+    """
+
+    name: str
+    lines: list[dict[str, Any]]
+    settings: dict[str, object]
+
+    def curve(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps, and what was logged under a name at them."""
+        points = [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
+        steps, values = zip(*points) if points else ((), ())
+        return list(steps), list(values)
+
+
+def report(run: str, *others: str, out: str | None = None) -> None:
+    """Write one HTML page about a training run: curves of loss, metrics, learning rate and speed, and its settings.
+
+    Several runs are drawn over one another, with a table of the settings in which they differ. The page holds all it
+    shows, and can be mailed.
+
+    Args:
+        run: folder of a run, with the metrics.jsonl that training wrote.
+        others: more runs to compare it with.
+        out: the file to write; by default report.html in RUN.
+    """
+    from dualenc.evaluation.report import print_table, write_report
+
+    runs = [read_run(Path(folder)) for folder in (run, *others)]
+    if len({one.name for one in runs}) < len(runs):
+        runs = [one._replace(name=folder.rstrip("/")) for one, folder in zip(runs, (run, *others), strict=True)]
+    tables = [table for table in (ends(runs), differences(runs)) if table.rows]
+    facts = {one.name: f"{one.lines[-1]['step']:,} steps" for one in runs}
+    target = Path(out) if out is not None else Path(run) / "report.html"
+    for table in tables:
+        print_table(table)
+    title = "Training" if len(runs) == 1 else "Trainings side by side"
+    print(printable(f"report: {write_report(target, title, facts=facts, tables=tables, figures=curves(runs))}"))
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Read the folder of a run.
+
+    Raises:
+        DualencError: it holds no metrics, or a recipe that is no YAML.
+    """
+    import yaml
+
+    from dualenc.training.log import read_metrics
+
+    lines = read_metrics(folder / "metrics.jsonl")
+    if not lines:
+        raise DualencError(f"{folder}: no metrics.jsonl with metrics in it; name the trainer.output of a run")
+    recipe = folder / "recipe.yaml"
+    try:
+        settings = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.exists() else {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DualencError(f"{recipe}: cannot be read as YAML; restore it, or remove it") from error
+    return RunFolder(folder.resolve().name, lines, _flat(settings if isinstance(settings, dict) else {}))
+
+
+def ends(runs: list[RunFolder]) -> Table:
+    """What was evaluated: untrained, best and last, per run and metric."""
+    from dualenc.evaluation.report import Table
+
+    rows: list[dict[str, object]] = []
+    for one in runs:
+        for name in _names([one], evaluated=True):
+            steps, values = one.curve(name)
+            best = max(values)
+            found = {"run": one.name, "metric": name.removeprefix("evaluation/"), "first": values[0], "best": best}
+            rows.append({**found, "at step": int(steps[values.index(best)]), "last": values[-1]})
+    return Table("Metrics on held-out data", rows)
+
+
+def differences(runs: list[RunFolder]) -> Table:
+    """Settings that are not the same in all runs."""
+    from dualenc.evaluation.report import Table
+
+    names = dict.fromkeys(name for one in runs for name in one.settings)
+    differ = [name for name in names if len({str(one.settings.get(name)) for one in runs}) > 1]
+    rows = [{"setting": name, **{one.name: str(one.settings.get(name, "–")) for one in runs}} for name in differ]
+    return Table("Settings that differ", rows)
+
+
+def curves(runs: list[RunFolder]) -> list[Figure]:
+    """One plot per quantity, with a curve per run: evaluations first."""
+    from dualenc.evaluation.plots import lines
+    from dualenc.evaluation.report import Figure
+
+    figures = []
+    for name in (*_names(runs, evaluated=True), *_names(runs, evaluated=False)):
+        drawn = {one.name: one.curve(name) for one in runs if one.curve(name)[0]}
+        short = name.removeprefix("evaluation/")
+        figures.append(Figure(f"{short}: {CAPTIONS[name]}" if name in CAPTIONS else short, lines(drawn, xlabel="step")))
+    return figures
+
+
+def _names(runs: list[RunFolder], evaluated: bool) -> list[str]:
+    """Of what was logged in any run, known names first."""
+    logged = dict.fromkeys([*CAPTIONS, *(name for one in runs for line in one.lines for name in line)])
+    kinds = {True: lambda name: name.startswith("evaluation/"), False: lambda name: not name.startswith("evaluation/")}
+    wanted = [name for name in logged if name not in ("step", "epoch") and kinds[evaluated](name)]
+    return [name for name in wanted if any(one.curve(name)[0] for one in runs)]
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, object]:
+    """Nested sections as "section.key"."""
+    flat: dict[str, object] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
