@@ -13,7 +13,7 @@ Shapes: b pairs of this rank, A its anchors of one direction, C candidates, D di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -104,7 +104,18 @@ class _Reported(torch.autograd.Function):
         return grad_outputs[0], None
 
 
-class Objective(nn.Module):
+class _OfAnyLength(type):
+    """Makes of `SogCLR(dims=[64, 128], …)` a `Matryoshka` of two objectives of the class."""
+
+    def __call__(cls, *args: Any, dims: Sequence[int] | None = None, **arguments: Any) -> Any:
+        if dims is None:
+            return super().__call__(*args, **arguments)
+        from dualenc.objectives.matryoshka import Matryoshka
+
+        return Matryoshka([cls(*args, **arguments) for _ in dims], list(dims))
+
+
+class Objective(nn.Module, metaclass=_OfAnyLength):
     """Base of all objectives of the global contrastive loss; usable in any training loop.
 
         criterion = SogCLR(num_left=m, temperature=0.07)
@@ -124,6 +135,9 @@ class Objective(nn.Module):
             sums the negatives only: the gradient of −log(e⁺/Z) times an anchor's chance to miss its positive. For
             encoders that find most positives already, where the ratio alone never stops to push. Of objectives that
             know Z.
+        dims: lengths at which the first components of the embeddings are trained, such as [64, 128, 256], so that they
+            can be used alone: what is made is then a `Matryoshka` of as many objectives. By default the whole
+            embeddings only.
 
     Raises:
         DualencError: an argument out of range; in `forward`, shapes or ids that do not fit, embeddings that are not
@@ -135,6 +149,7 @@ class Objective(nn.Module):
 
     needs_num_left = False
     needs_encode = False
+
     both_at_once = False
     """Whether `anchor_losses` may get the anchors of both directions as one (`BothDirections`)."""
     takes_mined = True
@@ -168,6 +183,7 @@ class Objective(nn.Module):
         seed: int = 0,
         state_device: Literal["auto", "cpu"] = "auto",
         positive_in_softmax: bool = False,
+        dims: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         if positive_in_softmax and not self.knows_partition:

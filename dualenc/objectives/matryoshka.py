@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dualenc.objectives.base import Encode, Objective, ObjectiveOutput
+from dualenc.objectives.looks import upload
 from dualenc.types import Side
 
 
@@ -28,17 +29,18 @@ class Matryoshka(Objective):
     """
 
     def __init__(self, objectives: Sequence[Objective], dims: Sequence[int]) -> None:
+        given = list(dims)
+        if not given or len(set(given)) != len(given) or any(type(dim) is not int or dim < 1 for dim in given):
+            self._fail("dims", f"are {given}; give different whole numbers above 0, such as [64, 128, 256]")
         last = objectives[-1]
         super().__init__(
             num_left=last.num_left,
             num_right=last.num_right,
-            temperature=float(last.temperature),
+            temperature=float(last.temperature.detach()),
             views=last.views,
             seed=last.seed,
             state_device="cpu" if last.state_on_cpu else "auto",
         )
-        if len(set(dims)) != len(dims) or any(not isinstance(dim, int) or dim < 1 for dim in dims):
-            self._fail("dims", f"are {list(dims)}; give different whole numbers above 0, such as [64, 128, 256]")
         order = sorted(range(len(dims)), key=lambda number: dims[number])
         self.dims = [dims[number] for number in order]
         self.objectives = nn.ModuleList(objectives[number] for number in order)
@@ -143,8 +145,8 @@ class Remembered:
         new = [item for item in dict.fromkeys(listed) if item not in places]
         parts.append(self.encode(side, ids.new_tensor(new)))
         places |= {item: number for number, item in enumerate(new, start=len(places))}
-        rows = torch.tensor([places[item] for item in listed], dtype=torch.int64, device=parts[-1].device)
-        return torch.cat(parts)[rows]
+        rows = torch.tensor([places[item] for item in listed], dtype=torch.int64)
+        return torch.cat(parts)[upload(rows, parts[-1].device)]
 
 
 class MetricsByDim(Mapping[str, Tensor]):
