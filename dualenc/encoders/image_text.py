@@ -19,6 +19,7 @@ from torch.func import functional_call
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.image import ImagePrepare, Seeded
 from dualenc.encoders.load import first_line, model_folder, no_foreign_code
+from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
 from dualenc.encoders.vision_text import is_two_towers
 from dualenc.errors import DualencError
@@ -62,6 +63,9 @@ class ImageTextEncoder(DualEncoder):
         crop_scale: smallest and largest share of an image's area that training crops to.
         pretrained_towers: load the weights that timm or transformers towers inside the configuration have.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
+        lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains the weights.
+        lora_alpha: scale of the adapters, twice the rank if None.
+        lora_targets: endings of the names of the layers to adapt; None: all.
 
     Raises:
         DualencError: the model does not load, or an argument is missing or does not fit the others.
@@ -84,6 +88,9 @@ class ImageTextEncoder(DualEncoder):
         crop_scale: tuple[float, float] = (0.9, 1.0),
         pretrained_towers: bool = False,
         gradient_checkpointing: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        lora_targets: list[str] | None = None,
     ) -> None:
         from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 
@@ -102,6 +109,9 @@ class ImageTextEncoder(DualEncoder):
             clip.set_grad_checkpointing(True)
         visual = clip.visual
         del clip.visual  # each half belongs to one tower
+        if lora_rank:
+            for half in (visual, clip):
+                adapt(half, lora_rank, lora_alpha, targets=lora_targets)
         for scalar in (clip.logit_scale, clip.logit_bias):
             if scalar is not None:
                 scalar.requires_grad_(False)  # the objective owns the temperature
@@ -140,8 +150,8 @@ class ImageTextEncoder(DualEncoder):
         known = visual.preprocess_cfg
         kept = {key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known}
         write_json(folder / CONFIG_FILE, {"model_cfg": config, "preprocess_cfg": kept})
-        weights = {f"visual.{name}": value for name, value in visual.state_dict().items()}
-        weights |= self.right.encoder.clip.state_dict()
+        weights = {f"visual.{name}": value for name, value in merged_state(visual).items()}
+        weights |= merged_state(self.right.encoder.clip)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / WEIGHTS_FILE)
         tokenizer: Any = self.right.prepare.tokenizer
         if hasattr(tokenizer, "save_pretrained"):  # one of transformers inside open_clip's

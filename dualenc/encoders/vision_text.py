@@ -16,6 +16,7 @@ from torchvision.transforms import InterpolationMode, v2
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.image import seeded
 from dualenc.encoders.load import first_line, model_folder
+from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.text import quiet_transformers
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
 from dualenc.errors import DualencError
@@ -41,6 +42,9 @@ class VisionTextEncoder(DualEncoder):
         max_length: longest text in tokens; None: as the model says.
         crop_scale: smallest and largest share of an image's area that training crops to.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
+        lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains the weights.
+        lora_alpha: scale of the adapters, twice the rank if None.
+        lora_targets: endings of the names of the layers to adapt; None: all.
 
     Raises:
         DualencError: the model does not load, or an argument does not fit it.
@@ -57,6 +61,9 @@ class VisionTextEncoder(DualEncoder):
         max_length: int | None = None,
         crop_scale: tuple[float, float] = (0.9, 1.0),
         gradient_checkpointing: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        lora_targets: list[str] | None = None,
     ) -> None:
         low, high = crop_scale
         if not 0 < low <= high <= 1:
@@ -78,6 +85,8 @@ class VisionTextEncoder(DualEncoder):
         tokenizer.model_input_names = [n for n in tokenizer.model_input_names if n in accepted]
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if lora_rank:
+            adapt(model, lora_rank, lora_alpha, targets=lora_targets)
         super().__init__(
             VisionTower(model, VisionPrepare(processor, (low, high))),
             CaptionTower(model, CaptionPrepare(tokenizer, length, MODEL_TYPES[config.model_type])),
@@ -103,7 +112,7 @@ class VisionTextEncoder(DualEncoder):
             self.config.save_pretrained(folder)
             self.left.prepare.processor.save_pretrained(folder)
         save_tokenizer(self.right.prepare.tokenizer, folder, self.right.prepare.max_length)
-        weights = self.left.state_dict() | self.right.state_dict()
+        weights = merged_state(self.left) | merged_state(self.right)
         save_file({n: t.contiguous() for n, t in weights.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     def describe(self) -> dict[str, str]:
