@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +173,27 @@ def test_arguments_out_of_range(arguments: dict[str, Any], tokenizer: PreTrained
     with pytest.raises(DualencError, match=next(iter(arguments))) as caught:
         VisionTextEncoder(str(make("CLIP", tokenizer, tmp_path)), **arguments)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_code_in_a_folder_is_not_run(folder: Path, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the type is one that transformers knows or not, and whatever a question on the terminal would get."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(folder.parent / "modules"))
+    canary = folder.parent / "canary"
+    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Thing: pass\n")
+    names = ("AutoConfig", "AutoModel", "AutoImageProcessor", "AutoProcessor", "AutoTokenizer")
+    auto_map = {"auto_map": dict.fromkeys(names, "evil.Thing")}
+    for file in ("config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        held = json.loads((folder / file).read_text())
+        unknown = {} if known else {"image_processor_type": "Thing", "tokenizer_class": "Thing"}
+        (folder / file).write_text(json.dumps(held | auto_map | unknown))
+    with suppress(DualencError):
+        load_model(folder)
+    assert not canary.exists()
+
+
+def test_weights_that_are_pickles_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(DualencError, match="convert its weights to safetensors"):
+        load_model(folder)
