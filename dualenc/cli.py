@@ -187,7 +187,11 @@ COMMANDS: Commands = {
     "embed": Command("search", "embed", "embed a corpus with a model"),
     "index": Command("search", "index", "build a FAISS index from a model or from embeddings"),
     "push": Command("push", "push", "send embeddings to a vector search engine, or export them to Parquet"),
+    "mine": Command("mine", "mine", "mine hard negatives for training with a model"),
     "search": Command("search", "search", "search an index or an engine with a text or an image"),
+    "export": Command("export", "export", "write the towers of a model as ONNX files"),
+    "push-model": Command("publish", "push_model", "upload a model folder to the Hugging Face hub"),
+    "push-data": Command("publish", "push_data", "upload embeddings to the Hugging Face hub"),
     "evaluate": {
         "retrieval": Command("retrieval", "retrieval", "nDCG, recall, MRR and MAP on a BEIR folder"),
         "image-text": Command("image_text", "image_text", "recall@k both ways, several captions"),

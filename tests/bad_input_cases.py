@@ -335,6 +335,7 @@ TREC = "evaluate compare {a.trec} {a.trec} --qrels {qrels.tsv}"
 COMMANDS = {
     "embed": "embed {text} {docs.jsonl} --out out",
     "index": "index {emb} --out out",
+    "mine": "mine {text} {pairs.jsonl} --out out --embeddings kept",
     "push": "push {emb} db --to lancedb --out out",
     "search": "search {idx} wing",
     "train": "train {recipe.yaml}",
@@ -589,6 +590,7 @@ def options() -> Iterator[Case]:
     choices = {
         "embed": ("side", "dtype", "output", "autocast", "on-error"),
         "index": ("metric", "side", "factory"),
+        "mine": ("against", "pick", "form", "factory", "relative"),
         "push": ("to", "metric", "quantization"),
         "probe": ("sgd",),
         "corrupted": ("augmentation", "corruptions"),

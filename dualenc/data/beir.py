@@ -48,6 +48,7 @@ class BeirPairs(PairDataset):
         split: the qrels file to train on, without `.tsv`.
         titles: join a document's title to its text.
         min_grade: lowest grade that counts as relevant.
+        weigh_grades: multiply a pair's loss by its grade over the mean grade, so that weights are 1 on average.
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
 
     Attributes:
@@ -67,13 +68,16 @@ class BeirPairs(PairDataset):
         *,
         titles: bool = True,
         min_grade: int = 1,
+        weigh_grades: bool = False,
         on_error: OnError = "skip",
     ) -> None:
         skips = Skips(path, on_error)
         file, self.corpus, queries = _open(Path(path), split, titles, skips)
         query_row = {name: row for row, name in enumerate(queries.ids)}
         document_row = {name: row for row, name in enumerate(self.corpus.ids)}
-        query_rows, right_id = [], []
+        if weigh_grades and min_grade < 1:
+            raise DualencError(f"weigh_grades with min_grade {min_grade}: a weight is not below 0; give min_grade 1")
+        query_rows, right_id, grades = [], [], []
         for line, query, document, grade in read_judgements(file, skips):
             if grade < min_grade:
                 continue
@@ -84,6 +88,7 @@ class BeirPairs(PairDataset):
             else:
                 query_rows.append(query_row[query])
                 right_id.append(document_row[document])
+                grades.append(grade)
         skips.demand(len(right_id), "pair")
         used, left_id = np.unique(query_rows, return_inverse=True)
         self.queries = _subset(queries, used)
@@ -92,6 +97,7 @@ class BeirPairs(PairDataset):
             self.corpus.items,
             left_id,
             right_id,
+            weights=np.array(grades) / np.mean(grades) if weigh_grades else None,
             left_modality=self.queries.modality,
             right_modality=self.corpus.modality,
         )

@@ -10,7 +10,7 @@ import numpy as np
 from dualenc.data.columns import Column, ColumnImages, Picked, Texts, labels_of_column
 from dualenc.data.identity import digest_of, items_identity
 from dualenc.data.metadata import metadata_columns
-from dualenc.data.pairs import Items
+from dualenc.data.pairs import Items, PairDataset
 from dualenc.data.tables import DataTable
 from dualenc.errors import DualencError
 from dualenc.types import Modality
@@ -169,3 +169,12 @@ def table_corpus(
     items = Texts(column, titles) if modality == "text" else ColumnImages(table, column)
     further = metadata_columns(table, columns, rows[kept]) if columns else None
     return Corpus(list(ids), Picked(items, kept), modality, labels=labels, class_names=classes, columns=further)
+
+
+def corpora(pairs: PairDataset) -> tuple[Corpus, Corpus]:
+    """The left and the right items of pairs, to embed: by their ids in a BEIR folder, else by their numbers."""
+    queries, documents = getattr(pairs, "queries", None), getattr(pairs, "corpus", None)
+    if isinstance(queries, Corpus) and isinstance(documents, Corpus):
+        return queries, documents
+    left = Corpus([str(i) for i in range(pairs.num_left)], pairs.left_items, pairs.left_modality)
+    return left, Corpus([str(i) for i in range(pairs.num_right)], pairs.right_items, pairs.right_modality)

@@ -147,7 +147,8 @@ class Items(Protocol):
 class Pair(NamedTuple):
     """One training pair: its stable number in [0, M), its items' stable ids and the raw items.
 
-    `negatives` are right items mined as hard negatives of this pair's left item, `negative_ids` their right ids.
+    `negatives` are right items mined as hard negatives of this pair's left item, `negative_ids` their right ids. A
+    teacher's scores are NaN where it has none, and missing without a teacher.
     """
 
     index: int  # type: ignore[assignment]  # also the name of a tuple method
@@ -157,6 +158,9 @@ class Pair(NamedTuple):
     right: Any
     negatives: tuple[Any, ...] = ()
     negative_ids: tuple[int, ...] = ()
+    weight: float = 1.0
+    score: float | None = None
+    negative_scores: tuple[float, ...] = ()
 
 
 class PairDataset:
@@ -171,6 +175,9 @@ class PairDataset:
         left_id: each pair's left id, (M,); by default 0, 1, 2, …
         right_id: each pair's right id, (M,); by default 0, 1, 2, …
         negatives: each pair's mined negatives as right ids, M rows; none by default.
+        weights: (M,) what each pair's loss is multiplied by, 0 or more; by default 1.
+        scores: (M,) a teacher's score of each pair; NaN where it has none.
+        negative_scores: its scores of the mined negatives, as `negatives.values` has them; NaN likewise.
         left_modality: "text", "image" or "vector".
         right_modality: "text", "image" or "vector".
 
@@ -193,6 +200,9 @@ class PairDataset:
         right_id: Sequence[int] | np.ndarray | None = None,
         *,
         negatives: Ragged | Sequence[Sequence[int]] | None = None,
+        weights: Sequence[float] | np.ndarray | None = None,
+        scores: Sequence[float] | np.ndarray | None = None,
+        negative_scores: Sequence[float] | np.ndarray | None = None,
         left_modality: Modality = "text",
         right_modality: Modality = "text",
     ) -> None:
@@ -214,6 +224,12 @@ class PairDataset:
                 raise DualencError(f"negatives has {rows} rows for {len(self)} pairs; give one row per pair")
             _checked_ids("negatives", negatives.values, self.num_right)
         self.negatives = negatives
+        self.weights = _checked_numbers("weights", weights, len(self))
+        if self.weights is not None and not (np.isfinite(self.weights) & (self.weights >= 0)).all():
+            raise DualencError("weights: some are negative or not finite; give each pair 0 or more")
+        self.scores = _checked_numbers("scores", scores, len(self))
+        num_negatives = 0 if negatives is None else len(negatives.values)
+        self.negative_scores = _checked_numbers("negative_scores", negative_scores, num_negatives)
         self._positives: dict[Side, Ragged] = {}
 
     @property
@@ -248,7 +264,15 @@ class PairDataset:
         right = left if self.views else self.item("right", right_id)
         negative_ids = () if self.negatives is None else tuple(self.negatives.row(index).tolist())
         negatives = tuple(self.item("right", i) for i in negative_ids)
-        return Pair(index, left_id, right_id, left, right, negatives, negative_ids)
+        pair = Pair(index, left_id, right_id, left, right, negatives, negative_ids)
+        if self.weights is not None:
+            pair = pair._replace(weight=float(self.weights[index]))
+        if self.scores is not None:
+            pair = pair._replace(score=float(self.scores[index]))
+        if self.negatives is not None and self.negative_scores is not None:
+            start, stop = self.negatives.offsets[index : index + 2].tolist()
+            pair = pair._replace(negative_scores=tuple(self.negative_scores[start:stop].tolist()))
+        return pair
 
     def item(self, side: Side, item_id: int) -> Any:
         """The raw item of one side by its id; a `BadSample` if it cannot be read (an image that does not decode)."""
@@ -263,8 +287,8 @@ class PairDataset:
         left = items_identity(self.left_items, self.left_modality)
         same = self.right_items is self.left_items and self.right_modality == self.left_modality
         return {
-            "pairs": digest_of(self.left_id, self.right_id),
-            "negatives": "" if self.negatives is None else digest_of(*self.negatives),
+            "pairs": digest_of(self.left_id, self.right_id, *_given(self.weights, self.scores)),
+            "negatives": "" if self.negatives is None else digest_of(*self.negatives, *_given(self.negative_scores)),
             "left_items": left,
             "right_items": left if same else items_identity(self.right_items, self.right_modality),
         }
@@ -288,6 +312,19 @@ class PairDataset:
             right = (self.right_id, self.left_id, self.num_right)
             self._positives[side] = Ragged.from_pairs(*(left if side == "left" else right))
         return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
+
+
+def _given(*arrays: np.ndarray | None) -> list[np.ndarray]:
+    return [array for array in arrays if array is not None]
+
+
+def _checked_numbers(name: str, numbers: Sequence[float] | np.ndarray | None, count: int) -> np.ndarray | None:
+    if numbers is None:
+        return None
+    result = np.asarray(numbers, dtype=np.float32)
+    if result.shape != (count,):
+        raise DualencError(f"{name} has shape {result.shape}; give {count} numbers")
+    return result
 
 
 def _checked_ids(name: str, ids: Sequence[int] | np.ndarray | None, num_items: int) -> np.ndarray:

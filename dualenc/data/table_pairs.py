@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -45,7 +46,7 @@ class ColumnPairs(PairDataset):
 
     Pair by pair in the order of rows; a row with a list on the right makes one pair for each entry, which share
     their left item. Ids are numbered in order of appearance. With `left_vectors` and `right_vectors` the columns hold
-    ids of these vectors.
+    ids of these vectors. `score_columns` hold a teacher's scores of the right and of the negative column's values.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class ColumnPairs(PairDataset):
         right_column: str,
         negative_column: str | None = None,
         *,
+        weight_column: str | None = None,
+        score_columns: tuple[str, str] | None = None,
         left_modality: Modality | None = None,
         right_modality: Modality | None = None,
         left_vectors: Corpus | None = None,
@@ -68,6 +71,13 @@ class ColumnPairs(PairDataset):
             raise DualencError(f"{table.source}: column {left_column!r} holds lists; name it as right_column instead")
         good, there = usable(left.faults, len(table)), usable(right.faults, len(right.items))
         left.tell(~good)
+        weights = None if weight_column is None else _weights(table, weight_column)
+        if weights is not None:
+            unweighted = ~np.isfinite(weights) & good
+            table.tell(
+                f"no weight of 0 or more in column {weight_column!r}", np.flatnonzero(unweighted), "mend the row"
+            )
+            good = good & ~unweighted
         without = np.bincount(right.rows, minlength=len(table)) == 0
         right.tell(~there & good[right.rows], np.flatnonzero(without & good))
         right_at = np.flatnonzero(there & good[right.rows])  # position of the right value of every pair
@@ -95,9 +105,14 @@ class ColumnPairs(PairDataset):
             Picked(items, right_first),
             left_number[rows],
             right_number[right_at],
+            weights=None if weights is None else weights[rows],
+            scores=None if score_columns is None else _scores(table, score_columns[0], right.rows)[right_at],
             left_modality=left.modality,
             right_modality=right.modality,
         )
+        if self.scores is not None and np.isnan(self.scores).all():
+            told = "no positive has a teacher's score; mine them with `dualenc mine`, or leave scores out"
+            raise DualencError(f"{table.source}: {told}")
         if mined is not None:
             ids = Ragged(right_number[mined.values], mined.offsets).take(rows)
             query = np.repeat(self.left_id, ids.lengths)
@@ -108,6 +123,9 @@ class ColumnPairs(PairDataset):
                 where = table.where(int(rows[pair]))
                 table.skips.bad(reason, where, "remove it from the negatives", int(positive.sum()))
             self.negatives = ids.keep(~positive)
+            if score_columns is not None:
+                of_values = _scores(table, score_columns[1], negative.rows)
+                self.negative_scores = of_values[mined.take(rows).values - len(right.items)][~positive]
         self.skipped = table.skips.report()
 
 
@@ -170,6 +188,39 @@ class _Values:
             self.table.tell(reason, rows, mend)
 
 
+def _weights(table: DataTable, name: str) -> np.ndarray:
+    """The weight (M,) of each row, float32; NaN where the column holds no number of 0 or more."""
+    texts = [str(value) for value in table.dataset.data.column(name).to_pylist()]
+    weights = np.full(len(texts), np.nan, np.float32)
+    for row, text in enumerate(texts):
+        with suppress(ValueError):
+            weights[row] = float(text)
+    weights[~np.isfinite(weights) | (weights < 0)] = np.nan
+    return weights
+
+
+def _scores(table: DataTable, name: str, rows: np.ndarray) -> np.ndarray:
+    """A teacher's score (n,) of each value of a column of lists, float32; NaN where there is none.
+
+    Args:
+        table: the rows.
+        name: the column of scores, a list for each row; one of another length than the row's values is told.
+        rows: (n,) ascending, the row that each value stands in.
+    """
+    count = np.bincount(rows, minlength=len(table))
+    starts = np.concatenate([[0], np.cumsum(count)])
+    scores = np.full(len(rows), np.nan, np.float32)
+    unfit = []
+    for row, given in enumerate(table.dataset.data.column(name).to_pylist()):
+        if given is not None and len(given) == count[row]:
+            scores[starts[row] : starts[row + 1]] = [np.nan if score is None else score for score in given]
+        elif count[row]:
+            unfit.append(row)
+    table.tell(f"{name} that are not one for each text", np.array(unfit), "give a number each, or leave scores out")
+    scores[~np.isfinite(scores)] = np.nan
+    return scores
+
+
 def _number(items: Items, keys: Items | None, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """First position of each item that is distinct by its key; the item's number by position, else -1."""
     first, inverse = (positions, np.arange(len(positions))) if keys is None else number_distinct(keys, positions)
@@ -194,6 +245,7 @@ class TablePairs(ColumnPairs):
         right_modality: the same for the right column.
         image_root: where relative image paths start, and where images must lie; by default the table's folder.
         allow_outside: whether image paths may lead out of that folder; only for a table that you trust.
+        weight_column: numbers, 0 or more, that each row's loss is multiplied by: graded pairs.
         deduplicate: equal texts, vectors and image paths of one side are the same item and share an id.
         max_negatives: keep that many negatives of each row, from the front.
         limit: read the first rows only.
@@ -219,6 +271,7 @@ class TablePairs(ColumnPairs):
         right_modality: Modality | None = None,
         image_root: str | Path | None = None,
         allow_outside: bool = False,
+        weight_column: str | None = None,
         deduplicate: bool = True,
         max_negatives: int | None = None,
         limit: int | None = None,
@@ -233,6 +286,8 @@ class TablePairs(ColumnPairs):
                 columns[name] = "vector" if columns[name] == "value" else "vectors"
         if negative_column is not None:
             columns[negative_column] = columns[right_column]
+        if weight_column is not None:
+            columns[weight_column] = "value"
         table = open_table(
             path,
             columns,
@@ -251,6 +306,7 @@ class TablePairs(ColumnPairs):
             negative_column,
             left_modality=left_modality,
             right_modality=right_modality,
+            weight_column=weight_column,
             deduplicate=deduplicate,
             max_negatives=max_negatives,
         )
@@ -278,6 +334,8 @@ class MinedPairs(ColumnPairs):
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
         queries: vectors of the queries: a folder of embeddings, a .npy file, or a table of vectors and ids.
         documents: likewise of positives and negatives.
+        scores: read a teacher's scores, `pos_scores` and `neg_scores` or each passage's `score`, to distil from
+            (`teacher` of every objective). `dualenc mine` writes them. Lists of another length count as bad.
 
     Raises:
         DualencError: no such file, neither layout, nothing usable.
@@ -295,6 +353,7 @@ class MinedPairs(ColumnPairs):
         on_error: OnError = "skip",
         queries: str | Path | None = None,
         documents: str | Path | None = None,
+        scores: bool = False,
     ) -> None:
         if (queries is None) != (documents is None):
             raise DualencError(f"{path}: queries and documents are given together; name the vectors of both")
@@ -305,7 +364,9 @@ class MinedPairs(ColumnPairs):
         modality: Modality = "text"
         if left is None and peek_lines(path).get("query") == "vector":
             columns, modality = {"query": "vector", "pos": "vectors", "neg": "vectors"}, "vector"
-        table = open_table(path, columns, skips, optional=("neg",), limit=limit, reshape=reshape)
+        if scores:
+            columns |= {"pos_scores": "vector", "neg_scores": "vector"}
+        table = open_table(path, columns, skips, optional=("neg", "neg_scores"), limit=limit, reshape=reshape)
         super().__init__(
             table,
             "query",
@@ -315,6 +376,7 @@ class MinedPairs(ColumnPairs):
             right_modality=modality,
             left_vectors=left,
             right_vectors=right,
+            score_columns=("pos_scores", "neg_scores") if scores else None,
             max_negatives=max_negatives,
         )
 
@@ -344,6 +406,9 @@ def _mined(record: dict[str, Any], titles: bool = False, ids: bool = False) -> d
         return record
     lists = {new: record.get(old) for new, old in names.items()}
     texts = {new: [text_of(entry) for entry in old] if isinstance(old, list) else old for new, old in lists.items()}
+    for new, old in lists.items():
+        if isinstance(old, list):
+            texts[f"{new}_scores"] = [entry.get("score") if isinstance(entry, dict) else None for entry in old]
     return {**record, **texts, **({"query": record.get("query_id")} if ids else {})}
 
 

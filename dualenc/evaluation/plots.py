@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from dualenc.files import atomic_path
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -87,6 +90,16 @@ def similarities(found: SimilarityHistogram, positives: str, negatives: str) -> 
     return figure
 
 
+def counts(edges: npt.NDArray[np.floating], counted: Mapping[str, npt.NDArray[np.integer]], *, xlabel: str) -> Figure:
+    """Histograms over one another from counts (R,) in bins with edges (R + 1,), each of total height 1."""
+    figure, axes = _axes(xlabel=xlabel, ylabel="share")
+    for number, (name, heights) in enumerate(counted.items()):
+        share = heights / max(1, heights.sum())
+        axes.stairs(share, edges, fill=True, alpha=0.55, label=literal(name), color=_colour(number))
+    _legend(axes, len(counted))
+    return figure
+
+
 def heat(values: npt.NDArray[np.floating], rows: Sequence[str], columns: Sequence[str], *, xlabel: str = "") -> Figure:
     """A matrix (R, C) of numbers from 0 as colours, darker for higher, with the numbers in it where there is room."""
     figure, axes = _axes(xlabel=xlabel)
@@ -119,6 +132,12 @@ def as_svg(figure: Figure) -> str:
     with matplotlib.rc_context({"svg.hashsalt": "dualenc", "svg.fonttype": "none"}):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     return stream.getvalue()
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure to a file, in the format of its ending (.svg, .png, .pdf)."""
+    with atomic_path(path) as part:
+        figure.savefig(part, format=Path(path).suffix.removeprefix("."))
 
 
 def _axes(xlabel: str = "", ylabel: str = "") -> tuple[Figure, Axes]:

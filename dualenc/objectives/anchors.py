@@ -69,6 +69,8 @@ class Anchors:
         mirror: the same pairs' anchors of the other direction, where similarities with them are the transposed ones.
         with_grad: whether similarities carry a gradient, whoever asks for them first.
         num_before: how many anchors of the other direction are counted before these.
+        guide: (A, G), (C, G) and (A,): a guide's vectors of anchors and candidates, and how alike to an anchor it may
+            find a negative (Solatorio 2024, arXiv 2402.16829); without what is NaN there nobody is judged.
     """
 
     side: Side
@@ -89,6 +91,7 @@ class Anchors:
     known: KnownIds | None = None
     with_grad: bool = field(default_factory=torch.is_grad_enabled)
     num_before: int = 0
+    guide: tuple[Tensor, Tensor, Tensor] | None = None
 
     def by_rows(self, function: Callable[..., Rows], *tensors: Tensor, row_entries: int | None = None) -> Rows:
         """Apply a function to all rows at once where its matrices are small, else to one block of rows at a time.
@@ -114,6 +117,8 @@ class Anchors:
             by_row = ("ids", "places", "embeddings", "partners", "positive_column", "positive_ids")
             own: dict[str, Any] = {name: getattr(self, name)[rows] for name in by_row}
             own["known"] = self.known and self.known._replace(own=self.known.own[rows])
+            if self.guide is not None:
+                own["guide"] = (self.guide[0][rows], self.guide[1], self.guide[2][rows])
             some = replace(self, **own, mirror=None, with_grad=torch.is_grad_enabled())
             return function(some, *(tensor[rows] for tensor in tensors))
 
@@ -203,7 +208,11 @@ class Anchors:
     @cached_property
     def excluded(self) -> Tensor:
         """(A, C) true where a candidate is no negative of the anchor."""
-        return listed(self.positive_ids, self.candidate_ids)
+        known = listed(self.positive_ids, self.candidate_ids)
+        if self.guide is None:
+            return known
+        anchors, candidates, limit = self.guide
+        return known | (anchors @ candidates.T > limit[:, None])
 
     @cached_property
     def allowed(self) -> Tensor:
@@ -431,6 +440,8 @@ class Pairs:
         sizes: number of pairs on every rank.
         left_copies, right_copies: how many pairs of the batch share one left item, at most; one right item.
         on_cpu: all_left_id and all_right_id on the CPU, where asked for.
+        guide: a guide's vectors of left, right, all_left, all_right and negatives, and how much less alike than its
+            positive it must find a negative of an anchor.
     """
 
     left: Tensor
@@ -449,6 +460,7 @@ class Pairs:
     left_copies: int
     right_copies: int
     on_cpu: tuple[Tensor, Tensor] | None = None
+    guide: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float] | None = None
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """(b,) positions of this rank's pairs in the global batch, on the device and on the CPU."""
@@ -460,7 +472,8 @@ class Pairs:
         """The same, as if no negatives were mined."""
         if not len(self.negative_id):
             return self
-        return replace(self, negatives=self.negatives[:0], negative_id=self.negative_id[:0])
+        guide = None if self.guide is None else (*self.guide[:4], self.guide[4][:0], self.guide[5])
+        return replace(self, negatives=self.negatives[:0], negative_id=self.negative_id[:0], guide=guide)
 
     def detached(self, left: Tensor, right: Tensor) -> Pairs:
         """The same without gradient, with copies (b, D) of this rank's embeddings."""
@@ -478,7 +491,13 @@ class Pairs:
 def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
     """Two towers: left anchors against all right items (and mined negatives), then right against left."""
     (rows, rows_on_cpu), mined = pairs.rows(), len(pairs.negative_id) > 0
-    once = pairs.left_copies <= 1 and pairs.right_copies <= 1
+    once = pairs.left_copies <= 1 and pairs.right_copies <= 1 and pairs.guide is None
+    of_left = of_right = None
+    if pairs.guide is not None:
+        left_guide, right_guide, all_left_guide, all_right_guide, mined_guide, margin = pairs.guide
+        limit = (left_guide * right_guide).sum(dim=1) - margin
+        of_left = (left_guide, torch.cat([all_right_guide, mined_guide]), limit)
+        of_right = (right_guide, all_left_guide, limit)
 
     def known(anchors: Tensor, candidates: Tensor, mined: bool = False) -> KnownIds:
         return KnownIds(anchors[rows_on_cpu], anchors, torch.arange(len(anchors)), None if mined else candidates)
@@ -501,6 +520,7 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         known=known(*pairs.on_cpu, mined) if pairs.on_cpu else None,
         temperature=temperature,
         distinct=once and not mined and pairs.left_positives is None,
+        guide=of_left,
     )
     yield left
     yield replace(
@@ -517,6 +537,7 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         ),
         distinct=once and pairs.right_positives is None,
         mirror=left,
+        guide=of_right,
         known=known(*pairs.on_cpu[::-1]) if pairs.on_cpu else None,
     )
 

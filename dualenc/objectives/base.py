@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -28,6 +29,7 @@ from dualenc.objectives.anchors import PADDING, Anchors, BothDirections, Pairs, 
 from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.looks import Asking, Looks
 from dualenc.objectives.state import SharedRandom
+from dualenc.objectives.teacher import teacher_loss
 from dualenc.types import Side
 
 Encode = Callable[[Side, Tensor], Tensor]
@@ -135,6 +137,15 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             sums the negatives only: the gradient of −log(e⁺/Z) times an anchor's chance to miss its positive. For
             encoders that find most positives already, where the ratio alone never stops to push. Of objectives that
             know Z.
+        teacher: learn from a teacher's scores of each pair's positive and its own mined negatives, too: "margin_mse"
+            or "kl" (`dualenc.objectives.teacher`). Not with views.
+        teacher_weight: what that loss is multiplied by before it is added.
+        teacher_temperature: the teacher's scores are divided by it, as the encoder's cosines are by τ: 1 for the logits
+            of a cross-encoder, for a teacher of cosines its own temperature.
+        own_weight: what the objective's own loss is multiplied by; 0 leaves the teacher alone.
+        guide_margin: with a guide's vectors (`trainer.guide_left`), no negative is what it finds as alike to the anchor
+            as the positive less this margin, or more: a likely false negative (Solatorio 2024, arXiv 2402.16829,
+            GISTEmbed: 0). Of objectives whose negatives are those of the batch; not with views.
         dims: lengths at which the first components of the embeddings are trained, such as [64, 128, 256], so that they
             can be used alone: what is made is then a `Matryoshka` of as many objectives. By default the whole
             embeddings only.
@@ -183,9 +194,30 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         seed: int = 0,
         state_device: Literal["auto", "cpu"] = "auto",
         positive_in_softmax: bool = False,
+        teacher: Literal["margin_mse", "kl"] | None = None,
+        teacher_weight: float = 1.0,
+        teacher_temperature: float = 1.0,
+        own_weight: float = 1.0,
+        guide_margin: float = 0.0,
         dims: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
+        if teacher not in (None, "margin_mse", "kl"):
+            self._fail("teacher", f"is {teacher!r}; it must be one of margin_mse, kl, or null")
+        if teacher is not None and views:
+            self._fail("teacher", "scores pairs with mined negatives, and views=True has none; leave it out")
+        for argument, factor in (("teacher_weight", teacher_weight), ("own_weight", own_weight)):
+            if not 0 <= factor < math.inf:
+                self._fail(argument, f"is {factor}; it must be 0 or more")
+        if not 0 < teacher_temperature < math.inf:
+            self._fail("teacher_temperature", f"is {teacher_temperature}; it must be above 0")
+        if teacher is None and own_weight != 1:
+            self._fail("own_weight", f"is {own_weight} without a teacher to weigh it against; set teacher or leave it")
+        self.teacher, self.teacher_weight, self.own_weight = teacher, teacher_weight, own_weight
+        self.teacher_temperature = teacher_temperature
+        if not math.isfinite(guide_margin):
+            self._fail("guide_margin", f"is {guide_margin}; it must be a number such as 0 or 0.05")
+        self.guide_margin = guide_margin
         if positive_in_softmax and not self.knows_partition:
             able = "SogCLR, ISogCLR, GlobalCache, NegativeCache or ExactGlobal"
             self._fail("positive_in_softmax", f"does not apply; leave it out, or take {able}")
@@ -240,6 +272,12 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         right_positives: Tensor | None = None,
         negatives: Tensor | None = None,
         negative_id: Tensor | None = None,
+        weights: Tensor | None = None,
+        teacher_scores: Tensor | None = None,
+        teacher_rows: Tensor | None = None,
+        guide_left: Tensor | None = None,
+        guide_right: Tensor | None = None,
+        guide_negatives: Tensor | None = None,
     ) -> ObjectiveOutput:
         """The loss of this rank's part of a batch.
 
@@ -254,6 +292,13 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             right_positives: (b, K) left ids known to be relevant to each right item, padded with -1.
             negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of left anchors; not
                 with views.
+            weights: (b,) what the loss of each pair, in both directions, is multiplied by, 0 or more; its part in other
+                pairs' losses, as their negative, stays. On average 1, or the learning rate changes with them.
+            teacher_scores: (b, 1 + K) with `teacher`: its scores of each pair's positive and of K of this rank's
+                `negatives`; NaN where it has none.
+            teacher_rows: (b, K) which rows of `negatives` these are, padded with -1.
+            guide_left, guide_right: (b, G) a guide's unit vectors of the pairs; NaN where it has none.
+            guide_negatives: (n, G) likewise of this rank's `negatives`, if there are any.
         """
         ids = {
             "left_id": left_id,
@@ -263,6 +308,8 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             "negative_id": negative_id,
         }
         pairs, copies = self._checked({"left": left, "right": right, "negatives": negatives}, ids)
+        if guide_left is not None or guide_right is not None:
+            pairs = self._guided(pairs, guide_left, guide_right, guide_negatives, negatives)
         if self.needs_encode and encode is None:
             self._fail("encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
         like, device = pairs.left, left.device.type
@@ -294,11 +341,37 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
                 losses = [of.with_positive() for of in losses]
             # Over all anchors of the global batch, so that the average over ranks is the global loss.
             scale = distributed.world_size() / max(2 * sum(pairs.sizes), 1)
-            loss = joined([of.surrogate for of in losses]).sum()
+            every = joined([of.surrogate for of in losses])
+            if weights is not None:  # anchors are first the left, then the right ones of all pairs
+                if weights.shape != left_id.shape:
+                    self._fail("weights", f"has shape {tuple(weights.shape)}; it must hold {len(left_id)} numbers")
+                weights = weights.to(like)
+                every = every * weights.repeat(2)
+            loss = every.sum()
             if any(of.value is not None for of in losses):
-                values = [of.surrogate.detach() if of.value is None else of.value for of in losses]
-                loss = _Reported.apply(loss, joined(values).sum())
+                values = joined([of.surrogate.detach() if of.value is None else of.value for of in losses])
+                loss = _Reported.apply(loss, (values if weights is None else values * weights.repeat(2)).sum())
             loss = loss * scale
+            if self.teacher is not None:
+                if teacher_scores is None or teacher_rows is None:
+                    self._fail(
+                        "teacher_scores", "and teacher_rows are missing; pass what the teacher says of the pairs"
+                    )
+                if teacher_scores.shape != (len(like), 1 + teacher_rows.shape[-1]) or len(teacher_rows) != len(like):
+                    shapes = f"{tuple(teacher_scores.shape)}, teacher_rows {tuple(teacher_rows.shape)}"
+                    self._fail("teacher_scores", f"has shape {shapes}; they must be ({len(like)}, 1 + K) and (…, K)")
+                given = like[:0] if negatives is None else negatives.to(like)
+                learned = teacher_loss(
+                    self.teacher,
+                    like,
+                    pairs.right,
+                    given,
+                    teacher_rows,
+                    teacher_scores.to(like) / self.teacher_temperature,
+                    temperature,
+                    weights,
+                )
+                loss = self.own_weight * loss + self.teacher_weight * learned
         for random, draws in sources:
             random.draws = draws
         watched, temperature = pairs.detached(*copies), temperature.detach()
@@ -503,6 +576,33 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             on_cpu=(on_cpu[0], on_cpu[1]) if on_cpu else None,
         )
         return pairs, (parts[0].to(precision), parts[1].to(precision))
+
+    def _guided(
+        self,
+        pairs: Pairs,
+        left: Tensor | None,
+        right: Tensor | None,
+        mined: Tensor | None,
+        negatives: Tensor | None,
+    ) -> Pairs:
+        """The pairs with a guide's vectors of all ranks; its arguments are those of `forward`."""
+        if self.needs_encode:
+            in_batch = "InfoNCE, DCL, HCL, SogCLR, ISogCLR, SACLR or SigLIP"
+            self._fail("guide_left", f"judges what is in the batch, not what is drawn besides; take {in_batch}")
+        if self.views:
+            self._fail("guide_left", "does not go with views=True, where the positive is the anchor's own image")
+        num_mined = 0 if negatives is None else len(negatives)
+        if left is None or right is None or (num_mined and mined is None):
+            self._fail("guide_left", "guide_right and, with negatives, guide_negatives are given together")
+        mined = right[:0] if mined is None else mined
+        given = [vectors.to(pairs.left) for vectors in (left, right, mined)]
+        if [tuple(v.shape) for v in given] != [(n, left.shape[-1]) for n in (len(pairs.left),) * 2 + (num_mined,)]:
+            shapes = ", ".join(str(tuple(vectors.shape)) for vectors in given)
+            self._fail("guide_left", f"guide_right and guide_negatives have shapes {shapes}; give a vector per item")
+        sizes = distributed.rank_sizes(len(given[2]), given[2].device)
+        every = [distributed.gather(vectors, pairs.sizes) for vectors in given[:2]]
+        together = distributed.gather(given[2], sizes) if any(sizes) else given[2]
+        return replace(pairs, guide=(given[0], given[1], every[0], every[1], together, self.guide_margin))
 
     def _look(
         self, embeddings: dict[str, Tensor], rows: Tensor, both: Tensor, ids: dict[str, Tensor]

@@ -45,6 +45,7 @@ class Matryoshka(Objective):
         self.dims = [dims[number] for number in order]
         self.objectives = nn.ModuleList(objectives[number] for number in order)
         self.needs_encode, self.num_neighbors = last.needs_encode, last.num_neighbors
+        self.teacher = last.teacher
         self.needs_num_left, self.corpus_of_pairs = last.needs_num_left, last.corpus_of_pairs
 
     def __iter__(self) -> Iterator[Objective]:
@@ -95,6 +96,7 @@ class Matryoshka(Objective):
         right_positives: Tensor | None = None,
         negatives: Tensor | None = None,
         negative_id: Tensor | None = None,
+        **judged: Tensor | None,
     ) -> ObjectiveOutput:
         """The mean of the objectives; arguments as of `Objective.forward`."""
         if left.shape[-1] < self.dims[-1]:
@@ -117,6 +119,7 @@ class Matryoshka(Objective):
                 right_positives=right_positives,
                 negatives=None if negatives is None else prefix(negatives, dim),
                 negative_id=negative_id,
+                **judged,
             )
         loss = torch.stack([output.loss for output in outputs.values()]).mean()
         return ObjectiveOutput(loss, MetricsByDim({dim: output.metrics for dim, output in outputs.items()}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,13 @@ class Batch(NamedTuple):
         right_positives: (b, K) left ids positive with each right item, padded with -1; None when each has one.
         negatives: inputs of the right tower for n mined negatives; None when there are none.
         negative_id: (n,) their right ids; None when there are none.
+        weights: (b,) what each pair's loss is multiplied by; None when all are 1.
+        teacher_scores: (b, 1 + K) a teacher's scores of each pair's positive and of its own mined negatives; NaN where
+            it has none; None when there are none at all.
+        teacher_rows: (b, K) the rows of `negatives` that these are, padded with -1.
+        guide_left: (b, G) a guide's vectors of the left items, NaN where it has none; None without a guide.
+        guide_right: (b, G) likewise of the right items.
+        guide_negatives: (n, G) likewise of the mined negatives.
         bad: (index, reason) of each sample left out.
     """
 
@@ -65,12 +73,63 @@ class Batch(NamedTuple):
     right_positives: Tensor | None = None
     negatives: Inputs | None = None
     negative_id: Tensor | None = None
+    weights: Tensor | None = None
+    teacher_scores: Tensor | None = None
+    teacher_rows: Tensor | None = None
+    guide_left: Tensor | None = None
+    guide_right: Tensor | None = None
+    guide_negatives: Tensor | None = None
     bad: tuple[tuple[int, str], ...] = ()
+
+    def judged(self) -> dict[str, Tensor]:
+        """Weights, a teacher's scores and a guide's vectors, as far as there are any: arguments of an objective."""
+        names = ("weights", "teacher_scores", "teacher_rows", "guide_left", "guide_right", "guide_negatives")
+        given = {name: getattr(self, name) for name in names}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     @property
     def size(self) -> int:
         """b, the number of pairs."""
         return self.indices.shape[0]
+
+
+class Guide:
+    """A guide's embeddings of the items of pairs, read by id from the files where they lie.
+
+    Args:
+        pairs: the training pairs.
+        left: folder of embeddings of their left items (`dualenc.data.corpus.corpora` gives the ids).
+        right: folder of embeddings of their right items, by the same model.
+
+    Raises:
+        DualencError: no embeddings, of different dimensions, or of none of the items.
+    """
+
+    def __init__(self, pairs: PairDataset, left: str | os.PathLike[str], right: str | os.PathLike[str]) -> None:
+        from dualenc.data.corpus import corpora
+        from dualenc.search.embeddings import Embeddings
+
+        self._stored: dict[Side, Any] = {}
+        self._rows: dict[Side, np.ndarray] = {}
+        for side, folder, corpus in zip(SIDES, (left, right), corpora(pairs)):
+            stored = Embeddings.open(folder)
+            row_of = {name: row for row, name in enumerate(stored.ids)}
+            self._stored[side] = stored.vectors
+            self._rows[side] = np.array([row_of.get(name, -1) for name in corpus.ids], dtype=np.int64)
+            if (self._rows[side] < 0).all():
+                raise DualencError(f"{folder}: embeds no {side} item of the pairs; embed the data that is trained on")
+        dims = [int(self._stored[side].shape[1]) for side in SIDES]
+        if dims[0] != dims[1]:
+            raise DualencError(f"{left} has dimension {dims[0]} and {right} {dims[1]}; embed both with one model")
+
+    def vectors(self, side: Side, ids: np.ndarray) -> np.ndarray:
+        """(n, G) float32 unit vectors of items (n,) of a side; NaN where there is none."""
+        rows = self._rows[side][ids]
+        found = np.asarray(self._stored[side][np.maximum(rows, 0)], dtype=np.float32)
+        with np.errstate(invalid="ignore"):
+            found = found / np.linalg.norm(found, axis=1, keepdims=True)
+        found[rows < 0] = np.nan
+        return found
 
 
 class BatchLoader:
@@ -85,6 +144,7 @@ class BatchLoader:
         on_error: "skip" leaves bad samples out of their batch and lists them, "raise" stops at the first.
         augment: training augmentation; False for the preprocessing of evaluation.
         pin_memory: page-locked host memory, for faster copies to a GPU.
+        guide: a guide's vectors of both sides.
     """
 
     def __init__(
@@ -98,7 +158,9 @@ class BatchLoader:
         on_error: OnError = "skip",
         augment: bool = True,
         pin_memory: bool = False,
+        guide: Guide | None = None,
     ) -> None:
+        self.guide = guide
         for side in SIDES:
             pairs.positives(side, np.zeros(1, dtype=np.int64))  # builds its table once, here, not in every worker
         self.pairs, self.seed, self.on_error, self.augment = pairs, seed, on_error, augment
@@ -170,6 +232,24 @@ class BatchLoader:
             listed = self.pairs.positives(side, ids[side]) if kept else np.zeros((0, 1))
             return torch.from_numpy(np.ascontiguousarray(listed)) if listed.shape[1] > 1 else None
 
+        weights = scores = rows = None
+        if getattr(self.pairs, "weights", None) is not None:
+            weights = torch.tensor([pair.weight for pair in pairs], dtype=torch.float32)
+        if getattr(self.pairs, "scores", None) is not None:
+            counts = [len(pair.negatives) for pair in pairs]
+            scores = torch.full((len(pairs), 1 + max(counts, default=0)), torch.nan)
+            rows = torch.full((len(pairs), max(counts, default=0)), -1, dtype=torch.int64)
+            first = 0
+            for row, (pair, count) in enumerate(zip(pairs, counts, strict=True)):
+                scores[row, 0] = torch.nan if pair.score is None else pair.score
+                scores[row, 1 : 1 + len(pair.negative_scores)] = torch.tensor(pair.negative_scores)
+                rows[row, :count] = torch.arange(first, first + count)
+                first += count
+
+        def guides(side: Side, of: np.ndarray) -> Tensor | None:
+            return None if self.guide is None else torch.from_numpy(self.guide.vectors(side, of))
+
+        mined_ids = np.array([item_id for _, item_id, _ in mined], dtype=np.int64)
         return Batch(
             indices=torch.tensor(kept, dtype=torch.int64),
             left_id=torch.from_numpy(ids["left"]),
@@ -180,6 +260,12 @@ class BatchLoader:
             right_positives=positives("right"),
             negatives=inputs("right", [item for item, _, _ in mined], [s for _, _, s in mined]) if mined else None,
             negative_id=torch.tensor([item_id for _, item_id, _ in mined], dtype=torch.int64) if mined else None,
+            weights=weights,
+            teacher_scores=scores,
+            teacher_rows=rows,
+            guide_left=guides("left", ids["left"]),
+            guide_right=guides("right", ids["right"]),
+            guide_negatives=guides("right", mined_ids) if mined else None,
             bad=tuple(bad),
         )
 

@@ -31,7 +31,7 @@ from dualenc.training.averages import AveragedWeights
 from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
 from dualenc.training.evaluators import BestModel, Evaluator
-from dualenc.training.loader import Batch, BatchLoader, ItemEncoder
+from dualenc.training.loader import Batch, BatchLoader, Guide, ItemEncoder
 from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.optim import build_optimizer, build_schedule, trainable_parameters
 from dualenc.training.plan import BatchPlan, fresh_embeddings, tell_neighbors
@@ -108,6 +108,9 @@ class Loop:
             self.optimizer, settings.schedule, self.total_steps, settings.warmup, settings.final_fraction
         )
         self.items = ItemEncoder(model, pairs, seed=settings.seed, on_error=settings.on_error)
+        guide = None
+        if settings.guide_left is not None and settings.guide_right is not None:
+            guide = Guide(pairs, settings.guide_left, settings.guide_right)
         self.loader = BatchLoader(
             pairs,
             model.left.prepare,
@@ -116,6 +119,7 @@ class Loop:
             num_workers=settings.num_workers,
             on_error=settings.on_error,
             pin_memory=self.device.type == "cuda",
+            guide=guide,
         )
         card = partial(training_card, pairs, objective, asdict(settings), recipe)
         self.best = BestModel(
@@ -317,6 +321,7 @@ class Loop:
                 right_positives=_moved(batch.right_positives, self.device),
                 negatives=None if batch.negatives is None else negatives,
                 negative_id=_moved(batch.negative_id, self.device),
+                **{name: of.to(self.device, non_blocking=True) for name, of in batch.judged().items()},
             )
             loss = output.loss / len(batches)
             if self.one_backward and len(outputs) + 1 == len(batches):

@@ -121,6 +121,9 @@ class Trainer:
         selection_embeddings: for batchings that use embeddings: "epoch" takes those of the last epoch's batches,
             "fresh" makes an evaluation-mode pass at the start of every epoch.
         selection_background: select while training goes on, one epoch late; false waits for it.
+        guide_left: folder of a guide's embeddings of the left items, by which likely false negatives are no negatives
+            (`guide_margin` of the objective): `dualenc mine` keeps such folders, `dualenc embed` makes them.
+        guide_right: likewise of the right items.
         tracker: accelerate's trackers, such as tensorboard or wandb; several separated by commas.
         project: what trackers call the project.
         timeout_minutes: how long a process waits for another before it takes it for hung; longer than whatever one
@@ -165,6 +168,8 @@ class Trainer:
     on_error: OnError = "skip"
     selection_embeddings: EmbeddingSource = "epoch"
     selection_background: bool = True
+    guide_left: str | None = None
+    guide_right: str | None = None
     tracker: str | None = None
     project: str = "dualenc"
     timeout_minutes: float = 10.0
@@ -191,6 +196,8 @@ class Trainer:
             raise DualencError(f"on_error is {self.on_error!r}; choose 'skip' or 'raise'")
         if self.max_gradient_norm is not None and not 0 < self.max_gradient_norm < math.inf:
             raise DualencError(f"max_gradient_norm is {self.max_gradient_norm}; it must be above 0; null leaves it out")
+        if (self.guide_left is None) != (self.guide_right is None):
+            raise DualencError("guide_left and guide_right are given together; name the embeddings of both sides")
         self.freeze = (self.freeze,) if isinstance(self.freeze, str) else tuple(self.freeze)
         if self.weight_average is not None and not 0 < self.weight_average < 1:
             raise DualencError(f"weight_average is {self.weight_average}; it must be between 0 and 1, such as 0.999")
@@ -313,6 +320,16 @@ class Trainer:
                         f"the {side} side of {what} is {theirs_is}, but that of the model encodes {ours_is}; choose a "
                         f"model for {theirs_is} or other data"
                     )
+        if self.guide_left is not None and (objective.needs_encode or objective.views):
+            raise DualencError(
+                f"trainer.guide_left judges the candidates of a batch; {type(objective).__name__} as set draws others "
+                "or compares views; leave the guide out, or take an objective of the batch such as InfoNCE or SogCLR"
+            )
+        if getattr(objective, "teacher", None) is not None and getattr(pairs, "scores", None) is None:
+            raise DualencError(
+                f"objective.teacher is {objective.teacher} but the data holds no scores; give it mined negatives with "
+                "scores (MinedPairs with scores: true), or leave teacher out"
+            )
         names = getattr(evaluator, "metric_names", ())
         if evaluator is not None and names and evaluator.primary not in names:
             raise DualencError(

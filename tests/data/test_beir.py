@@ -46,6 +46,19 @@ def test_titles_and_grades_can_be_set(folder: Path) -> None:
     assert [p.right for p in BeirPairs(folder, titles=False, min_grade=2)] == ["text 3"]
 
 
+def test_grades_as_weights_are_one_on_average(tmp_path: Path) -> None:
+    lines = [{"_id": f"x{i}", "text": f"text {i}"} for i in range(4)]
+    for name in ("corpus", "queries"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "qrels").mkdir()
+    judged = [("x0", "x1", 1), ("x0", "x2", 3), ("x1", "x3", 2), ("x2", "x0", 0)]
+    (tmp_path / "qrels" / "train.tsv").write_text("".join(f"{q}\t{d}\t{grade}\n" for q, d, grade in judged))
+    assert BeirPairs(tmp_path).weights is None
+    assert [pair.weight for pair in BeirPairs(tmp_path, weigh_grades=True)] == [0.5, 1.5, 1.0]
+    with pytest.raises(DualencError, match="a weight is not below 0; give min_grade 1"):
+        BeirPairs(tmp_path, weigh_grades=True, min_grade=0)
+
+
 def test_read_beir_gives_queries_of_the_split_and_all_judgements(folder: Path) -> None:
     queries, corpus, qrels = read_beir(folder, "train")
     assert (queries.ids, [queries[i] for i in range(2)]) == (["q0", "q2"], ["query 0", "query 2"])

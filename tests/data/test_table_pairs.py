@@ -365,6 +365,71 @@ def test_both_layouts_read_alike(tmp_path: Path) -> None:
     assert list(one) == list(other)
 
 
+def test_a_teachers_scores_follow_their_texts(tmp_path: Path) -> None:
+    """Each text names its score; a negative that is a positive too leaves with its score, and lists are cut alike."""
+    random = np.random.default_rng(0)
+    rows = []
+    for number in range(20):
+        names = [f"t{i}" for i in random.choice(30, 6, replace=False)]
+        pos, neg = names[: 1 + number % 2], [*names[2:], names[0]][number % 3 :]
+        scores = {"pos_scores": [int(t[1:]) / 2 for t in pos], "neg_scores": [int(t[1:]) / 2 for t in neg]}
+        rows.append({**flag(f"q{number}", pos, neg), **scores})
+    passages = [
+        {
+            "query_id": str(number),
+            "query": row["query"],
+            "positive_passages": [{"docid": t, "text": t, "score": int(t[1:]) / 2} for t in row["pos"]],
+            "negative_passages": [{"docid": t, "text": t, "score": int(t[1:]) / 2} for t in row["neg"]],
+        }
+        for number, row in enumerate(rows)
+    ]
+    for records in (rows, passages):
+        path = write_jsonl(tmp_path / "x.jsonl", records)
+        for pairs in (MinedPairs(path, scores=True), MinedPairs(path, scores=True, max_negatives=2)):
+            assert sum(len(pair.negatives) for pair in pairs) > 20
+            for pair in pairs:
+                assert pair.score == int(pair.right[1:]) / 2
+                assert pair.negative_scores == tuple(int(text[1:]) / 2 for text in pair.negatives)
+        without = MinedPairs(path)
+        assert without[0].score is None
+        assert without.identities() != MinedPairs(path, scores=True).identities()
+
+
+def test_scores_that_fit_no_text_are_told_and_left_out(tmp_path: Path) -> None:
+    rows = [
+        {**flag("q0", ["p0"], ["n0", "n1"]), "pos_scores": [1.5], "neg_scores": [0.5]},
+        {**flag("q1", ["p1"], ["n2"]), "pos_scores": [None], "neg_scores": [2]},
+        {**flag("q2", ["p2"], []), "pos_scores": [3]},
+    ]
+    path = write_jsonl(tmp_path / "x.jsonl", rows)
+    pairs = MinedPairs(path, scores=True)
+    np.testing.assert_array_equal([pair.score for pair in pairs], [1.5, np.nan, 3])
+    np.testing.assert_array_equal(np.concatenate([pair.negative_scores for pair in pairs]), [np.nan, np.nan, 2])
+    assert pairs.skipped == 1
+    with pytest.raises(BadSample, match=r"x\.jsonl:1: neg_scores that are not one for each text; give a number each"):
+        MinedPairs(path, scores=True, on_error="raise")
+    with pytest.raises(DualencError, match="no column 'pos_scores'"):
+        MinedPairs(write_jsonl(tmp_path / "y.jsonl", [{"query": "q", "pos": ["p"], "neg": ["n"]}]), scores=True)
+    with pytest.raises(DualencError, match="no positive has a teacher's score; mine them"):
+        MinedPairs(write_jsonl(tmp_path / "z.jsonl", [tevatron("q", ["T|one"], ["U|two"])]), scores=True)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_weight_column(tmp_path: Path, ending: str) -> None:
+    rows = [{"q": f"q{i}", "d": f"d{i}", "grade": weight} for i, weight in enumerate([1.0, 0.5, 0.0, -1.0, None, 2.0])]
+    path = tmp_path / f"x.{ending}"
+    if ending == "jsonl":
+        write_jsonl(path, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    pairs = TablePairs(path, "q", "d", weight_column="grade")
+    assert [(pair.left, pair.weight) for pair in pairs] == [("q0", 1), ("q1", 0.5), ("q2", 0), ("q5", 2)]
+    assert pairs.skipped == 2
+    assert [pair.weight for pair in TablePairs(path, "q", "d")] == [1] * 6
+    with pytest.raises(BadSample, match="no weight of 0 or more in column 'grade'; mend the row"):
+        TablePairs(path, "q", "d", weight_column="grade", on_error="raise")
+
+
 def test_rows_without_negatives(tmp_path: Path) -> None:
     pairs = MinedPairs(write_jsonl(tmp_path / "x.jsonl", [{"query": "q", "pos": ["p"]}, flag("r", ["s"], ["t"])]))
     assert [p.negatives for p in pairs] == [(), ("t",)]

@@ -205,3 +205,25 @@ def test_ids_out_of_range_are_told():
     _, bind = make_items()
     with pytest.raises(DualencError, match=r"right item 24, but ids lie in \[0, 24\)"):
         bind()("right", torch.tensor([24]))
+
+
+def test_weights_and_a_teachers_scores_come_with_their_pairs():
+    negatives = [[(i + 1 + k) % 24 for k in range(i % 3)] for i in range(24)]
+    said = [[100 * i + n for n in row] for i, row in enumerate(negatives)]
+    pairs = tiny_pairs(
+        negatives=negatives,
+        weights=np.arange(24) / 4,
+        scores=[-1.0 * i for i in range(24)],
+        negative_scores=np.concatenate(said),
+        bad=(7,),
+    )
+    for batch in make_loader(pairs, augment=False).batches(PLAN):
+        assert batch.judged().keys() == {"weights", "teacher_scores", "teacher_rows"}
+        assert batch.weights.tolist() == [i / 4 for i in batch.indices.tolist()]
+        for row, pair in enumerate(batch.indices.tolist()):
+            assert batch.teacher_scores[row, 0] == -pair
+            rows = [n for n in batch.teacher_rows[row].tolist() if n >= 0]
+            assert batch.negative_id[rows].tolist() == negatives[pair]
+            assert batch.teacher_scores[row, 1 : 1 + len(rows)].tolist() == said[pair]
+            assert batch.teacher_scores[row, 1 + len(rows) :].isnan().all()
+    assert next(make_loader().batches(PLAN)).judged() == {}

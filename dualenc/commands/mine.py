@@ -1,0 +1,163 @@
+"""`dualenc mine`: hard negatives for training, found by a model."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Literal
+
+from dualenc.errors import DualencError
+from dualenc.terminal import printable
+
+
+def mine(
+    model: str,
+    data: str,
+    *,
+    out: str,
+    num_negatives: int = 8,
+    first_rank: int = 1,
+    last_rank: int = 100,
+    relative: float | None = 0.95,
+    margin: float | None = None,
+    max_score: float | None = None,
+    percentile: float | None = None,
+    against: Literal["lowest", "mean", "highest"] = "mean",
+    pick: Literal["top", "random"] = "top",
+    seed: int = 0,
+    cross_encoder: str | None = None,
+    form: Literal["flagembedding", "tevatron"] = "flagembedding",
+    factory: str = "exact",
+    embeddings: str | None = None,
+    plot: str | None = None,
+    split: str = "train",
+    left_column: str | None = None,
+    right_column: str | None = None,
+    batch_size: int = 32,
+    dtype: Literal["float16", "float32"] = "float32",
+    device: str | None = None,
+) -> None:
+    """Mine hard negatives: documents that a model ranks high for a query and that nobody calls relevant.
+
+    Known positives are left out by their ids, and with them documents of the same text. What scores too close to its
+    positive is left out as likely relevant: by default above 95 % of the positive's score (Moreira et al. 2024); of
+    several limits the lowest counts. Each row keeps the scores of its positives and negatives, as a teacher's. The same
+    command again resumes an interrupted run; with other limits it embeds nothing anew.
+
+    Args:
+        model: model folder or name, of kind query-document or vector.
+        data: training pairs: BEIR folder, csv / tsv / jsonl / parquet file, mined negatives, or data set by hub name.
+        out: file to write: {"query", "pos", "neg", "pos_scores", "neg_scores", …}, one query a line.
+        num_negatives: for each query at most.
+        first_rank: first rank to take, counted from 1 without known positives; 11 skips the first ten.
+        last_rank: last rank to take.
+        relative: a negative scores at most this share of its positive's score; null for no such limit.
+        margin: a negative scores at least so much less than its positive.
+        max_score: no negative scores more.
+        percentile: no negative scores more than this percentile (0 to 100) of the scores of all known pairs.
+        against: which score counts where a query has several positives.
+        pick: the best of what is left, or a random sample of it.
+        seed: of the random samples.
+        cross_encoder: folder or name of a sentence-transformers CrossEncoder that scores pairs and candidates again;
+            its scores then count for order and limits, and are kept.
+        form: rows as FlagEmbedding or as Tevatron reads them; dualenc reads both.
+        factory: exact, or a FAISS factory string (auto chooses one) for a corpus too large to compare with.
+        embeddings: folder to keep the embeddings in; by default OUT-embeddings.
+        plot: file for a histogram of the scores, such as scores.svg or scores.png.
+        split: of a BEIR folder or a data set that has several.
+        left_column: of a table, with the queries, where it has no usual name.
+        right_column: of a table, with the documents, where it has no usual name.
+        batch_size: items per forward pass, of the cross-encoder too.
+        dtype: precision of the stored vectors.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+    """
+    from dualenc import distributed
+    from dualenc.commands.evaluation import (
+        HIGHEST_SEED,
+        MOST_ITEMS,
+        check_range,
+        check_writable,
+        embed_into,
+        open_model,
+        start_processes,
+    )
+    from dualenc.data.corpus import corpora
+    from dualenc.data.sources import open_pairs
+    from dualenc.evaluation import plots
+    from dualenc.evaluation.report import Table, print_table
+    from dualenc.search.build import check_factory
+    from dualenc.search.mining import Rule, check_mined, open_cross_encoder
+    from dualenc.search.mining import mine as mine_negatives
+
+    check_range(1, MOST_ITEMS, num_negatives=num_negatives, last_rank=last_rank, batch_size=batch_size)
+    check_range(0, HIGHEST_SEED, seed=seed)
+    rule = Rule(
+        num_negatives=num_negatives,
+        first_rank=first_rank,
+        last_rank=last_rank,
+        relative=relative,
+        margin=margin,
+        max_score=max_score,
+        percentile=percentile,
+        against=against,
+        pick=pick,
+        seed=seed,
+    )
+    if factory != "exact":
+        check_factory(factory)
+    target = Path(out)
+    check_mined(target)
+    if plot is not None and Path(plot).suffix not in (".svg", ".png", ".pdf"):
+        raise DualencError(f"{plot}: a plot is written as .svg, .png or .pdf; name such a file")
+    for path in [target.parent, *([] if plot is None else [Path(plot).parent])]:
+        check_writable(path)
+    device_to_use = start_processes(device)
+    pairs = open_pairs(data, left_column, right_column, split=split)
+    left, right = corpora(pairs)
+    if "image" in (left.modality, right.modality):
+        raise DualencError(f"{data}: holds images, and rows of mined negatives hold texts; give texts or vectors")
+    encoder = open_model(model, ("query-document", "vector"), device_to_use)
+    rescore, rescored_by = None, ""
+    if cross_encoder is not None:
+        rescore, rescored_by = open_cross_encoder(cross_encoder, batch_size=batch_size, device=str(device_to_use))
+    kept = Path(embeddings or target.with_name(f"{target.name}-embeddings"))
+    queries = embed_into(kept / "queries", encoder.left, left, batch_size, side="left", model=model, dtype=dtype)
+    documents = embed_into(kept / "documents", encoder.right, right, batch_size, side="right", model=model, dtype=dtype)
+    if distributed.is_main():
+        report = mine_negatives(
+            queries,
+            documents,
+            pairs,
+            target,
+            rule=rule,
+            rescore=rescore,
+            rescored_by=rescored_by,
+            form=form,
+            factory=factory,
+        )
+        edges, counts = report.histogram()
+        rows = [
+            {"score": f"{low:.2f} to {high:.2f}", **{name: int(counted[place]) for name, counted in counts.items()}}
+            for place, (low, high) in enumerate(itertools.pairwise(edges))
+        ]
+        print_table(Table("Scores", rows))
+        told = {
+            "queries": report.queries,
+            "rows written": report.written,
+            "negatives": report.negatives,
+            "candidates": report.candidates,
+            "dropped as known positives or copies": report.known_positives,
+            "dropped as likely false negatives": report.false_negatives,
+            "dropped as repeated": report.repeated,
+            "queries with fewer negatives than asked for": report.fewer_negatives,
+            "queries without negatives (no row)": report.without_negatives,
+            "queries without vectors (no row)": report.without_vectors,
+        }
+        print_table(Table("Mined", [{"what": name, "number": number} for name, number in told.items()]))
+        if plot is not None:
+            plots.save(plots.counts(edges, counts, xlabel="score"), plot)
+            print(printable(f"the histogram is in {plot}"))
+        print(
+            printable(f"{report.written:,} queries with {report.negatives:,} negatives → {out}; embeddings in {kept}")
+        )
+    distributed.barrier()

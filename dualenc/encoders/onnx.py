@@ -1,0 +1,125 @@
+"""Towers as ONNX files, for runtimes without Python; each is compared with the tower before it counts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from dualenc.encoders.dual import SIDES, DualEncoder, Tower
+from dualenc.errors import DualencError
+from dualenc.files import atomic_path, write_json
+
+OUTPUT = "vectors"
+LARGEST_DIFFERENCE = 1e-5
+
+
+class _ByPosition(nn.Module):
+    """A tower that takes its inputs one after the other, as ONNX does."""
+
+    def __init__(self, tower: Tower, names: Sequence[str]) -> None:
+        super().__init__()
+        self.tower, self.names = tower, names
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.tower(dict(zip(self.names, inputs, strict=True)))
+
+
+def export_onnx(model: DualEncoder, folder: Path) -> dict[str, float]:
+    """Write left.onnx and right.onnx, or one both.onnx where one tower encodes both sides alike, and onnx.json.
+
+    Inputs are what `tower.prepare` gives, by name; their first dimension and the length of texts are free. The output
+    "vectors" holds unit vectors (B, D), float32. onnx.json says of each file its inputs, D, and the largest difference
+    from the tower that onnxruntime showed on batches of other sizes than those it was traced with.
+
+    Args:
+        model: on any device; what is written computes in float32.
+        folder: to write to.
+
+    Returns:
+        That largest difference, by the name of the file.
+
+    Raises:
+        DualencError: onnx, onnxscript or onnxruntime is not installed, a tower that cannot be traced, or one whose
+            file differs from it by more than 1e-5.
+    """
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise DualencError(f"ONNX needs more packages ({error.name}); pip install 'dualenc[onnx]'") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    towers = {"both": model.left} if _alike(model) else {side: model.tower(side) for side in SIDES}
+    differences, about = {}, {}
+    for name, tower in towers.items():
+        path, tower = folder / f"{name}.onnx", tower.cpu().float().eval()
+        with atomic_path(path) as part:
+            inputs = _trace(tower, part)
+            session = onnxruntime.InferenceSession(str(part), providers=["CPUExecutionProvider"])
+            differences[path.name] = max(_difference(tower, session, count) for count in (1, 3))
+            if not differences[path.name] <= LARGEST_DIFFERENCE:
+                told = f"differs from the tower by {differences[path.name]:.1g}, more than {LARGEST_DIFFERENCE:g}"
+                raise DualencError(f"{path}: {told}; use the model folder itself")
+        about[path.name] = {
+            "modality": tower.modality,
+            "inputs": {key: str(value.dtype).removeprefix("torch.") for key, value in inputs.items()},
+            "output": OUTPUT,
+            "dim": tower.dim,
+            "largest_difference": differences[path.name],
+        }
+    write_json(folder / "onnx.json", about)
+    return differences
+
+
+def _alike(model: DualEncoder) -> bool:
+    """Whether one file does for both sides; prompts are put before texts outside of it."""
+    return model.shares_weights and type(model.left) is type(model.right)
+
+
+def _trace(tower: Tower, path: Path) -> dict[str, Tensor]:
+    inputs = dict(tower.prepare(_examples(tower, 2)))
+    free = torch.export.Dim.DYNAMIC  # type: ignore[attr-defined]
+    # Of texts (B, T) both are free, of images and vectors the number of items.
+    shapes = tuple({0: free, 1: free} if tower.modality == "text" else {0: free} for _ in inputs)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                _ByPosition(tower, list(inputs)).eval(),
+                tuple(inputs.values()),
+                str(path),
+                dynamo=True,
+                input_names=list(inputs),
+                output_names=[OUTPUT],
+                dynamic_shapes=(shapes,),
+                external_data=False,
+                verbose=False,
+            )
+    except Exception as error:  # of torch.export and onnxscript, of many kinds
+        why = " ".join(str(error).split())[:160] or type(error).__name__
+        raise DualencError(f"the {tower.modality} tower cannot be written as ONNX ({why})") from error
+    return inputs
+
+
+def _difference(tower: Tower, session: Any, count: int) -> float:
+    inputs = dict(tower.prepare(_examples(tower, count)))
+    with torch.no_grad():
+        expected = tower(inputs).numpy()
+    (found,) = session.run([OUTPUT], {name: value.numpy() for name, value in inputs.items()})
+    return float(np.abs(found - expected).max())
+
+
+def _examples(tower: Tower, count: int) -> list[Any]:
+    """Items of different lengths, or of noise."""
+    draw = np.random.default_rng(count)
+    if tower.modality == "text":
+        return [" ".join(["words in a text"] * (number + count)) for number in range(count)]
+    if tower.modality == "image":
+        return [Image.fromarray(draw.integers(0, 256, (48, 64, 3), dtype=np.uint8)) for _ in range(count)]
+    return list(draw.standard_normal((count, tower.prepare.input_dim)).astype(np.float32))  # type: ignore[attr-defined]

@@ -1,0 +1,116 @@
+"""`dualenc mine` as a user types it, and what sentence-transformers mines with the same model and limits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from dualenc.data import MinedPairs, read_beir
+from tests.commands import toy
+from tests.commands.in_process import failure, run
+
+
+@pytest.fixture(scope="module")
+def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 documents and 40 queries, a relevant document each; their ids overlap."""
+    return toy.write_beir(tmp_path_factory.mktemp("data") / "beir", documents=200, queries=40, split="train")
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_the_table_tells_what_the_file_holds(
+    tmp_path: Path, toy_text: Path, beir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("mine", toy_text, beir, "--out", tmp_path / "mined.jsonl", "--plot", tmp_path / "scores.svg")
+    run(*words, "--relative", 0.98, "--num-negatives", 5)
+    shown = capsys.readouterr().out
+    rows = rows_of(tmp_path / "mined.jsonl")
+    told = {" ".join(line.split()[:-1]): line.split()[-1] for line in shown.splitlines() if line.strip()}
+    assert told["rows written"] == str(len(rows))
+    assert told["negatives"] == str(sum(len(row["neg"]) for row in rows))
+    assert int(told["queries without negatives (no row)"]) == 40 - len(rows)
+    assert int(told["dropped as likely false negatives"].replace(",", "")) > 0
+    assert all(s <= 0.98 * row["pos_scores"][0] + 2e-6 for row in rows for s in row["neg_scores"])
+    assert (tmp_path / "scores.svg").read_text().lstrip().startswith("<?xml")
+    assert len(MinedPairs(tmp_path / "mined.jsonl")) == len(rows)
+    # A document with the id of a query is that query, and no candidate of it.
+    assert all(row["query_id"] not in row["neg_id"] for row in rows)
+
+
+def test_other_limits_embed_nothing_anew(tmp_path: Path, toy_text: Path, beir: Path) -> None:
+    words = ("mine", toy_text, beir, "--out", tmp_path / "mined.jsonl")
+    run(*words)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "mined.jsonl-embeddings").rglob("shard-*")}
+    first = (tmp_path / "mined.jsonl").read_bytes()
+    run(*words, "--relative", "null", "--first-rank", 11, "--last-rank", 20, "--form", "tevatron")
+    assert (tmp_path / "mined.jsonl").read_bytes() != first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mined.jsonl-embeddings").rglob("shard-*")} == kept
+    assert len(kept) >= 4
+    run(*words)
+    assert (tmp_path / "mined.jsonl").read_bytes() == first
+
+
+def test_equals_what_sentence_transformers_mines(tmp_path: Path, toy_text: Path, beir: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.util import mine_hard_negatives
+
+    # As a table, so that the corpus is what the pairs hold and no id names a query and a document.
+    read = read_beir(beir, "train")
+    positives = {query: next(iter(read.qrels[query])) for query in read.queries.ids}
+    text_of = dict(zip(read.corpus.ids, (read.corpus[i] for i in range(200))))
+    pairs = [(read.queries[i], text_of[positives[name]]) for i, name in enumerate(read.queries.ids)]
+    used = [text for _, text in pairs]
+    table = [{"query": q, "document": d} for q, d in pairs]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+    run(
+        "mine",
+        toy_text,
+        tmp_path / "pairs.jsonl",
+        "--out",
+        tmp_path / "m.jsonl",
+        "--relative",
+        0.99,
+        "--num-negatives",
+        4,
+    )
+    ours = {row["query"]: row["neg"] for row in rows_of(tmp_path / "m.jsonl")}
+    theirs = mine_hard_negatives(
+        datasets.Dataset.from_list([{"anchor": q, "positive": d} for q, d in pairs]),
+        SentenceTransformer(str(toy_text), device="cpu"),
+        corpus=used,
+        query_prompt_name="query",
+        corpus_prompt_name="document",
+        relative_margin=0.01,
+        num_negatives=4,
+        range_max=len(used) - 1,
+        output_format="triplet",
+        verbose=False,
+    )
+    wanted: dict[str, list[str]] = {}
+    for row in theirs:
+        wanted.setdefault(row["anchor"], []).append(row["negative"])
+    assert len(wanted) > 5
+    assert ours == wanted
+
+
+def test_mistakes_are_told(
+    tmp_path: Path, toy_text: Path, toy_clip: Path, beir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("mine", toy_text, beir, "--out", tmp_path / "mined.jsonl")
+    assert failure(capsys, *words, "--num-negatives", 0).startswith("--num-negatives is 0; it must lie between 1")
+    assert failure(capsys, *words, "--last-rank", 0).startswith("--last-rank is 0")
+    assert failure(capsys, *words, "--percentile", 101) == "percentile is 101.0; give a number from 0 to 100"
+    assert failure(capsys, *words, "--plot", "x.docx").endswith("name such a file")
+    assert "is a folder; name a file" in failure(capsys, "mine", toy_text, beir, "--out", tmp_path)
+    assert "no cross-encoder that sentence-transformers reads" in failure(capsys, *words, "--cross-encoder", toy_clip)
+    assert "this task needs kind query-document or vector" in failure(capsys, "mine", toy_clip, *words[2:])
+    assert "no split 'dev'; there are: train" in failure(capsys, *words, "--split", "dev")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mined.jsonl").write_text('{"query": "q", "pos": ["years of work"], "neg": []}\n')
+    assert "exists and holds no mined negatives; choose another file" in failure(capsys, *words)

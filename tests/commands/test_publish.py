@@ -1,0 +1,82 @@
+"""`dualenc push-model` and `push-data`: what the hub's client is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+
+from dualenc.cli import main
+from dualenc.data.corpus import Corpus
+from dualenc.encoders import VectorEncoder
+from dualenc.search.embed import embed
+
+
+class Hub:
+    """Stands for the hub's client: keeps what it is asked for, by the signatures of the real one."""
+
+    asked: list[tuple[str, dict[str, Any]]]
+
+    def __init__(self) -> None:
+        Hub.asked = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            import inspect
+
+            bound = inspect.signature(getattr(huggingface_hub.hf_api.HfApi, name)).bind(None, *args, **kwargs)
+            Hub.asked.append((name, {key: value for key, value in bound.arguments.items() if key != "self"}))
+            return SimpleNamespace(commit_url="https://hub/commit/1")
+
+        return call
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    return Hub
+
+
+def test_a_model_is_private_unless_told(tmp_path: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    VectorEncoder(8, tower="linear", dim=4).save(folder)
+    assert main(["push-model", str(folder), "me/mine"]) == 0
+    (created, repo), (uploaded, files) = hub.asked
+    assert (created, uploaded) == ("create_repo", "upload_folder")
+    assert (repo["repo_id"], repo["private"], repo["exist_ok"]) == ("me/mine", True, True)
+    assert (files["repo_id"], files["folder_path"], files["repo_type"]) == ("me/mine", folder, "model")
+    assert "https://hub/commit/1" in capsys.readouterr().out
+    assert main(["push-model", str(folder), "me/mine", "--public", "--revision", "next"]) == 0
+    assert [name for name, _ in hub.asked] == ["create_repo", "create_branch", "upload_folder"]
+    assert hub.asked[0][1]["private"] is False
+    assert hub.asked[2][1]["revision"] == "next"
+
+
+def test_embeddings_become_a_data_set(tmp_path: Path, hub: type[Hub]) -> None:
+    tower = VectorEncoder(8, tower="linear", dim=4).left
+    embed(tower, Corpus(["a", "b"], np.eye(8, dtype=np.float32)[:2], "vector"), tmp_path / "emb", progress=False)
+    assert main(["push-data", str(tmp_path / "emb"), "me/vectors"]) == 0
+    assert {asked["repo_type"] for _, asked in hub.asked} == {"dataset"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["push-model", "{tmp}", "me/mine"], "holds no model"),
+        (["push-data", "{tmp}", "me/mine"], "{tmp}"),
+        (["push-model", "{tmp}/model", "mine"], "give owner/name"),
+        (["push-model", "{tmp}/model", "me/mine"], "could not be uploaded"),  # the tests are offline
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    VectorEncoder(8, tower="linear", dim=4).save(tmp_path / "model")
+    assert main([argument.format(tmp=tmp_path) for argument in arguments]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert told.format(tmp=tmp_path) in errors[0]

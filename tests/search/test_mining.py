@@ -1,0 +1,405 @@
+"""Hard negatives: equal to a slow loop over a matrix of scores, read by every reader, resumable."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualenc.data import MinedPairs, PairDataset, VectorPairs
+from dualenc.errors import DualencError
+from dualenc.search import Embeddings
+from dualenc.search.mining import Report, Rule, mine, open_cross_encoder
+
+QUERIES, DOCUMENTS, DIM = 30, 60, 5
+
+
+def unit(rows: int, seed: int) -> np.ndarray:
+    vectors = np.random.default_rng(seed).normal(size=(rows, DIM)).astype(np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def collection(seed: int = 0, per_query: int = 2) -> tuple[Embeddings, Embeddings, PairDataset]:
+    """Texts with vectors; the positives of a query are among its nearest, as of a model that has learned something."""
+    queries, documents = unit(QUERIES, seed), unit(DOCUMENTS, seed + 1)
+    generator = np.random.default_rng(seed + 2)
+    nearest = np.argsort(-(queries @ documents.T), axis=1)[:, :8]
+    left = np.repeat(np.arange(QUERIES), per_query)
+    right = np.concatenate([generator.choice(row, per_query, replace=False) for row in nearest])
+    pairs = PairDataset([f"query {i}" for i in range(QUERIES)], [f"text {i}" for i in range(DOCUMENTS)], left, right)
+    ids = [[str(i) for i in range(n)] for n in (QUERIES, DOCUMENTS)]
+    return Embeddings(ids[0], queries), Embeddings(ids[1], documents), pairs
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def run(tmp_path: Path, rule: Rule, *, seed: int = 0, **how: Any) -> tuple[list[dict[str, Any]], Report]:
+    queries, documents, pairs = collection(seed)
+    report = mine(queries, documents, pairs, tmp_path / "mined.jsonl", rule=rule, progress=False, **how)
+    return rows_of(tmp_path / "mined.jsonl"), report
+
+
+rules = st.builds(
+    Rule,
+    num_negatives=st.integers(1, 12),
+    first_rank=st.integers(1, 10),
+    last_rank=st.integers(10, 80),
+    relative=st.none() | st.floats(0.2, 1.2),
+    margin=st.none() | st.floats(0, 0.6),
+    max_score=st.none() | st.floats(-0.5, 1),
+    percentile=st.none() | st.floats(0, 100),
+    against=st.sampled_from(["lowest", "mean", "highest"]),
+)
+
+
+@given(rule=rules, seed=st.integers(0, 50))
+def test_equals_a_slow_loop(tmp_path_factory: pytest.TempPathFactory, rule: Rule, seed: int) -> None:
+    queries, documents, pairs = collection(seed)
+    scores = queries.vectors.astype(np.float64) @ documents.vectors.T.astype(np.float64)
+    of_pairs = [scores[q, d] for q, d in zip(pairs.left_id, pairs.right_id)]
+    wanted, false_negatives, passed = {}, 0, 0
+    for query in range(QUERIES):
+        relevant = [int(d) for q, d in zip(pairs.left_id, pairs.right_id) if q == query]
+        own = [scores[query, d] for d in relevant]
+        base = {"lowest": min(own), "mean": sum(own) / len(own), "highest": max(own)}[rule.against]
+        limit = math.inf
+        if rule.relative is not None:  # for a positive base this is relative * base
+            limit = base - (1 - rule.relative) * abs(base)
+        if rule.margin is not None:
+            limit = min(limit, base - rule.margin)
+        if rule.max_score is not None:
+            limit = min(limit, rule.max_score)
+        if rule.percentile is not None:
+            limit = min(limit, float(np.percentile(of_pairs, rule.percentile)))
+        rank, negatives = 0, []
+        for document in sorted(range(DOCUMENTS), key=lambda d: -scores[query, d]):
+            if rank == rule.last_rank:
+                break
+            if document in relevant:
+                passed += 1
+                continue
+            rank += 1
+            if rank < rule.first_rank:
+                continue
+            if abs(scores[query, document] - limit) < 1e-6:
+                return  # in float32 it may fall on either side
+            if scores[query, document] > limit:
+                false_negatives += 1
+            elif len(negatives) < rule.num_negatives:
+                negatives.append(str(document))
+        if negatives:
+            wanted[str(query)] = negatives
+    rows, report = run(tmp_path_factory.mktemp("mine"), rule, seed=seed)
+    assert {row["query_id"]: row["neg_id"] for row in rows} == wanted
+    assert report.false_negatives == false_negatives
+    assert report.known_positives == passed
+    assert report.without_negatives == QUERIES - len(wanted)
+    assert report.written == len(wanted)
+    assert report.negatives == sum(map(len, wanted.values()))
+    for row in rows:
+        query = int(row["query_id"])
+        for side in ("pos", "neg"):
+            assert row[side] == [f"text {name}" for name in row[f"{side}_id"]]
+            np.testing.assert_allclose(
+                row[f"{side}_scores"], [scores[query, int(i)] for i in row[f"{side}_id"]], atol=2e-6
+            )
+
+
+@given(
+    positives=st.lists(st.floats(-20, 20), min_size=1, max_size=5),
+    share=st.floats(0, 1),
+    margin=st.floats(0, 5),
+    highest=st.floats(-20, 20),
+)
+def test_limits_are_never_above_a_positive_and_the_lowest_counts(
+    positives: list[float], share: float, margin: float, highest: float
+) -> None:
+    scores = np.array(positives)
+    for against, base in (("lowest", scores.min()), ("mean", scores.mean()), ("highest", scores.max())):
+        relative = Rule(relative=share, against=against).ceiling(scores)
+        assert relative <= base + 1e-9, "of logits below zero, too"
+        if base >= 0:
+            assert relative == pytest.approx(share * base)
+        absolute = Rule(relative=None, margin=margin, against=against).ceiling(scores)
+        assert absolute == pytest.approx(base - margin)
+        every = Rule(relative=share, margin=margin, max_score=highest, percentile=50, against=against)
+        limits = [relative, absolute, highest, np.percentile(scores, 50)]
+        assert every.ceiling(scores, scores) == pytest.approx(min(limits))
+    assert Rule(relative=None).ceiling(scores) == math.inf
+
+
+def test_the_default_is_95_percent_of_the_positive() -> None:
+    assert Rule().ceiling(np.array([0.8])) == pytest.approx(0.76)
+
+
+def test_random_negatives_come_from_the_window_and_differ_by_seed(tmp_path: Path) -> None:
+    window = {
+        row["query_id"]: row["neg_id"] for row in run(tmp_path, Rule(relative=None, num_negatives=40, last_rank=40))[0]
+    }
+    drawn = [
+        run(tmp_path, Rule(relative=None, num_negatives=5, last_rank=40, pick="random", seed=s))[0] for s in (0, 0, 1)
+    ]
+    assert drawn[0] == drawn[1]
+    assert drawn[0] != drawn[2]
+    places = []
+    for row in drawn[0]:
+        assert set(row["neg_id"]) <= set(window[row["query_id"]])
+        assert row["neg_scores"] == sorted(row["neg_scores"], reverse=True)
+        places += [window[row["query_id"]].index(name) for name in row["neg_id"]]
+    assert max(places) > 30, "the best alone would end at 5"
+
+
+def test_an_index_finds_what_exact_search_finds(tmp_path: Path) -> None:
+    assert run(tmp_path, Rule(), factory="Flat")[0] == run(tmp_path, Rule())[0]
+    with pytest.raises(DualencError, match="Nonsense"):
+        run(tmp_path, Rule(), factory="Nonsense")
+
+
+def test_copies_of_positives_and_of_the_query_are_no_negatives_and_others_stand_once(tmp_path: Path) -> None:
+    texts = ["the answer", "the answer", "what is it?", "other", "other", "third"]
+    vectors = np.array([[1, 0], [1, 0], [0.99, 0.14], [0.9, 0.436], [0.9, 0.436], [0.5, 0.866]], np.float32)
+    pairs = PairDataset(["what is it?"], texts, [0], [0])
+    report = mine(
+        Embeddings(["0"], vectors[:1]),
+        Embeddings([str(i) for i in range(6)], vectors),
+        pairs,
+        tmp_path / "mined.jsonl",
+        rule=Rule(relative=None),
+        progress=False,
+    )
+    assert rows_of(tmp_path / "mined.jsonl")[0]["neg"] == ["other", "third"]
+    assert (report.known_positives, report.repeated, report.candidates) == (3, 1, 3)
+
+
+def test_an_item_without_a_vector_is_neither_asked_for_nor_found(tmp_path: Path) -> None:
+    queries, documents, pairs = collection(per_query=1)
+    lost = int(pairs.right_id[3])
+    kept = [i for i in range(DOCUMENTS) if i != lost]
+    fewer = Embeddings([str(i) for i in kept], documents.vectors[kept])
+    report = mine(queries, fewer, pairs, tmp_path / "mined.jsonl", rule=Rule(relative=None), progress=False)
+    rows = rows_of(tmp_path / "mined.jsonl")
+    without = {str(q) for q, d in zip(pairs.left_id, pairs.right_id) if d == lost}
+    assert report.without_vectors == len(without) > 0
+    assert {row["query_id"] for row in rows} == {str(i) for i in range(QUERIES)} - without
+    assert all(str(lost) not in row["neg_id"] for row in rows)
+
+
+def judge(texts: Sequence[tuple[str, str]]) -> np.ndarray:
+    """Logits, some below zero, that follow from the numbers in the texts."""
+    return np.array([math.sin(int(q.split()[1]) * 7.3 + int(d.split()[1]) * 1.7) * 5 for q, d in texts], np.float32)
+
+
+def test_a_judge_orders_and_limits_the_window_and_its_scores_are_kept(tmp_path: Path) -> None:
+    rows, report = run(
+        tmp_path, Rule(num_negatives=4, last_rank=20, against="lowest"), rescore=judge, rescored_by="sine"
+    )
+    window = {r["query_id"]: r["neg_id"] for r in run(tmp_path, Rule(relative=None, num_negatives=20, last_rank=20))[0]}
+    assert 0 < report.without_negatives < QUERIES
+    for row in rows:
+        scores = {
+            name: float(judge([(row["query"], f"text {name}")])[0]) for name in window[row["query_id"]] + row["pos_id"]
+        }
+        base = min(scores[name] for name in row["pos_id"])
+        limit = base - 0.05 * abs(base)
+        allowed = sorted((n for n in window[row["query_id"]] if scores[n] <= limit), key=lambda n: -scores[n])
+        assert row["neg_id"] == allowed[:4]
+        np.testing.assert_allclose(row["neg_scores"], [scores[name] for name in row["neg_id"]], atol=1e-5)
+        np.testing.assert_allclose(row["pos_scores"], [scores[name] for name in row["pos_id"]], atol=1e-5)
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dualenc.search.mining.QUERIES_PER_BLOCK", 10)
+    asked: list[tuple[str, str]] = []
+
+    def stopping(texts: Sequence[tuple[str, str]]) -> np.ndarray:
+        if len({q for q, _ in texts} & {"query 15"}) and len(asked) < 1000 and not resumed:
+            raise KeyboardInterrupt
+        asked.extend(texts)
+        return judge(texts)
+
+    rule, resumed = Rule(last_rank=12), True
+    whole, told = run(tmp_path, rule, rescore=judge, rescored_by="sine")
+    (tmp_path / "mined.jsonl").unlink()
+    monkeypatch.setattr("dualenc.search.mining.PAIRS_PER_BLOCK", 20)
+    resumed = False
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, rule, rescore=stopping, rescored_by="sine")
+    assert not (tmp_path / "mined.jsonl").exists()
+    before = len(asked)
+    assert before > 0
+    resumed = True
+    again, report = run(tmp_path, rule, rescore=stopping, rescored_by="sine")
+    assert again == whole
+    assert report == told
+    assert len(asked) == len(set(asked)), "nothing is judged twice"
+    assert [path.name for path in tmp_path.iterdir()] == ["mined.jsonl"]
+
+
+def test_unfinished_work_of_other_settings_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dualenc.search.mining.QUERIES_PER_BLOCK", 10)
+    calls = 0
+
+    def stopping(texts: Sequence[tuple[str, str]]) -> np.ndarray:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return judge(texts)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Rule(num_negatives=3), rescore=stopping, rescored_by="sine")
+    rows, _ = run(tmp_path, Rule(num_negatives=2))
+    (tmp_path / "mined.jsonl").unlink()
+    assert rows == run(tmp_path, Rule(num_negatives=2))[0]
+
+
+def test_rows_are_what_flagembedding_documents_and_mined_pairs_reads(tmp_path: Path) -> None:
+    rows, _ = run(tmp_path, Rule(relative=None, num_negatives=3))
+    # FlagEmbedding loads the file so, and wants lists of texts, for distillation with numbers of equal lengths.
+    table = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "mined.jsonl"), split="train", cache_dir=str(tmp_path)
+    )
+    for name in ("pos", "neg"):
+        assert table.features[name] == datasets.List(datasets.Value("string"))
+        assert table.features[f"{name}_scores"] == datasets.List(datasets.Value("float64"))
+        assert all(len(row[name]) == len(row[f"{name}_scores"]) > 0 for row in table)
+    assert table.features["query"] == datasets.Value("string")
+    check_pairs(MinedPairs(tmp_path / "mined.jsonl"), rows)
+
+
+def check_pairs(pairs: MinedPairs, rows: list[dict[str, Any]]) -> None:
+    wanted = [(row["query"], positive, tuple(row["neg"])) for row in rows for positive in row["pos"]]
+    assert [(pair.left, pair.right, pair.negatives) for pair in pairs] == wanted
+    assert pairs.skipped == 0
+
+
+def test_rows_are_what_tevatron_documents(tmp_path: Path) -> None:
+    rows, _ = run(tmp_path, Rule(relative=None, num_negatives=3))
+    passages, _ = run(tmp_path, Rule(relative=None, num_negatives=3), form="tevatron")
+    for row, other in zip(rows, passages, strict=True):
+        assert other.keys() == {"query_id", "query", "positive_passages", "negative_passages"}
+        assert (other["query_id"], other["query"]) == (row["query_id"], row["query"])
+        for short, name in (("pos", "positive_passages"), ("neg", "negative_passages")):
+            # Its reader takes `title + " " + text` where there is a title; here it is in the text already.
+            assert [p["text"] for p in other[name]] == row[short]
+            assert [p["docid"] for p in other[name]] == row[f"{short}_id"]
+            assert [p["score"] for p in other[name]] == row[f"{short}_scores"]
+            assert all("title" not in p for p in other[name])
+    check_pairs(MinedPairs(tmp_path / "mined.jsonl"), rows)
+
+
+@pytest.mark.parametrize("form", ["flagembedding", "tevatron"])
+def test_of_vectors_the_rows_name_ids(tmp_path: Path, form: Any) -> None:
+    left, right = unit(20, 0), unit(20, 1)
+    np.save(tmp_path / "q.npy", left)
+    np.save(tmp_path / "d.npy", right)
+    pairs = VectorPairs(tmp_path / "q.npy", tmp_path / "d.npy")
+    ids = [str(i) for i in range(20)]
+    mine(
+        Embeddings(ids, left), Embeddings(ids, right), pairs, tmp_path / "m.jsonl", rule=Rule(relative=None), form=form
+    )
+    read = MinedPairs(tmp_path / "m.jsonl", queries=tmp_path / "q.npy", documents=tmp_path / "d.npy")
+    scores = left @ right.T
+    for pair in read:
+        row = int(np.argmax((left == pair.left).all(1)))
+        np.testing.assert_array_equal(pair.right, right[row])
+        best = [d for d in np.argsort(-scores[row]) if d != row][:8]
+        np.testing.assert_array_equal(np.stack(pair.negatives), right[best])
+
+
+def test_histogram_counts_every_score_once_in_few_bins() -> None:
+    report = Report()
+    generator = np.random.default_rng(0)
+    drawn = {"positives": generator.normal(5, 3, 1000), "negatives": generator.normal(-5, 3, 500)}
+    for name, values in drawn.items():
+        for part in np.array_split(values, 7):
+            report.count(name, part)
+    edges, counts = report.histogram(most_rows=16)
+    assert len(edges) <= 17
+    for name, values in drawn.items():
+        np.testing.assert_array_equal(counts[name], np.histogram(values, edges)[0])
+        assert counts[name].sum() == len(values)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"num_negatives": 0}, "num_negatives is 0; ask for at least 1"),
+        ({"first_rank": 5, "last_rank": 4}, "ranks 5 to 4 are no window; give first_rank from 1"),
+        ({"first_rank": 0}, "ranks 0 to 100 are no window"),
+        ({"percentile": 101.0}, "percentile is 101.0; give a number from 0 to 100"),
+        ({"relative": -0.1}, "relative is -0.1; give 0 or more, or null for no such limit"),
+        ({"relative": math.nan}, "relative is nan"),
+        ({"margin": math.inf}, "margin is inf"),
+        ({"max_score": math.nan}, "max_score is nan"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_numbers_out_of_range_are_told(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(DualencError, match="^" + told):
+        Rule(**given)
+
+
+def test_what_cannot_be_mined_is_told(tmp_path: Path) -> None:
+    queries, documents, pairs = collection()
+    other = Embeddings(documents.ids, np.ones((DOCUMENTS, DIM + 1), np.float32))
+    with pytest.raises(DualencError, match="queries have dimension 5 and documents 6"):
+        mine(queries, other, pairs, tmp_path / "x.jsonl")
+    strangers = Embeddings([f"x{i}" for i in range(QUERIES)], queries.vectors)
+    with pytest.raises(DualencError, match="no query and its positive both have a vector"):
+        mine(strangers, documents, pairs, tmp_path / "x.jsonl", progress=False)
+    with pytest.raises(DualencError, match="a score is not finite"):
+        run(tmp_path, Rule(), rescore=lambda texts: np.full(len(texts), np.nan), rescored_by="nan")
+    assert not list(tmp_path.iterdir()), "nothing half-written"
+
+
+@pytest.fixture(scope="module")
+def tiny_judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cross-encoder with random weights."""
+    import torch
+    from sentence_transformers import CrossEncoder
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+
+    folder = tmp_path_factory.mktemp("judge")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "query", "text", *map(str, range(60))]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=len(words), num_labels=1, max_position_embeddings=32, initializer_range=1.0, **sizes)
+    BertForSequenceClassification(config).save_pretrained(folder / "raw")
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "raw")
+    CrossEncoder(str(folder / "raw")).save_pretrained(str(folder / "judge"))
+    return folder / "judge"
+
+
+def test_a_cross_encoder_judges_as_sentence_transformers_does(tmp_path: Path, tiny_judge: Path) -> None:
+    from sentence_transformers import CrossEncoder
+
+    rescore, digest = open_cross_encoder(str(tiny_judge))
+    rows, _ = run(tmp_path, Rule(relative=None, num_negatives=3), rescore=rescore, rescored_by=digest)
+    model = CrossEncoder(str(tiny_judge))
+    assert len({score for row in rows for score in row["neg_scores"]}) > 30
+    for row in rows:
+        for side in ("pos", "neg"):
+            theirs = model.predict([(row["query"], text) for text in row[side]])
+            np.testing.assert_allclose(row[f"{side}_scores"], theirs, atol=1e-5)
+
+
+def test_a_cross_encoder_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DualencError, match="empty: no cross-encoder that sentence-transformers reads"):
+        open_cross_encoder(str(tmp_path / "empty"))
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(DualencError, match=r"needs sentence-transformers; pip install 'dualenc\[mining\]'"):
+        open_cross_encoder("any")
