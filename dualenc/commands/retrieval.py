@@ -21,6 +21,7 @@ from dualenc.commands.evaluation import (
 )
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
+from dualenc.evaluation.compression import Size, compressed_run, halvings, size_rows, sizes
 from dualenc.evaluation.metrics import CUTOFFS, Run, Scores, compare_runs, score_queries
 from dualenc.evaluation.report import Figure, Gallery, Table, print_table, retrieval_galleries, write_report
 from dualenc.evaluation.retrieval import (
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 BM25 = "BM25"
 HYBRID = "hybrid"
+SIZE_METRICS = ("ndcg@10", "recall@100")
+"""What the table of bytes shows."""
 
 
 def retrieval(
@@ -58,6 +61,8 @@ def retrieval(
     depth: int = 100,
     titles: bool = True,
     keep_self_matches: bool = False,
+    small_vectors: bool = False,
+    dims: str | None = None,
     engine: str | None = None,
     where: list[str] | None = None,
     batch_size: int = 32,
@@ -80,6 +85,9 @@ def retrieval(
         depth: documents to retrieve for each query.
         titles: put a document's title in front of its text.
         keep_self_matches: keep a document whose id is the query's; by default it is removed, as BEIR does.
+        small_vectors: compare quality and bytes of vectors cut to their first components, in 8 bits and in one bit a
+            number, with and without a second scoring of the best in float32.
+        dims: lengths to cut to, such as 256,128,64; by default the whole length and its halves down to 32.
         engine: folder that `dualenc push` wrote for the documents: ask that engine, too, and compare with exact search.
         where: with an engine, search only what meets this: year>=2020, lang=en,de, lang!=en; may be repeated.
         batch_size: texts encoded at once.
@@ -111,6 +119,8 @@ def retrieval(
         asked = ask_engine(engine, where or (), encoder.right, next(iter(collections.values())).corpus.ids)
     elif where:
         raise DualencError("--where is for an engine, which knows the columns; name its folder with --engine")
+    lengths = _lengths(dims, encoder.dim) if small_vectors or dims is not None else []
+    small: dict[str, dict[Size, Scores]] = {}  # by collection and how vectors are kept
     places = {name: target / name if more else target for name in collections}
     runs: dict[str, dict[str, Run]] = {}  # by collection and system
     for name, collection in collections.items():
@@ -124,6 +134,19 @@ def retrieval(
             left.ids, left.vectors, right.ids, right.vectors, depth=depth, keep_self_matches=keep_self_matches
         )
         runs[name] = {display_name(model): found}
+        small[name] = {}
+        for size in sizes(lengths):
+            run = compressed_run(
+                left.ids,
+                left.vectors,
+                right.ids,
+                right.vectors,
+                size,
+                depth=depth,
+                keep_self_matches=keep_self_matches,
+            )
+            kept_as = Result(size.name, name, run, collection.qrels, len(corpus), keep_self_matches=keep_self_matches)
+            small[name][size] = kept_as.means
         if asked is not None:
             run = asked.run(left, depth + 1)
             runs[name][asked.system] = first_documents(run, depth, keep_self_matches=keep_self_matches)
@@ -143,6 +166,7 @@ def retrieval(
     if distributed.is_main():
         results: list[Result] = []
         galleries: list[Gallery] = []
+        tables = {name: size_rows(means, SIZE_METRICS) for name, means in small.items()} if lengths else {}
         for name, collection in collections.items():
             scored = [
                 Result(system, name, run, collection.qrels, len(collection.corpus), keep_self_matches=keep_self_matches)
@@ -159,13 +183,16 @@ def retrieval(
             f"Retrieval: {display_name(model)} on {', '.join(collections)}",
             {"model": model, "split": split, "depth": depth, "keep_self_matches": keep_self_matches}
             | ({} if hybrid is None else {"hybrid": hybrid, "weight": weight}),
-            {"systems": metrics_document(results)} | ({} if asked is None else {"engine": asked.measured}),
+            {"systems": metrics_document(results)}
+            | ({} if asked is None else {"engine": asked.measured})
+            | ({"small_vectors": tables} if lengths else {}),
             [
                 Table("Retrieval", summary_rows(results)),
+                *(Table(f"Bytes of a vector, {name}", rows) for name, rows in tables.items()),
                 *([] if asked is None else [Table("Engine against exact search", [asked.measured])]),
                 Table("All metrics", cutoff_rows(results)),
             ],
-            printed=1 if asked is None else 2,
+            printed=1 + len(tables) + (asked is not None),
             figures=_figures(by_system(results)),
             galleries=galleries,
             wrote="metrics, run files and report.html",
@@ -176,6 +203,16 @@ def retrieval(
 def _ranking(documents: Mapping[str, float]) -> list[tuple[str, float]]:
     """The documents of one query with their scores, best first."""
     return [(name, documents[name]) for name in ranked(documents)]
+
+
+def _lengths(dims: str | None, whole: int) -> list[int]:
+    """The lengths asked for, or the whole one and its halves."""
+    if dims is None:
+        return halvings(whole)
+    words = [word.strip() for word in dims.split(",")]
+    if not all(word.isdigit() and 1 <= int(word) <= whole for word in words):
+        raise DualencError(f"--dims is {dims!r}; give numbers from 1 to {whole}, such as {whole},{max(1, whole // 2)}")
+    return sorted({int(word) for word in words}, reverse=True)
 
 
 def _figures(systems: dict[str, list[Result]]) -> list[Figure]:

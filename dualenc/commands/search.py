@@ -34,6 +34,7 @@ def embed(
     batch_size: int = 32,
     dtype: Literal["float16", "float32"] = "float32",
     output: Literal["embedding", "features"] = "embedding",
+    dim: int | None = None,
     autocast: Literal["bfloat16", "float16"] | None = None,
     num_workers: int | None = None,
     on_error: Literal["skip", "raise"] = "skip",
@@ -63,6 +64,7 @@ def embed(
         batch_size: items per forward pass.
         dtype: precision of the stored vectors.
         output: embedding for unit vectors, features for what probes use.
+        dim: keep only so many of the first components, as models trained with `dims` allow; by default all.
         autocast: run the model in this precision.
         num_workers: processes that decode images.
         on_error: skip (and count) bad samples, or raise at the first one.
@@ -77,7 +79,7 @@ def embed(
     from dualenc.search.embed import embed as embed_corpus
 
     check_range(1, MOST_ITEMS, batch_size=batch_size)
-    check_range(1, sys.maxsize, limit=limit)
+    check_range(1, sys.maxsize, limit=limit, dim=dim)
     check_range(0, MOST_WORKERS, num_workers=num_workers)
     check_range(0.1, 60 * 24 * 365, take_over_minutes=take_over_minutes)
     encoder = load_model(model, device=str(start_processes(device)))
@@ -104,7 +106,7 @@ def embed(
     # A folder is found again by its absolute path, from wherever the index is searched.
     path = Path(model).expanduser()
     notes = {"model": str(path.resolve()) if path.is_dir() else model, "kind": encoder.kind, "data": shown(data)}
-    how: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "output": output, "autocast": autocast}
+    how: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "output": output, "dim": dim, "autocast": autocast}
     how |= {"num_workers": num_workers, "on_error": on_error, "take_over": 60 * take_over_minutes}
     embeddings = embed_corpus(encoder.tower(side), corpus, out, **how, identity={"side": side}, notes=notes)
     if distributed.is_main():
@@ -123,6 +125,7 @@ def index(
     out: str | None = None,
     factory: str = "auto",
     metric: Literal["cosine", "ip"] = "cosine",
+    dim: int | None = None,
     memory: str | None = None,
     nprobe: int | None = None,
     ef_search: int | None = None,
@@ -158,6 +161,7 @@ def index(
         out: folder to write: index.faiss, ids.txt, snippets.jsonl, meta.json.
         factory: auto, or any FAISS factory string such as Flat, HNSW32, IVF1024,Flat or OPQ32,IVF4096,PQ32.
         metric: cosine, or ip for the inner product.
+        dim: index only so many of the first components of the vectors; queries are cut likewise; by default all.
         memory: what the index may take while it is built and searched, such as 2GiB; by default what the machine has.
         nprobe: lists that an IVF index visits; by default as many as target_recall needs.
         ef_search: candidates that an HNSW index keeps; by default as many as target_recall needs.
@@ -197,6 +201,7 @@ def index(
     check_factory(factory)
     check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
     check_range(0, 1, target_recall=target_recall)
+    check_range(1, sys.maxsize, dim=dim)
     check_range(0, MOST_ITEMS, recall_queries=recall_queries)
     check_target(out)
     if append and not is_index(out):
@@ -210,16 +215,22 @@ def index(
         folder = Path(embeddings or Path(out).with_name(f".{Path(out).name}.embeddings"))
         columns: dict[str, Any] = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
         columns["vector_column"] = vector_column
-        embed(source, data, out=str(folder), side=side, split=split, batch_size=batch_size, device=device, **columns)
+        how: dict[str, Any] = {"side": side, "split": split, "batch_size": batch_size, "device": device}
+        embed(source, data, out=str(folder), dim=None if embeddings else dim, **how, **columns)
     if not distributed.is_main():
         return None
     added = Embeddings.open(folder, verify=True)
+    if dim is not None:
+        added = added.first(dim)
     if append:
         built = change.append(out, added)
         print(printable(f"{len(added):,} vectors appended, now {len(built):,} → {out}"))
     else:
-        real = None if queries is None else Embeddings.open(queries).vectors[:recall_queries]
-        how: dict[str, Any] = {"queries": real, "recall_queries": recall_queries, "target_recall": target_recall}
+        asked = None if queries is None else Embeddings.open(queries)
+        if asked is not None and dim is not None and asked.dim != dim:
+            asked = asked.first(dim)
+        real = None if asked is None else asked.vectors[:recall_queries]
+        how = {"queries": real, "recall_queries": recall_queries, "target_recall": target_recall}
         how |= {"metric": metric, "nprobe": nprobe, "ef_search": ef_search, "progress": True}
         built = Index.build(added, None, factory, memory=budget, folder=out, **how)
         meta = built.meta

@@ -8,6 +8,7 @@ from dualenc.encoders.load import load_model
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.tokenizer import load_tokenizer, train_tokenizer
 from dualenc.encoders.vector import VectorEncoder
+from dualenc.encoders.vision_text import VisionTextEncoder
 
 __all__ = [
     "BatchStatistics",
@@ -18,6 +19,7 @@ __all__ = [
     "TextEncoder",
     "Tower",
     "VectorEncoder",
+    "VisionTextEncoder",
     "load_model",
     "load_tokenizer",
     "train_tokenizer",

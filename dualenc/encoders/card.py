@@ -58,6 +58,18 @@ texts = model.encode_text(tokenizer(["a caption"]), normalize=True)
 # images = model.encode_image(preprocess(image).unsqueeze(0), normalize=True)
 """
 
+_VISION_TEXT = """\
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+
+model = AutoModel.from_pretrained("{name}").eval()
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+processor = AutoImageProcessor.from_pretrained("{name}")
+tokens = tokenizer(["a caption"], padding="max_length", truncation=True, return_tensors="pt")
+texts = model.get_text_features(**tokens).pooler_output
+texts = texts / texts.norm(dim=1, keepdim=True)
+# images = model.get_image_features(**processor(images=image, return_tensors="pt")).pooler_output
+"""
+
 _IMAGE = """\
 import timm
 
@@ -87,10 +99,11 @@ model = load_model("{name}")
 vectors = model.encode("right", model.right.prepare({items}))
 """
 
-# Of each kind of model: library, pipeline of the hub, further tags, and how the library loads it.
+# Of each kind or format of model: library, pipeline of the hub, further tags, and how the library loads it.
 ECOSYSTEMS = {
     "query-document": ("sentence-transformers", "sentence-similarity", ("feature-extraction",), _TEXT),
     "image-text": ("open_clip", "zero-shot-image-classification", ("clip",), _IMAGE_TEXT),
+    "vision-text": ("transformers", "zero-shot-image-classification", ("clip",), _VISION_TEXT),
     "image": ("timm", "image-feature-extraction", ("image-feature-extraction",), _IMAGE),
     "vector": ("dualenc", "feature-extraction", (), _OWN),
 }
@@ -112,7 +125,8 @@ def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
             {metric: number} or {metric: {column: number}}; `base_model`, `datasets`, `language` and `license` for
             the front matter. Further keys become sections of their own.
     """
-    library, _, _, usage = ECOSYSTEMS[model.kind]
+    ecosystem = model.ecosystem or model.kind
+    library, _, _, usage = ECOSYSTEMS[ecosystem]
     facts = {"Kind": f"{model.kind} dual encoder", "Format": library, **model.describe()}
     if model.kind == "query-document" and not model.shares_weights:
         usage = _TWO_TEXTS
@@ -121,7 +135,7 @@ def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
     items = {"text": '["a text"]', "image": "images", "vector": "rows_of_an_array"}[model.right.modality]
     quoted = _quoted(name)
     examples = {library: usage.format(name=quoted, items=items), "dualenc": _OWN.format(name=quoted, items=items)}
-    return _card(model.kind, name, facts, examples, card)
+    return _card(ecosystem, name, facts, examples, card)
 
 
 def base_card(model: VectorEncoder, name: str, base: str, side: Side, card: Mapping[str, Any]) -> str:
@@ -148,11 +162,13 @@ def base_card(model: VectorEncoder, name: str, base: str, side: Side, card: Mapp
     return _card("query-document", name, facts, {library: example}, card)
 
 
-def _card(kind: str, name: str, facts: Mapping[str, str], examples: Mapping[str, str], card: Mapping[str, Any]) -> str:
+def _card(
+    ecosystem: str, name: str, facts: Mapping[str, str], examples: Mapping[str, str], card: Mapping[str, Any]
+) -> str:
     """Front matter, facts, what the caller knows, and examples by library."""
     from huggingface_hub import ModelCardData
 
-    library, pipeline, tags, _ = ECOSYSTEMS[kind]
+    library, pipeline, tags, _ = ECOSYSTEMS[ecosystem]
     told: dict[str, Any] = {key: card.get(key) for key in FRONT}
     front_matter = ModelCardData(
         library_name=library,

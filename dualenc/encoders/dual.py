@@ -89,6 +89,7 @@ class DualEncoder(nn.Module):
 
     left: Tower
     right: Tower
+    ecosystem: str | None = None  # whose format the folder has, where the kind does not say it
 
     def __init__(self, left: Tower, right: Tower, kind: Kind, views: bool = False) -> None:
         super().__init__()

@@ -19,7 +19,9 @@ from torch.func import functional_call
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.image import ImagePrepare, Seeded
 from dualenc.encoders.load import first_line, model_folder, no_foreign_code
+from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
+from dualenc.encoders.vision_text import is_two_towers
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
 from dualenc.types import Inputs
@@ -44,7 +46,9 @@ TOKENIZER_ARGUMENTS = ("clean", "strip_sep_token", "language", "additional_speci
 
 
 class ImageTextEncoder(DualEncoder):
-    """Images and texts through an open_clip model.
+    """Images and texts through an open_clip model: CLIP, SigLIP, or the two towers of CoCa.
+
+    CoCa's (Yu et al. 2022, arXiv 2205.01917) text decoder stays in the model as it is, and in its folder.
 
     Args:
         name: an open_clip name such as "ViT-B-32", a folder (`local-dir:` before it is optional), or a hub name.
@@ -59,6 +63,9 @@ class ImageTextEncoder(DualEncoder):
         crop_scale: smallest and largest share of an image's area that training crops to.
         pretrained_towers: load the weights that timm or transformers towers inside the configuration have.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
+        lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains the weights.
+        lora_alpha: scale of the adapters, twice the rank if None.
+        lora_targets: endings of the names of the layers to adapt; None: all.
 
     Raises:
         DualencError: the model does not load, or an argument is missing or does not fit the others.
@@ -81,6 +88,9 @@ class ImageTextEncoder(DualEncoder):
         crop_scale: tuple[float, float] = (0.9, 1.0),
         pretrained_towers: bool = False,
         gradient_checkpointing: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        lora_targets: list[str] | None = None,
     ) -> None:
         from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 
@@ -99,9 +109,14 @@ class ImageTextEncoder(DualEncoder):
             clip.set_grad_checkpointing(True)
         visual = clip.visual
         del clip.visual  # each half belongs to one tower
+        if lora_rank:
+            for half in (visual, clip):
+                adapt(half, lora_rank, lora_alpha, targets=lora_targets)
         for scalar in (clip.logit_scale, clip.logit_bias):
             if scalar is not None:
                 scalar.requires_grad_(False)  # the objective owns the temperature
+        if hasattr(clip, "text_decoder"):
+            clip.text_decoder.requires_grad_(False)  # of CoCa: it writes captions, which no vector depends on
         preprocess = PreprocessCfg(**visual.preprocess_cfg)
         train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=(low, high)))
         prepare = ImagePrepare(image_transform_v2(preprocess, is_train=False), Seeded(train))
@@ -135,8 +150,8 @@ class ImageTextEncoder(DualEncoder):
         known = visual.preprocess_cfg
         kept = {key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known}
         write_json(folder / CONFIG_FILE, {"model_cfg": config, "preprocess_cfg": kept})
-        weights = {f"visual.{name}": value for name, value in visual.state_dict().items()}
-        weights |= self.right.encoder.clip.state_dict()
+        weights = {f"visual.{name}": value for name, value in merged_state(visual).items()}
+        weights |= merged_state(self.right.encoder.clip)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / WEIGHTS_FILE)
         tokenizer: Any = self.right.prepare.tokenizer
         if hasattr(tokenizer, "save_pretrained"):  # one of transformers inside open_clip's
@@ -167,7 +182,8 @@ class ClipImageTower(Tower):
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Encode pixels (B, 3, H, W) to (B, D) unit-norm float32."""
-        return unit_norm(self.visual(inputs["image"]))
+        vectors = self.visual(inputs["image"])
+        return unit_norm(vectors[0] if isinstance(vectors, tuple) else vectors)  # CoCa's tokens come with them
 
 
 class ClipTextPrepare(Prepare):
@@ -294,6 +310,8 @@ def load_clip(
             own, where, source = open_clip.get_model_config(name), str(name), str(name)
         else:
             folder = model_folder(str(name))
+            if not (folder / CONFIG_FILE).is_file() and is_two_towers(folder):
+                raise DualencError(f"{folder}: a folder of transformers; use VisionTextEncoder, or load_model")
             own, where, source = _folder_config(folder), str(folder / CONFIG_FILE), f"local-dir:{folder}"
             weights = [folder / file for file in WEIGHTS_FILES if (folder / file).is_file()]
             if not weights:
@@ -345,7 +363,7 @@ def check_config(config: dict[str, Any], where: str, pretrained: bool = False) -
         pretrained: the towers that it names are loaded with their weights.
 
     Raises:
-        DualencError: a section is missing, the model is generative, a tower or tokenizer is code of its own, or a
+        DualencError: a section is missing, a tower or tokenizer is code of its own, or a
             tower's folder has other weights than safetensors.
     """
     from transformers import AutoConfig
@@ -353,8 +371,6 @@ def check_config(config: dict[str, Any], where: str, pretrained: bool = False) -
     missing = [section for section in SECTIONS if section not in config]
     if missing:
         raise DualencError(f"{where}: {', '.join(missing)} missing; an open_clip model needs {', '.join(SECTIONS)}")
-    if "multimodal_cfg" in config:
-        raise DualencError(f"{where}: CoCa models are not supported; choose one without multimodal_cfg")
     text, vision = config["text_cfg"], config["vision_cfg"]
     if not isinstance(text, dict) or not isinstance(vision, dict):
         raise DualencError(f"{where}: text_cfg or vision_cfg does not hold keys; restore it")

@@ -35,7 +35,7 @@ def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device 
         DualencError: no model is there, or its files are incomplete or corrupt.
     """
     # These modules import this one.
-    from dualenc.encoders import image, image_text, text, vector
+    from dualenc.encoders import image, image_text, text, vector, vision_text
 
     name = os.fspath(path_or_name)
     recover(Path(name.removeprefix("local-dir:")).expanduser())
@@ -55,8 +55,12 @@ def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device 
             model = image.ImageEncoder.from_folder(folder)
         elif kind == "vector":
             model = vector.VectorEncoder.from_folder(folder)
+        elif kind == "query-document":
+            model = text.TextEncoder(str(folder))
+        elif (folder / "open_clip_config.json").is_file():
+            model = image_text.ImageTextEncoder(str(folder))
         else:
-            model = (text.TextEncoder if kind == "query-document" else image_text.ImageTextEncoder)(str(folder))
+            model = vision_text.VisionTextEncoder(str(folder))
     try:
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
@@ -82,7 +86,9 @@ def folder_kind(folder: Path) -> Kind:
     if "architecture" in config:
         return "image"
     if "model_type" in config:
-        return "query-document"
+        from dualenc.encoders.vision_text import MODEL_TYPES
+
+        return "image-text" if config["model_type"] in MODEL_TYPES else "query-document"
     raise DualencError(
         f"{folder}: holds no model (no modules.json, open_clip_config.json or config.json); give the folder of one"
     )

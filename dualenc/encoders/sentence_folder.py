@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualenc.encoders.dense import Dense
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, read_json, read_json_object, write_json
 from dualenc.types import Pooling
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -26,6 +28,9 @@ OTHER_FLAGS = (
 )
 POOLING_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 MODULES = ("Transformer", "Pooling", "Normalize")
+SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize")
+QUERY_NAMES, DOCUMENT_NAMES = ("query",), ("document", "passage", "corpus")
+"""Names of prompts that sentence-transformers itself looks for, first ones first."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,9 @@ class SentenceFolder:
         document_prompt: put before documents.
         max_length: longest input in tokens.
         lower_case: whether the texts are lower-cased before tokenization.
+        head: folders of Dense modules behind the pooling, in their order; None stands for a Normalize.
+        truncate_dim: how many of the first components are used.
+        prompts: all prompts by name.
     """
 
     transformer: Path
@@ -47,64 +55,132 @@ class SentenceFolder:
     document_prompt: str = ""
     max_length: int | None = None
     lower_case: bool = False
+    head: tuple[Path | None, ...] = ()
+    truncate_dim: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+
+    def prompt(self, name: str) -> str:
+        """The prompt of a name.
+
+        Raises:
+            DualencError: the folder has none of this name.
+        """
+        if name not in self.prompts:
+            known = ", ".join(self.prompts) or "none"
+            raise DualencError(f"{self.transformer}: no prompt is called {name!r}; choose one of its own: {known}")
+        return self.prompts[name]
 
 
 def read_sentence_folder(folder: Path) -> SentenceFolder:
     """Read a sentence-transformers folder, or a plain transformers folder as one that says nothing.
 
+    A prompt that is the default without belonging to one side is that of both sides, unless they have their own.
+
     Raises:
-        DualencError: it has modules that these towers cannot express, such as Dense, or is incomplete.
+        DualencError: it has modules that these towers cannot express, or is incomplete.
     """
     if not (folder / "modules.json").is_file():
         return SentenceFolder(folder)
-    modules = read_json(folder / "modules.json")
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise DualencError(f"{folder / 'modules.json'}: is no list of modules; restore the file")
-    paths: dict[str, Path] = {}
-    for module in modules:
-        package, _, name = str(module.get("type", "")).rpartition(".")
-        if name not in MODULES or package.partition(".")[0] != "sentence_transformers":
-            raise DualencError(
-                f"{folder}: its module {module.get('type')} is not supported; "
-                f"only models of {', '.join(MODULES)} can be loaded"
-            )
-        path = str(module.get("path", ""))
-        paths[name] = folder / path
-        if not paths[name].resolve().is_relative_to(folder.resolve()):
-            raise DualencError(f"{folder / 'modules.json'}: {path} leaves the folder; restore the file")
-    for name in MODULES[:2]:
-        if name not in paths:
-            raise DualencError(f"{folder / 'modules.json'}: lists no {name}; only text embedding models can be loaded")
-    settings = _optional_json(paths["Transformer"] / "sentence_bert_config.json")
+    modules = _read_modules(folder)
+    transformer, pooling = modules[0][1], modules[1][1]
+    settings = _optional_json(transformer / "sentence_bert_config.json")
     task = settings.get("transformer_task", "feature-extraction")
     if task != "feature-extraction":
         raise DualencError(f"{folder}: transformer_task is {task!r}; only embedding models can be loaded")
-    prompts = _optional_json(folder / "config_sentence_transformers.json").get("prompts") or {}
+    path = folder / "config_sentence_transformers.json"
+    config = _optional_json(path)
+    prompts = _read_prompts(path, config.get("prompts"))
+    default = config.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise DualencError(f"{path}: default_prompt_name {default!r} is none of its prompts; restore the file")
+    shared = "" if default in (None, *QUERY_NAMES, *DOCUMENT_NAMES) else prompts[default]
+    truncate_dim = config.get("truncate_dim")
+    if truncate_dim is not None and (not isinstance(truncate_dim, int) or truncate_dim < 1):
+        raise DualencError(f"{path}: truncate_dim is {truncate_dim!r}; it must be a whole number above 0, or left out")
     return SentenceFolder(
-        paths["Transformer"],
-        pooling=_read_pooling(paths["Pooling"] / "config.json", bool(any(prompts.values()))),
-        query_prompt=prompts.get("query") or "",
-        document_prompt=next((prompts[k] for k in ("document", "passage", "corpus") if prompts.get(k)), ""),
+        transformer,
+        pooling=_read_pooling(pooling / "config.json", bool(any(prompts.values()))),
+        query_prompt=_first(prompts, QUERY_NAMES, shared),
+        document_prompt=_first(prompts, DOCUMENT_NAMES, shared),
         max_length=settings.get("max_seq_length"),
         lower_case=bool(settings.get("do_lower_case")),
+        head=tuple(place if name == "Dense" else None for name, place in modules[2:]),
+        truncate_dim=truncate_dim,
+        prompts=prompts,
     )
 
 
-def write_sentence_files(folder: Path, dim: int, pooling: Pooling, max_length: int, prompts: dict[str, str]) -> None:
+def _read_modules(folder: Path) -> list[tuple[str, Path]]:
+    """Kind and folder of each module: Transformer, Pooling, then any of Dense and Normalize."""
+    file = folder / "modules.json"
+    modules = read_json(file)
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise DualencError(f"{file}: is no list of modules; restore the file")
+    found: list[tuple[str, Path]] = []
+    for module in modules:
+        package, _, name = str(module.get("type", "")).rpartition(".")
+        if name not in SUPPORTED or package.partition(".")[0] != "sentence_transformers":
+            raise DualencError(
+                f"{folder}: its module {module.get('type')} is not supported; "
+                f"only models of {', '.join(SUPPORTED)} can be loaded"
+            )
+        place = folder / str(module.get("path", ""))
+        if not place.resolve().is_relative_to(folder.resolve()):
+            raise DualencError(f"{file}: {module.get('path')} leaves the folder; restore the file")
+        found.append((name, place))
+    names = [name for name, _ in found]
+    for position, name in enumerate(MODULES[:2]):
+        if name not in names:
+            raise DualencError(f"{file}: lists no {name}; only text embedding models can be loaded")
+        if names.index(name) != position or names.count(name) > 1:
+            raise DualencError(f"{file}: {name} is not module {position + 1}; only Transformer, Pooling, then others")
+    return found
+
+
+def _read_prompts(path: Path, prompts: Any) -> dict[str, str]:
+    """Prompts by name; None, as of sides that nobody gave one, is empty."""
+    prompts = {} if prompts is None else prompts
+    if not isinstance(prompts, dict) or not all(isinstance(p, str | None) for p in prompts.values()):
+        raise DualencError(f"{path}: prompts are no texts by name; restore the file")
+    return {name: prompt or "" for name, prompt in prompts.items()}
+
+
+def _first(prompts: dict[str, str], names: tuple[str, ...], otherwise: str) -> str:
+    """The first prompt of some names that says something; of those given as empty, nothing."""
+    given = [prompts[name] for name in names if name in prompts]
+    return next(filter(None, given), "") if given else otherwise
+
+
+def write_sentence_files(
+    folder: Path,
+    hidden_size: int,
+    pooling: Pooling,
+    max_length: int,
+    prompts: dict[str, str],
+    *,
+    default_prompt_name: str | None = None,
+    head: Iterable[nn.Module] = (),
+    truncate_dim: int | None = None,
+) -> None:
     """Write everything of a sentence-transformers folder but the transformer and the tokenizer.
 
     The older spellings are used, which every version since 2 reads.
 
     Args:
         folder: where, next to config.json and model.safetensors.
-        dim: D, the size of the vectors.
+        hidden_size: of a token's vector.
         pooling: how tokens become one vector.
         max_length: longest input in tokens.
-        prompts: by name, "query" and "document"; a single one is also the default of plain `encode`.
+        prompts: by name, "query" and "document" among them.
+        default_prompt_name: which of them plain `encode` uses.
+        head: `Dense` and `Normalize` modules behind the pooling, before the last `Normalize`.
+        truncate_dim: how many of the first components are used; None: all.
     """
+    head = list(head)
+    names = [*MODULES[:2], *(type(module).__name__ for module in head), "Normalize"]
     modules = [
         {"idx": i, "name": str(i), "path": f"{i}_{m}" if i else "", "type": f"sentence_transformers.models.{m}"}
-        for i, m in enumerate(MODULES)
+        for i, m in enumerate(names)
     ]
     flags = {flag: name == pooling for flag, name in POOLING_FLAGS.items()} | dict.fromkeys(OTHER_FLAGS, False)
     write_json(folder / "modules.json", modules)
@@ -114,11 +190,16 @@ def write_sentence_files(folder: Path, dim: int, pooling: Pooling, max_length: i
         {
             "model_type": "SentenceTransformer",
             "prompts": prompts,
-            "default_prompt_name": next(iter(prompts)) if len(prompts) == 1 else None,
+            "default_prompt_name": default_prompt_name,
             "similarity_fn_name": "cosine",
+            **({} if truncate_dim is None else {"truncate_dim": truncate_dim}),
         },
     )
-    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": dim, **flags, "include_prompt": True})
+    sizes = {"word_embedding_dimension": hidden_size}
+    write_json(folder / "1_Pooling" / "config.json", {**sizes, **flags, "include_prompt": True})
+    for number, module in enumerate(head, start=2):
+        if isinstance(module, Dense):
+            module.write(folder / f"{number}_Dense")
 
 
 def append_dense(base: Path, folder: Path, weight: Tensor, bias: Tensor, readme: str) -> None:
@@ -134,14 +215,16 @@ def append_dense(base: Path, folder: Path, weight: Tensor, bias: Tensor, readme:
     Raises:
         DualencError: the base is no folder of sentence-transformers, or its vectors have another size.
     """
-    from safetensors.torch import save_file
-
     if not (base / "modules.json").is_file():
         raise DualencError(f"{base}: no modules.json; give the folder of a sentence-transformers model")
-    read_sentence_folder(base)  # refuses what is no text embedding model
+    says = read_sentence_folder(base)  # refuses what is no text embedding model
+    if says.truncate_dim is not None:
+        raise DualencError(f"{base}: truncates its vectors behind all modules, so none can follow; give its whole base")
     modules: list[dict[str, Any]] = read_json(base / "modules.json")
     pooling = next(base / str(module["path"]) for module in modules if str(module["type"]).endswith(".Pooling"))
     dim = read_json_object(pooling / "config.json").get("word_embedding_dimension", weight.shape[1])
+    for place in filter(None, says.head):
+        dim = read_json_object(place / "config.json")["out_features"]
     if dim != weight.shape[1]:
         raise DualencError(f"{base}: its vectors have dimension {dim}, but the adapter takes {weight.shape[1]}")
 
@@ -158,13 +241,12 @@ def append_dense(base: Path, folder: Path, weight: Tensor, bias: Tensor, readme:
             modules.append(
                 {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"}
             )
-            (new / path).mkdir()
             if name == "Dense":
-                sizes = {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": True}
-                identity = {"activation_function": "torch.nn.modules.linear.Identity"}
-                write_json(new / path / "config.json", {**sizes, **identity})
-                tensors = {"linear.weight": weight.detach().contiguous(), "linear.bias": bias.detach().contiguous()}
-                save_file(tensors, new / path / "model.safetensors")
+                dense = Dense(weight.shape[1], weight.shape[0])
+                dense.load_state_dict({"linear.weight": weight, "linear.bias": bias})
+                dense.write(new / path)
+            else:
+                (new / path).mkdir()
         write_json(new / "modules.json", modules)
         (new / "README.md").write_text(readme, encoding="utf-8")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from dualenc.encoders.dense import Dense, Normalize, read_dense
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.load import first_line, model_folder
 from dualenc.encoders.sentence_folder import SentenceFolder, read_sentence_folder, write_sentence_files
@@ -45,6 +46,10 @@ class TextEncoder(DualEncoder):
         pooling: "mean", "cls" or "last"; None: as the base model says, otherwise mean.
         query_prompt: put before every query; None: as the base model says, otherwise nothing.
         document_prompt: put before every document; likewise.
+        query_prompt_name: instead of a query_prompt: the name of one of the prompts that the base model brings.
+        document_prompt_name: instead of a document_prompt; likewise.
+        truncate_dim: use only so many of the first components of the vectors; None: as the base model says, otherwise
+            all.
         max_length: longest input in tokens; None: as the base model says, otherwise all its positions.
         shared: one transformer for both sides, or two; None: as the base model says, otherwise one.
         lora_rank: train adapters of this rank instead of the transformer's own weights; 0 trains the weights.
@@ -71,6 +76,9 @@ class TextEncoder(DualEncoder):
         pooling: Pooling | None = None,
         query_prompt: str | None = None,
         document_prompt: str | None = None,
+        query_prompt_name: str | None = None,
+        document_prompt_name: str | None = None,
+        truncate_dim: int | None = None,
         max_length: int | None = None,
         shared: bool | None = None,
         lora_rank: int = 0,
@@ -90,6 +98,9 @@ class TextEncoder(DualEncoder):
         bases = _bases(name, config, tokenizer, shared)
         for base in bases:
             accepted = inspect.signature(base.backbone.forward).parameters  # before adapters hide them
+            if "input_ids" not in accepted or not isinstance(getattr(base.backbone.config, "hidden_size", None), int):
+                kind = base.backbone.config.model_type
+                raise DualencError(f"{name or 'config'}: a model of type {kind} is no text encoder; choose another")
             base.tokenizer.model_input_names = [n for n in base.tokenizer.model_input_names if n in accepted]
             if lora_rank:
                 base.backbone.to(getattr(torch, dtype))
@@ -100,27 +111,34 @@ class TextEncoder(DualEncoder):
                     raise DualencError(f"{kind} has no gradient checkpointing: leave gradient_checkpointing out")
                 base.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         towers = []
-        for base, given, said in (
-            (bases[0], query_prompt, bases[0].says.query_prompt),
-            (bases[-1], document_prompt, bases[-1].says.document_prompt),
+        for role, base, prompt, prompt_name, said in (
+            ("query", bases[0], query_prompt, query_prompt_name, bases[0].says.query_prompt),
+            ("document", bases[-1], document_prompt, document_prompt_name, bases[-1].says.document_prompt),
         ):
+            if prompt is not None and prompt_name is not None:
+                raise DualencError(f"both {role}_prompt and {role}_prompt_name are given: leave one out")
+            if prompt_name is not None:
+                prompt = base.says.prompt(prompt_name)
             wanted = base.says.max_length if max_length is None else max_length
             length = check_length(wanted, base.backbone, base.tokenizer)
-            prepare = TextPrepare(base.tokenizer, said if given is None else given, length)
-            towers.append(TextTower(base.backbone, prepare, pooling or base.says.pooling or "mean"))
+            prepare = TextPrepare(base.tokenizer, said if prompt is None else prompt, length)
+            truncate = base.says.truncate_dim if truncate_dim is None else truncate_dim
+            pooled = pooling or base.says.pooling or "mean"
+            towers.append(TextTower(base.backbone, prepare, pooled, base.head, truncate))
         super().__init__(towers[0], towers[1], kind="query-document")
+        self.prompts = bases[0].says.prompts | bases[-1].says.prompts
 
     def write(self, folder: Path) -> None:
         """Write one sentence-transformers folder if the weights are shared, else one below for each side."""
         towers = dict(zip(ROLES, (self.left, self.right)))
         prompts = {role: tower.prepare.prompt for role, tower in towers.items()}
         if self.shares_weights:
-            self.left.write(prompts, folder)
+            self.left.write(self.prompts | prompts, None, folder)
             return
         write_json(folder / DUALENC_FILE, {"kind": self.kind, "towers": list(ROLES)})
         for role, tower in towers.items():
             (folder / role).mkdir()
-            tower.write({role: prompts[role]}, folder / role)
+            tower.write({role: prompts[role]}, role, folder / role)
 
     def describe(self) -> dict[str, str]:
         """What the model is, as rows of a table."""
@@ -130,7 +148,7 @@ class TextEncoder(DualEncoder):
         return {
             "Transformer": tower.backbone.config.model_type,
             "Towers": "shared" if self.shares_weights else "separate",
-            "Pooling": f"{tower.pooling}, normalised",
+            "Pooling": ", ".join([tower.pooling, *tower.layers(), "normalised"]),
             "Longest input": f"{tower.prepare.max_length} tokens",
             **{f"{role} prompt".capitalize(): prompt for role, prompt in prompts.items()},
             **super().describe(),
@@ -164,28 +182,72 @@ class TextPrepare(Prepare):
 
 
 class TextTower(Tower):
-    """A transformer's last hidden state (B, T, D), pooled and normalised."""
+    """A transformer's last hidden state (B, T, hidden size), pooled, mapped by what stands behind, cut and normalised.
+
+    Args:
+        backbone: the transformer.
+        prepare: makes its inputs.
+        pooling: how tokens become one vector.
+        head: `Dense` and `Normalize` modules behind the pooling; most models have none.
+        truncate_dim: how many of the first components are used; None: all.
+
+    Raises:
+        DualencError: sizes do not follow from one another.
+    """
 
     modality = "text"
 
-    def __init__(self, backbone: PreTrainedModel, prepare: TextPrepare, pooling: Pooling) -> None:
+    def __init__(
+        self,
+        backbone: PreTrainedModel,
+        prepare: TextPrepare,
+        pooling: Pooling,
+        head: nn.Sequential | None = None,
+        truncate_dim: int | None = None,
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.prepare: TextPrepare = prepare
         self.pooling = pooling
-        self.dim = self.feature_dim = backbone.config.hidden_size
+        self.head = head if head is not None else nn.Sequential()
+        dim = backbone.config.hidden_size
+        for dense in (module for module in self.head if isinstance(module, Dense)):
+            if dense.linear.in_features != dim:
+                raise DualencError(
+                    f"a Dense module takes {dense.linear.in_features}, but gets {dim}; restore the folder"
+                )
+            dim = dense.dim
+        if truncate_dim is not None and not 1 <= truncate_dim <= dim:
+            raise DualencError(f"truncate_dim is {truncate_dim}: give 1 to {dim}, the size of the model's vectors")
+        self.truncate_dim = truncate_dim
+        self.dim = self.feature_dim = dim if truncate_dim is None else truncate_dim
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Encode B tokenized texts, each (B, T), to (B, D) unit-norm float32."""
         hidden = self.backbone(**inputs).last_hidden_state
-        return unit_norm(pool(hidden, inputs["attention_mask"], self.pooling))
+        vectors = self.head(pool(hidden, inputs["attention_mask"], self.pooling))
+        return unit_norm(vectors[:, : self.dim])
 
-    def write(self, prompts: dict[str, str], folder: Path) -> None:
+    def layers(self) -> list[str]:
+        """What stands between pooling and normalisation, in words."""
+        shown = [f"{type(m).__name__} to {m.dim}" if isinstance(m, Dense) else "normalised" for m in self.head]
+        return [*shown, *([] if self.truncate_dim is None else [f"the first {self.truncate_dim}"])]
+
+    def write(self, prompts: dict[str, str], default_prompt_name: str | None, folder: Path) -> None:
         """Write a sentence-transformers folder, with prompts by name."""
         length = self.prepare.max_length
         save_transformer(self.backbone, folder)
         save_tokenizer(self.prepare.tokenizer, folder, length)
-        write_sentence_files(folder, self.dim, self.pooling, length, prompts)
+        write_sentence_files(
+            folder,
+            self.backbone.config.hidden_size,
+            self.pooling,
+            length,
+            prompts,
+            default_prompt_name=default_prompt_name,
+            head=self.head,
+            truncate_dim=self.truncate_dim,
+        )
 
 
 @dataclass
@@ -195,6 +257,7 @@ class _Base:
     backbone: Any
     tokenizer: PreTrainedTokenizerBase
     says: SentenceFolder
+    head: nn.Sequential
 
 
 def _bases(
@@ -208,7 +271,7 @@ def _bases(
         if config is None or tokenizer is None:
             raise DualencError("no base model: give its name, or both config and tokenizer to start from scratch")
         own = [load_tokenizer(tokenizer) for _ in range(1 if shared is not False else 2)]
-        return [_Base(new_transformer(config, one), one, SentenceFolder(Path())) for one in own]
+        return [_Base(new_transformer(config, one), one, SentenceFolder(Path()), nn.Sequential()) for one in own]
     if config is not None:
         raise DualencError("both name and config are given: leave one out, config is for starting from scratch")
     folder = model_folder(name)
@@ -222,13 +285,16 @@ def _bases(
         says = read_sentence_folder(folder)
         backbone = load_transformer(says.transformer)
         read = load_tokenizer(says.transformer if tokenizer is None else tokenizer)
-        if len(read) > backbone.config.vocab_size:
+        if len(read) > getattr(backbone.config, "vocab_size", len(read)):
             raise DualencError(
                 f"tokenizer has {len(read)} tokens, {folder} only {backbone.config.vocab_size}: use the model's own"
             )
         if says.lower_case:
             lower_casing(read)
-        bases.append(_Base(backbone, read, says))
+        # The towers' vectors are normalised in any case, so that a last Normalize is not theirs to keep.
+        behind = says.head[:-1] if says.head[-1:] == (None,) else says.head
+        head = nn.Sequential(*(Normalize() if place is None else read_dense(place) for place in behind))
+        bases.append(_Base(backbone, read, says, head))
     return bases
 
 

@@ -13,7 +13,7 @@ Shapes: b pairs of this rank, A its anchors of one direction, C candidates, D di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -106,7 +106,18 @@ class _Reported(torch.autograd.Function):
         return grad_outputs[0], None
 
 
-class Objective(nn.Module):
+class _OfAnyLength(type):
+    """Makes of `SogCLR(dims=[64, 128], …)` a `Matryoshka` of two objectives of the class."""
+
+    def __call__(cls, *args: Any, dims: Sequence[int] | None = None, **arguments: Any) -> Any:
+        if dims is None:
+            return super().__call__(*args, **arguments)
+        from dualenc.objectives.matryoshka import Matryoshka
+
+        return Matryoshka([cls(*args, **arguments) for _ in dims], list(dims))
+
+
+class Objective(nn.Module, metaclass=_OfAnyLength):
     """Base of all objectives of the global contrastive loss; usable in any training loop.
 
         criterion = SogCLR(num_left=m, temperature=0.07)
@@ -135,6 +146,9 @@ class Objective(nn.Module):
         guide_margin: with a guide's vectors (`trainer.guide_left`), no negative is what it finds more alike to the
             anchor than the positive less this margin: a likely false negative (Solatorio 2024, arXiv 2402.16829,
             GISTEmbed: 0). Of objectives whose negatives are those of the batch; not with views.
+        dims: lengths at which the first components of the embeddings are trained, such as [64, 128, 256], so that they
+            can be used alone: what is made is then a `Matryoshka` of as many objectives. By default the whole
+            embeddings only.
 
     Raises:
         DualencError: an argument out of range; in `forward`, shapes or ids that do not fit, embeddings that are not
@@ -146,6 +160,7 @@ class Objective(nn.Module):
 
     needs_num_left = False
     needs_encode = False
+
     both_at_once = False
     """Whether `anchor_losses` may get the anchors of both directions as one (`BothDirections`)."""
     takes_mined = True
@@ -184,6 +199,7 @@ class Objective(nn.Module):
         teacher_temperature: float = 1.0,
         own_weight: float = 1.0,
         guide_margin: float = 0.0,
+        dims: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         if teacher not in (None, "margin_mse", "kl"):

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.encoders.dual import chunk_rows, placeholder, take
+from dualenc.encoders.dual import chunk_rows, placeholder, take, unit_norm
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import removed_if_refused
 from dualenc.search.embeddings import Embeddings, EmbeddingWriter, Skipped, shard_ranges, skipped_entries
@@ -49,6 +49,7 @@ def embed(
     batch_size: int = 32,
     dtype: Literal["float16", "float32"] = "float32",
     output: Output = "embedding",
+    dim: int | None = None,
     autocast: Literal["bfloat16", "float16"] | None = None,
     num_workers: int | None = None,
     on_error: OnError = "skip",
@@ -71,6 +72,8 @@ def embed(
         batch_size: items per forward pass.
         dtype: precision of the stored vectors.
         output: "embedding" for unit vectors (N, D); "features" for what probes use (N, feature_dim).
+        dim: keep only the first components of unit vectors, scaled to length one again, as models trained at several
+            lengths allow; None keeps all.
         autocast: run the tower in this precision; None leaves it in that of its weights.
         num_workers: processes that read and prepare items; None chooses 0 for text (its tokenizer has threads of
             its own) and vectors, and up to 4 for images.
@@ -97,7 +100,7 @@ def embed(
         raise DualencError(f"batch_size is {batch_size}; give at least 1")
     if num_workers is not None and num_workers < 0:
         raise DualencError(f"num_workers is {num_workers}; give 0 or more")
-    encoder = _Encoder(tower, corpus, batch_size, output, autocast, num_workers, on_error)
+    encoder = _Encoder(tower, corpus, batch_size, output, dim, autocast, num_workers, on_error)
     if out is not None and encoder.in_step:
         raise DualencError(
             f"{out}: a sharded model embeds in memory only; leave out away, or embed with the saved model"
@@ -163,12 +166,17 @@ class _Encoder:
         corpus: Corpus,
         batch_size: int,
         output: Output,
+        dim: int | None,
         autocast: str | None,
         num_workers: int | None,
         on_error: OnError,
     ) -> None:
         self.tower, self.corpus, self.batch_size, self.on_error = tower, corpus, batch_size, on_error
         self.dim = tower.feature_dim if output == "features" else tower.dim
+        if dim is not None:
+            if output == "features" or not 1 <= dim <= tower.dim:
+                raise DualencError(f"dim is {dim}: give 1 to {tower.dim}, of embeddings; features are always whole")
+            self.dim = dim
         self.forward: Callable[[Inputs], Tensor] = tower.features if output == "features" else tower
         self.device = next(itertools.chain(tower.parameters(), tower.buffers())).device
         self.in_step = any(distributed.is_sharded(parameter) for parameter in tower.parameters())
@@ -239,7 +247,8 @@ class _Encoder:
                 # What a sharded tower brings together in inference mode could not be trained afterwards.
                 told = distributed.lost_process_told()
                 with told, autocast, torch.inference_mode(not self.in_step), torch.no_grad():
-                    parts.append(self.forward(batch).float())
+                    vectors = self.forward(batch).float()
+                    parts.append(unit_norm(vectors[:, : self.dim]) if self.dim < vectors.shape[1] else vectors)
             except torch.OutOfMemoryError:
                 raise DualencError(f"out of memory with batch_size={self.batch_size}; give a smaller one") from None
             bar.update(len(rows))

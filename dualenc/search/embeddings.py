@@ -60,7 +60,7 @@ FEW_SHARDS = 8
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 2.0
 """Seconds between looks at what other workers have done, which grow."""
 
-Array = Any  # np.ndarray or ShardedVectors
+Array = Any  # np.ndarray, ShardedVectors or FirstComponents
 Skipped = list[tuple[int, str]]
 """Rows of the corpus without a vector, each with the reason."""
 
@@ -105,6 +105,20 @@ class Embeddings:
         """D, the size of the vectors."""
         return int(self.vectors.shape[1])
 
+    def first(self, dim: int) -> Embeddings:
+        """The same with the first components of each vector only, scaled to length one again where they had it.
+
+        Args:
+            dim: how many.
+
+        Raises:
+            DualencError: there are not so many.
+        """
+        if not 1 <= dim <= self.dim:
+            raise DualencError(f"dim is {dim}: give 1 to {self.dim}, the size of the vectors")
+        short = FirstComponents(self.vectors, dim, bool(self.meta.get("normalized")))
+        return Embeddings(self.ids, short, {**self.meta, "dim": dim}, self.snippets, self.columns)
+
     def blocks(self, rows: int = 16384) -> Iterator[np.ndarray]:
         """The vectors in order as float32 matrices of at most `rows` rows; only one is in memory at a time."""
         starts = list(range(0, len(self), rows))
@@ -140,6 +154,34 @@ class Embeddings:
         shown = Snippets(snippets, sum(rows)) if snippets.exists() else None
         columns = read_columns(folder / "columns.parquet", len(ids))
         return cls(ids, ShardedVectors(shards), meta, shown, columns)
+
+
+class FirstComponents:
+    """The first d components of a matrix (N, D), taken when its rows are.
+
+    Args:
+        vectors: the matrix, an array or `ShardedVectors`.
+        dim: d.
+        are_unit: whether rows are scaled to length one; zero stays zero.
+    """
+
+    def __init__(self, vectors: Array, dim: int, are_unit: bool) -> None:
+        self.vectors, self.are_unit = vectors, are_unit
+        self.dtype = vectors.dtype
+        self.shape = (len(vectors), dim)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: int | slice | Sequence[int] | np.ndarray) -> np.ndarray:
+        first = np.asarray(self.vectors[rows])[..., : self.shape[1]]
+        if not self.are_unit:
+            return first
+        lengths = np.linalg.norm(first.astype(np.float32), axis=-1, keepdims=True)
+        return np.asarray(first / np.where(lengths == 0, 1, lengths), self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[:], dtype)
 
 
 class ShardedVectors:

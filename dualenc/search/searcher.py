@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from dualenc.encoders.dual import take
+from dualenc.encoders.dual import take, unit_norm
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
 from dualenc.search.embed import tower_checksum
@@ -180,7 +180,10 @@ class Searcher:
         chunks, parts = _even_chunks(inputs), []
         for rows in chunks:
             parts.append(forward({name: tensor.to(device) for name, tensor in take(inputs, rows).items()}).float())
-        vectors = torch.cat(parts).cpu()[torch.argsort(torch.cat(chunks))].numpy()
+        whole = torch.cat(parts)
+        if self._dim < whole.shape[1]:  # the index holds first components only
+            whole = unit_norm(whole[:, : self._dim])
+        vectors = whole.cpu()[torch.argsort(torch.cat(chunks))].numpy()
         if not np.isfinite(vectors).all():
             raise DualencError("the model gives vectors that are not finite; check its weights")
         return vectors

@@ -250,6 +250,8 @@ class BestModel:
         self.best: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self.best_step = -1
+        self.worse = 0
+        """Evaluations since the best one."""
 
     @property
     def primary(self) -> str:
@@ -272,8 +274,10 @@ class BestModel:
         if step == 0:
             self.before = self.last
         elif self.keep_best and (not self.best or self.last[self.primary] > self.best[self.primary]):
-            self.best, self.best_step = self.last, step
+            self.best, self.best_step, self.worse = self.last, step, 0
             self._save(step, self.best)
+        else:
+            self.worse += 1
         return self.last
 
     def finish(self, step: int, checkpoints: Checkpoints, say: Callable[[str], None]) -> dict[str, float]:
@@ -296,6 +300,8 @@ class BestModel:
                 latest = {name: {key: tensor.clone() for key, tensor in p.state_dict().items()} for name, p in parts}
                 if "shards" in state:
                     join_state(self.model, None, state, state["shards"])
+                if "averages" in state:  # what was measured then
+                    state["model"] = state["averages"]["average"]
                 for name, part in parts if "shards" not in state else parts[1:]:
                     part.load_state_dict(state[name])
                 self._save(self.best_step, self.best)
@@ -309,12 +315,14 @@ class BestModel:
 
     def state_dict(self) -> dict[str, Any]:
         """What later decisions depend on."""
-        return {"before": self.before, "best": self.best, "last": self.last, "best_step": self.best_step}
+        return {"before": self.before, "best": self.best, "last": self.last, "best_step": self.best_step} | (
+            {"worse": self.worse} if self.worse else {}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self.before, self.best, self.last = state["before"], state["best"], state["last"]
-        self.best_step = state["best_step"]
+        self.best_step, self.worse = state["best_step"], state.get("worse", 0)
 
     def _save(self, step: int, metrics: dict[str, float]) -> None:
         whole = nullcontext(self.model) if self.skeleton is None else assembled(self.model, self.skeleton)

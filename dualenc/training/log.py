@@ -195,7 +195,12 @@ def training_card(
         for name, value in metrics.items()
     }
     plain = json.loads(json.dumps(recipe or {"trainer": settings}, default=os.fspath))  # without tuples and paths
+    dims = getattr(objective, "dims", None)
+    lengths = ", ".join(map(str, dims or []))
     return {
+        "lengths": f"The first {lengths} components can be used alone, scaled to length one (`truncate_dim`)."
+        if dims
+        else None,
         "data": (
             f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
         ),

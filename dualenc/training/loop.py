@@ -6,6 +6,7 @@ import signal
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.seeds import seed_everything
+from dualenc.training.averages import AveragedWeights
 from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
 from dualenc.training.evaluators import BestModel, Evaluator
@@ -99,7 +101,9 @@ class Loop:
             settings.momentum,
             settings.betas,
             [p for p in model.parameters() if p.dim()] if settings.shard_model else (),
+            settings.layer_decay,
         )
+        self.averages = None if settings.weight_average is None else AveragedWeights(model, settings.weight_average)
         self.schedule = build_schedule(
             self.optimizer, settings.schedule, self.total_steps, settings.warmup, settings.final_fraction
         )
@@ -133,6 +137,9 @@ class Loop:
         described["trainer"] = {name: value for name, value in asdict(settings).items() if name not in _FREE}
         if not settings.shard_model:  # checkpoints from before there was this option are still good
             del described["trainer"]["shard_model"]
+        for name, default in (("layer_decay", 1.0), ("freeze", ()), ("weight_average", None), ("patience", None)):
+            if getattr(settings, name) == default:
+                del described["trainer"][name]
         described = fingerprint(described, model, objective, pairs, batching)
         self.checkpoints = Checkpoints(self.output / "checkpoints", settings.keep_checkpoints, described)
         self.bad: dict[int, str] = {}
@@ -159,12 +166,27 @@ class Loop:
         self.objective.train()
         if self.evaluation_due:
             self._evaluate()
-        while self.steps < self.total_steps:
+        while self.steps < self.total_steps and not self.gave_up:
             self._run_epoch()
-            if self.steps < self.total_steps:
+            if self.steps < self.total_steps and not self.gave_up:
                 self.epoch, self.batch = self.epoch + 1, 0
         self._begin()
-        return self.best.finish(self.steps, self.checkpoints, self.log.say)
+        if self.gave_up:
+            self.log.say(
+                f"stopped at step {self.steps}: {self.best.worse} evaluations in a row were not better than that of "
+                f"step {self.best.best_step}"
+            )
+        with self._averaged():
+            return self.best.finish(self.steps, self.checkpoints, self.log.say)
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether as many evaluations as there is patience for were no better than the best one."""
+        patience = self.settings.patience
+        return patience is not None and bool(self.best.best) and self.best.worse >= patience
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.averages is None else self.averages.applied()
 
     def close(self) -> None:
         """Finish what runs in the background: progress bar, trackers, a selection of batches."""
@@ -183,6 +205,7 @@ class Loop:
             **divided,
             "scaler": None if scaler is None else scaler.state_dict(),
             "bad": self.all_bad(),
+            **({} if self.averages is None else {"averages": self.averages.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -194,6 +217,8 @@ class Loop:
         for name in _STATEFUL:
             if "shards" not in state or name not in ("model", "optimizer"):
                 getattr(self, name).load_state_dict(state[name])
+        if self.averages is not None:
+            self.averages.load_state_dict(state["averages"])
         self.objective.to(self.device)  # a table whose size only the checkpoint knows comes from the CPU
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
@@ -263,7 +288,7 @@ class Loop:
             self._samples += len(group) * batches.shape[1]
             self._between_steps()
             clock, group = time.perf_counter(), []
-            if self.steps == self.total_steps:
+            if self.steps == self.total_steps or self.gave_up:
                 return
 
     def _step(self, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor | float]]:
@@ -330,6 +355,8 @@ class Loop:
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
             self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.averages is not None:
+            self.averages.update()
         return loss, values
 
     def _between_steps(self) -> None:
@@ -347,7 +374,7 @@ class Loop:
             if not stop:  # who is asked to stop has little time: the resumed run evaluates
                 self._evaluate()
                 stop = self.signals.agree(self.device)
-        if settings.save_every is not None and (last or stop or _due(self.steps, settings.save_every)):
+        if settings.save_every is not None and (last or stop or self.gave_up or _due(self.steps, settings.save_every)):
             self._fail_if_bad(self.meter.bad_step())
             self.checkpoints.save(self.steps, self.state_dict())
         if stop:
@@ -362,7 +389,8 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Measure the model as it is, and log that."""
-        metrics = self.best.evaluate(self.steps)
+        with self._averaged():
+            metrics = self.best.evaluate(self.steps)
         if metrics:
             self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
             self.log.say(f"step {self.steps}: {self.best.primary} {metrics[self.best.primary]:.4f}")

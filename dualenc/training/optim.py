@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dualenc import distributed
 from dualenc.cli import nearest
+from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 
 # What recipes may name, so that a wrong name is refused while a recipe is read, without importing timm.
@@ -32,6 +35,7 @@ def build_optimizer(
     momentum: float = 0.9,
     betas: tuple[float, float] = (0.9, 0.999),
     sharded: Collection[nn.Parameter] = (),
+    layer_decay: float = 1.0,
 ) -> Optimizer:
     """One of timm's optimizers over all trainable parameters of some modules.
 
@@ -46,6 +50,7 @@ def build_optimizer(
         momentum: of optimizers that have one, such as "sgd", "lars" and "muon".
         betas: of optimizers that have two, such as "adamw" and "lion".
         sharded: parameters that ranks may have a part each of; in groups of their own, whatever the number of ranks.
+        layer_decay: the learning rate of a layer as a share of that of the layer above it, see `layer_depths`.
 
     Raises:
         DualencError: an unknown name, an argument out of range, an optimizer whose package is missing, or nothing to
@@ -53,8 +58,11 @@ def build_optimizer(
     """
     from timm.optim import create_optimizer_v2, get_optimizer_info
 
-    check_optimizer(name, learning_rate, weight_decay, momentum, betas)
+    check_optimizer(name, learning_rate, weight_decay, momentum, betas, layer_decay)
+    modules = list(modules)
     groups = parameter_groups(modules, weight_decay, sharded)
+    if layer_decay != 1:
+        groups = groups_by_depth(groups, modules, learning_rate, layer_decay)
     info = get_optimizer_info(name)
     arguments: dict[str, Any] = {}
     if info.has_betas and info.num_betas == 2:
@@ -76,7 +84,12 @@ def build_optimizer(
 
 
 def check_optimizer(
-    name: str, learning_rate: float, weight_decay: float, momentum: float, betas: tuple[float, float]
+    name: str,
+    learning_rate: float,
+    weight_decay: float,
+    momentum: float,
+    betas: tuple[float, float],
+    layer_decay: float = 1.0,
 ) -> None:
     """Refuse, as `build_optimizer` does, a name or arguments with which nothing could be learned."""
     if name not in get_args(OptimizerName):
@@ -96,6 +109,8 @@ def check_optimizer(
         raise DualencError(f"weight_decay is {weight_decay}; it must be at least 0")
     if not 0 <= momentum < 1:
         raise DualencError(f"momentum is {momentum}; it must be in [0, 1), such as 0.9")
+    if not 0 < layer_decay <= 1:
+        raise DualencError(f"layer_decay is {layer_decay}; it must be in (0, 1], such as 0.9")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise DualencError(f"betas are {list(betas)}; give two numbers in [0, 1), such as [0.9, 0.999]")
 
@@ -118,6 +133,84 @@ def parameter_groups(
         groups.append({"params": [p for p in some if p.dim() >= 2], "weight_decay": weight_decay})
         groups.append({"params": [p for p in some if p.dim() < 2], "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
+
+
+def layer_depths(model: nn.Module) -> dict[int, int]:
+    """How far below the top of its tower each parameter is, by `id`.
+
+    The layers of a tower are its numbered blocks in their order, such as `encoder.layer.11.` or `resblocks.3.`: the
+    last of L has depth 1, the first L. What comes before them (embeddings, wherever they are, patches, a stem) has
+    L + 1; what comes behind them, and projections wherever they are, 0.
+    """
+    depths: dict[int, int] = {}
+    for tower in model.children():
+        block_of: dict[str, re.Match[str] | None] = {
+            name: re.match(r".*?\.\d+\.", name) for name, _ in tower.named_parameters()
+        }
+        blocks = list(dict.fromkeys(match[0] for match in block_of.values() if match))
+        last = max((place for place, match in enumerate(block_of.values()) if match), default=-1)
+        reached = 0
+        for place, (name, parameter) in enumerate(tower.named_parameters()):
+            match = block_of[name]
+            if match:
+                reached = blocks.index(match[0]) + 1
+                depth = len(blocks) + 1 - reached
+            elif blocks and "embed" in name:  # open_clip registers its tokens' behind the blocks
+                depth = len(blocks) + 1
+            elif place > last or "proj" in name:
+                depth = 0
+            else:
+                depth = len(blocks) + 1 - reached
+            depths.setdefault(id(parameter), depth)
+    return depths
+
+
+def groups_by_depth(
+    groups: Iterable[dict[str, Any]], modules: Iterable[nn.Module], learning_rate: float, layer_decay: float
+) -> list[dict[str, Any]]:
+    """The same groups, each divided by depth, with learning rate · layer_decay^depth; that of the top comes first.
+
+    Layer-wise decay of learning rates: Howard and Ruder 2018, arXiv:1801.06146; as used here, Clark et al. 2020,
+    arXiv:2003.10555.
+    """
+    depths = {
+        key: depth
+        for module in modules
+        if isinstance(module, DualEncoder)
+        for key, depth in layer_depths(module).items()
+    }
+    divided = []
+    for group in groups:
+        for depth in sorted({depths.get(id(p), 0) for p in group["params"]}):
+            some = [p for p in group["params"] if depths.get(id(p), 0) == depth]
+            divided.append({**group, "params": some, "lr": learning_rate * layer_decay**depth})
+    return sorted(divided, key=lambda group: -float(group["lr"]))
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
+    """Fix the weights whose names match, as `fnmatch` does: `left.*`, `*.embeddings.*`, `*.layer.[0-5].*`.
+
+    Args:
+        model: whose weights are no longer trained, in place.
+        patterns: each must match some.
+
+    Returns:
+        How many numbers are fixed by it.
+
+    Raises:
+        DualencError: a pattern matches no weight.
+    """
+    fixed = 0
+    named = dict(model.named_parameters())
+    for pattern in patterns:
+        matched = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
+        if not matched:
+            some = list(named)[:: max(1, len(named) // 3)][:3]
+            raise DualencError(f"freeze: {pattern!r} matches no weight; names are such as {', '.join(some)}")
+        for parameter in matched:
+            fixed += parameter.numel() if parameter.requires_grad else 0
+            parameter.requires_grad_(False)
+    return fixed
 
 
 def build_schedule(

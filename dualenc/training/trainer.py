@@ -35,7 +35,7 @@ from dualenc.training.evaluators import Evaluator
 from dualenc.training.loader import killed_worker_told
 from dualenc.training.log import read_metrics
 from dualenc.training.loop import Loop
-from dualenc.training.optim import OptimizerName, ScheduleName, check_optimizer, check_schedule
+from dualenc.training.optim import OptimizerName, ScheduleName, check_optimizer, check_schedule, freeze
 from dualenc.training.plan import EmbeddingSource
 from dualenc.training.sharding import check_shardable, shard_model
 from dualenc.training.signals import StopSignals
@@ -95,6 +95,10 @@ class Trainer:
         weight_decay: of weights with two or more dimensions.
         momentum: of optimizers that have one: "sgd", "lars", "muon".
         betas: of optimizers that have two: "adamw", "lion".
+        layer_decay: the learning rate of a layer as a share of that of the layer above it; 1 is one rate for all.
+        freeze: names of weights that are not trained, with * and [0-5] as in file names: "left.*", "*embeddings*".
+        weight_average: share of the old in a moving average of the weights, such as 0.999: the average is what is
+            evaluated and saved. null: off.
         warmup: steps of linear warm-up, or their share of all steps when it is a fraction below 1.
         schedule: "cosine", "linear", "constant", "inverse_sqrt" or "warmup_stable_decay", after the warm-up.
         final_fraction: learning rate at the end as a share of the peak.
@@ -106,6 +110,7 @@ class Trainer:
             them, for models that do not fit on one GPU; layers are brought together for their own passes.
         compile: `torch.compile` both towers, for any length of text: faster after a minute or more of compiling.
         evaluate_every: steps between evaluations; null evaluates before and after training only.
+        patience: stop after so many evaluations in a row without a better one; null goes on to the end.
         keep_best: the model folder gets the weights with the best evaluation, otherwise the last ones.
         save_every: steps between checkpoints, and one at the end; null writes none.
         keep_checkpoints: how many of the latest stay.
@@ -140,6 +145,9 @@ class Trainer:
     weight_decay: float = 0.01
     momentum: float = 0.9
     betas: tuple[float, float] = (0.9, 0.999)
+    layer_decay: float = 1.0
+    freeze: Sequence[str] = ()
+    weight_average: float | None = None
     warmup: int | float = 0.1
     schedule: ScheduleName = "cosine"
     final_fraction: float = 0.0
@@ -150,6 +158,7 @@ class Trainer:
     shard_model: bool = False
     compile: bool = False
     evaluate_every: int | None = None
+    patience: int | None = None
     keep_best: bool = True
     save_every: int | None = 1000
     keep_checkpoints: int = 2
@@ -170,7 +179,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         at_least_one = ("batch_size", "epochs", "max_steps", "gradient_accumulation", "chunk_size", "evaluate_every")
-        for name in (*at_least_one, "save_every", "keep_checkpoints", "log_every"):
+        for name in (*at_least_one, "patience", "save_every", "keep_checkpoints", "log_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DualencError(f"{name} is {value}; it must be at least 1")
@@ -189,7 +198,16 @@ class Trainer:
             raise DualencError(f"max_gradient_norm is {self.max_gradient_norm}; it must be above 0; null leaves it out")
         if (self.guide_left is None) != (self.guide_right is None):
             raise DualencError("guide_left and guide_right are given together; name the embeddings of both sides")
-        check_optimizer(self.optimizer, self.learning_rate, self.weight_decay, self.momentum, self.betas)
+        self.freeze = (self.freeze,) if isinstance(self.freeze, str) else tuple(self.freeze)
+        if self.weight_average is not None and not 0 < self.weight_average < 1:
+            raise DualencError(f"weight_average is {self.weight_average}; it must be between 0 and 1, such as 0.999")
+        if self.weight_average is not None and self.shard_model:
+            raise DualencError("weight_average does not go with shard_model; leave one out")
+        if self.patience is not None and (self.evaluate_every is None or not self.keep_best):
+            raise DualencError("patience counts evaluations; set evaluate_every, and leave keep_best true")
+        check_optimizer(
+            self.optimizer, self.learning_rate, self.weight_decay, self.momentum, self.betas, self.layer_decay
+        )
         check_schedule(self.schedule, self.warmup, self.final_fraction)
 
     def fit(
@@ -236,6 +254,7 @@ class Trainer:
             deterministic_algorithms(self.deterministic, device),
             killed_worker_told(self.num_workers),
         ):
+            freeze(model, self.freeze)
             skeleton = None
             if self.shard_model:
                 check_shardable(model, self.optimizer, self.mixed_precision, self.compile)
@@ -275,6 +294,8 @@ class Trainer:
         evaluator: Evaluator | None,
     ) -> None:
         """Refuse parts that do not fit one another, before any work."""
+        if self.patience is not None and evaluator is None:
+            raise DualencError("patience counts evaluations, and there is no evaluator; give one, or leave it out")
         if any(distributed.is_sharded(parameter) for parameter in model.parameters()):
             raise DualencError(
                 "the model is still divided among the processes of an earlier training; load what that has saved"

@@ -379,3 +379,32 @@ def test_a_replaced_image_is_embedded_again(tmp_path: Path, toy_clip: Path, caps
     embeddings = Embeddings.open(tmp_path / "emb")
     assert len(embeddings) == 12
     np.testing.assert_allclose(embeddings.vectors[:], encoded(toy_clip, "left", images), atol=1e-5)
+
+
+def test_the_first_components_are_embedded_indexed_and_searched(
+    tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = encoded(toy_text, "right", toy.texts(60))
+    cut = whole[:, :12] / np.linalg.norm(whole[:, :12], axis=1, keepdims=True)
+    run("embed", toy_text, documents, "--out", tmp_path / "short", "--dim", 12)
+    np.testing.assert_allclose(Embeddings.open(tmp_path / "short").vectors[:], cut, atol=1e-5)
+    run("embed", toy_text, documents, "--out", tmp_path / "whole")
+    run("index", tmp_path / "whole", "--dim", 12, "--out", tmp_path / "a")
+    run("index", tmp_path / "short", "--out", tmp_path / "b")
+    run("index", toy_text, documents, "--dim", 12, "--out", tmp_path / "c")
+    query = encoded(toy_text, "left", ["a question"])[:, :12]
+    scores = (query / np.linalg.norm(query)) @ cut.T
+    best = [f"d{row}" for row in np.argsort(-scores[0])[:5]]
+    for name in "abc":
+        assert Index.open(tmp_path / name).dim == 12
+        results = found(capsys, tmp_path / name, "a question", "--k", 5)
+        assert [result["id"] for result in results] == best
+        assert results[0]["score"] == pytest.approx(float(scores.max()), abs=1e-5)
+
+
+@pytest.mark.parametrize("words", [("embed", "DOCS", "--dim", 33), ("index", "DOCS", "--dim", 33)])
+def test_more_components_than_the_model_has(
+    tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str], words: tuple[Any, ...]
+) -> None:
+    command, _, *rest = words
+    assert "dim is 33: give 1 to 32" in failure(capsys, command, toy_text, documents, *rest, "--out", tmp_path / "out")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
 
+import open_clip
 import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders import TextEncoder, load_model
+from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, VisionTextEncoder, load_model
+from dualenc.encoders.lora import adapt, merged_state
 from dualenc.errors import DualencError
+from tests.encoders.test_vision_text import make, reference
 
 pytest.importorskip("peft", reason="peft is not installed: pip install 'dualenc[lora]'")
 
@@ -107,3 +111,92 @@ def test_what_adapters_leave_alone_may_be_in_bfloat16(
 def test_bfloat16_without_adapters_is_refused(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(DualencError, match="bfloat16 with lora_rank"):
         TextEncoder(config=bert, tokenizer=tokenizer, dtype="bfloat16")
+
+
+def trained_a_little(model: DualEncoder, images: list[Any], texts: list[str]) -> list[torch.Tensor]:
+    """Vectors of both sides after a step that moves the adapters."""
+    inputs = model.left.prepare(images), model.right.prepare(texts)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    (model.encode("left", inputs[0])[:, 0].sum() + model.encode("right", inputs[1])[:, 0].sum()).backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all(p.grad is not None for p in trained)
+    torch.optim.SGD(trained, lr=0.1).step()
+    assert all(torch.equal(frozen[name], p) for name, p in model.named_parameters() if name in frozen)
+    with torch.no_grad():
+        return [model.encode("left", inputs[0]), model.encode("right", inputs[1])]
+
+
+@pytest.mark.parametrize("custom_text", [False, True])
+def test_both_towers_of_open_clip(
+    clip: dict[str, Any], images: list[Any], texts: list[str], tmp_path: Path, custom_text: bool
+) -> None:
+    torch.manual_seed(0)
+    model = ImageTextEncoder(config={**clip, "custom_text": custom_text}, lora_rank=4)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert names
+    assert all("lora_" in name for name in names)
+    for part in ("attn.parametrizations.in_proj_weight", "attn.out_proj", "mlp.c_fc"):
+        assert any(name.startswith(f"left.visual.transformer.resblocks.0.{part}") for name in names)
+    assert any(name.startswith("right.") for name in names)
+    untrained = model.encode("left", model.left.prepare(images)).detach()
+    expected = trained_a_little(model, images, texts)
+    assert (expected[0] - untrained).abs().max() > 0.01
+    model.save(tmp_path / "model")
+    with torch.no_grad():
+        assert torch.equal(model.encode("left", model.left.prepare(images)), expected[0])  # saving changed nothing
+    again = load_model(tmp_path / "model")
+    assert not any("lora" in name for name in again.state_dict())
+    for side, items, vectors in (("left", images, expected[0]), ("right", texts, expected[1])):
+        found = again.encode(side, again.tower(side).prepare(items))  # type: ignore[arg-type]
+        assert (found - vectors).abs().max() < 2e-6
+    place = f"local-dir:{tmp_path / 'model'}"
+    other = open_clip.create_model_and_transforms(place)[0].eval()
+    pixels = model.left.prepare(images)["image"]
+    assert (other.encode_image(pixels, normalize=True) - expected[0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["CLIP", "Siglip"])
+def test_both_towers_of_transformers(
+    family: str, tokenizer: PreTrainedTokenizerBase, images: list[Any], texts: list[str], tmp_path: Path
+) -> None:
+    model = VisionTextEncoder(str(make(family, tokenizer, tmp_path / "source")), lora_rank=4)
+    assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+    expected = trained_a_little(model, images, texts)
+    model.save(tmp_path / "saved")
+    for vectors, found in zip(expected, reference(tmp_path / "saved", images, texts), strict=True):
+        assert (found - vectors).abs().max() < 1e-5
+
+
+def test_adapters_are_those_of_peft() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    ours, plain_copy = copy.deepcopy(plain), copy.deepcopy(plain)
+    adapt(ours, 2, alpha=6.0)
+    theirs = get_peft_model(plain, LoraConfig(r=2, lora_alpha=6, target_modules=["0", "2"]))
+    inputs = torch.randn(5, 6)
+    assert torch.equal(ours(inputs), theirs(inputs))  # B begins at zero
+    with torch.no_grad():
+        for number in ("0", "2"):
+            layer = theirs.base_model.model.get_submodule(number)
+            own = ours.get_submodule(f"{number}.parametrizations.weight.0")
+            layer.lora_B["default"].weight.normal_()
+            own.lora_A.copy_(layer.lora_A["default"].weight)  # type: ignore[operator]
+            own.lora_B.copy_(layer.lora_B["default"].weight)  # type: ignore[operator]
+    torch.testing.assert_close(ours(inputs), theirs(inputs), atol=1e-6, rtol=1e-5)
+    whole = copy.deepcopy(plain_copy)
+    whole.load_state_dict(merged_state(ours))
+    assert torch.equal(whole(inputs), ours(inputs))
+
+
+def test_layers_are_chosen_by_the_ends_of_their_names(clip: dict[str, Any]) -> None:
+    model = ImageTextEncoder(config=clip, lora_rank=2, lora_targets=["mlp.c_fc"])
+    assert all(".mlp.c_fc." in name for name, p in model.named_parameters() if p.requires_grad)
+    with pytest.raises(DualencError, match="no layer's name ends in") as caught:
+        ImageTextEncoder(config=clip, lora_rank=2, lora_targets=["nothing"])
+    assert "\n" not in str(caught.value)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import DualEncoder, TextEncoder, load_model
@@ -152,12 +155,122 @@ def test_what_towers_cannot_express(saved: Path, file: str, change: Any, message
     assert "\n" not in str(caught.value)
 
 
-def test_dense_module_is_refused(saved: Path) -> None:
-    modules = json.loads((saved / "modules.json").read_text())
-    dense = {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"}
-    (saved / "modules.json").write_text(json.dumps([*modules, dense]))
-    with pytest.raises(DualencError, match="Dense is not supported"):
-        load_model(saved)
+def with_modules(saved: Path, folder: Path, *modules: Any) -> Path:
+    """The saved model with modules of sentence-transformers behind its pooling, written by it."""
+    base = SentenceTransformer(str(saved), device="cpu")
+    SentenceTransformer(modules=[base[0], base[1], *modules], prompts=base.prompts, device="cpu").save(str(folder))
+    return folder
+
+
+HEADS: dict[str, Callable[[], list[Any]]] = {
+    "tanh": lambda: [Dense(32, 24)],
+    "normalised first": lambda: [Normalize(), Dense(32, 24, activation_function=nn.Identity()), Normalize()],
+    "two layers": lambda: [Dense(32, 48, bias=False, activation_function=nn.GELU()), Dense(48, 20), Normalize()],
+    "residual": lambda: [Dense(32, 32, use_residual=True), Dense(32, 24, use_residual=True)],
+}
+
+
+@pytest.mark.parametrize("head", list(HEADS))
+def test_dense_modules_give_their_vectors_and_are_saved(
+    saved: Path, texts: list[str], tmp_path: Path, head: str
+) -> None:
+    torch.manual_seed(1)
+    folder = with_modules(saved, tmp_path / "dense", *HEADS[head]())
+    model = load_model(folder)
+    model.save(tmp_path / "again")
+    again = load_model(tmp_path / "again")
+    for side in ("left", "right"):
+        expected = nn.functional.normalize(reference(folder, side, texts))
+        assert expected.shape[1] == model.dim
+        assert (encode(model, side, texts) - expected).abs().max() < 1e-5
+        assert torch.equal(encode(again, side, texts), encode(model, side, texts))
+        assert (reference(tmp_path / "again", side, texts) - expected).abs().max() < 1e-5
+
+
+def test_dense_layers_are_trained(saved: Path, texts: list[str], tmp_path: Path) -> None:
+    model = TextEncoder(str(with_modules(saved, tmp_path / "dense", Dense(32, 24))))
+    model.encode("left", model.left.prepare(texts))[:, 0].sum().backward()
+    assert model.left.head[0].linear.weight.grad.abs().max() > 0  # type: ignore[union-attr]
+    assert model.shares_weights
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"activation_function": "os.system"}, "os.system is not supported"),
+        ("config.json", {"activation_function": "torch.nn.modules.module.Module"}, "is not supported"),
+        ("config.json", {"in_features": 31}, "does not load"),
+        ("config.json", {"in_features": "32"}, "in_features"),
+        ("config.json", {"out_features": -1}, "are no layer's"),
+        ("config.json", {"module_input_name": "token_embeddings"}, "only sentence_embedding"),
+        ("model.safetensors", None, "convert its weights to safetensors"),
+    ],
+)
+def test_damaged_dense_modules(saved: Path, tmp_path: Path, file: str, change: Any, message: str) -> None:
+    path = with_modules(saved, tmp_path / "dense", Dense(32, 24)) / "2_Dense" / file
+    if change is None:
+        path.unlink()
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DualencError, match=message) as caught:
+        load_model(tmp_path / "dense")
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_that_do_not_follow_from_one_another(saved: Path, tmp_path: Path) -> None:
+    folder = with_modules(saved, tmp_path / "dense", Dense(30, 24))
+    with pytest.raises(DualencError, match="takes 30, but gets 32"):
+        load_model(folder)
+
+
+def test_vectors_are_truncated_as_the_folder_says_and_the_argument_wins(
+    saved: Path, texts: list[str], tmp_path: Path
+) -> None:
+    SentenceTransformer(str(saved), truncate_dim=12, device="cpu").save(str(tmp_path / "short"))
+    model = load_model(tmp_path / "short")
+    assert model.dim == 12
+    model.save(tmp_path / "again")
+    for folder in (tmp_path / "short", tmp_path / "again"):
+        expected = nn.functional.normalize(reference(folder, "left", texts))
+        assert (encode(model, "left", texts) - expected).abs().max() < 1e-5
+    assert TextEncoder(str(tmp_path / "short"), truncate_dim=32).dim == 32
+    with pytest.raises(DualencError, match="truncate_dim is 33: give 1 to 32"):
+        TextEncoder(str(saved), truncate_dim=33)
+
+
+def test_prompts_by_name_and_the_default_one(saved: Path, texts: list[str], tmp_path: Path) -> None:
+    prompts = {"sts": "same meaning? ", "query": "ask: ", "passage": "told: "}
+    path = saved / "config_sentence_transformers.json"
+    path.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "sts"}))
+    model = TextEncoder(str(saved), document_prompt_name="sts")
+    assert (model.left.prepare.prompt, model.right.prepare.prompt) == ("ask: ", "same meaning? ")
+    theirs = SentenceTransformer(str(saved), device="cpu").encode(texts, prompt_name="sts")
+    assert (encode(model, "right", texts) - torch.tensor(theirs)).abs().max() < 1e-5
+    model.save(tmp_path / "again")
+    kept = SentenceTransformer(str(tmp_path / "again"), device="cpu").prompts
+    assert kept == {**prompts, "document": "same meaning? "}
+
+    path.write_text(json.dumps({"prompts": {"sts": "same meaning? "}, "default_prompt_name": "sts"}))
+    plain = torch.tensor(SentenceTransformer(str(saved), device="cpu").encode(texts))
+    for side in ("left", "right"):  # a prompt for everything is that of both sides
+        assert (encode(load_model(saved), side, texts) - plain).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ({"prompts": {"a": "x"}, "default_prompt_name": "b"}, {}, "'b' is none of its prompts"),
+        ({"prompts": ["a"]}, {}, "are no texts by name"),
+        ({"truncate_dim": 0}, {}, "truncate_dim is 0"),
+        ({"prompts": {"a": "x"}}, {"query_prompt_name": "b"}, "no prompt is called 'b'; choose one of its own: a"),
+        ({"prompts": {"a": "x"}}, {"query_prompt_name": "a", "query_prompt": "y"}, "leave one out"),
+    ],
+)
+def test_prompts_that_are_not_there(saved: Path, config: Any, arguments: dict[str, Any], message: str) -> None:
+    (saved / "config_sentence_transformers.json").write_text(json.dumps(config))
+    with pytest.raises(DualencError, match=message) as caught:
+        TextEncoder(str(saved), **arguments)
+    assert "\n" not in str(caught.value)
 
 
 def test_missing_tokenizer(saved: Path) -> None:

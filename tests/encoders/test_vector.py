@@ -149,6 +149,21 @@ def test_a_linear_tower_is_a_dense_module_behind_its_base(
     )
 
 
+def test_a_base_with_its_adapter_is_loaded_and_trained_as_one_text_encoder(
+    tmp_path: Path, bert: Any, tokenizer: Any, texts: list[str]
+) -> None:
+    TextEncoder(config=bert, tokenizer=tokenizer).save(tmp_path / "base")
+    shaken(VectorEncoder(32, tower="linear", dim=24)).save_with_base(tmp_path / "whole", tmp_path / "base")
+    model = load_model(tmp_path / "whole")
+    found = model.encode("right", model.right.prepare(texts)).detach().numpy()
+    np.testing.assert_allclose(found, sentence_vectors(tmp_path / "whole", texts), atol=1e-5)
+    # a second adapter finds the size of the first one's vectors
+    with pytest.raises(DualencError, match="have dimension 24, but the adapter takes 32"):
+        VectorEncoder(32, tower="linear").save_with_base(tmp_path / "twice", tmp_path / "whole")
+    shaken(VectorEncoder(24, tower="linear", dim=8)).save_with_base(tmp_path / "twice", tmp_path / "whole")
+    assert load_model(tmp_path / "twice").dim == 8
+
+
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_the_card_of_a_base_with_an_adapter_names_it_and_its_example_runs(
     tmp_path: Path, side: Any, bert: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch

@@ -56,10 +56,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "GlobalCache": [{}, {"pool": 64, "extra_encodes": 2.0, "control": 1.0}],
     "HCL": [{"hardness": 0.5}, {"annealing_steps": 3}],
-    "ISIR": [{}, {"proposals": 7}, {"shared_chain": True}],
+    "ISIR": [{}, {"proposals": 7}, {"proposals": 7, "dims": [2, 5]}, {"shared_chain": True}],
     "NegativeCache": [{"refresh": 0.1}, {"refresh": 0.0}],
     "SACLR": [{}, {"form": "matrix"}, {"negatives": 1}, {"variant": "authors"}],
-    "SogCLR": [{}, {"gamma_schedule": "cosine"}],
+    "SogCLR": [{}, {"dims": [2, 5]}, {"gamma_schedule": "cosine"}],
 }
 
 

@@ -1,0 +1,82 @@
+"""Adapters of low rank in the linear and attention layers of any tower, and their merging into its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from dualenc.errors import DualencError
+
+
+class LowRank(nn.Module):
+    """W ↦ W + (alpha / rank)·BA, where A is drawn as in a linear layer and B begins at zero.
+
+    Args:
+        rows, columns: of W.
+        rank: of BA.
+        alpha: its scale.
+    """
+
+    def __init__(self, rows: int, columns: int, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.lora_A = nn.Parameter(torch.empty(rank, columns))
+        self.lora_B = nn.Parameter(torch.zeros(rows, rank))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        self.scale = alpha / rank
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The changed matrix (rows, columns)."""
+        return weight + (self.scale * self.lora_B @ self.lora_A).to(weight.dtype)
+
+
+def adapt(module: nn.Module, rank: int, alpha: float | None = None, targets: Sequence[str] | None = None) -> None:
+    """Freeze a module and add trainable adapters W + (alpha / rank)·BA to its linear and attention layers, in place.
+
+    LoRA (Hu et al. 2021, arXiv 2106.09685). The adapters are part of the weights wherever a layer reads them: torch's
+    attention layers, whose projections nobody calls, have them like any other. (peft adds and takes away the adapters
+    of those in each call, by which frozen weights drift.)
+
+    Args:
+        module: a tower's network.
+        rank: of the adapters.
+        alpha: their scale; 2·rank if None.
+        targets: endings of the names of the layers to adapt; None: all.
+
+    Raises:
+        DualencError: the rank is not positive, or no layer has such a name.
+    """
+    if rank < 1:
+        raise DualencError(f"lora_rank is {rank}; give 1 or more, such as 8, or 0 for none")
+    layers = {
+        name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear | nn.MultiheadAttention)
+    }
+    chosen = {name: layer for name, layer in layers.items() if targets is None or name.endswith(tuple(targets))}
+    if not chosen:
+        raise DualencError(
+            f"LoRA: no layer's name ends in {list(targets or [])}; names are such as {', '.join(list(layers)[:3])}"
+        )
+    module.requires_grad_(False)
+    for layer in chosen.values():
+        names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "weight")
+        for name in names:
+            weight = getattr(layer, name, None)
+            if isinstance(weight, nn.Parameter):
+                rows, columns = weight.shape
+                low_rank = LowRank(rows, columns, rank, 2 * rank if alpha is None else alpha).to(weight.device)
+                parametrize.register_parametrization(layer, name, low_rank)
+
+
+@torch.no_grad()
+def merged_state(module: nn.Module) -> dict[str, Tensor]:
+    """A module's state dict, with adapters merged into the weights and under the names from before."""
+    state: dict[str, Tensor] = module.state_dict()
+    for place, layer in module.named_modules():
+        if parametrize.is_parametrized(layer):
+            prefix = f"{place}." if place else ""
+            for name in layer.parametrizations:  # type: ignore[union-attr]
+                state[prefix + name] = getattr(layer, name).detach()
+    return {name: tensor for name, tensor in state.items() if "parametrizations." not in name}

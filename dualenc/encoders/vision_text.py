@@ -1,0 +1,269 @@
+"""Image-text encoders on transformers (CLIP, SigLIP, SigLIP 2), left the images, right the texts; their folder."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.transforms import InterpolationMode, v2
+
+from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
+from dualenc.encoders.image import seeded
+from dualenc.encoders.load import first_line, model_folder
+from dualenc.encoders.lora import adapt, merged_state
+from dualenc.encoders.text import quiet_transformers
+from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
+from dualenc.errors import DualencError
+from dualenc.files import read_json_object
+from dualenc.types import Inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WEIGHTS_FILE = "model.safetensors"
+MODEL_TYPES = {"clip": False, "siglip": True, "siglip2": True}
+"""What `model_type` may be, and whether its texts are always padded to full length: SigLIP reads the last position."""
+
+
+class VisionTextEncoder(DualEncoder):
+    """Images and texts through a CLIP, SigLIP or SigLIP 2 model of transformers.
+
+    CLIP: Radford et al. 2021, arXiv 2103.00020. SigLIP: Zhai et al. 2023, arXiv 2303.15343. SigLIP 2: Tschannen et
+    al. 2025, arXiv 2502.14786, with images of any proportions (NaFlex) where the folder's model takes them.
+
+    Args:
+        name: a transformers folder (`local-dir:` before it is optional), or a hub name.
+        max_length: longest text in tokens; None: as the model says.
+        crop_scale: smallest and largest share of an image's area that training crops to.
+        gradient_checkpointing: recompute activations in the backward pass instead of storing them.
+        lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains the weights.
+        lora_alpha: scale of the adapters, twice the rank if None.
+        lora_targets: endings of the names of the layers to adapt; None: all.
+
+    Raises:
+        DualencError: the model does not load, or an argument does not fit it.
+    """
+
+    left: VisionTower
+    right: CaptionTower
+    ecosystem = "vision-text"
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_length: int | None = None,
+        crop_scale: tuple[float, float] = (0.9, 1.0),
+        gradient_checkpointing: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        lora_targets: list[str] | None = None,
+    ) -> None:
+        low, high = crop_scale
+        if not 0 < low <= high <= 1:
+            raise DualencError(f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]")
+        folder = model_folder(name)
+        model, processor = load_two_towers(folder)
+        tokenizer = load_tokenizer(folder)
+        config = model.config
+        if len(tokenizer) > config.text_config.vocab_size:
+            raise DualencError(
+                f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model {config.text_config.vocab_size}; "
+                "restore the tokenizer's files"
+            )
+        positions = int(config.text_config.max_position_embeddings)
+        length = min(positions, tokenizer.model_max_length) if max_length is None else max_length
+        if not 3 <= length <= positions:
+            raise DualencError(f"max_length is {length}: give 3 to {positions}, the model's positions")
+        accepted = inspect.signature(model.text_model.forward).parameters
+        tokenizer.model_input_names = [n for n in tokenizer.model_input_names if n in accepted]
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if lora_rank:
+            adapt(model, lora_rank, lora_alpha, targets=lora_targets)
+        super().__init__(
+            VisionTower(model, VisionPrepare(processor, (low, high))),
+            CaptionTower(model, CaptionPrepare(tokenizer, length, MODEL_TYPES[config.model_type])),
+            kind="image-text",
+        )
+        self.config = config
+
+    @property
+    def temperature(self) -> float:
+        """The temperature by which the model divides cosines to get logits."""
+        return math.exp(-float(self.right.logit_scale))
+
+    def set_temperature(self, temperature: float) -> None:
+        """Record the temperature that training ended with, for those who want the model's logits."""
+        with torch.no_grad():
+            self.right.logit_scale.fill_(-math.log(temperature))
+
+    def write(self, folder: Path) -> None:
+        """Write a transformers folder, for `AutoModel` and `AutoProcessor`."""
+        from safetensors.torch import save_file
+
+        with quiet_transformers():
+            self.config.save_pretrained(folder)
+            self.left.prepare.processor.save_pretrained(folder)
+        save_tokenizer(self.right.prepare.tokenizer, folder, self.right.prepare.max_length)
+        weights = merged_state(self.left) | merged_state(self.right)
+        save_file({n: t.contiguous() for n, t in weights.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+    def describe(self) -> dict[str, str]:
+        """What the model is, as rows of a table."""
+        return {
+            "Transformer": self.config.model_type,
+            "Longest text": f"{self.right.prepare.max_length} tokens",
+            "Temperature": f"{self.temperature:.4g}",
+            **super().describe(),
+        }
+
+
+class VisionPrepare(Prepare):
+    """Images to what the model's own image processor makes of them; in training, of a random crop.
+
+    Args:
+        processor: an image processor of transformers.
+        crop_scale: smallest and largest share of the area that training crops to.
+    """
+
+    modality = "image"
+
+    def __init__(self, processor: Any, crop_scale: tuple[float, float]) -> None:
+        self.processor = processor
+        size = dict(getattr(processor, "crop_size", None) or getattr(processor, "size", None) or {})
+        self.size = (size["height"], size["width"]) if size.get("height") and size.get("width") else None
+        self.crop_scale = crop_scale
+
+    def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> Inputs:
+        if seeds is not None:
+            items = [self.crop(item, seed) for item, seed in zip(items, seeds, strict=True)]
+        return dict(self.processor(images=list(items), return_tensors="pt"))
+
+    def crop(self, image: Image.Image, seed: int) -> Image.Image:
+        """A random crop, brought to the model's size where it has one: nothing is left for the processor to cut."""
+        with seeded(seed):
+            box = v2.RandomResizedCrop.get_params(image, list(self.crop_scale), [3 / 4, 4 / 3])
+        top, left, height, width = box
+        cropped = image.crop((left, top, left + width, top + height))
+        if self.size is None:
+            return cropped
+        resize = v2.Resize(list(self.size), interpolation=InterpolationMode.BICUBIC)
+        resized: Image.Image = resize(cropped)
+        return resized
+
+
+class CaptionPrepare(Prepare):
+    """Tokenize, truncate and pad.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        max_length: longest text in tokens.
+        full: pad every text to it, for models that read their output at the last position, padding or not.
+    """
+
+    modality = "text"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, full: bool) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.full = full
+
+    def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
+        padding = "max_length" if self.full else True
+        inputs = self.tokenizer(
+            list(items), padding=padding, truncation=True, max_length=self.max_length, return_tensors="pt"
+        )
+        # "attention_mask" would say that columns of padding alone may be cut.
+        return {"mask" if self.full and name == "attention_mask" else name: t for name, t in inputs.items()}
+
+
+class VisionTower(Tower):
+    """The image half of a two-tower model: its pooled output, and CLIP's projection of it."""
+
+    modality = "image"
+
+    def __init__(self, model: Any, prepare: VisionPrepare) -> None:
+        super().__init__()
+        self.vision_model: nn.Module = model.vision_model
+        self.visual_projection: nn.Module = getattr(model, "visual_projection", None) or nn.Identity()
+        self.prepare: VisionPrepare = prepare
+        projects = isinstance(self.visual_projection, nn.Linear)
+        self.dim = self.feature_dim = (
+            model.config.projection_dim if projects else model.config.vision_config.hidden_size
+        )
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Encode B images, pixels or patches, to (B, D) unit-norm float32."""
+        return unit_norm(self.visual_projection(self.vision_model(**inputs).pooler_output))
+
+
+class CaptionTower(Tower):
+    """The text half of a two-tower model, with the scale (and bias) of its logits."""
+
+    modality = "text"
+
+    def __init__(self, model: Any, prepare: CaptionPrepare) -> None:
+        super().__init__()
+        self.text_model: nn.Module = model.text_model
+        self.text_projection: nn.Module = getattr(model, "text_projection", None) or nn.Identity()
+        self.prepare: CaptionPrepare = prepare
+        self.logit_scale: nn.Parameter
+        for name in ("logit_scale", "logit_bias"):
+            if isinstance(scalar := getattr(model, name, None), nn.Parameter):
+                scalar.requires_grad_(False)  # the objective owns the temperature
+                self.register_parameter(name, scalar)
+        projects = isinstance(self.text_projection, nn.Linear)
+        text = model.config.text_config
+        sizes = (text.hidden_size, getattr(text, "projection_size", None))
+        self.dim = self.feature_dim = model.config.projection_dim if projects else sizes[1] or sizes[0]
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Encode B tokenized texts, each (B, T), to (B, D) unit-norm float32."""
+        inputs = {"attention_mask" if name == "mask" else name: tensor for name, tensor in inputs.items()}
+        return unit_norm(self.text_projection(self.text_model(**inputs).pooler_output))
+
+
+def is_two_towers(folder: Path) -> bool:
+    """Whether a folder holds a model that `VisionTextEncoder` reads."""
+    path = folder / "config.json"
+    return path.is_file() and read_json_object(path).get("model_type") in MODEL_TYPES
+
+
+def load_two_towers(folder: Path) -> tuple[Any, Any]:
+    """A model of two towers in float32, and its image processor; code in the folder is never run.
+
+    Raises:
+        DualencError: the folder holds another kind of model, or its files are missing, corrupt or incomplete.
+    """
+    from transformers import AutoConfig, AutoImageProcessor, AutoModel
+
+    if not is_two_towers(folder):
+        raise DualencError(
+            f"{folder}: no transformers model of the types {', '.join(MODEL_TYPES)}; give another folder"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise DualencError(f"{folder}: no *.safetensors; convert its weights to safetensors first")
+    try:
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model, report = AutoModel.from_pretrained(
+                folder, config=config, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            )
+            processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise DualencError(
+            f"{folder}: the image-text model does not load ({first_line(error)}); restore the folder"
+        ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise DualencError(f"{folder}: {len(missing)} weights are missing, {missing[0]} first; restore the folder")
+    if getattr(config.vision_config, "vision_use_head", True) is False:
+        raise DualencError(f"{folder}: its image tower has no head that pools; choose a model with vision_use_head")
+    return model.float().eval(), processor

@@ -1,0 +1,185 @@
+"""What smaller vectors cost: retrieval with the first components only, in 8 bits or in one bit a number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+import faiss
+import numpy as np
+import numpy.typing as npt
+
+from dualenc.errors import DualencError
+from dualenc.evaluation.retrieval import DOCUMENT_BLOCK, exact_search, first_documents
+from dualenc.types import Vectors
+
+Code = Literal["float32", "int8", "binary"]
+
+RESCORED = 4
+"""Candidates of a search with codes for each result that is wanted: these are scored again with the vectors."""
+
+
+class Size(NamedTuple):
+    """How vectors are kept.
+
+    Attributes:
+        dim: how many of the first components.
+        code: "float32"; "int8", a byte a component; "binary", its sign.
+        rescored: whether the vectors, in float32 on disk, order the best of the codes again.
+    """
+
+    dim: int
+    code: Code
+    rescored: bool = False
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a vector that a search goes through."""
+        return {"float32": 4 * self.dim, "int8": self.dim, "binary": -(-self.dim // 8)}[self.code]
+
+    @property
+    def disk(self) -> int:
+        """Further bytes of a vector that only the best candidates are read of."""
+        return 4 * self.dim if self.rescored else 0
+
+    @property
+    def name(self) -> str:
+        """Such as `64 int8, rescored`."""
+        return f"{self.dim} {self.code}" + (", rescored" if self.rescored else "")
+
+
+def sizes(dims: Sequence[int]) -> list[Size]:
+    """Every way to keep vectors of some lengths, of the most bytes first; float32 needs no second scoring."""
+    ways = [(code, rescored) for code in get_args(Code) for rescored in (False, True)]
+    found = [Size(dim, *way) for dim in dims for way in ways if way != ("float32", True)]
+    return sorted(found, key=lambda size: (-size.memory, -size.disk, -size.dim))
+
+
+def halvings(dim: int, smallest: int = 32) -> list[int]:
+    """D, D/2, D/4, … down to `smallest`; at least D."""
+    found = [dim]
+    while found[-1] // 2 >= smallest:
+        found.append(found[-1] // 2)
+    return found
+
+
+def first_components(vectors: Vectors, dim: int) -> npt.NDArray[np.float32]:
+    """The first d components of vectors (N, D), scaled to length one; zero stays zero.
+
+    Raises:
+        DualencError: there are not so many.
+    """
+    if not 1 <= dim <= vectors.shape[1]:
+        raise DualencError(f"dim is {dim}: give 1 to {vectors.shape[1]}, the size of the vectors")
+    first = np.ascontiguousarray(vectors[:, :dim], np.float32)
+    lengths = np.sqrt(np.einsum("nd,nd->n", first, first))
+    return np.asarray(first / np.where(lengths == 0, 1, lengths)[:, None], np.float32)
+
+
+def compressed_run(
+    query_ids: Sequence[str],
+    queries: Vectors,
+    document_ids: Sequence[str],
+    documents: Vectors,
+    size: Size,
+    *,
+    depth: int = 100,
+    keep_self_matches: bool = False,
+) -> dict[str, dict[str, float]]:
+    """The best documents of each query, found among documents kept in a certain size.
+
+    int8 is FAISS's `ScalarQuantizer` (QT_8bit, ranges per component over all documents) against queries in float32;
+    binary is the Hamming distance of signs (`IndexBinaryFlat`), scored as minus the share of differing bits. Rescoring
+    takes the best 4·depth by the codes and orders them by the inner product of queries and documents in float32.
+
+    Args:
+        query_ids: (Q,) ids.
+        queries: (Q, D) unit embeddings.
+        document_ids: (N,) ids.
+        documents: (N, D) unit embeddings; may be memory-mapped.
+        size: how documents are kept; queries lose the same components.
+        depth: how many documents to keep for each query.
+        keep_self_matches: keep a document whose id is the query's; otherwise one more takes its place.
+
+    Returns:
+        Score of each retrieved document by query id.
+
+    Raises:
+        DualencError: there are fewer components than asked for.
+    """
+    asked, kept = first_components(np.asarray(queries), size.dim), _Prefixes(documents, size.dim)
+    wanted = min((depth + 1) * (RESCORED if size.rescored else 1), len(kept))
+    if size.code == "float32":
+        scores, columns = exact_search(asked, kept.all(), wanted, document_ids=document_ids)
+    elif size.code == "int8":
+        scores, columns = _search_bytes(asked, kept, wanted)
+    else:
+        scores, columns = _search_bits(asked, kept, wanted)
+    if size.rescored:
+        for row, found in enumerate(columns):
+            scores[row] = kept.rows(found) @ asked[row]
+    run = {
+        query: {document_ids[column]: float(score) for column, score in zip(found, values)}
+        for query, found, values in zip(query_ids, columns.tolist(), scores.tolist(), strict=True)
+    }
+    return first_documents(run, depth, keep_self_matches=keep_self_matches)
+
+
+class _Prefixes:
+    """The first components of documents (N, D), a block at a time."""
+
+    def __init__(self, documents: Vectors, dim: int) -> None:
+        self.documents, self.dim = documents, dim
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def rows(self, rows: npt.NDArray[np.int64] | slice) -> npt.NDArray[np.float32]:
+        return first_components(np.asarray(self.documents[rows]), self.dim)
+
+    def blocks(self) -> list[slice]:
+        return [slice(start, start + DOCUMENT_BLOCK) for start in range(0, len(self), DOCUMENT_BLOCK)]
+
+    def all(self) -> npt.NDArray[np.float32]:
+        return np.concatenate([self.rows(block) for block in self.blocks()])
+
+
+def _search_bytes(
+    queries: npt.NDArray[np.float32], documents: _Prefixes, k: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    index = faiss.IndexScalarQuantizer(documents.dim, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
+    index.train(documents.all())
+    for block in documents.blocks():
+        index.add(documents.rows(block))
+    scores, columns = index.search(queries, k)
+    return scores, columns
+
+
+def _search_bits(
+    queries: npt.NDArray[np.float32], documents: _Prefixes, k: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    index = faiss.IndexBinaryFlat(8 * -(-documents.dim // 8))
+    for block in documents.blocks():
+        index.add(np.packbits(documents.rows(block) > 0, axis=1))
+    distances, columns = index.search(np.packbits(queries > 0, axis=1), k)
+    return np.asarray(-distances / documents.dim, np.float32), columns
+
+
+def size_rows(results: dict[Size, dict[str, float]], metrics: Sequence[str]) -> list[dict[str, object]]:
+    """A table row for each size: bytes, and metrics; the first row is what the others are a share of.
+
+    Args:
+        results: means by metric of each size.
+        metrics: which of them; the first also as a share of the best size's.
+    """
+    whole = next(iter(results.values()))[metrics[0]]
+    return [
+        {
+            "vectors": size.name,
+            "bytes": size.memory,
+            "on disk": size.disk,
+            **{name: means[name] for name in metrics},
+            f"{metrics[0]} kept": None if whole == 0 else means[metrics[0]] / whole,
+        }
+        for size, means in results.items()
+    ]

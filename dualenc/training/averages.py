@@ -1,0 +1,61 @@
+"""A moving average of the weights, evaluated and saved in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class AveragedWeights:
+    """An exponential moving average of all weights and running statistics of a model.
+
+    θ̄ ← δ·θ̄ + (1 − δ)·θ after each step (Polyak and Juditsky 1992; as an exponential average Tarvainen and Valpola 2017,
+    arXiv:1703.01780), where δ = min(decay, (1 + t)/(10 + t)) at step t, so that the first weights are soon forgotten.
+    Integers, such as a count of batches, are taken over.
+
+    Args:
+        model: whose weights; the average has a copy of them.
+        decay: δ of many steps, in (0, 1).
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model, self.decay, self.steps = model, decay, 0
+        self.average = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Count the weights of a step in."""
+        self.steps += 1
+        share = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
+        for name, tensor in self.model.state_dict().items():
+            kept = self.average[name]
+            kept.lerp_(tensor, share) if kept.is_floating_point() else kept.copy_(tensor)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within it, the model has the averaged weights."""
+        weights = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        self._give(self.average)
+        try:
+            yield
+        finally:
+            self._give(weights)
+
+    @torch.no_grad()
+    def _give(self, weights: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.model.state_dict().items():
+            tensor.copy_(weights[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average and the number of steps in it."""
+        return {"steps": self.steps, "average": self.average}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.steps = state["steps"]
+        for name, tensor in state["average"].items():
+            self.average[name].copy_(tensor)

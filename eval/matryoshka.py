@@ -1,0 +1,79 @@
+"""Prefixes of embeddings: nDCG@10 of the first components, with an objective of the whole vectors and one of several
+lengths (Kusupati et al. 2022, arXiv 2205.13147), at the same number of steps.
+
+    python eval/matryoshka.py PATH --epochs 10
+
+PATH is a BEIR folder; two perceptrons on frozen features (latent semantic analysis, 256 numbers) are trained on its
+training pairs, as in eval/small_batch.py, to vectors of 256 numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from small_batch import Retrieval, beir_parts, on_features
+
+from dualenc.encoders import VectorEncoder
+from dualenc.evaluation.compression import first_components
+from dualenc.evaluation.metrics import score_queries
+from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.retrieval import retrieve
+from dualenc.objectives import GlobalCache, Objective
+from dualenc.training import Trainer
+from dualenc.training.evaluators import embed_side
+
+DIMS = [16, 32, 64, 128, 256]
+
+
+def qualities(model: VectorEncoder, test: Retrieval, dims: list[int]) -> dict[int, float]:
+    """nDCG@10 of each length."""
+    of = test.collection
+    queries, documents = (embed_side(model, *part, 256) for part in (("left", of.queries), ("right", of.corpus)))
+    found = {}
+    for dim in dims:
+        left, right = (first_components(np.asarray(side.vectors), dim) for side in (queries, documents))
+        run = retrieve(queries.ids, left, documents.ids, right, depth=10)
+        found[dim] = statistics.mean(scores["ndcg@10"] for scores in score_queries(of.qrels, run).values())
+    return found
+
+
+def main(path: Path, epochs: int = 10, batch_size: int = 128, dims: list[int] | None = None, seeds: int = 3) -> None:
+    """Train with and without lengths, and print a table.
+
+    Args:
+        path: BEIR folder.
+        epochs: passes over its training pairs.
+        batch_size: pairs in a batch.
+        dims: lengths; the last one is that of the vectors.
+        seeds: runs of each.
+    """
+    dims = dims or DIMS
+    torch.set_num_threads(1)
+    task = on_features(*beir_parts(path), learning_rate=1e-3)
+    assert isinstance(task.test, Retrieval)
+    rows: list[dict[str, object]] = []
+    for name, lengths in (("whole vectors", None), ("dims", dims)):
+        found = []
+        for seed in range(seeds):
+            torch.manual_seed(seed)
+            model = VectorEncoder(256, tower="mlp", dim=dims[-1], hidden=512, shared=False)
+            sizes = {"num_left": task.pairs.num_left, "num_right": task.pairs.num_right}
+            objective: Objective = GlobalCache(**sizes, temperature=0.05, dims=lengths, seed=seed)
+            with tempfile.TemporaryDirectory() as folder:
+                settings = {"batch_size": batch_size, "epochs": epochs, "learning_rate": task.learning_rate}
+                trainer = Trainer(output=folder, seed=seed, save_every=None, progress=False, **settings)
+                trainer.fit(model, task.pairs, objective)
+            found.append(qualities(model, task.test, dims))
+        means = {f"{dim}": statistics.mean(one[dim] for one in found) for dim in dims}
+        rows.append({"trained on": name, **means})
+    print_table(Table("nDCG@10 of the first components", rows))
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    auto_cli(main)

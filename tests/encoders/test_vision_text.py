@@ -1,0 +1,199 @@
+"""CLIP, SigLIP and SigLIP 2 against transformers itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+
+from dualenc.data import TablePairs
+from dualenc.encoders import ImageTextEncoder, TextEncoder, VisionTextEncoder, load_model
+from dualenc.errors import DualencError
+from dualenc.objectives import InfoNCE
+from dualenc.training import Trainer
+
+HUGE_TEXT = "very " * 200 + "long"
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION = {
+    "CLIP": {"image_size": 32, "patch_size": 16},
+    "Siglip": {"image_size": 32, "patch_size": 16},
+    "Siglip2": {"num_patches": 16, "patch_size": 16},
+}
+
+
+def make(family: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
+    """A small random model of a family, written by transformers."""
+    text = {
+        **SMALL,
+        "vocab_size": 400,
+        "max_position_embeddings": 20,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.cls_token_id,
+        "eos_token_id": tokenizer.sep_token_id,
+    }
+    torch.manual_seed(0)
+    projection = {"projection_dim": 24} if family == "CLIP" else {}
+    kind = getattr(transformers, f"{family}Config")
+    model = getattr(transformers, f"{family}Model")(
+        kind(text_config=text, vision_config=SMALL | VISION[family], **projection)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():  # as they begin, biases are 0 and tell nothing
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings: dict[str, Any] = {
+        "CLIP": {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
+        "Siglip": {"size": {"height": 32, "width": 32}},
+        "Siglip2": {"patch_size": 16, "max_num_patches": 16},
+    }[family]
+    getattr(transformers, f"{family}ImageProcessor")(**settings).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=list(VISION))
+def folder(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
+    return make(request.param, tokenizer, tmp_path / "source")
+
+
+@torch.no_grad()
+def reference(folder: Path, images: list[Image.Image], texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The vectors of images and texts by transformers alone, texts padded as the models' authors tell to."""
+    model = AutoModel.from_pretrained(folder).eval()
+    pixels = AutoImageProcessor.from_pretrained(folder)(images=images, return_tensors="pt")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    names = [n for n in ("input_ids", "attention_mask") if n in tokenizer.model_input_names]
+    tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=20, return_tensors="pt")
+    left = model.get_image_features(**pixels).pooler_output
+    right = model.get_text_features(**{name: tokens[name] for name in names}).pooler_output
+    return left / left.norm(dim=1, keepdim=True), right / right.norm(dim=1, keepdim=True)
+
+
+@torch.no_grad()
+def test_vectors_are_those_of_transformers_before_and_after_saving(
+    folder: Path, images: list[Image.Image], texts: list[str], tmp_path: Path
+) -> None:
+    model = load_model(folder)
+    assert isinstance(model, VisionTextEncoder)
+    assert model.kind == "image-text"
+    model.set_temperature(0.02)
+    model.save(tmp_path / "saved")
+    again = load_model(tmp_path / "saved")
+    assert isinstance(again, VisionTextEncoder)
+    assert again.temperature == pytest.approx(0.02, rel=1e-5)
+    for given in (texts, texts[:1], [HUGE_TEXT]):
+        for place in (folder, tmp_path / "saved"):
+            left, right = reference(place, images, given)
+            for tower, items, expected in (("left", images, left), ("right", given, right)):
+                for own in (model, again):
+                    found = own.encode(tower, own.tower(tower).prepare(items))  # type: ignore[arg-type]
+                    assert (found - expected).abs().max() < 1e-5
+    scale = AutoModel.from_pretrained(tmp_path / "saved").logit_scale.exp().item()
+    assert scale == pytest.approx(50, rel=1e-5)
+    assert "AutoModel.from_pretrained" in (tmp_path / "saved" / "README.md").read_text()
+
+
+def test_every_weight_is_held_once_and_all_but_the_logits_scale_are_trained(folder: Path) -> None:
+    model, other = VisionTextEncoder(str(folder)), AutoModel.from_pretrained(folder)
+    assert model.num_parameters == sum(p.numel() for p in other.parameters())
+    scalars = sum(p.numel() for n, p in other.named_parameters() if n.startswith("logit_"))
+    assert model.num_parameters - model.num_trainable_parameters == scalars
+
+
+def test_crops_are_functions_of_image_and_seed(folder: Path, images: list[Image.Image]) -> None:
+    prepare = VisionTextEncoder(str(folder), crop_scale=(0.3, 0.6)).left.prepare
+    other = pickle.loads(pickle.dumps(prepare))
+    torch.manual_seed(1)
+    first = prepare(images, seeds=[1, 2, 3])
+    second = other(images[1:], seeds=[2, 3])
+    for name in first:
+        torch.testing.assert_close(first[name][1:], second[name])
+    assert not torch.equal(prepare(images, seeds=[4, 5, 6])["pixel_values"], first["pixel_values"])
+
+
+def test_it_trains_and_the_result_loads_in_transformers(
+    folder: Path, images: list[Image.Image], texts: list[str], tmp_path: Path
+) -> None:
+    rows = []
+    for number, caption in enumerate(["a dog", "two cats", "a red ball", "a book"]):
+        noise = np.random.default_rng(number).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / f"{number}.png")
+        rows.append({"image": f"{number}.png", "caption": caption})
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pairs = TablePairs(str(tmp_path / "pairs.jsonl"), left_column="image", right_column="caption")
+    model = VisionTextEncoder(str(folder), gradient_checkpointing=True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = Trainer(output=tmp_path / "run", batch_size=4, epochs=6, learning_rate=3e-3, warmup=0, chunk_size=2)
+    trainer.fit(model, pairs, InfoNCE(temperature=0.1))
+    moved = {name for name, p in model.named_parameters() if not torch.equal(before[name], p)}
+    assert any("vision_model" in name for name in moved)
+    assert any("text_model" in name for name in moved)
+    left, right = reference(tmp_path / "run" / "model", images, texts)
+    with torch.no_grad():
+        assert (model.encode("left", model.left.prepare(images)) - left).abs().max() < 1e-5
+        assert (model.encode("right", model.right.prepare(texts)) - right).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("model.safetensors", "no \\*.safetensors"),
+        ("preprocessor_config.json", "does not load"),
+        ("tokenizer.json", "no tokenizer"),
+    ],
+)
+def test_missing_files(folder: Path, file: str, message: str) -> None:
+    (folder / file).unlink()
+    with pytest.raises(DualencError, match=message) as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def test_other_classes_say_which_one_reads_the_folder(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    folder = str(make("CLIP", tokenizer, tmp_path))
+    with pytest.raises(DualencError, match="use VisionTextEncoder"):
+        ImageTextEncoder(folder)
+    with pytest.raises(DualencError, match="type clip is no text encoder"):
+        TextEncoder(folder)
+
+
+@pytest.mark.parametrize("arguments", [{"max_length": 21}, {"max_length": 2}, {"crop_scale": (0.9, 0.1)}], ids=str)
+def test_arguments_out_of_range(arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    with pytest.raises(DualencError, match=next(iter(arguments))) as caught:
+        VisionTextEncoder(str(make("CLIP", tokenizer, tmp_path)), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_code_in_a_folder_is_not_run(folder: Path, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the type is one that transformers knows or not, and whatever a question on the terminal would get."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(folder.parent / "modules"))
+    canary = folder.parent / "canary"
+    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Thing: pass\n")
+    names = ("AutoConfig", "AutoModel", "AutoImageProcessor", "AutoProcessor", "AutoTokenizer")
+    auto_map = {"auto_map": dict.fromkeys(names, "evil.Thing")}
+    for file in ("config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        held = json.loads((folder / file).read_text())
+        unknown = {} if known else {"image_processor_type": "Thing", "tokenizer_class": "Thing"}
+        (folder / file).write_text(json.dumps(held | auto_map | unknown))
+    with suppress(DualencError):
+        load_model(folder)
+    assert not canary.exists()
+
+
+def test_weights_that_are_pickles_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(DualencError, match="convert its weights to safetensors"):
+        load_model(folder)
