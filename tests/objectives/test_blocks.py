@@ -51,11 +51,11 @@ def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monke
     monkeypatch.setattr(anchors, "BLOCK_ENTRIES", block)
     monkeypatch.setattr(row_draws, "ROWS_PER_DRAW", 8)
     criterion = large(setting, batch_size)
-    draws = torch.randn(2, batch_size, 4)
+    draws = torch.randn(2, batch_size, 5)
     left, right = (torch.nn.functional.normalize(draw, dim=1).requires_grad_() for draw in draws)
 
     def encode(side: str, ids: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.normalize(torch.ones(len(ids), 4).requires_grad_(), dim=1)
+        return torch.nn.functional.normalize(torch.ones(len(ids), 5).requires_grad_(), dim=1)
 
     with Dispatched() as watched:
         criterion(left, right, torch.arange(batch_size), encode=encode).loss.backward()
