@@ -129,8 +129,7 @@ def curves(runs: list[RunFolder]) -> list[Figure]:
 def _names(runs: list[RunFolder], evaluated: bool) -> list[str]:
     """Of what was logged in any run, known names first."""
     logged = dict.fromkeys([*CAPTIONS, *(name for one in runs for line in one.lines for name in line)])
-    kinds = {True: lambda name: name.startswith("evaluation/"), False: lambda name: not name.startswith("evaluation/")}
-    wanted = [name for name in logged if name not in ("step", "epoch") and kinds[evaluated](name)]
+    wanted = [name for name in logged if name not in ("step", "epoch") and name.startswith("evaluation/") == evaluated]
     return [name for name in wanted if any(one.curve(name)[0] for one in runs)]
 
 

@@ -405,6 +405,14 @@ class Normalized:
         return (pixels - self.mean) / self.std
 
 
+def checked_crop_scale(crop_scale: tuple[float, float]) -> tuple[float, float]:
+    """The least and the greatest share of an image's area that a training crop may have; increasing, in (0, 1]."""
+    low, high = crop_scale
+    if not 0 < low <= high <= 1:
+        raise DualencError(f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]")
+    return low, high
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the CPU generators of torch, `random` and numpy within this context, and put them back after it."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.image import ImagePrepare, Seeded
+from dualenc.encoders.image import ImagePrepare, Seeded, checked_crop_scale
 from dualenc.encoders.load import first_line, model_folder, no_foreign_code
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
@@ -94,9 +94,7 @@ class ImageTextEncoder(DualEncoder):
     ) -> None:
         from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 
-        low, high = crop_scale
-        if not 0 < low <= high <= 1:
-            raise DualencError(f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]")
+        crop_scale = checked_crop_scale(crop_scale)
         options = {
             "force_image_size": image_size,
             "force_context_length": context_length,
@@ -118,7 +116,7 @@ class ImageTextEncoder(DualEncoder):
         if hasattr(clip, "text_decoder"):
             clip.text_decoder.requires_grad_(False)  # of CoCa: it writes captions, which no vector depends on
         preprocess = PreprocessCfg(**visual.preprocess_cfg)
-        train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=(low, high)))
+        train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=crop_scale))
         prepare = ImagePrepare(image_transform_v2(preprocess, is_train=False), Seeded(train))
         dim = int(own_config["embed_dim"])
         super().__init__(

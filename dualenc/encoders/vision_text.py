@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.image import seeded
+from dualenc.encoders.image import checked_crop_scale, seeded
 from dualenc.encoders.load import first_line, model_folder
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.text import quiet_transformers
@@ -65,9 +65,7 @@ class VisionTextEncoder(DualEncoder):
         lora_alpha: float | None = None,
         lora_targets: list[str] | None = None,
     ) -> None:
-        low, high = crop_scale
-        if not 0 < low <= high <= 1:
-            raise DualencError(f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]")
+        crop_scale = checked_crop_scale(crop_scale)
         folder = model_folder(name)
         model, processor = load_two_towers(folder)
         tokenizer = load_tokenizer(folder)
@@ -88,7 +86,7 @@ class VisionTextEncoder(DualEncoder):
         if lora_rank:
             adapt(model, lora_rank, lora_alpha, targets=lora_targets)
         super().__init__(
-            VisionTower(model, VisionPrepare(processor, (low, high))),
+            VisionTower(model, VisionPrepare(processor, crop_scale)),
             CaptionTower(model, CaptionPrepare(tokenizer, length, MODEL_TYPES[config.model_type])),
             kind="image-text",
         )

@@ -342,35 +342,19 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             # Over all anchors of the global batch, so that the average over ranks is the global loss.
             scale = distributed.world_size() / max(2 * sum(pairs.sizes), 1)
             every = joined([of.surrogate for of in losses])
-            if weights is not None:  # anchors are first the left, then the right ones of all pairs
+            of_anchors = None
+            if weights is not None:
                 if weights.shape != left_id.shape:
                     self._fail("weights", f"has shape {tuple(weights.shape)}; it must hold {len(left_id)} numbers")
                 weights = weights.to(like)
-                every = every * weights.repeat(2)
-            loss = every.sum()
+                of_anchors = weights.repeat(2)  # anchors are first the left, then the right ones of all pairs
+            loss = (every if of_anchors is None else every * of_anchors).sum()
             if any(of.value is not None for of in losses):
                 values = joined([of.surrogate.detach() if of.value is None else of.value for of in losses])
-                loss = _Reported.apply(loss, (values if weights is None else values * weights.repeat(2)).sum())
+                loss = _Reported.apply(loss, (values if of_anchors is None else values * of_anchors).sum())
             loss = loss * scale
             if self.teacher is not None:
-                if teacher_scores is None or teacher_rows is None:
-                    self._fail(
-                        "teacher_scores", "and teacher_rows are missing; pass what the teacher says of the pairs"
-                    )
-                if teacher_scores.shape != (len(like), 1 + teacher_rows.shape[-1]) or len(teacher_rows) != len(like):
-                    shapes = f"{tuple(teacher_scores.shape)}, teacher_rows {tuple(teacher_rows.shape)}"
-                    self._fail("teacher_scores", f"has shape {shapes}; they must be ({len(like)}, 1 + K) and (…, K)")
-                given = like[:0] if negatives is None else negatives.to(like)
-                learned = teacher_loss(
-                    self.teacher,
-                    like,
-                    pairs.right,
-                    given,
-                    teacher_rows,
-                    teacher_scores.to(like) / self.teacher_temperature,
-                    temperature,
-                    weights,
-                )
+                learned = self._learned(pairs, negatives, teacher_scores, teacher_rows, temperature, weights)
                 loss = self.own_weight * loss + self.teacher_weight * learned
         for random, draws in sources:
             random.draws = draws
@@ -576,6 +560,27 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             on_cpu=(on_cpu[0], on_cpu[1]) if on_cpu else None,
         )
         return pairs, (parts[0].to(precision), parts[1].to(precision))
+
+    def _learned(
+        self,
+        pairs: Pairs,
+        negatives: Tensor | None,
+        scores: Tensor | None,
+        rows: Tensor | None,
+        temperature: Tensor,
+        weights: Tensor | None,
+    ) -> Tensor:
+        """What the teacher's scores of this rank's pairs teach; arguments are those of `forward`."""
+        like = pairs.left
+        if scores is None or rows is None:
+            self._fail("teacher_scores", "and teacher_rows are missing; pass what the teacher says of the pairs")
+        if scores.shape != (len(like), 1 + rows.shape[-1]) or len(rows) != len(like):
+            shapes = f"{tuple(scores.shape)}, teacher_rows {tuple(rows.shape)}"
+            self._fail("teacher_scores", f"has shape {shapes}; they must be ({len(like)}, 1 + K) and (…, K)")
+        given = like[:0] if negatives is None else negatives.to(like)
+        scores = scores.to(like) / self.teacher_temperature
+        assert self.teacher is not None
+        return teacher_loss(self.teacher, like, pairs.right, given, rows, scores, temperature, weights)
 
     def _guided(
         self,

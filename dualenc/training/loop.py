@@ -135,9 +135,16 @@ class Loop:
         self.meter = Meter(self.device)
         described = {name: part for name, part in recipe.items() if name not in ("trainer", "evaluator")}
         described["trainer"] = {name: value for name, value in asdict(settings).items() if name not in _FREE}
-        if not settings.shard_model:  # checkpoints from before there was this option are still good
-            del described["trainer"]["shard_model"]
-        for name, default in (("layer_decay", 1.0), ("freeze", ()), ("weight_average", None), ("patience", None)):
+        # Checkpoints from before there were these options are still good.
+        later: dict[str, Any] = {
+            "shard_model": False,
+            "layer_decay": 1.0,
+            "freeze": (),
+            "weight_average": None,
+            "patience": None,
+        }
+        later |= {"guide_left": None, "guide_right": None}
+        for name, default in later.items():
             if getattr(settings, name) == default:
                 del described["trainer"][name]
         described = fingerprint(described, model, objective, pairs, batching)
