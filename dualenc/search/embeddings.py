@@ -97,6 +97,11 @@ class Embeddings:
         self.snippets = snippets
         self.columns = columns
 
+    def rows_of(self, ids: Sequence[str]) -> np.ndarray:
+        """(n,) the row of each of some ids, -1 where there is no vector of it."""
+        row_of = {name: row for row, name in enumerate(self.ids)}
+        return np.array([row_of.get(name, -1) for name in ids], dtype=np.int64)
+
     def __len__(self) -> int:
         return len(self.ids)
 

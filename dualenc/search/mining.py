@@ -338,7 +338,7 @@ class _Miner:
     ) -> None:
         self.queries, self.documents, self.pairs, self.left, self.right = queries, documents, pairs, left, right
         self.rule, self.rescore, self.form, self.folder = rule, rescore, form, folder
-        self.left_row, self.right_row = _rows_of(left, queries), _rows_of(right, documents)
+        self.left_row, self.right_row = queries.rows_of(left.ids), documents.rows_of(right.ids)
         self.document = np.empty(len(documents), np.int64)
         there = np.flatnonzero(self.right_row >= 0)
         self.document[self.right_row[there]] = there
@@ -479,12 +479,6 @@ class _Miner:
                     save_array(part, scores)
             parts.append(np.load(path))
         return np.concatenate(parts)
-
-
-def _rows_of(corpus: Corpus, embeddings: Embeddings) -> np.ndarray:
-    """The row of each item's vector, -1 without one."""
-    row_of = {name: row for row, name in enumerate(embeddings.ids)}
-    return np.array([row_of.get(name, -1) for name in corpus.ids], dtype=np.int64)
 
 
 def _contents(corpus: Corpus) -> np.ndarray:

@@ -113,13 +113,12 @@ class Guide:
         self._rows: dict[Side, np.ndarray] = {}
         for side, folder, corpus in zip(SIDES, (left, right), corpora(pairs)):
             stored = Embeddings.open(folder)
-            row_of = {name: row for row, name in enumerate(stored.ids)}
             self._stored[side] = stored.vectors
-            self._rows[side] = np.array([row_of.get(name, -1) for name in corpus.ids], dtype=np.int64)
+            self._rows[side] = stored.rows_of(corpus.ids)
             if (self._rows[side] < 0).all():
                 raise DualencError(f"{folder}: embeds no {side} item of the pairs; embed the data that is trained on")
             # Numbers that only happen to be ids of other data would be taken for these items.
-            if not hasattr(pairs, "queries") and len(row_of) > (self._rows[side] >= 0).sum():
+            if not hasattr(pairs, "queries") and len(stored.ids) > (self._rows[side] >= 0).sum():
                 raise DualencError(f"{folder}: embeds other items than the {side} ones of the pairs; embed those")
         dims = [int(self._stored[side].shape[1]) for side in SIDES]
         if dims[0] != dims[1]:
