@@ -18,7 +18,7 @@ Objectives with a + have the positive in the softmax.
 Tasks: "vectors", two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder; "text", a
 one-layer transformer from scratch on it; "minilm", a pretrained one; "image_text", a small open_clip model on tables
 {train,dev,test}.parquet of images and captions; "images", a narrow ResNet on two views of labelled images, by its
-20 nearest neighbours.
+20 nearest neighbours and, in the end, by a linear probe.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, VectorE
 from dualenc.evaluation.image_text import both_ways_ranks
 from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.evaluation.plots import COLOURS, as_svg, lines
-from dualenc.evaluation.probe import knn_predict
+from dualenc.evaluation.probe import knn_predict, linear_probe
 from dualenc.evaluation.report import Table, print_table
 from dualenc.evaluation.retrieval import Result, retrieve
 from dualenc.objectives import (
@@ -153,19 +153,21 @@ class ImageOfCaption(Quality):
 
 
 class Neighbours(Quality):
-    """Accuracy of a vote of 20 neighbours."""
+    """Accuracy of a vote of 20 neighbours, and of a linear classifier where `probe` asks for it."""
 
     primary = "20-NN"
 
-    def __init__(self, train: ImageViews, test: ImageViews) -> None:
+    def __init__(self, train: ImageViews, test: ImageViews, probe: bool = False) -> None:
         self.evaluator = KNNEvaluator(train, test)
+        self.probe = probe
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         train, test = (
             embed_side(model, "left", corpus, 256, output="features").vectors for corpus in self.evaluator.corpora
         )
         votes, labels = self.evaluator.labels
-        return self.mean((knn_predict(train, votes, test, k=20) == labels).astype(float).tolist())
+        found = self.mean((knn_predict(train, votes, test, k=20) == labels).astype(float).tolist())
+        return found | ({"linear_probe": linear_probe(train, votes, test, labels).accuracy} if self.probe else {})
 
 
 @dataclass
@@ -239,15 +241,16 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
             deterministic=False,
         )
         trainer.fit(model, pairs, criterion, evaluator=curve)
-    test = task.test(model.eval())[task.test.primary]
+    measured = task.test(model.eval())
     scores = np.round(255 * np.array(task.test.per_query)).astype(np.uint8)
     outcome = {
         "validation": curve.points[-1][2],  # of the last step, after which training evaluates
-        "test": test,
+        "test": measured.pop(task.test.primary),
         "extra_encodes": passes.count / (steps * batch_size) - 2,
         "seconds": curve.points[-1][1],
         "curve": [(seen, round(seconds, 1), round(value, 4)) for seen, seconds, value in curve.points],
         "scores": base64.b64encode(scores).decode(),
+        **measured,
     }
     return settings, outcome | ({"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
@@ -402,7 +405,7 @@ def image_text(path: Path, model: str) -> Task:
 def images(path: Path, model: str) -> Task:
     """Two views of 4,000 images, a narrow four-block ResNet on 24 pixels."""
     train, validation, test = open_parts(str(path), 4000, 2000)
-    parts = (Neighbours(train, part) for part in (validation, test))
+    parts = Neighbours(train, validation), Neighbours(train, test, probe=True)
     return Task(new_encoder, train, *parts, learning_rate=2e-3, temperatures=(0.1, 0.2, 0.4))
 
 
@@ -554,9 +557,9 @@ class Row:
         return np.mean(decoded, axis=0) / 255
 
 
-def spread(seeds: Sequence[dict[str, Any]]) -> str:
-    """Mean and standard deviation of the test quality."""
-    values = [one["test"] for one in seeds]
+def spread(seeds: Sequence[dict[str, Any]], what: str = "test") -> str:
+    """Mean and standard deviation of the test quality, or of another measure."""
+    values = [one[what] for one in seeds if what in one]
     return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}" if len(values) > 1 else "not run"
 
 
@@ -598,6 +601,8 @@ def cells_of(rows: Sequence[Row], samples: int) -> Iterator[dict[str, object]]:
     for row in rows:
         cells = {"objective": row.objective, "B": row.batch_size, "equal pairs": spread(row.seeds)}
         cells["equal passes"] = spread(row.passes)
+        if any("linear_probe" in one for one in row.seeds):
+            cells["linear probe"] = spread(row.seeds, "linear_probe")
         if best is not None:
             found = paired_bootstrap(best.per_query, row.per_query, samples=samples)
             over = f"{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
