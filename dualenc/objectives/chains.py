@@ -345,26 +345,23 @@ class Visit:
         return all(near is None for near in self.near)
 
     def find(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """(A,) whether an item (A,) is among the proposals to its direction, and its first position there, or any."""
+        """(A, 1) whether an item (A,) is among the proposals to its direction, and its first position there, or any."""
         there, place = find_in_rows(self.items, state.view(len(self.items), -1))
-        return there.view(-1), place.view(-1)
+        return there.view(-1, 1), place.view(-1, 1)
 
     def by_row(self, values: Tensor, some: Anchors) -> Tensor:
         """(a, C) of values (X, C) of each direction those for each of some rows of the anchors."""
         own = of_directions(values, some)
         return own[:, None].expand(-1, some.num_own // len(own), -1).flatten(0, 1)
 
-    def after(self, column: Tensor, state: Tensor, *beside: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """(A,) the items that chains are on after they moved to a column (A,) of the proposals, C or more for none.
+    def after(self, moved: Tensor, place: Tensor, *tables: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """(A,) what chains are on after those that `moved` went to a place (A,) of the proposals.
 
         Args:
-            column: (A,).
-            state: (A,) where they were.
-            beside: of further values (X, C) and (A,) the same.
+            moved, place: (A,).
+            tables: of the values (X, C) that proposals have, and (A,) where chains were: the items, and others.
         """
-        num_directions, num_proposals = self.items.shape
-        moved, place = column < num_proposals, column.clamp(max=num_proposals - 1).view(num_directions, -1)
-        tables = ((self.items, state), *beside)
+        place = place.view(len(self.items), -1)
         return [torch.where(moved, of.gather(1, place).view(-1), was) for of, was in tables]
 
 

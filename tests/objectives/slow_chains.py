@@ -110,7 +110,7 @@ class SlowChains:
             else:
                 among = None if chain is None else next((s for i, s, _ in negatives if i == chain.item), None)
                 ordered = [negatives[j] for j in order]
-                terms, chain = self._mh(ordered, chain, among, anchor, corpus, uniform[row, order].tolist())
+                terms, chain = self._mh(ordered, chain, among, anchor, corpus, uniform[row].tolist())
             if chain is not None:
                 moves.setdefault(key, chain)
             losses.append((sum(w * s for w, s in terms) - anchor.positive) / self.temperature)
