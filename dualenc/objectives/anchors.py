@@ -24,8 +24,8 @@ PADDING = -1
 
 Rows = TypeVar("Rows", bound=Tensor | tuple[Tensor, ...] | None)
 
-# Entries of a matrix that is held at once: 1024 anchors against 1024 candidates. An accelerator has the memory for more,
-# and waits for the host at every block.
+# Entries of a matrix that is held at once: 1024 anchors against 1024 candidates. An accelerator has memory for more,
+# and waits for the host's many operations at every block.
 BLOCK_ENTRIES = 2**20
 BLOCKS_ON_ACCELERATOR = 4
 

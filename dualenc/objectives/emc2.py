@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.base import AnchorLosses, Encode
+from dualenc.objectives.base import AnchorLosses, Encode, Reported
 from dualenc.objectives.chains import NO_STATE, ChainObjective
 from dualenc.objectives.looks import Asking
 
@@ -62,17 +62,18 @@ class EMC2(ChainObjective):
         state, num_proposals, fresh = visit.state, visit.items.shape[1], self.score == "fresh"
         score = torch.where(visit.usable, self.take("score", anchors).to(visit.told), visit.told)
         there, place = visit.find(state)
-        away = state.masked_fill(there[:, 0], NO_STATE)
-        draws_of = self.random.rows(anchors.num_rows, num_proposals)
-        order = self.random.permutation(num_proposals, device=state.device)[None]
+        log_inverse_uniform = self.random.rows(anchors.num_rows, num_proposals)
+        order = self.random.permutation(num_proposals, device=state.device)
         proposed: list[Tensor] = []
-        # (A, 1) similarities of out-of-batch states, with gradient.
+        # (A,) similarities of out-of-batch states, with gradient.
         outside: Tensor | None = None
         if fresh or self.proposals != "batch":
+            away = state.masked_fill(there[:, 0], NO_STATE)
             asked = away if fresh else None
-            proposed, outside = yield from self.embed_proposals(anchors, visit, asked, 1, encode)
-        if fresh and outside is not None:
-            score = torch.where(away != NO_STATE, outside.detach()[:, 0], score)
+            proposed, of_states = yield from self.embed_proposals(anchors, visit, asked, 1, encode)
+            if fresh and of_states is not None:
+                outside = of_states[:, 0]
+                score = torch.where(away != NO_STATE, outside.detach(), score)
         log_q, state_log_q = None, []
         if not visit.uniform:
             log_q = self.log_density(anchors, visit, visit.items)
@@ -84,14 +85,15 @@ class EMC2(ChainObjective):
             scores, logits = self.compare(some, visit, proposed)
             with torch.no_grad():
                 if fresh:
-                    score = torch.where(there, scores.gather(1, place) * some.temperature, score)
+                    inside = scores.gather(1, place)[:, 0] * some.temperature
+                    score = torch.where(there[:, 0], inside, score)
                 # The chain compares s/τ − log q + log(1/uniform) of a proposal with s/τ − log q of its state.
-                start = score / some.temperature
+                start = score[:, None] / some.temperature
                 if log_q is not None:
                     logits, start = logits - visit.by_row(log_q, some), start - state_log_q[0]
                 rows = None if some.num_own == anchors.num_rows else some.rows_on_cpu
-                in_order = logits[:, order[0]]
-                thresholds = in_order - draws_of(rows, logits).log()
+                in_order = logits[:, order]
+                thresholds = in_order + log_inverse_uniform(rows, logits)
                 node = walk(torch.cat([start, in_order], dim=1), thresholds)
                 # Columns are the proposals, and last the state if it is none of them.
                 of_state = torch.where(there, place, num_proposals)
@@ -100,29 +102,28 @@ class EMC2(ChainObjective):
                 weights.scatter_add_(1, column, self._shares(some, thresholds))
                 if not some.all_have_negatives or self.proposals != "batch":
                     # Without proposals there is no step to count: a state stands for itself.
-                    alone = (logits == -torch.inf).all(dim=1, keepdim=True) & (score > -torch.inf)
+                    alone = (logits == -torch.inf).all(dim=1, keepdim=True) & (start > -torch.inf)
                     weights.scatter_add_(1, of_state, alone.to(weights))
-                moved = node[:, -1:] > 0
-                place = column[:, -1:].clamp(max=num_proposals - 1)
-                next_score = torch.where(moved, scores.gather(1, place) * some.temperature, score)
-                state_weight = weights[:, num_proposals:].clone()
+                moved, place = node[:, -1] > 0, column[:, -1:].clamp(max=num_proposals - 1)
+                next_score = torch.where(moved, scores.gather(1, place)[:, 0] * some.temperature, score)
+                state_weight = weights[:, num_proposals].clone()
             losses = self.losses_of(some, scores, weights[:, :num_proposals], log_mean)
             return losses, state_weight, moved, place, next_score
 
-        of_row = (there, place, score[:, None], visit.log_mean, *state_log_q)
+        of_row = (there, place, score, visit.log_mean, *state_log_q)
         losses, state_weight, moved, place, next_score = anchors.by_rows(
             walk_rows, *of_row, row_entries=4 * num_proposals
         )
         if self.updates_state:
-            (next_state,) = visit.after(moved[:, 0], place[:, 0], (visit.items, state))
-            self.store(anchors, next_state, score=next_score[:, 0])
+            (next_state,) = visit.after(moved, place, (visit.items, state))
+            self.store(anchors, next_state, score=next_score)
         if not fresh:
-            # Only states that outlived burn-in are encoded.
-            outside = yield from self.embed_states(anchors, away.masked_fill(state_weight[:, 0] <= 0, NO_STATE), encode)
+            # Only states outside the batch that outlived burn-in are encoded.
+            outside = yield from self.embed_states(anchors, state.masked_fill(state_weight <= 0, NO_STATE), encode)
         if outside is None:
             return AnchorLosses(losses)
-        surrogate = losses + (state_weight * outside)[:, 0] / anchors.temperature
-        return AnchorLosses(surrogate, losses.detach() if self.reports_loss else None)
+        surrogate = losses + state_weight * outside / anchors.temperature
+        return AnchorLosses(Reported.apply(surrogate, losses) if self.reports_loss else surrogate)
 
     def _shares(self, some: Anchors, thresholds: Tensor) -> Tensor:
         """(a, R) which share of the steps of some anchors that count each proposal is; 0 before, and if it is none."""
@@ -173,10 +174,10 @@ def _one_by_one(scores: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
 def accepted(scores: Tensor, thresholds: Tensor) -> Tensor:
     """(…, R) which proposal a chain is on after each of R, without a loop over them.
 
-    Proposal i is left for the first later one whose threshold is above its score. Until then all that comes by has lower
+    Proposal i is left for the first later one whose threshold is above its score. All that comes by before has lower
     thresholds, so lower scores, and were it accepted, it would be left by then, too. Hence two things:
 
-    - After r a chain is on the first proposal i, accepted or not, that none of i + 1, …, r would be accepted in place of.
+    - After r a chain is on the first proposal i, accepted or not, for which none of i + 1, …, r would be left.
     - Where a chain is once it has moved does not depend on where it was before. So a run of proposals is to it as a
       single one, with the largest of their thresholds and the score of the one that the chain is on after them.
 

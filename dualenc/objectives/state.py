@@ -40,8 +40,13 @@ class SharedRandom(nn.Module):
         tiny = 2.0**-24  # log(0) and 1.0 must not appear; float32 is drawn whatever the precision
         return draws.clamp_(tiny, 1 - tiny).to(like.dtype)
 
+    def exponential(self, *shape: int, like: Tensor) -> Tensor:
+        """Draws of log(1/u) with u uniform in (0, 1), of the given shape, with the device and precision of `like`."""
+        draws = torch.empty(shape, device=like.device).exponential_(generator=self._next(like.device))
+        return draws.to(like.dtype)
+
     def rows(self, num_rows: int, width: int) -> Callable[[Tensor | None, Tensor], Tensor]:
-        """(num_rows, width) draws in (0, 1), given out by row: never the whole matrix of a large batch at once.
+        """(num_rows, width) draws of `exponential`, given out by row: never the whole matrix of a large batch at once.
 
         Every run of some rows of the global batch has its own numbered draw. So a row's numbers depend neither on the
         rank that holds it nor on the rows it is looked at with, and looking again gives the same ones.
@@ -62,7 +67,7 @@ class SharedRandom(nn.Module):
                 held.clear()
                 random = SharedRandom(self.seed)
                 random.draws = first + number
-                held[number] = random.uniform(min(size, num_rows - number * size), width, like=like)
+                held[number] = random.exponential(min(size, num_rows - number * size), width, like=like)
             return held[number]
 
         def draws_of(rows: Tensor | None, like: Tensor) -> Tensor:

@@ -76,7 +76,10 @@ class SlowChains:
         self.random.uniform(num_anchors, 1, like=case.left)
         columns = {side: self._columns(case, corpus, side) for side in sides}
         count = len(columns[sides[0]])
-        uniform = self.random.uniform(num_anchors, 1 if self.kind is ISIR else count, like=case.left)
+        if self.kind is ISIR:
+            uniform = self.random.uniform(num_anchors, 1, like=case.left)
+        else:
+            uniform = (-self.random.exponential(num_anchors, count, like=case.left)).exp()
         order = []
         if self.kind is not ISIR:
             order = self.random.permutation(count, device=torch.device("cpu")).tolist()

@@ -111,4 +111,4 @@ def test_rows_of_draws_do_not_depend_on_what_they_are_looked_at_with(monkeypatch
     chosen = torch.tensor([num_rows - 1, 0, 8, 7])
     for rows in (torch.arange(num_rows), chosen, torch.tensor([9, 10]), torch.tensor([15, 16])):
         assert torch.equal(draws_of(rows, like), every[rows])
-    assert torch.equal(every[:8], SharedRandom(3).uniform(8, 5, like=like))
+    assert torch.equal(every[:8], SharedRandom(3).exponential(8, 5, like=like))
