@@ -46,6 +46,10 @@ class Prepare:
         """
         raise TypeError(f"{type(self).__name__} does not define __call__")
 
+    def join(self, parts: Sequence[Inputs]) -> Inputs | None:
+        """Several prepared batches as one, in their order; None where that gains nothing, as with large images."""
+        return None
+
 
 class Tower(nn.Module):
     """A module that encodes prepared inputs to unit vectors.

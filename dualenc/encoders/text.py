@@ -180,6 +180,18 @@ class TextPrepare(Prepare):
             self.tokenizer(texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt")
         )
 
+    def join(self, parts: Sequence[Inputs]) -> Inputs:
+        """Texts (n, T), each part with a T of its own, padded to the longest as the tokenizer pads."""
+        longest = max(part["input_ids"].shape[1] for part in parts)
+        padding = {"input_ids": self.tokenizer.pad_token_id, "token_type_ids": self.tokenizer.pad_token_type_id}
+
+        def padded(name: str, tensor: Tensor) -> Tensor:
+            missing = longest - tensor.shape[1]
+            where = (missing, 0) if self.tokenizer.padding_side == "left" else (0, missing)
+            return nn.functional.pad(tensor, where, value=padding.get(name) or 0)
+
+        return {name: torch.cat([padded(name, part[name]) for part in parts]) for name in parts[0]}
+
 
 class TextTower(Tower):
     """A transformer's last hidden state (B, T, hidden size), pooled, mapped by what stands behind, cut and normalised.

@@ -37,6 +37,7 @@ from dualenc.training.optim import build_optimizer, build_schedule, trainable_pa
 from dualenc.training.plan import BatchPlan, fresh_embeddings, tell_neighbors
 from dualenc.training.sharding import join_state, split_state
 from dualenc.training.signals import Stopped, StopSignals
+from dualenc.types import Inputs, Side
 
 if TYPE_CHECKING:
     from dualenc.training.trainer import Trainer
@@ -314,10 +315,10 @@ class Loop:
         outputs: list[ObjectiveOutput] = []
         for number, batch in enumerate(batches, start=self.batches_done):
             encoding = PlainEncoding(*common, keep) if chunk_size is None else CachedEncoding(*common, keep, chunk_size)
-            left, right = encoding.encode("left", batch.left), encoding.encode("right", batch.right)
-            negatives = None
+            parts: list[tuple[Side, Inputs]] = [("left", batch.left), ("right", batch.right)]
             if batch.negatives is not None or (encoding.in_step and self.pairs.negatives is not None):
-                negatives = encoding.encode("right", batch.negatives or {})
+                parts.append(("right", batch.negatives or {}))
+            left, right, *mined = encoding.encode_batch(*parts)
             output = self.objective(
                 left,
                 right,
@@ -326,7 +327,7 @@ class Loop:
                 self.items.bind(encoding, number),
                 left_positives=_moved(batch.left_positives, self.device),
                 right_positives=_moved(batch.right_positives, self.device),
-                negatives=None if batch.negatives is None else negatives,
+                negatives=None if batch.negatives is None else mined[0],
                 negative_id=_moved(batch.negative_id, self.device),
                 **{name: of.to(self.device, non_blocking=True) for name, of in batch.judged().items()},
             )

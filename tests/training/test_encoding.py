@@ -308,3 +308,47 @@ def test_groups_hold_every_row_once_and_never_cost_more(lengths, cost):
     spent = sum(len(rows) * max(lengths[row] for row in rows.tolist()) + cost for rows in groups)
     assert spent <= len(lengths) * max(lengths) + cost
     assert length_groups({"image": torch.zeros(5, 3)}, cost)[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def encoded_by(model, parts, make, together):
+    """The parts of a batch encoded at once or one by one, the gradients of a loss on them, and the number of passes."""
+    draw, passes = torch.Generator().manual_seed(0), []
+    hooks = [tower.register_forward_pre_hook(lambda *_: passes.append(1)) for tower in {model.left, model.right}]
+    model.zero_grad()
+    encoding = make(model, CPU)
+    encoded = encoding.encode_batch(*parts) if together else [encoding.encode(*part) for part in parts]
+    directions = [torch.randn(one.shape, generator=draw, dtype=one.dtype) for one in encoded]
+    encoding.backward(sum((one * direction).sum() for one, direction in zip(encoded, directions, strict=True)))
+    for hook in hooks:
+        hook.remove()
+    return [*(one.detach() for one in encoded), *(p.grad for p in model.parameters() if p.grad is not None)], len(
+        passes
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_shared_weights_encode_all_parts_of_a_batch_at_once(way, padding_side):
+    """Whatever the lengths, the prompts and the side of the padding; roberta counts its positions from the padding."""
+    config = {"model_type": "roberta", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config |= {"intermediate_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config |= {"max_position_embeddings": 40, "type_vocab_size": 1}
+    tokenizer = train_tokenizer(["some words of no matter"], 300, max_length=36)
+    tokenizer.padding_side = padding_side
+    torch.manual_seed(0)
+    model = TextEncoder(config=config, tokenizer=tokenizer, query_prompt="some ", max_length=36).double().train()
+    parts = [
+        ("left", model.left.prepare(["words", "no matter", "matter of words"])),
+        ("right", model.right.prepare(["some words of " * 4, "no", "matter " * 5, "of"])),
+        ("right", model.right.prepare(["words " * 3])),
+    ]
+    (joined, passes), (apart, separate) = (encoded_by(model, parts, WAYS[way], together) for together in (True, False))
+    assert close(joined, apart, tolerance=1e-6)
+    assert passes < separate
+
+
+@pytest.mark.parametrize("model", [TinyEncoder(shared=True, batchnorm=True), TinyEncoder(shared=False)])
+def test_separate_towers_and_batchnorm_see_one_part_at_a_time(model):
+    parts = [("left", rows(6, seed=0)), ("right", rows(4, seed=1))]
+    for together in (True, False):
+        assert encoded_by(model.train(), parts, PlainEncoding, together)[1] == 2
