@@ -58,11 +58,13 @@ def test_a_training_step_is_timed_by_the_difference_of_two_runs(monkeypatch: pyt
     assert script.seconds_per_step({"a": train}, few=3, steps=5, repeats=2) == {"a": 2.0}
 
 
-def test_index_finds_as_much_as_raw_faiss(capsys: pytest.CaptureFixture[str]) -> None:
-    load_script("bench/index.py").main(vectors=1000, dim=16, queries=20, repeats=1, factories=["Flat"])
+@pytest.mark.parametrize("repeats", [0, 1])
+def test_index_finds_as_much_as_raw_faiss(capsys: pytest.CaptureFixture[str], repeats: int) -> None:
+    settings = {"vectors": 1000, "dim": 16, "queries": 20, "seconds": 0, "factories": ["Flat"]}
+    load_script("bench/index.py").main(repeats=repeats, **settings)
     printed = capsys.readouterr().out
     assert "dualenc 1.0000, faiss 1.0000" in printed
-    assert printed.count("ratio") == 2
+    assert printed.count("ratio") == 2 + repeats
 
 
 @pytest.mark.slow
