@@ -67,6 +67,18 @@ def test_index_finds_as_much_as_raw_faiss(capsys: pytest.CaptureFixture[str], re
     assert printed.count("ratio") == 2 + repeats
 
 
+def test_exact_searches_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    script = load_script("bench/exact_search.py")
+    script.main(documents=300, dim=16, queries=20, k=7, repeats=1)
+    assert sum(line.startswith(("| FAISS", "| torch")) for line in capsys.readouterr().out.splitlines()) >= 2
+    scores, columns = np.array([[0.9, 0.5, 0.1]], np.float32), np.array([[4, 2, 7]])
+    assert script.check_alike((scores, columns), (scores, columns)) == (0, 0)
+    with pytest.raises(AssertionError, match="scores differ"):
+        script.check_alike((scores + 1e-5, columns), (scores, columns))
+    with pytest.raises(AssertionError, match="another document"):
+        script.check_alike((scores, columns[:, [1, 0, 2]]), (scores, columns))
+
+
 @pytest.mark.slow
 def test_a_sharded_encoder_is_held_in_parts() -> None:
     on_ranks = load_script("bench/sharding.py").on_ranks
