@@ -15,9 +15,11 @@ from dualenc.data import PairDataset
 from dualenc.data.corpus import Corpus
 from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.encoders.load import load_model
+from dualenc.evaluation import exact
+from dualenc.evaluation.exact import exact_search
 from dualenc.objectives import GlobalCache
 from dualenc.training import Trainer
-from dualenc.training.evaluators import embed_side
+from dualenc.training.evaluators import RetrievalEvaluator, embed_side
 from tests.objectives.every import SETTINGS, Setting
 from tests.objectives.test_device import KEEP_TABLES
 from tests.objectives.test_device import train as train_plainly
@@ -78,3 +80,45 @@ def test_a_text_encoder_is_trained_saved_and_loaded(tmp_path: Path, settings: di
         embed_side(of, "left", corpus, 16).vectors for of in (model.eval(), load_model(result.model_folder).cpu())
     )
     np.testing.assert_allclose(on_gpu, on_cpu, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("k", [1, 101, 5000])
+def test_exact_search_finds_what_faiss_finds(dtype: type, k: int) -> None:
+    """Scores to 1e-6, though the training around it allows TF32 and autocast; with ties, the same documents."""
+    generator = np.random.default_rng(0)
+    queries, documents = generator.standard_normal((700, 96)), generator.standard_normal((5000, 96))
+    queries /= np.linalg.norm(queries, axis=1, keepdims=True)
+    documents /= np.linalg.norm(documents, axis=1, keepdims=True)
+    whole = generator.integers(-1, 2, (5000, 4)).astype(dtype)  # of 81 kinds: their scores tie
+    ids = [str(number) for number in generator.permutation(5000)]
+    expected = exact_search(queries.astype(dtype), documents.astype(dtype), k)
+    tied = exact_search(whole[:50], whole, k, document_ids=ids)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast("cuda", torch.bfloat16):
+            scores, columns = exact_search(
+                queries.astype(dtype), documents.astype(dtype), k, device=GPU, document_block=1500
+            )
+            found = exact_search(whole[:50], whole, k, document_ids=ids, device=GPU, document_block=1500)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    np.testing.assert_allclose(scores, expected[0], rtol=0, atol=1e-6)
+    similarity = np.take_along_axis(queries.astype(dtype).astype(float) @ documents.astype(dtype).T, columns, 1)
+    np.testing.assert_allclose(similarity, scores, rtol=0, atol=1e-6)
+    for ours, theirs in zip(found, tied):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_model_on_the_gpu_is_evaluated_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(TEXTS, 300, max_length=16)
+    config = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config |= {"intermediate_size": 64, "max_position_embeddings": 16, "vocab_size": len(tokenizer)}
+    model = TextEncoder(config=config, tokenizer=tokenizer, max_length=16).eval()
+    evaluator = RetrievalEvaluator(pairs=PairDataset(TEXTS, [text[::-1] for text in TEXTS]))
+    expected = evaluator(model.cpu())
+    monkeypatch.setattr(exact, "_search_by_faiss", lambda *_: pytest.fail("searched on the CPU"))
+    assert evaluator(model.to(GPU)) == pytest.approx(expected, abs=0.02)  # a rank or two, where scores nearly tie

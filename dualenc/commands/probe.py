@@ -123,7 +123,7 @@ def probe(
         for part in ("train", "test")
     )
     if distributed.is_main():
-        rows = _fit_features(fitted, tested, l2, shots, seed)
+        rows = _fit_features(fitted, tested, l2, shots, seed, device_to_use)
         if sgd != "no":
             rows.append(_sgd(tower, fitted, tested, sgd == "images", sgd_epochs, seed, num_workers))
         named = {str(row["probe"]): {key: value for key, value in row.items() if key != "probe"} for row in rows}
@@ -151,12 +151,13 @@ def probe(
 
 
 def _fit_features(
-    train: Labelled, test: Labelled, l2: list[float] | None, shots: list[int] | None, seed: int
+    train: Labelled, test: Labelled, l2: list[float] | None, shots: list[int] | None, seed: int, device: torch.device
 ) -> list[Row]:
     """Accuracy of the probes that features alone settle."""
     data = (train.features, train.labels, test.features)
     k = min(NEIGHBOURS, len(train.labels))
-    votes = {"1-NN": knn_predict(*data, k=1), f"{k}-NN, weighted": knn_predict(*data, k=k, temperature=TEMPERATURE)}
+    weighted = knn_predict(*data, k=k, temperature=TEMPERATURE, device=device)
+    votes = {"1-NN": knn_predict(*data, k=1, device=device), f"{k}-NN, weighted": weighted}
     rows: list[Row] = [
         {"probe": name, "accuracy": accuracy(found, test.labels), "sd": None} for name, found in votes.items()
     ]

@@ -131,7 +131,13 @@ def retrieval(
         else:
             right = asked.embeddings
         found = retrieve(
-            left.ids, left.vectors, right.ids, right.vectors, depth=depth, keep_self_matches=keep_self_matches
+            left.ids,
+            left.vectors,
+            right.ids,
+            right.vectors,
+            depth=depth,
+            keep_self_matches=keep_self_matches,
+            device=device_to_use,
         )
         runs[name] = {display_name(model): found}
         small[name] = {}
@@ -144,6 +150,7 @@ def retrieval(
                 size,
                 depth=depth,
                 keep_self_matches=keep_self_matches,
+                device=device_to_use,
             )
             kept_as = Result(size.name, name, run, collection.qrels, len(corpus), keep_self_matches=keep_self_matches)
             small[name][size] = kept_as.means

@@ -8,9 +8,11 @@ from typing import Literal, NamedTuple, get_args
 import faiss
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.retrieval import DOCUMENT_BLOCK, exact_search, first_documents
+from dualenc.evaluation.exact import DOCUMENT_BLOCK, exact_search
+from dualenc.evaluation.retrieval import first_documents
 from dualenc.types import Vectors
 
 Code = Literal["float32", "int8", "binary"]
@@ -85,6 +87,7 @@ def compressed_run(
     *,
     depth: int = 100,
     keep_self_matches: bool = False,
+    device: str | torch.device = "cpu",
 ) -> dict[str, dict[str, float]]:
     """The best documents of each query, found among documents kept in a certain size.
 
@@ -100,6 +103,7 @@ def compressed_run(
         size: how documents are kept; queries lose the same components.
         depth: how many documents to keep for each query.
         keep_self_matches: keep a document whose id is the query's; otherwise one more takes its place.
+        device: where to search in float32, as in `exact_search`.
 
     Returns:
         Score of each retrieved document by query id.
@@ -110,7 +114,7 @@ def compressed_run(
     asked, kept = first_components(np.asarray(queries), size.dim), _Prefixes(documents, size.dim)
     wanted = min((depth + 1) * (RESCORED if size.rescored else 1), len(kept))
     if size.code == "float32":
-        scores, columns = exact_search(asked, kept.all(), wanted, document_ids=document_ids)
+        scores, columns = exact_search(asked, kept.all(), wanted, document_ids=document_ids, device=device)
     elif size.code == "int8":
         scores, columns = _search_bytes(asked, kept, wanted)
     else:

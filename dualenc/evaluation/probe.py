@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import faiss
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,7 +17,9 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
+from dualenc import distributed
 from dualenc.errors import DualencError
+from dualenc.evaluation.exact import exact_search
 from dualenc.types import Integers, Vectors
 
 
@@ -67,7 +68,13 @@ def check_labels(features: Vectors, labels: Integers, what: str) -> npt.NDArray[
 
 
 def knn_predict(
-    train: Vectors, train_labels: Integers, test: Vectors, *, k: int = 20, temperature: float | None = 0.07
+    train: Vectors,
+    train_labels: Integers,
+    test: Vectors,
+    *,
+    k: int = 20,
+    temperature: float | None = 0.07,
+    device: str | torch.device = "cpu",
 ) -> npt.NDArray[np.int64]:
     """Class of each test vector by a vote of its k nearest training vectors (Wu et al. 2018, §3.4).
 
@@ -79,6 +86,7 @@ def knn_predict(
         test: (A, D) features to classify.
         k: Number of neighbours; 1 is the nearest-neighbour classifier.
         temperature: τ of the vote; None gives every neighbour one vote.
+        device: Where to search, as in `dualenc.evaluation.exact.exact_search`.
 
     Returns:
         (A,) predicted classes.
@@ -94,7 +102,8 @@ def knn_predict(
     rows, queries = unit_rows(train, "training features"), unit_rows(test, "test features")
     if rows.shape[1] != queries.shape[1]:
         raise DualencError(f"training features have dimension {rows.shape[1]}, test features {queries.shape[1]}")
-    scores, neighbours = faiss.knn(queries, rows, k, faiss.METRIC_INNER_PRODUCT)
+    with distributed.alone():
+        scores, neighbours = exact_search(queries, rows, k, device=device)
     # exp((s − best)/τ): the same vote up to a factor per query, and no overflow at a small τ.
     votes = np.ones_like(scores) if temperature is None else np.exp((scores - scores[:, :1]) / temperature)
     totals = np.zeros((len(queries), int(train_labels.max()) + 1))

@@ -1,4 +1,4 @@
-"""Text retrieval from embeddings and judgements: exact search, BM25, and what a system achieved on a collection."""
+"""Text retrieval from embeddings and judgements: runs of a model and of BM25, and what they achieved."""
 
 from __future__ import annotations
 
@@ -7,115 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import faiss
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from dualenc import distributed
 from dualenc.errors import DualencError
+from dualenc.evaluation.exact import exact_search
 from dualenc.evaluation.metrics import CUTOFFS, Qrels, Run, Scores, mean_scores, remove_self_matches, score_queries
 from dualenc.evaluation.runs import ranked, write_per_query, write_trec
-from dualenc.types import Vectors
-
-# Rows of queries and of documents that meet at once. The blocks never depend on the number of processes: a matrix
-# product rounds differently for other shapes, and results must not.
-QUERY_BLOCK = 512
-DOCUMENT_BLOCK = 32768
-
-# Documents found beyond the k-th: a tie across the k-th place is settled among them, a longer one by a second search.
-SPARE = 16
-
-
-def exact_search(
-    queries: Vectors,
-    documents: Vectors,
-    k: int,
-    *,
-    document_ids: Sequence[str] | None = None,
-    query_block: int = QUERY_BLOCK,
-    document_block: int = DOCUMENT_BLOCK,
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """The k documents of highest inner product with each query, exactly.
-
-    FAISS finds them block by block, so `documents` may be memory-mapped and larger than memory. Equal scores are
-    ordered by descending document id (by descending column without ids), also where they decide who is among the k.
-    Under several processes each searches its share of the queries and all get the whole result.
-
-    Args:
-        queries: (Q, D) embeddings.
-        documents: (N, D) embeddings.
-        k: How many documents to find; all N if k is larger.
-        document_ids: (N,) ids, for the order of ties.
-        query_block: Queries searched at once.
-        document_block: Documents searched at once.
-
-    Returns:
-        Scores (Q, k) in descending order, and columns (Q, k) of the documents.
-
-    Raises:
-        DualencError: the shapes do not fit, there is no document, or an embedding is not finite.
-    """
-    if len(queries.shape) != 2 or len(documents.shape) != 2 or queries.shape[1] != documents.shape[1]:
-        raise DualencError(
-            f"embeddings of shapes {queries.shape} and {documents.shape} cannot be compared; "
-            "both must be matrices of the same dimension"
-        )
-    if len(documents) == 0:
-        raise DualencError("there is no document to search")
-    if k < 1:
-        raise DualencError(f"k={k}: ask for one document or more")
-    k = min(k, len(documents))
-    precedence = np.arange(len(documents))[::-1]  # place of each document among equals: the highest id goes first
-    if document_ids is not None:
-        if len(document_ids) != len(documents):
-            raise DualencError(f"{len(document_ids)} document ids for {len(documents)} embeddings; give one each")
-        order = sorted(range(len(documents)), key=document_ids.__getitem__, reverse=True)
-        precedence = np.empty(len(documents), np.int64)
-        precedence[order] = np.arange(len(documents))
-    starts = range(0, len(queries), query_block)
-    own = [
-        _search_queries(queries[start : start + query_block], documents, k, precedence, document_block)
-        for start in starts[distributed.rank_slice(len(starts))]
-    ]
-    found = [block for blocks in distributed.gather_objects(own) for block in blocks]
-    scores = [np.zeros((0, k), np.float32), *(block_scores for block_scores, _ in found)]
-    columns = [np.zeros((0, k), np.int64), *(block_columns for _, block_columns in found)]
-    return np.concatenate(scores), np.concatenate(columns)
-
-
-def _search_queries(
-    queries: Vectors, documents: Vectors, k: int, precedence: npt.NDArray[np.int64], document_block: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Search all documents for one block of queries, merging the best of each block of documents."""
-    rows = _float32(queries, "a query")
-    scores, columns = np.zeros((len(rows), 0), np.float32), np.zeros((len(rows), 0), np.int64)
-    before = faiss.cvar.distance_compute_blas_threshold
-    # FAISS multiplies matrices for small blocks of queries too; its own rule is several times slower for them.
-    faiss.cvar.distance_compute_blas_threshold = 20
-    try:
-        for start in range(0, len(documents), document_block):
-            block = _float32(documents[start : start + document_block], "a document")
-            # FAISS returns ties in no fixed order: whatever ties with the k-th is found too.
-            asked = min(k + SPARE, len(block))
-            while True:
-                block_scores, block_columns = faiss.knn(rows, block, asked, faiss.METRIC_INNER_PRODUCT)
-                if asked == len(block) or (block_scores[:, -1] < block_scores[:, k - 1]).all():
-                    break
-                asked = min(2 * asked, len(block))
-            scores = np.concatenate([scores, block_scores], axis=1)
-            columns = np.concatenate([columns, start + block_columns], axis=1)
-            order = np.lexsort((precedence[columns], -scores), axis=1)[:, :k]
-            scores, columns = np.take_along_axis(scores, order, 1), np.take_along_axis(columns, order, 1)
-    finally:
-        faiss.cvar.distance_compute_blas_threshold = before
-    return scores, columns
-
-
-def _float32(vectors: Vectors, what: str) -> npt.NDArray[np.float32]:
-    rows = np.ascontiguousarray(vectors, np.float32)
-    if not np.isfinite(rows).all():
-        raise DualencError(f"the embedding of {what} is not finite; did the training end in NaN?")
-    return rows
 
 
 def retrieve(
@@ -126,6 +25,7 @@ def retrieve(
     *,
     depth: int = 100,
     keep_self_matches: bool = False,
+    device: str | torch.device = "cpu",
 ) -> dict[str, dict[str, float]]:
     """The best documents of each query by exact search.
 
@@ -136,6 +36,7 @@ def retrieve(
         documents: (N, D) embeddings; may be memory-mapped.
         depth: How many documents to keep for each query.
         keep_self_matches: Keep a document whose id is the query's; otherwise one more takes its place.
+        device: Where to search, as in `exact_search`.
 
     Returns:
         Score of each retrieved document by query id.
@@ -144,7 +45,7 @@ def retrieve(
         DualencError: the shapes do not fit, there is no document, or an embedding is not finite.
     """
     # One document more than wanted takes the place of a self-match.
-    scores, columns = exact_search(queries, documents, depth + 1, document_ids=document_ids)
+    scores, columns = exact_search(queries, documents, depth + 1, document_ids=document_ids, device=device)
     run = {
         query: {document_ids[column]: score for column, score in zip(found.tolist(), values.tolist())}
         for query, found, values in zip(query_ids, columns, scores, strict=True)

@@ -365,7 +365,7 @@ class _Miner:
     def searcher(self, factory: str, metric: Metric) -> Callable[[np.ndarray, int], np.ndarray]:
         """From queries (n, D) and k to rows (n, k) of the documents, best first, -1 where fewer are found."""
         from dualenc import distributed
-        from dualenc.evaluation.retrieval import exact_search
+        from dualenc.evaluation.exact import exact_search
         from dualenc.search.index import Index, is_index
 
         if factory == "exact":

@@ -101,7 +101,8 @@ class RetrievalEvaluator(Evaluator):
 
         queries = embed_side(model, "left", self.collection.queries, self.batch_size)
         documents = embed_side(model, "right", self.collection.corpus, self.batch_size)
-        run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors)
+        device = next(model.parameters()).device
+        run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, device=device)
         means = Result("model", "held-out", run, self.collection.qrels, len(documents.ids)).means
         return {name: means[name] for name in (*HEADLINES, self.primary) if name in means}
 
@@ -181,7 +182,8 @@ class KNNEvaluator(Evaluator):
             embed_side(model, "left", corpus, self.batch_size, output="features", on_error="raise").vectors
             for corpus in self.corpora
         )
-        predicted = knn_predict(train, self.labels[0], test, k=self.k, temperature=self.temperature)
+        how: dict[str, Any] = {"k": self.k, "temperature": self.temperature, "device": next(model.parameters()).device}
+        predicted = knn_predict(train, self.labels[0], test, **how)
         return {"knn_accuracy": accuracy(predicted, self.labels[1])}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dualenc.evaluation.retrieval import exact_search
+from dualenc.evaluation.exact import exact_search
 from dualenc.search import Embeddings
 from tests.commands import toy
 from tests.commands.in_process import failure, run

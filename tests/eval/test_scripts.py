@@ -58,11 +58,25 @@ def test_a_training_step_is_timed_by_the_difference_of_two_runs(monkeypatch: pyt
     assert script.seconds_per_step({"a": train}, few=3, steps=5, repeats=2) == {"a": 2.0}
 
 
-def test_index_finds_as_much_as_raw_faiss(capsys: pytest.CaptureFixture[str]) -> None:
-    load_script("bench/index.py").main(vectors=1000, dim=16, queries=20, repeats=1, factories=["Flat"])
+@pytest.mark.parametrize("repeats", [0, 1])
+def test_index_finds_as_much_as_raw_faiss(capsys: pytest.CaptureFixture[str], repeats: int) -> None:
+    settings = {"vectors": 1000, "dim": 16, "queries": 20, "seconds": 0, "factories": ["Flat"]}
+    load_script("bench/index.py").main(repeats=repeats, **settings)
     printed = capsys.readouterr().out
     assert "dualenc 1.0000, faiss 1.0000" in printed
-    assert printed.count("ratio") == 2
+    assert printed.count("ratio") == 2 + repeats
+
+
+def test_exact_searches_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    script = load_script("bench/exact_search.py")
+    script.main(documents=300, dim=16, queries=20, k=7, repeats=1)
+    assert sum(line.startswith(("| FAISS", "| torch")) for line in capsys.readouterr().out.splitlines()) >= 2
+    scores, columns = np.array([[0.9, 0.5, 0.1]], np.float32), np.array([[4, 2, 7]])
+    assert script.check_alike((scores, columns), (scores, columns)) == (0, 0)
+    with pytest.raises(AssertionError, match="scores differ"):
+        script.check_alike((scores + 1e-5, columns), (scores, columns))
+    with pytest.raises(AssertionError, match="another document"):
+        script.check_alike((scores, columns[:, [1, 0, 2]]), (scores, columns))
 
 
 @pytest.mark.slow

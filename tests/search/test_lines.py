@@ -42,8 +42,26 @@ def test_a_sequence_that_finds_rows(
     assert [ids[row] for row in range(-len(names), len(names))] == names + names
     asked = [*names, *(name for name in others if name.isprintable())]
     assert ids.rows(asked).tolist() == [row_of.get(name, -1) for name in asked]
-    rows = np.array([[-1, *range(len(names))]])
-    assert ids.texts(rows).tolist() == [["", *names]]
+
+
+LONG = st.lists(st.text(st.characters(exclude_characters="\n", exclude_categories=["Cs"]), max_size=300), unique=True)
+
+
+@given(NAMES | LONG, st.data(), st.sampled_from([3, 2**12]), st.sampled_from([4, 64]))
+def test_texts_of_rows_in_any_order(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str], data: st.DataObject, together: int, short: int
+) -> None:
+    """Short lines, long ones, no lines, -1 for none, of any shape: what a list gives row by row."""
+    path = tmp_path_factory.mktemp("ids") / "ids.txt"
+    write_ids(path, names)
+    rows = np.array(data.draw(st.lists(st.integers(-1, len(names) - 1), max_size=20)), np.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subject, "DECODED_LINES", together)
+        patch.setattr(subject, "SHORT_LINE", short)
+        found = MappedIds(path, len(names)).texts(np.stack([rows, rows[::-1]]))
+    expected = ["" if row < 0 else names[row] for row in rows.tolist()]
+    assert found.dtype == object
+    assert found.tolist() == [expected, expected[::-1]]
 
 
 @given(st.lists(st.binary(max_size=6), max_size=20))
@@ -94,6 +112,15 @@ def test_damaged_arrays_are_told_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "ids.txt").write_bytes(b"a\n\xff\nc\n")
     with pytest.raises(DualencError, match="corrupt at row 1"):
         MappedIds(tmp_path / "ids.txt")[1]
+    for content in (b"a\n\xff\nc\n", b"a\n" + b"\xff" * 999 + b"\nc\n"):
+        (tmp_path / "ids.txt").write_bytes(content)
+        np.save(beside(tmp_path / "ids.txt", "starts"), [0, 2, len(content) - 2, len(content)])
+        with pytest.raises(DualencError, match="corrupt at row 1"):
+            MappedIds(tmp_path / "ids.txt").texts(np.array([[0, 1, 2]]))
+    for end in (9, 2**62):
+        np.save(beside(tmp_path / "ids.txt", "starts"), [0, end, 2, len(content)])
+        with pytest.raises(DualencError, match="corrupt at row 0"):
+            MappedIds(tmp_path / "ids.txt").texts(np.array([0, 0]))
 
 
 def test_folders_of_the_version_before_are_read(tmp_path: Path) -> None:

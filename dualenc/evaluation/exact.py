@@ -1,0 +1,220 @@
+"""Exact search by inner product: FAISS on the CPU, a matrix product and the best of it on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import faiss
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dualenc import distributed
+from dualenc.errors import DualencError
+from dualenc.types import Vectors
+
+# Rows of queries and of documents that meet at once. The blocks never depend on the number of processes: a matrix
+# product rounds differently for other shapes, and results must not.
+QUERY_BLOCK = 512
+DOCUMENT_BLOCK = 32768
+
+# Blocks of queries that are in memory together: each block of documents is read, and copied to a GPU, once for all.
+BLOCKS_AT_ONCE = 64
+
+# Documents found beyond the k-th: a tie across the k-th place is settled among them, a longer one by a second search.
+SPARE = 16
+
+Found = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]]
+"""Scores and columns of each block of queries."""
+_LOW = 2**32 - 1
+
+
+def exact_search(
+    queries: Vectors,
+    documents: Vectors,
+    k: int,
+    *,
+    document_ids: Sequence[str] | None = None,
+    query_block: int = QUERY_BLOCK,
+    document_block: int = DOCUMENT_BLOCK,
+    device: str | torch.device = "cpu",
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """The k documents of highest inner product with each query, exactly.
+
+    They are found block by block, so `documents` may be memory-mapped and larger than memory. Equal scores are ordered
+    by descending document id (by descending column without ids), also where they decide who is among the k. Under
+    several processes each searches its share of the queries and all get the whole result.
+
+    Args:
+        queries: (Q, D) embeddings.
+        documents: (N, D) embeddings.
+        k: How many documents to find; all N if k is larger.
+        document_ids: (N,) ids, for the order of ties.
+        query_block: Queries searched at once.
+        document_block: Documents searched at once.
+        device: A GPU works in float32 without TF32, and takes memory for the scores of one block; elsewhere FAISS.
+
+    Returns:
+        Scores (Q, k) in descending order, and columns (Q, k) of the documents.
+
+    Raises:
+        DualencError: the shapes do not fit, there is no document, or an embedding is not finite.
+    """
+    if len(queries.shape) != 2 or len(documents.shape) != 2 or queries.shape[1] != documents.shape[1]:
+        raise DualencError(
+            f"embeddings of shapes {queries.shape} and {documents.shape} cannot be compared; "
+            "both must be matrices of the same dimension"
+        )
+    if len(documents) == 0:
+        raise DualencError("there is no document to search")
+    if k < 1:
+        raise DualencError(f"k={k}: ask for one document or more")
+    k = min(k, len(documents))
+    precedence = np.arange(len(documents))[::-1]  # place of each document among equals: the highest id goes first
+    if document_ids is not None:
+        if len(document_ids) != len(documents):
+            raise DualencError(f"{len(document_ids)} document ids for {len(documents)} embeddings; give one each")
+        names = list(document_ids)  # at once: they may be on disk
+        precedence = np.empty(len(documents), np.int64)
+        precedence[sorted(range(len(names)), key=names.__getitem__, reverse=True)] = np.arange(len(names))
+    device = torch.device(device)
+    starts = range(0, len(queries), query_block)
+    own = starts[distributed.rank_slice(len(starts))]
+    result: Found = []
+    for first in range(0, len(own), BLOCKS_AT_ONCE):
+        blocks = [queries[start : start + query_block] for start in own[first : first + BLOCKS_AT_ONCE]]
+        if device.type == "cuda":
+            result += search_by_torch(blocks, documents, k, precedence, document_block, device)
+        else:
+            result += _search_by_faiss(blocks, documents, k, precedence, document_block)
+    result = [block for blocks in distributed.gather_objects(result) for block in blocks]
+    scores = [np.zeros((0, k), np.float32), *(block_scores for block_scores, _ in result)]
+    columns = [np.zeros((0, k), np.int64), *(block_columns for _, block_columns in result)]
+    return np.concatenate(scores), np.concatenate(columns)
+
+
+def _search_by_faiss(
+    queries: Sequence[Vectors], documents: Vectors, k: int, precedence: npt.NDArray[np.int64], document_block: int
+) -> Found:
+    """Search all documents for some blocks of queries, merging the best of each block of documents."""
+    rows = [_float32(block, "a query") for block in queries]
+    found: Found = [(np.zeros((len(own), 0), np.float32), np.zeros((len(own), 0), np.int64)) for own in rows]
+    before = faiss.cvar.distance_compute_blas_threshold
+    # FAISS multiplies matrices for small blocks of queries too; its own rule is several times slower for them.
+    faiss.cvar.distance_compute_blas_threshold = 20
+    try:
+        for start in range(0, len(documents), document_block):
+            block = _float32(documents[start : start + document_block], "a document")
+            for number, own in enumerate(rows):
+                # FAISS returns ties in no fixed order: whatever ties with the k-th is found too.
+                asked = min(k + SPARE, len(block))
+                while True:
+                    block_scores, block_columns = faiss.knn(own, block, asked, faiss.METRIC_INNER_PRODUCT)
+                    if asked == len(block) or (block_scores[:, -1] < block_scores[:, k - 1]).all():
+                        break
+                    asked = min(2 * asked, len(block))
+                scores = np.concatenate([found[number][0], block_scores], axis=1)
+                columns = np.concatenate([found[number][1], start + block_columns], axis=1)
+                order = np.lexsort((precedence[columns], -scores), axis=1)[:, :k]
+                found[number] = np.take_along_axis(scores, order, 1), np.take_along_axis(columns, order, 1)
+    finally:
+        faiss.cvar.distance_compute_blas_threshold = before
+    return found
+
+
+def _float32(vectors: Vectors, what: str) -> npt.NDArray[np.float32]:
+    rows = np.ascontiguousarray(vectors, np.float32)
+    if not np.isfinite(rows).all():
+        raise _not_finite(what)
+    return rows
+
+
+def search_by_torch(
+    queries: Sequence[Vectors],
+    documents: Vectors,
+    k: int,
+    precedence: npt.NDArray[np.int64],
+    document_block: int,
+    device: torch.device,
+) -> Found:
+    """What `_search_by_faiss` finds, on a device.
+
+    A score and the place among equals are one integer, so that the largest integers are the answer whatever ties, and
+    the device need not be waited for before the last block.
+
+    Args:
+        queries: blocks of (B, D).
+        documents: (N, D).
+        k: at most N.
+        precedence: (N,) place of each document among equals, a permutation.
+        document_block: documents at once; with B queries about 25 bytes for each pair are needed.
+        device: where to work.
+
+    Raises:
+        DualencError: an embedding is not finite.
+    """
+    column_of = np.empty_like(precedence)
+    column_of[precedence] = np.arange(len(precedence))
+    with _full_precision(device):
+        rows = [_on_device(block, device) for block in queries]
+        finite = [torch.stack([block.isfinite().all() for block in rows]).all()]
+        last = torch.from_numpy(_LOW - precedence).to(device)
+        best = [torch.empty((len(own), 0), dtype=torch.int64, device=device) for own in rows]
+        for start in range(0, len(documents), document_block):
+            block = _on_device(documents[start : start + document_block], device)
+            finite.append(block.isfinite().all())
+            for number, own in enumerate(rows):
+                keys = _keys(own @ block.T, last[start : start + len(block)])
+                keys = keys.topk(min(k, len(block)), dim=1, sorted=False).values
+                both = torch.cat([best[number], keys], dim=1)
+                best[number] = both.topk(min(k, both.shape[1]), dim=1).values
+        queries_fit, *documents_fit = torch.stack(finite).tolist()
+        if not queries_fit or not all(documents_fit):
+            raise _not_finite("a document" if queries_fit else "a query")
+        found: Found = []
+        for keys in best:
+            scores = _flipped((keys >> 32).int()).view(torch.float32)
+            found.append((scores.cpu().numpy(), column_of[_LOW - (keys & _LOW).cpu().numpy()]))
+    return found
+
+
+def _keys(scores: Tensor, last: Tensor) -> Tensor:
+    """(B, n) integers in the order of scores (B, n), and where these are equal of `last` (n,), from 0 to 2³² − 1."""
+    scores += 0.0  # the two zeros are one
+    keys = _flipped(scores.view(torch.int32)).long()
+    keys <<= 32
+    keys |= last
+    return keys
+
+
+def _flipped(bits: Tensor) -> Tensor:
+    """The bits of floats as integers of the same order, and back: those of negative numbers ascend with the size."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _on_device(vectors: Vectors, device: torch.device) -> Tensor:
+    """(n, D) float32; half precision is copied as it is stored."""
+    rows = np.asarray(vectors)
+    rows = np.array(rows, rows.dtype if rows.dtype == np.float16 else np.float32, order="C")
+    return torch.from_numpy(rows).to(device).float()
+
+
+@contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Products of float32 in float32, whatever the training around it has set."""
+    settings = torch.backends.cuda.matmul
+    # The second is that of torch before 2.9; once the first has been used, it may no longer be read.
+    name, full = ("fp32_precision", "ieee") if hasattr(settings, "fp32_precision") else ("allow_tf32", False)
+    before = getattr(settings, name)
+    setattr(settings, name, full)
+    try:
+        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        setattr(settings, name, before)
+
+
+def _not_finite(what: str) -> DualencError:
+    return DualencError(f"the embedding of {what} is not finite; did the training end in NaN?")
