@@ -305,7 +305,11 @@ class Index:
         """
         scores, rows = self.search_rows(queries, k, nprobe=nprobe, ef_search=ef_search)
         scores[rows < 0] = -np.inf
-        return scores, self.ids.texts(rows) if isinstance(self.ids, MappedIds) else self._id_of_row[rows]
+        return scores, self.ids_at(rows)
+
+    def ids_at(self, rows: np.ndarray) -> np.ndarray:
+        """The ids of rows of any shape, as an array of texts; "" for -1: many at once take far less than one by one."""
+        return self.ids.texts(rows) if isinstance(self.ids, MappedIds) else self._id_of_row[rows]
 
     def search_rows(
         self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None

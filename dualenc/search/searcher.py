@@ -255,8 +255,8 @@ class Searcher:
         index = self.index
         scores, rows = index.search_rows(vectors, k, **how)
         return [
-            [Hit(index.ids[row], float(score), index.snippet(row), {}) for score, row in zip(values, own) if row >= 0]
-            for values, own in zip(scores.tolist(), rows.tolist())
+            [Hit(name, score, index.snippet(row), {}) for name, score, row in zip(*hits) if row >= 0]
+            for hits in zip(index.ids_at(rows).tolist(), scores.tolist(), rows.tolist())
         ]
 
 
