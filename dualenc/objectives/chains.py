@@ -173,6 +173,9 @@ class RecentItems(nn.Module):
             own = some.embeddings.view(num, -1, some.embeddings.shape[1])
             similarities = torch.bmm(own, of_directions(known, some).mT)
             logits = similarities / some.temperature + log_weights
+            if some.directions[0].guide is not None:
+                # In the mean below these count as 0: they are in the corpus.
+                logits.masked_fill_(_taken_for_positives(some, of_directions(self.items, some)), -torch.inf)
             log_sum = torch.logsumexp(logits, dim=2)
             log_mean = (log_sum - torch.logsumexp(log_weights, dim=2)).view(-1)
             if nothing_drawn:
@@ -205,6 +208,12 @@ class RecentItems(nn.Module):
         if saved is not None and saved.shape[:2] == self.items.shape:
             self.embeddings = self.embeddings.new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _taken_for_positives(some: Anchors, items: Tensor) -> Tensor:
+    """(X, a, n) what a guide takes for positives of some rows of the anchors among items (X, n) of each direction."""
+    guides = [of.guide for of in some.directions]
+    return torch.stack([of.of_items(these) for of, these in zip(guides, items, strict=True) if of is not None])
 
 
 def of_directions(values: Tensor, some: Anchors) -> Tensor:
@@ -493,8 +502,7 @@ class ChainObjective(Objective):
                     # All of a small corpus or most slots have come: chains that began before that begin anew.
                     self._chains(of).forget()
         state = self.take("state", anchors)
-        is_negative = (ids_of(state, self.views)[:, None] != anchors.positive_ids).all(dim=1)
-        usable = is_negative & (state != NO_STATE)
+        usable = anchors.allows_each(state) & (state != NO_STATE)
         uniform = anchors.of_rank(self.random.uniform(anchors.num_rows, 1, like=anchors.embeddings))
         item, told, log_mean = self.recent.look(anchors, usable, uniform, self.beside)
         found, num = (usable, torch.where(usable, state, item), told, log_mean), len(items)
@@ -626,8 +634,7 @@ class ChainObjective(Objective):
         def scores_of(of: Anchors) -> tuple[Tensor, Tensor]:
             number = 1 if of.side == "right" else 0
             scores = of.embeddings @ proposed[number].T / of.temperature
-            hidden = listed(of.positive_ids, ids_of(visit.items[number], self.views))
-            return scores, scores.masked_fill(hidden, -torch.inf)
+            return scores, scores.masked_fill(of.hides(visit.items[number]), -torch.inf)
 
         return some.by_direction(scores_of)
 

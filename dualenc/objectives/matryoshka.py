@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ class Matryoshka(Objective):
         right_positives: Tensor | None = None,
         negatives: Tensor | None = None,
         negative_id: Tensor | None = None,
-        **judged: Tensor | None,
+        **judged: Any,
     ) -> ObjectiveOutput:
         """The mean of the objectives; arguments as of `Objective.forward`."""
         if left.shape[-1] < self.dims[-1]:

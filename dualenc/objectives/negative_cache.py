@@ -61,12 +61,12 @@ class NegativeCache(Objective):
                     renewed = torch.cat([embed(some, encode, anchors) for some in chunks])
                     cache.write(upload(due, items.device), distributed.gather(renewed, sizes), due)
                 cache.write(items, anchors.candidates, known_candidate_items(anchors))
-            embeddings, barred = queries_of_all(anchors)
+            embeddings, barred, guide = queries_of_all(anchors)
             rows = distributed.gather(anchors.rows, anchors.sizes)
             uniform = self.random.uniform(cache.num_blocks + 1, anchors.num_global, like=embeddings)[:, rows]
             first = sum(anchors.sizes[: distributed.rank()])
             gumbels, of_rank = -(-uniform[1:].log()).log(), slice(first, first + len(anchors.rows))
-            drawn, log_mean = (v[of_rank] for v in cache.draw(embeddings, barred, gumbels, uniform[0]))
+            drawn, log_mean = (v[of_rank] for v in cache.draw(embeddings, barred, gumbels, uniform[0], guide))
         # What is drawn from the batch has an embedding already; the rest is encoded, and remembered.
         column = find(items, drawn)
         in_batch = (anchors.embeddings * anchors.candidates[column.clamp(min=0)]).sum(dim=1)

@@ -108,9 +108,12 @@ class Loop:
             self.optimizer, settings.schedule, self.total_steps, settings.warmup, settings.final_fraction
         )
         self.items = ItemEncoder(model, pairs, seed=settings.seed, on_error=settings.on_error)
-        guide = None
+        guide = self.look_up = None
         if settings.guide_left is not None and settings.guide_right is not None:
             guide = Guide(pairs, settings.guide_left, settings.guide_right)
+        if guide is not None and objective.needs_encode:
+            # What judges items outside the batch judges those in it: by the same numbers.
+            self.look_up, guide = guide.on("cpu" if objective.state_on_cpu else self.device), None
         self.loader = BatchLoader(
             pairs,
             model.left.prepare,
@@ -329,6 +332,7 @@ class Loop:
                 negatives=None if batch.negatives is None else negatives,
                 negative_id=_moved(batch.negative_id, self.device),
                 **{name: of.to(self.device, non_blocking=True) for name, of in batch.judged().items()},
+                guide=self.look_up,
             )
             loss = output.loss / len(batches)
             if self.one_backward and len(outputs) + 1 == len(batches):
