@@ -389,6 +389,17 @@ class ChainObjective(Objective):
     a larger corpus they are a sample, which errs low by nats at small τ: `reports_loss` is False then, and `loss` has
     only the value of the surrogate.
 
+    With a guide (`guide_margin`, `guide_relative`) the law of a chain is the softmax over those negatives that the guide
+    leaves to the pair (x, y), with g how alike it finds two items:
+
+        p(z|x, y) ∝ exp(s(x, z)/τ)·1[g(x, z) ≤ limit(g(x, y))]
+
+    A proposal that is left out has weight 0: it is no step of EMC2, and no share of ISIR. A chain that is on such an
+    item, from before there was a guide, begins anew as on a first visit. So no chain is ever on what the guide leaves
+    out, cold start included. The limit is that of the pair. Of an anchor with several positives the sets of allowed
+    items are nested: a state that lies in the smaller one follows its law, any other begins anew, and back in the larger
+    one the chain has to mix.
+
     Mined negatives are no uniform proposals and take no part. In-batch proposals are uniform only if batches are
     random: with selected batches draw them from the corpus (`proposals=64`).
 
