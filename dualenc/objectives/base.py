@@ -250,6 +250,8 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         self.register_buffer("left_counts", None, persistent=False)
         self.register_buffer("right_counts", None, persistent=False)
         self.num_pairs: int | None = None
+        # What the last call left for `diagnostics`, by the side of its anchors: tensors that were there anyway.
+        self.watched: dict[Side, tuple[Tensor, ...]] = {}
 
     @property
     def updates_state(self) -> bool:
@@ -397,6 +399,26 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             found = anchors.by_rows(self.statistics)
         losses = anchors.by_rows(self.losses, *self.update(anchors, *found))
         return AnchorLosses(losses) if isinstance(losses, Tensor) else AnchorLosses(*losses)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Scalars that tell how an objective's memory does as of its last call, averaged over this rank's anchors, such
+        as moves of chains and logs of partition functions. They cost nothing until asked; all ranks ask together."""
+        return {}
+
+    def _watch(self, anchors: Anchors, *values: Tensor) -> None:
+        """Keep tensors of this call for `diagnostics`."""
+        self.watched[anchors.directions[0].side] = values
+
+    def _spread(self, name: str, number: int = 0) -> dict[str, Tensor]:
+        """Mean and standard deviation over anchors of what was kept at a place, as far as it is finite."""
+        if not self.watched:
+            return {}
+        values = torch.cat([kept[number].detach() for kept in self.watched.values()]).double()
+        some = torch.isfinite(values)
+        count = some.sum().clamp(min=1)
+        mean = torch.where(some, values, 0.0).sum() / count
+        variance = torch.where(some, (values - mean).square(), 0.0).sum() / count
+        return {name: mean, f"{name}_spread": variance.sqrt()}
 
     def set_progress(self, fraction: float) -> None:
         """Tell how much of the training is done, in [0, 1]; objectives with schedules listen."""

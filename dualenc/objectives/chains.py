@@ -389,16 +389,16 @@ class ChainObjective(Objective):
     a larger corpus they are a sample, which errs low by nats at small τ: `reports_loss` is False then, and `loss` has
     only the value of the surrogate.
 
-    With a guide (`guide_margin`, `guide_relative`) the law of a chain is the softmax over those negatives that the guide
-    leaves to the pair (x, y), with g how alike it finds two items:
+    With a guide (`guide_margin`, `guide_relative`) the law of a chain is the softmax over those negatives that the
+    guide leaves to the pair (x, y), with g how alike it finds two items:
 
         p(z|x, y) ∝ exp(s(x, z)/τ)·1[g(x, z) ≤ limit(g(x, y))]
 
     A proposal that is left out has weight 0: it is no step of EMC2, and no share of ISIR. A chain that is on such an
     item, from before there was a guide, begins anew as on a first visit. So no chain is ever on what the guide leaves
     out, cold start included. The limit is that of the pair. Of an anchor with several positives the sets of allowed
-    items are nested: a state that lies in the smaller one follows its law, any other begins anew, and back in the larger
-    one the chain has to mix.
+    items are nested: a state that lies in the smaller one follows its law, any other begins anew, and back in the
+    larger one the chain has to mix.
 
     Mined negatives are no uniform proposals and take no part. In-batch proposals are uniform only if batches are
     random: with selected batches draw them from the corpus (`proposals=64`).
@@ -517,6 +517,7 @@ class ChainObjective(Objective):
         uniform = anchors.of_rank(self.random.uniform(anchors.num_rows, 1, like=anchors.embeddings))
         item, told, log_mean = self.recent.look(anchors, usable, uniform, self.beside)
         found, num = (usable, torch.where(usable, state, item), told, log_mean), len(items)
+        self._watch(anchors, *found[:2])
         if self.proposals == "batch":
             return Visit(*found, items, partners, [], [None] * num)
         proposals = [self._draw(of) for of in anchors.directions]
@@ -541,6 +542,18 @@ class ChainObjective(Objective):
             self._chains(of).store(of, own, everyone, state, **dict(zip(remembered, values, strict=True)))
 
         anchors.by_direction(rows, state, *remembered.values())
+        side = anchors.directions[0].side
+        self.watched[side] = (*self.watched[side][:2], state)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """The share of chains that moved on in the last step, and of those that began anew in it."""
+        kept = [of for of in self.watched.values() if len(of) == 3]
+        if not kept:
+            return {}
+        usable, before, after = (torch.cat(of) for of in zip(*kept, strict=True))
+        number = (before != NO_STATE).sum().clamp(min=1)
+        moved = ((before != NO_STATE) & (after != before)).sum() / number
+        return {"chains_moved": moved, "chains_begun": (~usable).sum() / max(len(usable), 1)}
 
     def _chains(self, anchors: Anchors) -> Chains:
         return self.left_chains if anchors.side == "left" else self.right_chains

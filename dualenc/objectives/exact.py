@@ -40,6 +40,10 @@ class ExactGlobal(Objective):
             self._fail("corpus_chunk_size", f"is {corpus_chunk_size}; it must be at least 1")
         self.corpus_chunk_size = corpus_chunk_size
 
+    def diagnostics(self) -> dict[str, Tensor]:
+        """The logs of the partition functions."""
+        return self._spread("log_partition")
+
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         assert encode is not None
         sides: tuple[Side, ...] = ("left", "right") if anchors.views else (anchors.candidate_side,)
@@ -62,6 +66,8 @@ class ExactGlobal(Objective):
                 log_partition = torch.logaddexp(log_partition, torch.logsumexp(logits_of(ids), dim=1))
             # An anchor without any negative pulls its positive only.
             log_partition = log_partition.nan_to_num(neginf=0.0)
+
+        self._watch(anchors, log_partition)
 
         def weighted_logits(ids: Tensor) -> Tensor:
             logits = logits_of(ids)

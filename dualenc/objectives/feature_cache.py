@@ -350,3 +350,10 @@ def queries_of_all(anchors: Anchors) -> tuple[Tensor, Tensor, Judgement | None]:
     embeddings = distributed.gather(anchors.embeddings / anchors.temperature, anchors.sizes)
     guide = anchors.guide and anchors.guide.of_all_ranks(anchors.sizes)
     return embeddings, distributed.gather(barred, anchors.sizes), guide
+
+
+def share_remembered(like: Tensor, *caches: FeatureCache) -> Tensor:
+    """How many of all items of some caches have an embedding, as a share, on a tensor's device; all ranks call it
+    together."""
+    filled = torch.stack([cache.filled.sum().double().to(like.device) for cache in caches]).sum()
+    return distributed.all_reduce(filled) / sum(cache.num_items for cache in caches)

@@ -12,7 +12,7 @@ from dualenc import distributed
 from dualenc.objectives.anchors import Anchors, listed
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
 from dualenc.objectives.chains import NO_STATE, candidate_items, embed, find, known_candidate_items
-from dualenc.objectives.feature_cache import MAX_ELEMENTS, FeatureCache, queries_of_all
+from dualenc.objectives.feature_cache import MAX_ELEMENTS, FeatureCache, queries_of_all, share_remembered
 from dualenc.objectives.guide import Judgement
 from dualenc.objectives.looks import Asking, upload
 from dualenc.objectives.state import SharedRandom
@@ -74,6 +74,15 @@ class GlobalCache(Objective):
         """How often an item was to be expected in the batch is known for random batches only."""
         return "extra_encodes=0 (the batch alone)" if self.extra_encodes else None
 
+    def diagnostics(self) -> dict[str, Tensor]:
+        """The logs of the mean of exp(s/τ) over what is remembered; what share of all items that is; and over how many
+        of them q is spread, 1/Σ q²: far fewer than the draws, and draws come twice."""
+        remembered = share_remembered(self.log_temperature, self.left_cache, self.right_cache)
+        # Of each direction the probability that two draws are the same item; 0 before anything is remembered.
+        twice = [distributed.all_reduce(shares.double().square().sum()) for _, shares in self.watched.values()]
+        number = torch.stack([torch.where(of > 0, 1 / of, 0.0) for of in twice]).mean() if twice else remembered * 0
+        return self._spread("log_mean_exp") | {"remembered": remembered, "effective_items": number}
+
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> Asking[AnchorLosses]:
         assert encode is not None
         cache = self.left_cache if anchors.candidate_side == "left" else self.right_cache
@@ -111,6 +120,8 @@ class GlobalCache(Objective):
                 cache.write(compared, torch.cat([anchors.candidates, embeddings]), on_cpu)
             first = sum(anchors.sizes[: distributed.rank()])
             own_mean, own_log_mean = (of[first : first + len(anchors.ids)] for of in (seen.mean, seen.log_mean))
+
+        self._watch(anchors, own_log_mean, seen.shares)
 
         def weigh(some: Anchors, seen_mean: Tensor) -> Tensor:
             similarities = torch.cat([some.similarities, some.embeddings @ embeddings.T], dim=1)

@@ -73,6 +73,10 @@ class Matryoshka(Objective):
         """Scalar τ of the greatest length."""
         return self.widest.temperature
 
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Those of the greatest length."""
+        return self.widest.diagnostics()
+
     def set_progress(self, fraction: float) -> None:
         for objective in self:
             objective.set_progress(fraction)

@@ -348,6 +348,8 @@ class Loop:
         loss = torch.stack([output.loss.detach() for output in outputs]).mean()
         if self.objective.reports_loss:
             values["loss"] = loss
+        if self._logs_at(self.steps + 1):
+            values |= {f"state/{name}": value for name, value in self.objective.diagnostics().items()}
         if self.objective.needs_encode:
             values["items_encoded"] = float(self.items.num_encoded - encoded_before) * distributed.world_size()
 
@@ -405,6 +407,9 @@ class Loop:
         if metrics:
             self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
             self.log.say(f"step {self.steps}: {self.best.primary} {metrics[self.best.primary]:.4f}")
+        observed = getattr(self.best.evaluator, "observed", None)
+        if observed is not None:
+            self.log.write_observed(self.steps, observed.to_plain())
         self.evaluation_due = False
 
     def _fail_if_bad(self, step: int | None) -> None:
