@@ -25,8 +25,10 @@ PADDING = -1
 
 Rows = TypeVar("Rows", bound=Tensor | tuple[Tensor, ...] | None)
 
-# Entries of a matrix that is held at once: 1024 anchors against 1024 candidates.
+# Entries of a matrix that is held at once: 1024 anchors against 1024 candidates. An accelerator has memory for more,
+# and waits for the host's many operations at every block.
 BLOCK_ENTRIES = 2**20
+BLOCKS_ON_ACCELERATOR = 4
 
 
 class KnownIds(NamedTuple):
@@ -108,7 +110,7 @@ class Anchors:
         Returns:
             What the function returns, for all rows.
         """
-        size = max(1, BLOCK_ENTRIES // max(1, row_entries or self.num_candidates))
+        size = max(1, self.block_entries // max(1, row_entries or self.num_candidates))
         if self.num_own <= size:
             return function(self, *tensors)
 
@@ -126,6 +128,11 @@ class Anchors:
         if not torch.is_grad_enabled():
             return joined([block(start) for start in starts])
         return joined([checkpoint(block, start, use_reentrant=False, preserve_rng_state=False) for start in starts])
+
+    @property
+    def block_entries(self) -> int:
+        """How many entries of a matrix are held at once."""
+        return BLOCK_ENTRIES * (1 if self.temperature.device.type == "cpu" else BLOCKS_ON_ACCELERATOR)
 
     def by_direction(self, function: Callable[..., Rows], *tensors: Tensor) -> Rows:
         """Apply a function to the `Anchors` of each direction and its rows (a, ...) of the tensors (A, ...).
@@ -330,7 +337,7 @@ class BothDirections(Anchors):
 
     def by_rows(self, function: Callable[..., Rows], *tensors: Tensor, row_entries: int | None = None) -> Rows:
         # One after the other, both directions would hold as much until the backward pass.
-        if self.num_own // 2 * (row_entries or self.num_candidates) <= BLOCK_ENTRIES:
+        if self.num_own // 2 * (row_entries or self.num_candidates) <= self.block_entries:
             return function(self, *tensors)
 
         def rows_of(half: Anchors, *tensors: Tensor) -> Rows:

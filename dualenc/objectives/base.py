@@ -95,8 +95,8 @@ class AnchorLosses(NamedTuple):
         return AnchorLosses(value.sigmoid() * self.surrogate, softplus(value))
 
 
-class _Reported(torch.autograd.Function):
-    """The value of one scalar with the gradient of another."""
+class Reported(torch.autograd.Function):
+    """`Reported.apply(surrogate, value)`: the value of one tensor with the gradient of another of its shape."""
 
     @staticmethod
     def forward(ctx: Any, surrogate: Tensor, value: Tensor) -> Tensor:
@@ -361,7 +361,7 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             loss = (every if of_anchors is None else every * of_anchors).sum()
             if any(of.value is not None for of in losses):
                 values = joined([of.surrogate.detach() if of.value is None else of.value for of in losses])
-                loss = _Reported.apply(loss, (values if of_anchors is None else values * of_anchors).sum())
+                loss = Reported.apply(loss, (values if of_anchors is None else values * of_anchors).sum())
             loss = loss * scale
             if self.teacher is not None:
                 learned = self._learned(pairs, negatives, teacher_scores, teacher_rows, temperature, weights)

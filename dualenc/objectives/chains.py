@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -87,6 +88,7 @@ class RecentItems(nn.Module):
     partners: Tensor
     embeddings: Tensor
     log_counts: Tensor
+    directions: Tensor
 
     def __init__(self, num_slots: int, num_items: Sequence[int]) -> None:
         super().__init__()
@@ -100,11 +102,14 @@ class RecentItems(nn.Module):
         self.register_buffer("embeddings", torch.zeros(*shape, 0))
         counts = [number // max(size, 1) + (slots < number % max(size, 1)) for number in num_items]
         self.register_buffer("log_counts", torch.stack(counts).float().log())
+        self.register_buffer("directions", torch.arange(len(num_items))[:, None], persistent=False)
+        self.paired_once = False
 
     def set_counts(self, counts: Sequence[Tensor], weigh: bool) -> None:
         """Tell in how many pairs each item (N,) is; in a corpus that is made of pairs it weighs so much."""
         if not self.num_slots:
             return
+        self.paired_once = all(bool((of == 1).all()) for of in counts)
         for number, of in enumerate(counts):
             self.enough[number] = min(2 * min(self.num_slots, len(of)), int(of.sum()))
             if weigh:
@@ -124,7 +129,8 @@ class RecentItems(nn.Module):
             rows = torch.stack([first_rows(of) for of in slots])
             slots, items, partners = (of.gather(1, rows) for of in (slots, items, partners))
             embeddings = torch.stack([of[some] for of, some in zip(embeddings, rows, strict=True)])
-        where = torch.arange(first, first + len(items), device=items.device)[:, None], slots
+        every = len(items) == len(self.directions)
+        where = self.directions if every else self.directions[first : first + len(items)], slots
         self.items[where], self.partners[where] = items, partners
         self.embeddings[where] = embeddings.to(self.embeddings)
 
@@ -167,7 +173,8 @@ class RecentItems(nn.Module):
             # All with X directions first, of which `some` may be one.
             num = len(some.directions)
             hidden = listed(some.positive_ids.view(num, -1, some.positive_ids.shape[1]), of_directions(ids, some))
-            if not some.views:
+            # Who stands in one pair is hidden as the positive of its partner.
+            if not (some.views or self.paired_once):
                 hidden |= some.ids.view(num, -1, 1) == of_directions(self.partners, some)[:, None]
             log_weights = of_directions(here, some)[:, None].masked_fill(hidden, -torch.inf)
             own = some.embeddings.view(num, -1, some.embeddings.shape[1])
@@ -354,26 +361,23 @@ class Visit:
         return all(near is None for near in self.near)
 
     def find(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """(A,) whether an item (A,) is among the proposals to its direction, and its first position there, or any."""
+        """(A, 1) whether an item (A,) is among the proposals to its direction, and its first position there, or any."""
         there, place = find_in_rows(self.items, state.view(len(self.items), -1))
-        return there.view(-1), place.view(-1)
+        return there.view(-1, 1), place.view(-1, 1)
 
     def by_row(self, values: Tensor, some: Anchors) -> Tensor:
         """(a, C) of values (X, C) of each direction those for each of some rows of the anchors."""
         own = of_directions(values, some)
         return own[:, None].expand(-1, some.num_own // len(own), -1).flatten(0, 1)
 
-    def after(self, column: Tensor, state: Tensor, *beside: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """(A,) the items that chains are on after they moved to a column (A,) of the proposals, C or more for none.
+    def after(self, moved: Tensor, place: Tensor, *tables: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """(A,) what chains are on after those that `moved` went to a place (A,) of the proposals.
 
         Args:
-            column: (A,).
-            state: (A,) where they were.
-            beside: of further values (X, C) and (A,) the same.
+            moved, place: (A,); a place may also be (A, 1).
+            tables: of the values (X, C) that proposals have, and (A,) where chains were: the items, and others.
         """
-        num_directions, num_proposals = self.items.shape
-        moved, place = column < num_proposals, column.clamp(max=num_proposals - 1).view(num_directions, -1)
-        tables = ((self.items, state), *beside)
+        place = place.view(len(self.items), -1)
         return [torch.where(moved, of.gather(1, place).view(-1), was) for of, was in tables]
 
 
@@ -641,13 +645,19 @@ class ChainObjective(Objective):
             if self.updates_state and self.recent.num_slots and visit.near[number] is None:
                 come = (visit.items[number, None], visit.partners[number, None], proposed[-1][None])
                 self.recent.add(*come, first=number)
-        return proposed, similarities_with(anchors, of_states, num_views)
+        of_all = of_anchors(anchors, of_states, num_views)
+        if of_all is None:
+            return proposed, None
+        if num_views == 1:
+            return proposed, (anchors.embeddings * of_all).sum(dim=1, keepdim=True)
+        return proposed, (anchors.embeddings[:, None] * of_all.view(-1, num_views, of_all.shape[1])).sum(dim=2)
 
     def embed_states(self, anchors: Anchors, state: Tensor, encode: Encode) -> Asking[Tensor | None]:
-        """(A, 1) similarities with states (A,), -1 for none; see `embed_proposals`."""
+        """(A,) similarities with states (A,), -1 for none; see `embed_proposals`."""
         states = borrowed((yield state), anchors, 1)
         parts = [embed(these, encode, of) for of, these in zip(anchors.directions, states, strict=True)]
-        return similarities_with(anchors, parts, 1)
+        of_all = of_anchors(anchors, parts)
+        return None if of_all is None else (anchors.embeddings * of_all).sum(dim=1)
 
     def compare(self, some: Anchors, visit: Visit, proposed: list[Tensor]) -> tuple[Tensor, Tensor]:
         """(a, C) s/τ of some rows of the anchors with the proposals (C, D) of each direction; and the same, -inf where
@@ -694,25 +704,22 @@ def borrowed(states: Tensor, anchors: Anchors, num_views: int) -> list[Tensor]:
     alone has none, -1, borrows one, and what comes of it counts nothing."""
     if not len(states):
         return [states] * len(anchors.directions)
-    of_each = states.view(len(anchors.directions), -1)
-    some = of_each.amax(dim=1, keepdim=True)
-    of_each = torch.where(of_each < 0, some, of_each)
-    if num_views > 1:
-        of_each = torch.stack([of_each, of_each + 1], dim=2).flatten(1)
-    return [of if one >= 0 else of[:0] for of, (one,) in zip(of_each, some.tolist(), strict=True)]
+    found = []
+    for of in states.numpy().reshape(len(anchors.directions), -1):
+        some = of.max(initial=NO_STATE)
+        items = np.where(of < 0, some, of) if some >= 0 else of[:0]
+        found.append(torch.from_numpy((items[:, None] + np.arange(num_views)).ravel()))
+    return found
 
 
-def similarities_with(anchors: Anchors, embeddings: list[Tensor], num_views: int) -> Tensor | None:
-    """(A, num_views) similarities of anchors with what `borrowed` gave, embedded, of each direction."""
+def of_anchors(anchors: Anchors, embeddings: list[Tensor], num_views: int = 1) -> Tensor | None:
+    """(A·num_views, D) what `borrowed` gave, embedded, of each direction, for all anchors; None if there is nothing."""
     if not any(map(len, embeddings)):
         return None
     # A direction without any gets zeros.
-    of_all = joined(
+    return joined(
         [
             part if len(part) else of.embeddings.new_zeros(num_views * len(of.ids), of.embeddings.shape[1])
             for of, part in zip(anchors.directions, embeddings, strict=True)
         ]
     )
-    if num_views == 1:
-        return (anchors.embeddings * of_all).sum(dim=1, keepdim=True)
-    return (anchors.embeddings[:, None] * of_all.view(-1, num_views, of_all.shape[1])).sum(dim=2)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.base import AnchorLosses, Encode
+from dualenc.objectives.base import AnchorLosses, Encode, Reported
 from dualenc.objectives.chains import NO_STATE, ChainObjective
 from dualenc.objectives.looks import Asking
+
+# The walk compares all proposals of so few with one another, and of more those of each run.
+AT_ONCE, RUN = 80, 16
 
 
 class EMC2(ChainObjective):
@@ -58,20 +62,18 @@ class EMC2(ChainObjective):
         state, num_proposals, fresh = visit.state, visit.items.shape[1], self.score == "fresh"
         score = torch.where(visit.usable, self.take("score", anchors).to(visit.told), visit.told)
         there, place = visit.find(state)
-        away = state.masked_fill(there, NO_STATE)
-        draws_of = self.random.rows(anchors.num_rows, num_proposals)
+        log_inverse_uniform = self.random.rows(anchors.num_rows, num_proposals)
         order = self.random.permutation(num_proposals, device=state.device)
-        # Nodes of the walk: 0 the state, then the proposals in this order. Columns here: the proposals, then the state.
-        column_of = pad(order, (1, 0), value=num_proposals)
-        node_of = column_of.argsort()
         proposed: list[Tensor] = []
-        # (A, 1) similarities of out-of-batch states, with gradient.
+        # (A,) similarities of out-of-batch states, with gradient.
         outside: Tensor | None = None
         if fresh or self.proposals != "batch":
+            away = state.masked_fill(there[:, 0], NO_STATE)
             asked = away if fresh else None
-            proposed, outside = yield from self.embed_proposals(anchors, visit, asked, 1, encode)
-        if fresh and outside is not None:
-            score = torch.where(away != NO_STATE, outside.detach()[:, 0], score)
+            proposed, of_states = yield from self.embed_proposals(anchors, visit, asked, 1, encode)
+            if fresh and of_states is not None:
+                outside = of_states[:, 0]
+                score = torch.where(away != NO_STATE, outside.detach(), score)
         log_q, state_log_q = None, []
         if not visit.uniform:
             log_q = self.log_density(anchors, visit, visit.items)
@@ -83,93 +85,119 @@ class EMC2(ChainObjective):
             scores, logits = self.compare(some, visit, proposed)
             with torch.no_grad():
                 if fresh:
-                    score = torch.where(there, scores.gather(1, place) * some.temperature, score)
+                    inside = scores.gather(1, place)[:, 0] * some.temperature
+                    score = torch.where(there[:, 0], inside, score)
                 # The chain compares s/τ − log q + log(1/uniform) of a proposal with s/τ − log q of its state.
-                start = score / some.temperature
+                start = score[:, None] / some.temperature
                 if log_q is not None:
                     logits, start = logits - visit.by_row(log_q, some), start - state_log_q[0]
-                thresholds = logits - draws_of(some.rows_on_cpu, logits).log_()
-                skipped, total = self._steps(some, logits)
-                targets = torch.cat([start, logits[:, order]], dim=1)
-                spent, last = walk(targets, thresholds[:, order], skipped)
-                weights = spent[:, node_of].to(scores) / total
-                of_state = weights[:, num_proposals:]
+                rows = None if some.num_own == anchors.num_rows else some.rows_on_cpu
+                in_order = logits[:, order]
+                thresholds = in_order + log_inverse_uniform(rows, logits)
+                node = walk(torch.cat([start, in_order], dim=1), thresholds)
+                # Columns are the proposals, and last the state if it is none of them.
+                of_state = torch.where(there, place, num_proposals)
+                column = torch.cat([of_state, order.expand(len(node), -1)], dim=1).gather(1, node)
+                weights = logits.new_zeros(len(node), num_proposals + 1)
+                weights.scatter_add_(1, column, self._shares(some, thresholds))
                 if not some.all_have_negatives or self.proposals != "batch":
                     # Without proposals there is no step to count: a state stands for itself.
-                    alone = (logits == -torch.inf).all(dim=1, keepdim=True)
-                    of_state.masked_fill_(alone & (score > -torch.inf), 1.0)
-                weights.scatter_add_(1, place, of_state * there)
-                of_state = of_state.masked_fill(there, 0.0)
-                column = column_of[last]
-                moved, inside = column < num_proposals, column.clamp(max=num_proposals - 1)
-                next_score = torch.where(moved, scores.gather(1, inside) * some.temperature, score)
+                    alone = (logits == -torch.inf).all(dim=1, keepdim=True) & (start > -torch.inf)
+                    weights.scatter_add_(1, of_state, alone.to(weights))
+                moved, place = node[:, -1] > 0, column[:, -1:].clamp(max=num_proposals - 1)
+                next_score = torch.where(moved, scores.gather(1, place)[:, 0] * some.temperature, score)
+                state_weight = weights[:, num_proposals].clone()
             losses = self.losses_of(some, scores, weights[:, :num_proposals], log_mean)
-            return losses, of_state, column, next_score
+            return losses, state_weight, moved, place, next_score
 
-        # The jumps of the walk hold some four matrices at once.
-        of_row = (there[:, None], place[:, None], score[:, None], visit.log_mean, *state_log_q)
-        losses, state_weight, column, next_score = anchors.by_rows(walk_rows, *of_row, row_entries=4 * num_proposals)
+        of_row = (there, place, score, visit.log_mean, *state_log_q)
+        losses, state_weight, moved, place, next_score = anchors.by_rows(
+            walk_rows, *of_row, row_entries=4 * num_proposals
+        )
         if self.updates_state:
-            (next_state,) = visit.after(column[:, 0], state)
-            self.store(anchors, next_state, score=next_score[:, 0])
+            (next_state,) = visit.after(moved, place, (visit.items, state))
+            self.store(anchors, next_state, score=next_score)
         if not fresh:
-            # Only states that outlived burn-in are encoded.
-            outside = yield from self.embed_states(anchors, away.masked_fill(state_weight[:, 0] <= 0, NO_STATE), encode)
+            # Only states outside the batch that outlived burn-in are encoded.
+            outside = yield from self.embed_states(anchors, state.masked_fill(state_weight <= 0, NO_STATE), encode)
         if outside is None:
             return AnchorLosses(losses)
-        surrogate = losses + (state_weight * outside)[:, 0] / anchors.temperature
-        return AnchorLosses(surrogate, losses.detach() if self.reports_loss else None)
+        surrogate = losses + state_weight * outside / anchors.temperature
+        return AnchorLosses(Reported.apply(surrogate, losses) if self.reports_loss else surrogate)
 
-    def _steps(self, some: Anchors, logits: Tensor) -> tuple[int | Tensor, int | Tensor]:
-        """How many proposals of logits (a, C) some anchors skip, and how many steps count, at least 1; also (a, 1)."""
-        # The small term keeps a product such as 0.29·100 from falling short of its integer.
+    def _shares(self, some: Anchors, thresholds: Tensor) -> Tensor:
+        """(a, R) which share of the steps of some anchors that count each proposal is; 0 before, and if it is none."""
+        is_step = thresholds > -torch.inf
+        number = is_step.cumsum(dim=1)
         if self.proposals == "batch" and some.all_have_negatives:
-            number = logits.shape[1] - (2 if some.views else 1)
-            skipped = int(number * self.burn_in + 1e-9)
-            return skipped, max(number - skipped, 1)
-        numbers = (logits > -torch.inf).sum(dim=1, keepdim=True)
-        skips = (numbers.double() * self.burn_in + 1e-9).long()
-        return skips, (numbers - skips).clamp(min=1)
+            total: int | Tensor = thresholds.shape[1] - (2 if some.views else 1)
+            # The small term keeps a product such as 0.29·100 from falling short of its integer.
+            skipped: int | Tensor = int(total * self.burn_in + 1e-9)
+        else:
+            total = number[:, -1:]
+            skipped = (total.double() * self.burn_in + 1e-9).long()
+            total = total.clamp(min=1)
+        return (is_step & (number > skipped)).to(thresholds) / (total - skipped)
 
 
-def walk(scores: Tensor, thresholds: Tensor, burn_in: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Run each chain through its row of proposals, in a number of operations that grows with log R.
+def walk(scores: Tensor, thresholds: Tensor) -> Tensor:
+    """Run each chain through its row of proposals.
 
     Args:
         scores: (A, 1 + R) score of the state that each chain comes with, -inf if it accepts the first proposal, and of
             each proposal (any increasing function of its log density).
-        thresholds: (A, R) a chain whose score is below accepts the proposal; -inf is no proposal and no step.
-        burn_in: number of steps that do not count, or (A, 1).
+        thresholds: (A, R) a chain whose score is below accepts the proposal; -inf is no proposal. None is below the
+            score of its own proposal.
 
     Returns:
-        (A, 1 + R) counted steps spent on that state and on each proposal; and (A, 1) where the chain ends, 0 for the
-        state and r for the r-th proposal.
+        (A, R) where the chain is after each proposal: 0 the state, r the r-th proposal.
     """
-    # Nodes: 0 the state a chain comes with, 1…R the proposals, R+1 the end.
-    end = scores.shape[1]
-    following = torch.arange(1, end + 1, device=scores.device)
-    levels = end.bit_length()
+    if scores.device.type == "cpu":
+        return torch.from_numpy(_one_by_one(scores.numpy(), thresholds.numpy()))
+    # Every chain accepts what it comes with.
+    return accepted(scores, pad(thresholds, (1, 0), value=torch.inf))[:, 1:]
 
-    # From each node a chain goes to the first later one whose threshold is above the node's score: found by bisection.
-    # peaks[k][:, p] is the maximum of the 2^k thresholds from p on; those of the end and beyond are infinite.
-    peaks = [pad(thresholds, (1, 2 ** (levels - 1)), value=torch.inf)]
-    for level in range(levels - 1):
-        peaks.append(torch.maximum(peaks[-1][:, : -(2**level)], peaks[-1][:, 2**level :]))
-    position = torch.add(following, peaks.pop()[:, 1 : end + 1] <= scores, alpha=2 ** (levels - 1))
-    while peaks:
-        peak = peaks.pop()
-        position.add_(peak.gather(1, position) <= scores, alpha=2 ** len(peaks))
-    first_jump = jump = pad(position, (0, 1), value=end)
 
-    # (A, R+2) ones where a chain comes by: the first 1, 2, 4, … nodes of its path, and those as many jumps later.
-    visited = pad(jump.new_ones(len(jump), 1), (0, end))
-    for level in range((end - 1).bit_length()):
-        jump = jump if level == 0 else jump.gather(1, jump)
-        visited = visited.scatter_add(1, jump, visited)
+def _one_by_one(scores: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
+    """What `walk` gives, by its definition: the least work, and on an accelerator a thousand small operations."""
+    scores, thresholds = np.ascontiguousarray(scores.T), np.ascontiguousarray(thresholds.T)
+    where = np.zeros(thresholds.shape, dtype=np.int64)
+    state, score = np.zeros(len(where.T), dtype=np.int64), scores[0].copy()
+    for r, threshold in enumerate(thresholds):
+        accepts = score < threshold
+        np.copyto(score, scores[r + 1], where=accepts)
+        np.copyto(state, r + 1, where=accepts)
+        where[r] = state
+    return where.T
 
-    # (A, R+2) how many of the proposals before each node count.
-    counted = ((thresholds > -torch.inf).cumsum(dim=1) - burn_in).clamp_(min=0)
-    before = pad(counted, (2, 0))
-    spent = (before.gather(1, first_jump) - before) * visited
-    last = (visited[:, :end] * following).amax(dim=1, keepdim=True) - 1
-    return spent[:, :end], last
+
+def accepted(scores: Tensor, thresholds: Tensor) -> Tensor:
+    """(…, R) which proposal a chain is on after each of R, without a loop over them.
+
+    Proposal i is left for the first later one whose threshold is above its score. All that comes by before has lower
+    thresholds, so lower scores, and were it accepted, it would be left by then, too. Hence two things:
+
+    - After r a chain is on the first proposal i, accepted or not, for which none of i + 1, …, r would be left.
+    - Where a chain is once it has moved does not depend on where it was before. So a run of proposals is to it as a
+      single one, with the largest of their thresholds and the score of the one that the chain is on after them.
+
+    Args:
+        scores: (…, R) of the proposals.
+        thresholds: (…, R) see `walk`; the first is infinite, or what is before it counts as a first accepted proposal.
+    """
+    size = scores.shape[-1]
+    if size <= AT_ONCE:
+        num_better = (thresholds[..., None, :] > scores[..., None]).triu_(1).cumsum(dim=-1, dtype=torch.uint8)
+        return num_better.argmin(dim=-2)
+
+    num_runs = -(-size // RUN)
+    scores, thresholds = (pad(of, (0, num_runs * RUN - size), value=-torch.inf) for of in (scores, thresholds))
+    of_runs = thresholds.unflatten(-1, (num_runs, RUN))
+    inside = accepted(scores.unflatten(-1, (num_runs, RUN)), of_runs)
+    inside += torch.arange(0, num_runs * RUN, RUN, device=scores.device)[:, None]
+    last = inside[..., -1]
+    after = last.gather(-1, accepted(scores.gather(-1, last), of_runs.amax(dim=-1)))
+    # Whoever comes into a run stays where it is until one of the thresholds is above its score; nobody into the first.
+    came = after.roll(1, dims=-1)
+    stays = of_runs.cummax(dim=-1).values <= scores.gather(-1, came)[..., None]
+    return torch.where(stays, came[..., None], inside).flatten(-2)[..., :size]

@@ -51,17 +51,18 @@ class ISIR(ChainObjective):
         partner = torch.where(visit.usable, self.take("partner", anchors), visit.told)
         there, place = visit.find(state)
         # (A, S) the state's item, with views S = 2: where it is among the proposals, and how similar it is elsewhere.
-        places = place[:, None]
+        places = place
         if self.views:
             # A left view stands in the first half; what is not there has any place.
-            places = torch.stack([place, (place + num_proposals // 2) % num_proposals], dim=1)
+            places = torch.cat([place, (place + num_proposals // 2) % num_proposals], dim=1)
         uniform = anchors.of_rank(self.random.uniform(anchors.num_rows, 1, like=anchors.embeddings))
-        away = state.masked_fill(there, NO_STATE)
+        is_there = there[:, 0]
+        away = state.masked_fill(is_there, NO_STATE)
         proposed, outside = yield from self.embed_proposals(anchors, visit, away, num_views, encode)
         if outside is None:
             outside = anchors.embeddings.new_zeros(places.shape)
         outside = outside / anchors.temperature
-        stands_for_state, log_q = self._stands_for_state(anchors, visit, state, partner, there, place)
+        stands_for_state, log_q = self._stands_for_state(anchors, visit, state, partner, is_there, place)
         # What the state's own weight is divided by is 1 where proposals are uniform.
         absent, outside_log_q = (stands_for_state | (state == NO_STATE))[:, None], []
         if self.views and anchors.guide is not None:
@@ -82,7 +83,6 @@ class ISIR(ChainObjective):
         ) -> tuple[Tensor, Tensor]:
             scores, logits = self.compare(some, visit, proposed)
             with torch.no_grad():
-                there = there[:, None]
                 # A state of which there is a copy is what that is now.
                 of_states = torch.where(there, scores.gather(1, places), outside)
                 if outside_log_q:
@@ -101,7 +101,8 @@ class ISIR(ChainObjective):
         of_row = (uniform, there, places, absent, visit.log_mean, outside, *outside_log_q)
         losses, column = anchors.by_rows(weigh, *of_row, row_entries=2 * num_proposals)
         if self.updates_state:
-            next_state, next_partner = visit.after(column, visit.state, (visit.partners, partner))
+            moved, place = column < num_proposals, column.clamp(max=num_proposals - 1)
+            next_state, next_partner = visit.after(moved, place, (visit.items, visit.state), (visit.partners, partner))
             self.store(anchors, next_state, partner=next_partner)
         return AnchorLosses(losses)
 

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import KnownIds
+from dualenc.objectives.anchors import KnownIds, joined
 from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.looks import upload
 from dualenc.seeds import derive_seed
 
-ROWS_PER_DRAW = 256
+# Of a large batch, as many rows come from one draw as have so many numbers.
+ENTRIES_PER_DRAW = 2**21
 
 
 class SharedRandom(nn.Module):
@@ -39,33 +40,45 @@ class SharedRandom(nn.Module):
         tiny = 2.0**-24  # log(0) and 1.0 must not appear; float32 is drawn whatever the precision
         return draws.clamp_(tiny, 1 - tiny).to(like.dtype)
 
-    def rows(self, num_rows: int, width: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """(num_rows, width) draws in (0, 1), given out by row: never the whole matrix of a large batch at once.
+    def exponential(self, *shape: int, like: Tensor) -> Tensor:
+        """Draws of log(1/u) with u uniform in (0, 1), of the given shape, with the device and precision of `like`."""
+        draws = torch.empty(shape, device=like.device).exponential_(generator=self._next(like.device))
+        return draws.to(like.dtype)
 
-        Every run of 256 rows of the global batch has its own numbered draw. So a row's numbers depend neither on the
+    def rows(self, num_rows: int, width: int) -> Callable[[Tensor | None, Tensor], Tensor]:
+        """(num_rows, width) draws of `exponential`, given out by row: never the whole matrix of a large batch at once.
+
+        Every run of some rows of the global batch has its own numbered draw. So a row's numbers depend neither on the
         rank that holds it nor on the rows it is looked at with, and looking again gives the same ones.
 
         Returns:
-            A function of rows (n,) on the CPU and a tensor of the wanted device and precision, which gives (n, width).
+            A function of rows (n,) on the CPU, None for all, and a tensor of the wanted device and precision, which
+            gives (n, width), not to be written to.
         """
-        first = self.draws
-        self.draws += max(1, -(-num_rows // ROWS_PER_DRAW))
+        size, first = max(1, ENTRIES_PER_DRAW // max(1, width)), self.draws
+        num_runs = max(1, -(-num_rows // size))
+        self.draws += num_runs
+
+        # One block of rows after the other wants the same run.
+        held: dict[int, Tensor] = {}
 
         def run(number: int, like: Tensor) -> Tensor:
-            random = SharedRandom(self.seed)
-            random.draws = first + number
-            return random.uniform(min(ROWS_PER_DRAW, num_rows - number * ROWS_PER_DRAW), width, like=like)
+            if number not in held:
+                held.clear()
+                random = SharedRandom(self.seed)
+                random.draws = first + number
+                held[number] = random.exponential(min(size, num_rows - number * size), width, like=like)
+            return held[number]
 
-        def draws_of(rows: Tensor, like: Tensor) -> Tensor:
-            if num_rows <= ROWS_PER_DRAW:
-                # Rows come in order: as many as there are is all of them.
-                return run(0, like) if len(rows) == num_rows else run(0, like)[upload(rows, like.device)]
-            draws, number_of = like.new_empty(len(rows), width), rows // ROWS_PER_DRAW
-            for number in number_of.unique().tolist():
-                place = (number_of == number).nonzero()[:, 0]
-                inside = upload(rows[place] - number * ROWS_PER_DRAW, like.device)
-                draws[upload(place, like.device)] = run(number, like)[inside]
-            return draws
+        def draws_of(rows: Tensor | None, like: Tensor) -> Tensor:
+            if rows is None:
+                return joined([run(number, like) for number in range(num_runs)])
+            if num_runs == 1:
+                return run(0, like)[upload(rows, like.device)]
+            numbers, place = (rows // size).unique(return_inverse=True)
+            return joined([run(number, like) for number in numbers.tolist()])[
+                upload(place * size + rows % size, like.device)
+            ]
 
         return draws_of
 

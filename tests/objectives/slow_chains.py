@@ -76,7 +76,10 @@ class SlowChains:
         self.random.uniform(num_anchors, 1, like=case.left)
         columns = {side: self._columns(case, corpus, side) for side in sides}
         count = len(columns[sides[0]])
-        uniform = self.random.uniform(num_anchors, 1 if self.kind is ISIR else count, like=case.left)
+        if self.kind is ISIR:
+            uniform = self.random.uniform(num_anchors, 1, like=case.left)
+        else:
+            uniform = (-self.random.exponential(num_anchors, count, like=case.left)).exp()
         order = []
         if self.kind is not ISIR:
             order = self.random.permutation(count, device=torch.device("cpu")).tolist()
@@ -110,7 +113,7 @@ class SlowChains:
             else:
                 among = None if chain is None else next((s for i, s, _ in negatives if i == chain.item), None)
                 ordered = [negatives[j] for j in order]
-                terms, chain = self._mh(ordered, chain, among, anchor, corpus, uniform[row, order].tolist())
+                terms, chain = self._mh(ordered, chain, among, anchor, corpus, uniform[row].tolist())
             if chain is not None:
                 moves.setdefault(key, chain)
             losses.append((sum(w * s for w, s in terms) - anchor.positive) / self.temperature)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from dualenc.objectives import Objective, anchors
 from dualenc.objectives import state as row_draws
-from dualenc.objectives.state import ROWS_PER_DRAW, SharedRandom
+from dualenc.objectives.state import SharedRandom
 from tests.objectives.every import GUIDED, SETTINGS, Dispatched, Run, Setting
 
 # A few anchors per block; the chains of EMC², which hold more per anchor, get one.
@@ -49,7 +49,7 @@ IN_BATCH = [s for s in SETTINGS if s.objective.__name__ not in ("ExactGlobal", "
 def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     batch_size, block = 96, 1024
     monkeypatch.setattr(anchors, "BLOCK_ENTRIES", block)
-    monkeypatch.setattr(row_draws, "ROWS_PER_DRAW", 8)
+    monkeypatch.setattr(row_draws, "ENTRIES_PER_DRAW", 8 * batch_size)
     criterion = large(setting, batch_size)
     draws = torch.randn(2, batch_size, 5)
     left, right = (torch.nn.functional.normalize(draw, dim=1).requires_grad_() for draw in draws)
@@ -102,13 +102,15 @@ def large(setting: Setting, batch_size: int) -> Objective:
     return setting.objective(**common, **setting.arguments)
 
 
-def test_rows_of_draws_do_not_depend_on_what_they_are_looked_at_with() -> None:
-    num_rows, like = 2 * ROWS_PER_DRAW + 10, torch.zeros(0, dtype=torch.float64)
+def test_rows_of_draws_do_not_depend_on_what_they_are_looked_at_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_draws, "ENTRIES_PER_DRAW", 8 * 5)
+    num_rows, like = 2 * 8 + 3, torch.zeros(0, dtype=torch.float64)
     random = SharedRandom(3)
     draws_of = random.rows(num_rows, width=5)
     assert random.draws == 3
-    every = draws_of(torch.arange(num_rows), like)
-    assert every.unique().numel() > 0.99 * every.numel()
-    chosen = torch.tensor([num_rows - 1, 0, ROWS_PER_DRAW, ROWS_PER_DRAW - 1])
-    assert torch.equal(draws_of(chosen, like), every[chosen])
-    assert torch.equal(every[:ROWS_PER_DRAW], SharedRandom(3).uniform(ROWS_PER_DRAW, 5, like=like))
+    every = draws_of(None, like)
+    assert every.unique().numel() == num_rows * 5
+    chosen = torch.tensor([num_rows - 1, 0, 8, 7])
+    for rows in (torch.arange(num_rows), chosen, torch.tensor([9, 10]), torch.tensor([15, 16])):
+        assert torch.equal(draws_of(rows, like), every[rows])
+    assert torch.equal(every[:8], SharedRandom(3).exponential(8, 5, like=like))

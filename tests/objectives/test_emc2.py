@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dualenc.errors import DualencError
 from dualenc.objectives import DCL, EMC2, ISIR
-from dualenc.objectives.emc2 import walk
+from dualenc.objectives.emc2 import AT_ONCE, RUN, accepted, walk
 from tests.objectives.every import Dispatched
 from tests.objectives.slow import GuideTable, gradients, make_case
 from tests.objectives.slow_chains import NUM_ITEMS, Corpus, SlowChains
@@ -207,62 +208,71 @@ def test_bad_arguments_are_told() -> None:
         criterion(**batch_of(corpus, [1, 2]), encode=lambda side, ids: torch.full((len(ids), 5), torch.nan))
 
 
-def slow_walk(scores: Tensor, thresholds: Tensor, start: float, burn_in: int) -> tuple[list[int], int, int]:
-    """One chain, proposal by proposal: visits, stays and last."""
-    visits, stays, last, score, step = [0] * len(scores), 0, -1, start, 0
-    for r, threshold in enumerate(thresholds.tolist()):
-        if threshold == -torch.inf:
-            continue
-        if score < threshold:
-            score, last = float(scores[r]), r
-        step += 1
-        if step > burn_in and last >= 0:
-            visits[last] += 1
-        elif step > burn_in:
-            stays += 1
-    return visits, stays, last
+def slow_walk(scores: list[float], thresholds: list[float]) -> list[int]:
+    """One chain, proposal by proposal: where it is after each."""
+    on, where = 0, []
+    for r, threshold in enumerate(thresholds, start=1):
+        if scores[on] < threshold:
+            on = r
+        where.append(on)
+    return where
 
 
-def problem(seed: int, num_anchors: int, num_proposals: int, tau: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Scores of states and proposals, thresholds and burn-in."""
+def problem(
+    seed: int, num_anchors: int, num_proposals: int, tau: float, dtype: torch.dtype, grid: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Scores of states and proposals, and thresholds; on a coarse grid many of them are equal."""
     draw = torch.Generator().manual_seed(seed)
 
     def rand(*shape: int) -> Tensor:
         return torch.rand(shape, generator=draw, dtype=dtype)
 
     scores = rand(num_anchors, num_proposals)
-    thresholds = (scores - tau * rand(num_anchors, num_proposals).log()).masked_fill(
-        rand(num_anchors, num_proposals) < 0.2, -torch.inf
-    )
+    thresholds = scores - tau * rand(num_anchors, num_proposals).log()
     start = rand(num_anchors, 1).masked_fill(rand(num_anchors, 1) < 0.3, -torch.inf)
-    burn_in = (torch.isfinite(thresholds).sum(dim=1, keepdim=True) * rand(num_anchors, 1)).long()
-    return torch.cat([start, scores], dim=1), thresholds, burn_in
+    if grid:
+        scores, thresholds, start = (torch.round(of / grid) * grid for of in (scores, thresholds, start))
+    none = rand(num_anchors, num_proposals) < 0.2
+    scores, thresholds = (of.masked_fill(none, -torch.inf) for of in (scores, thresholds))
+    return torch.cat([start, scores], dim=1), thresholds
+
+
+def without_a_loop(scores: Tensor, thresholds: Tensor) -> Tensor:
+    """The walk as it is on an accelerator."""
+    return accepted(scores, pad(thresholds, (1, 0), value=torch.inf))[:, 1:]
 
 
 @given(
     seed=st.integers(0, 10_000),
     num_anchors=st.integers(0, 4),
-    num_proposals=st.integers(0, 40),
+    num_proposals=st.integers(1, 300),
     tau=st.sampled_from([0.005, 0.07, 1.0, 20.0]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
+    grid=st.sampled_from([0.0, 0.1]),
 )
-def test_equals_the_loop_bit_by_bit(
-    seed: int, num_anchors: int, num_proposals: int, tau: float, dtype: torch.dtype
+def test_walk_is_the_loop_over_proposals(
+    seed: int, num_anchors: int, num_proposals: int, tau: float, dtype: torch.dtype, grid: float
 ) -> None:
-    scores, thresholds, burn_in = problem(seed, num_anchors, num_proposals, tau, dtype)
-    spent, found_last = walk(scores, thresholds, burn_in)
-    for a in range(num_anchors):
-        visits, stays, last = slow_walk(scores[a, 1:], thresholds[a], float(scores[a, 0]), int(burn_in[a]))
-        assert spent[a].tolist() == [stays, *visits]
-        assert int(found_last[a]) == last + 1
+    """Also of more proposals than are compared at once, and where scores and thresholds are equal."""
+    scores, thresholds = problem(seed, num_anchors, num_proposals, tau, dtype, grid)
+    expected = [slow_walk(*row) for row in zip(scores.tolist(), thresholds.tolist(), strict=True)]
+    assert walk(scores, thresholds).tolist() == expected
+    assert without_a_loop(scores, thresholds).tolist() == expected
 
 
-def test_number_of_operations_grows_with_the_logarithm_of_the_proposals() -> None:
+@pytest.mark.parametrize("num_proposals", [AT_ONCE - 1, AT_ONCE, AT_ONCE * RUN - 1, AT_ONCE * RUN, 2500])
+def test_walk_of_many_proposals_is_the_loop_over_them(num_proposals: int) -> None:
+    scores, thresholds = problem(0, 2, num_proposals, 0.07, torch.float32)
+    expected = [slow_walk(*row) for row in zip(scores.tolist(), thresholds.tolist(), strict=True)]
+    assert walk(scores, thresholds).tolist() == without_a_loop(scores, thresholds).tolist() == expected
+
+
+def test_operations_of_the_walk_hardly_grow_with_the_proposals() -> None:
     calls = {}
-    for num_proposals in (64, 128, 1024):
+    for num_proposals in (8, 32, 128, 1024):
+        given = problem(0, 3, num_proposals, 0.07, torch.float32)
         with Dispatched() as watched:
-            walk(*problem(0, 3, num_proposals, 0.07, torch.float32))
+            without_a_loop(*given)
         calls[num_proposals] = watched.count
-    per_doubling = calls[128] - calls[64]
-    assert calls[1024] == calls[128] + 3 * per_doubling
-    assert calls[1024] < 1024 / 4
+    assert calls[8] == calls[32] <= 8
+    assert calls[128] == calls[1024] <= 34
