@@ -16,7 +16,7 @@ from tests.objectives.every import Dispatched
 from tests.pretended_device import DEVICE, pretended_device
 
 DIMENSION = 64
-# Per objective: operations at B = 32 and at B = 1024, where the largest matrices are cut into blocks; and waits.
+# Per objective: operations at B = 32 and at B = 1024, where large matrices are cut into blocks of rows; and waits.
 AT_MOST: dict[str, tuple[int, int, int]] = {
     "InfoNCE": (58, 58, 1),
     "DCL": (74, 74, 1),
