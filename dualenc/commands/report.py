@@ -9,6 +9,7 @@ from dualenc.errors import DualencError
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
+    from dualenc.evaluation.observed import Observed
     from dualenc.evaluation.report import Figure, Table
 
 CAPTIONS = {
@@ -20,7 +21,20 @@ CAPTIONS = {
     "gradient_norm": "norm of the gradient, before clipping",
     "learning_rate": "learning rate",
     "samples_per_second": "pairs per second",
+    "state/chains_moved": "share of chains that left their item in a step",
+    "state/chains_begun": "share of chains that began anew in a step",
+    "state/log_mean_exp": "log of the mean of exp(s/τ) over all negatives, as remembered; mean over anchors",
+    "state/log_mean_exp_spread": "its standard deviation between anchors",
+    "state/log_partition": "log of the sum of exp(s/τ) over all negatives; mean over anchors",
+    "state/log_partition_spread": "its standard deviation between anchors",
+    "state/log_scale": "log of the kernel's scale 1/s; mean over anchors",
+    "state/log_scale_spread": "its standard deviation between anchors",
+    "state/own_temperature": "the anchors' own temperatures; their mean",
+    "state/own_temperature_spread": "their standard deviation",
+    "state/effective_items": "over how many items the draws of negatives are spread, 1/Σ q²",
+    "state/remembered": "share of the corpus that has a remembered embedding",
 }
+MOST_RIDGES = 8
 
 
 class RunFolder(NamedTuple):
@@ -30,11 +44,13 @@ class RunFolder(NamedTuple):
         name: of the folder.
         lines: of its metrics.jsonl.
         settings: of its recipe.yaml, flat, "section.key"; empty for a run from Python.
+        observed: what its evaluations saw besides metrics, by step in order.
     """
 
     name: str
     lines: list[dict[str, Any]]
     settings: dict[str, object]
+    observed: dict[int, Observed]
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
         """Steps, and what was logged under a name at them."""
@@ -44,7 +60,10 @@ class RunFolder(NamedTuple):
 
 
 def report(run: str, *others: str, out: str | None = None) -> None:
-    """Write one HTML page about a training run: curves of loss, metrics, learning rate and speed, and its settings.
+    """Write one HTML page about a training run: curves, similarities, best and worst queries, and its settings.
+
+    Curves are of loss, metrics, learning rate, speed and the objective's memory. Histograms show the similarities of
+    held-out pairs from evaluation to evaluation, and tables the queries that were best and worst before and after.
 
     Several runs are drawn over one another, with a table of the settings in which they differ. The page holds all it
     shows, and can be mailed.
@@ -65,17 +84,20 @@ def report(run: str, *others: str, out: str | None = None) -> None:
     for table in tables:
         print_table(table)
     title = "Training" if len(runs) == 1 else "Trainings side by side"
-    print(printable(f"report: {write_report(target, title, facts=facts, tables=tables, figures=curves(runs))}"))
+    figures = [*curves(runs), *similarities(runs)]
+    page = write_report(target, title, facts=facts, tables=[*tables, *queries(runs)], figures=figures)
+    print(printable(f"report: {page}"))
 
 
 def read_run(folder: Path) -> RunFolder:
     """Read the folder of a run.
 
     Raises:
-        DualencError: it holds no metrics, or a recipe that is no YAML.
+        DualencError: it holds no metrics, a recipe that is no YAML, or records of evaluations that are none.
     """
     import yaml
 
+    from dualenc.evaluation.observed import Observed
     from dualenc.training.log import read_metrics
 
     lines = read_metrics(folder / "metrics.jsonl")
@@ -86,7 +108,13 @@ def read_run(folder: Path) -> RunFolder:
         settings = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.exists() else {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise DualencError(f"{recipe}: cannot be read as YAML; restore it, or remove it") from error
-    return RunFolder(folder.resolve().name, lines, _flat(settings if isinstance(settings, dict) else {}))
+    observed = {}
+    for number, line in enumerate(read_metrics(folder / "evaluations.jsonl"), start=1):
+        try:
+            observed[int(line["step"])] = Observed.from_plain(line)
+        except (DualencError, KeyError, TypeError, ValueError) as error:
+            raise DualencError(f"{folder / 'evaluations.jsonl'}:{number}: {error}") from error
+    return RunFolder(folder.resolve().name, lines, _flat(settings if isinstance(settings, dict) else {}), observed)
 
 
 def ends(runs: list[RunFolder]) -> Table:
@@ -124,6 +152,56 @@ def curves(runs: list[RunFolder]) -> list[Figure]:
         short = name.removeprefix("evaluation/")
         figures.append(Figure(f"{short}: {CAPTIONS[name]}" if name in CAPTIONS else short, lines(drawn, xlabel="step")))
     return figures
+
+
+def similarities(runs: list[RunFolder]) -> list[Figure]:
+    """Per run the cosines of held-out pairs at up to eight of its evaluations, the first and the last among them."""
+    from dualenc.evaluation.plots import ridges
+    from dualenc.evaluation.report import Figure
+
+    figures = []
+    for one in runs:
+        all_steps = [step for step, of in one.observed.items() if of.similarities is not None]
+        if not all_steps:
+            continue
+        number = min(MOST_RIDGES, len(all_steps))
+        steps = [all_steps[round(place * (len(all_steps) - 1) / max(number - 1, 1))] for place in range(number)]
+        found = {f"step {step:,}": histogram for step in steps if (histogram := one.observed[step].similarities)}
+        overlaps = " → ".join(f"{found[name].overlap:.3f}" for name in dict.fromkeys((next(iter(found)), [*found][-1])))
+        caption = f"{one.name}: cosines of held-out pairs, and of their items with one another; overlap {overlaps}"
+        figures.append(Figure(caption, ridges(found, "positive pairs", "negative pairs")))
+    return figures
+
+
+def queries(runs: list[RunFolder]) -> list[Table]:
+    """Per run the queries that were best and worst before and after, each with its score in all runs."""
+    from dualenc.evaluation.observed import SHOWN
+    from dualenc.evaluation.report import Table, best_and_worst
+
+    tables = []
+    for one in runs:
+        scored = [(step, of) for step, of in one.observed.items() if of.scores]
+        for step, of in dict(scored[:1] + scored[-1:]).items():
+            best, worst = best_and_worst({name: {of.metric: v} for name, v in of.scores.items()}, of.metric, SHOWN)
+            rows: list[dict[str, object]] = []
+            for kind, names in (("best", best), ("worst", worst)):
+                for name in names:
+                    row: dict[str, object] = {"": kind, "query": name, "text": of.texts.get(name, "")}
+                    rows.append(row | _scores_in(runs, name, of.metric))
+            when = "before training" if step == 0 else f"after step {step:,}"
+            tables.append(Table(f"{one.name}: best and worst queries {when}, by {of.metric}", rows))
+    return tables
+
+
+def _scores_in(runs: list[RunFolder], query: str, metric: str) -> dict[str, object]:
+    """The score of a query at the first and the last evaluation of each run that measured it."""
+    found: dict[str, object] = {}
+    for one in runs:
+        scored = [of.scores.get(query) for of in one.observed.values() if of.scores and of.metric == metric]
+        name = f"{one.name}: " if len(runs) > 1 else ""
+        if scored:
+            found |= {f"{name}before": scored[0], f"{name}after": scored[-1]}
+    return found
 
 
 def _names(runs: list[RunFolder], evaluated: bool) -> list[str]:

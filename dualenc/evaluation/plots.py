@@ -90,6 +90,27 @@ def similarities(found: SimilarityHistogram, positives: str, negatives: str) -> 
     return figure
 
 
+def ridges(found: Mapping[str, SimilarityHistogram], positives: str, negatives: str) -> Figure:
+    """Such histograms of several times or models, by name, one above the other, the first at the bottom.
+
+    All have one scale, so that a peak that grows shows.
+    """
+    figure, axes = _axes(xlabel="cosine")
+    figure.set_figheight(1.5 + 0.5 * len(found))
+    shares = [(of.positives / of.positives.sum(), of.negatives / of.negatives.sum()) for of in found.values()]
+    highest = max((float(share.max()) for both in shares for share in both), default=1.0)
+    for level, (of, both) in enumerate(zip(found.values(), shares, strict=True)):
+        for share, name, colour in zip(both, (positives, negatives), COLOURS):
+            heights, label = level + 0.9 * share / highest, name if level == 0 else None
+            axes.stairs(heights, of.edges, baseline=level, fill=True, alpha=0.55, label=label, color=colour)
+    filled = np.flatnonzero(sum(of.positives + of.negatives for of in found.values()))
+    edges = next(iter(found.values())).edges
+    axes.set_xlim(edges[filled[0]], edges[filled[-1] + 1])
+    axes.set_yticks(range(len(found)), [literal(name) for name in found])
+    _legend(axes, 2)
+    return figure
+
+
 def counts(edges: npt.NDArray[np.floating], counted: Mapping[str, npt.NDArray[np.integer]], *, xlabel: str) -> Figure:
     """Histograms over one another from counts (R,) in bins with edges (R + 1,), each of total height 1."""
     figure, axes = _axes(xlabel=xlabel, ylabel="share")

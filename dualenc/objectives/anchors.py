@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from dualenc import distributed
+from dualenc.objectives.guide import Judgement, PairGuide
 from dualenc.objectives.looks import upload
 from dualenc.types import Side
 
@@ -71,8 +72,7 @@ class Anchors:
         mirror: the same pairs' anchors of the other direction, where similarities with them are the transposed ones.
         with_grad: whether similarities carry a gradient, whoever asks for them first.
         num_before: how many anchors of the other direction are counted before these.
-        guide: (A, G), (C, G) and (A,): a guide's vectors of anchors and candidates, and how alike to an anchor it may
-            find a negative (Solatorio 2024, arXiv 2402.16829); without what is NaN there nobody is judged.
+        guide: what a guide takes for positives besides; None without one.
     """
 
     side: Side
@@ -93,7 +93,7 @@ class Anchors:
     known: KnownIds | None = None
     with_grad: bool = field(default_factory=torch.is_grad_enabled)
     num_before: int = 0
-    guide: tuple[Tensor, Tensor, Tensor] | None = None
+    guide: Judgement | None = None
 
     def by_rows(self, function: Callable[..., Rows], *tensors: Tensor, row_entries: int | None = None) -> Rows:
         """Apply a function to all rows at once where its matrices are small, else to one block of rows at a time.
@@ -120,7 +120,7 @@ class Anchors:
             own: dict[str, Any] = {name: getattr(self, name)[rows] for name in by_row}
             own["known"] = self.known and self.known._replace(own=self.known.own[rows])
             if self.guide is not None:
-                own["guide"] = (self.guide[0][rows], self.guide[1], self.guide[2][rows])
+                own["guide"] = self.guide.rows(rows)
             some = replace(self, **own, mirror=None, with_grad=torch.is_grad_enabled())
             return function(some, *(tensor[rows] for tensor in tensors))
 
@@ -216,10 +216,7 @@ class Anchors:
     def excluded(self) -> Tensor:
         """(A, C) true where a candidate is no negative of the anchor."""
         known = listed(self.positive_ids, self.candidate_ids)
-        if self.guide is None:
-            return known
-        anchors, candidates, limit = self.guide
-        return known | (anchors @ candidates.T > limit[:, None])
+        return known if self.guide is None else known | self.guide.of_candidates()
 
     @cached_property
     def allowed(self) -> Tensor:
@@ -284,9 +281,24 @@ class Anchors:
         """(A,) log of the mean of exp(s/τ) over the negatives, with gradient; -inf without any."""
         return torch.logsumexp(self.logits, dim=1) - self.log_num_negatives
 
-    def is_negative(self, ids: Tensor) -> Tensor:
-        """(A, n) whether any items, ids (n,) of the candidates' side, are negatives."""
-        return ~listed(self.positive_ids, ids)
+    def hides(self, items: Tensor) -> Tensor:
+        """(A, n) true where an item (n,) of the candidates' whole side is no negative; with views an item is a view:
+        2·id is an image's left one, 2·id + 1 its right one."""
+        known = listed(self.positive_ids, items // 2 if self.views else items)
+        return known if self.guide is None else known | self.guide.of_items(items)
+
+    def allows_each(self, items: Tensor) -> Tensor:
+        """(A,) whether items (A,), one of each anchor, are negatives; of -1, which stands for none, anything."""
+        ids = items // 2 if self.views else items
+        allowed = (ids[:, None] != self.positive_ids).all(dim=1)
+        if self.directions[0].guide is None:
+            return allowed
+
+        def judged(of: Anchors, items: Tensor) -> Tensor:
+            assert of.guide is not None
+            return of.guide.of_each(items)
+
+        return allowed & ~self.by_direction(judged, items)
 
     @property
     def _transposed(self) -> Anchors | None:
@@ -447,8 +459,7 @@ class Pairs:
         sizes: number of pairs on every rank.
         left_copies, right_copies: how many pairs of the batch share one left item, at most; one right item.
         on_cpu: all_left_id and all_right_id on the CPU, where asked for.
-        guide: a guide's vectors of left, right, all_left, all_right and negatives, and how much less alike than its
-            positive it must find a negative of an anchor.
+        guide: what a guide says of them; None without one.
     """
 
     left: Tensor
@@ -467,7 +478,7 @@ class Pairs:
     left_copies: int
     right_copies: int
     on_cpu: tuple[Tensor, Tensor] | None = None
-    guide: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float] | None = None
+    guide: PairGuide | None = None
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """(b,) positions of this rank's pairs in the global batch, on the device and on the CPU."""
@@ -479,7 +490,7 @@ class Pairs:
         """The same, as if no negatives were mined."""
         if not len(self.negative_id):
             return self
-        guide = None if self.guide is None else (*self.guide[:4], self.guide[4][:0], self.guide[5])
+        guide = None if self.guide is None else self.guide.without_mined()
         return replace(self, negatives=self.negatives[:0], negative_id=self.negative_id[:0], guide=guide)
 
     def detached(self, left: Tensor, right: Tensor) -> Pairs:
@@ -499,12 +510,6 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
     """Two towers: left anchors against all right items (and mined negatives), then right against left."""
     (rows, rows_on_cpu), mined = pairs.rows(), len(pairs.negative_id) > 0
     once = pairs.left_copies <= 1 and pairs.right_copies <= 1 and pairs.guide is None
-    of_left = of_right = None
-    if pairs.guide is not None:
-        left_guide, right_guide, all_left_guide, all_right_guide, mined_guide, margin = pairs.guide
-        limit = (left_guide * right_guide).sum(dim=1) - margin
-        of_left = (left_guide, torch.cat([all_right_guide, mined_guide]), limit)
-        of_right = (right_guide, all_left_guide, limit)
 
     def known(anchors: Tensor, candidates: Tensor, mined: bool = False) -> KnownIds:
         return KnownIds(anchors[rows_on_cpu], anchors, torch.arange(len(anchors)), None if mined else candidates)
@@ -527,7 +532,7 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         known=known(*pairs.on_cpu, mined) if pairs.on_cpu else None,
         temperature=temperature,
         distinct=once and not mined and pairs.left_positives is None,
-        guide=of_left,
+        guide=None if pairs.guide is None else pairs.guide.of_side("left"),
     )
     yield left
     yield replace(
@@ -544,7 +549,7 @@ def pair_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         ),
         distinct=once and pairs.right_positives is None,
         mirror=left,
-        guide=of_right,
+        guide=None if pairs.guide is None else pairs.guide.of_side("right"),
         known=known(*pairs.on_cpu[::-1]) if pairs.on_cpu else None,
     )
 
@@ -574,7 +579,8 @@ def view_anchors(pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
         known=known,
         temperature=temperature,
         views=True,
-        distinct=pairs.left_copies <= 1 and all(more is None for more in further),
+        distinct=pairs.left_copies <= 1 and all(more is None for more in further) and pairs.guide is None,
+        guide=None if pairs.guide is None else pairs.guide.of_views(),
     )
 
 

@@ -26,6 +26,7 @@ from torch.nn.functional import softplus
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING, Anchors, BothDirections, Pairs, joined, pair_anchors, view_anchors
+from dualenc.objectives.guide import LookUp, PairGuide, limits
 from dualenc.objectives.item_state import ItemState
 from dualenc.objectives.looks import Asking, Looks
 from dualenc.objectives.state import SharedRandom
@@ -143,9 +144,10 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         teacher_temperature: the teacher's scores are divided by it, as the encoder's cosines are by τ: 1 for the logits
             of a cross-encoder, for a teacher of cosines its own temperature.
         own_weight: what the objective's own loss is multiplied by; 0 leaves the teacher alone.
-        guide_margin: with a guide's vectors (`trainer.guide_left`), no negative is what it finds more alike to the
-            anchor than the positive less this margin: a likely false negative (Solatorio 2024, arXiv 2402.16829,
-            GISTEmbed: 0). Of objectives whose negatives are those of the batch; not with views.
+        guide_margin, guide_relative: with a guide (`trainer.guide_left`), no negative is what it finds more alike to
+            the anchor than s⁺ − (1 − guide_relative)·|s⁺| − guide_margin, where s⁺ is how alike it finds the positive:
+            a likely false negative (Solatorio 2024, arXiv 2402.16829, GISTEmbed: 0 and 1). What it leaves out has
+            weight 0 wherever negatives come from: see `dualenc.objectives.guide`.
         dims: lengths at which the first components of the embeddings are trained, such as [64, 128, 256], so that they
             can be used alone: what is made is then a `Matryoshka` of as many objectives. By default the whole
             embeddings only.
@@ -199,6 +201,7 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         teacher_temperature: float = 1.0,
         own_weight: float = 1.0,
         guide_margin: float = 0.0,
+        guide_relative: float = 1.0,
         dims: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
@@ -217,7 +220,9 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         self.teacher_temperature = teacher_temperature
         if not math.isfinite(guide_margin):
             self._fail("guide_margin", f"is {guide_margin}; it must be a number such as 0 or 0.05")
-        self.guide_margin = guide_margin
+        if not 0 <= guide_relative <= 1:
+            self._fail("guide_relative", f"is {guide_relative}; it must lie in [0, 1], such as 1 or 0.95")
+        self.guide_margin, self.guide_relative = guide_margin, guide_relative
         if positive_in_softmax and not self.knows_partition:
             able = "SogCLR, ISogCLR, GlobalCache, NegativeCache or ExactGlobal"
             self._fail("positive_in_softmax", f"does not apply; leave it out, or take {able}")
@@ -245,6 +250,8 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         self.register_buffer("left_counts", None, persistent=False)
         self.register_buffer("right_counts", None, persistent=False)
         self.num_pairs: int | None = None
+        # What the last call left for `diagnostics`, by the side of its anchors: tensors that were there anyway.
+        self.watched: dict[Side, tuple[Tensor, ...]] = {}
 
     @property
     def updates_state(self) -> bool:
@@ -278,6 +285,7 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         guide_left: Tensor | None = None,
         guide_right: Tensor | None = None,
         guide_negatives: Tensor | None = None,
+        guide: LookUp | None = None,
     ) -> ObjectiveOutput:
         """The loss of this rank's part of a batch.
 
@@ -299,6 +307,8 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             teacher_rows: (b, K) which rows of `negatives` these are, padded with -1.
             guide_left, guide_right: (b, G) a guide's unit vectors of the pairs; NaN where it has none.
             guide_negatives: (n, G) likewise of this rank's `negatives`, if there are any.
+            guide: `guide(side, ids (n,)) -> (n, G)` looks such vectors up by id, on the device of the ids; in place of
+                the three above, or besides them. Needed by objectives that compare with items outside the batch.
         """
         ids = {
             "left_id": left_id,
@@ -308,8 +318,8 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             "negative_id": negative_id,
         }
         pairs, copies = self._checked({"left": left, "right": right, "negatives": negatives}, ids)
-        if guide_left is not None or guide_right is not None:
-            pairs = self._guided(pairs, guide_left, guide_right, guide_negatives, negatives)
+        if guide is not None or guide_left is not None or guide_right is not None:
+            pairs = self._guided(pairs, guide, guide_left, guide_right, guide_negatives, negatives)
         if self.needs_encode and encode is None:
             self._fail("encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
         like, device = pairs.left, left.device.type
@@ -389,6 +399,26 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             found = anchors.by_rows(self.statistics)
         losses = anchors.by_rows(self.losses, *self.update(anchors, *found))
         return AnchorLosses(losses) if isinstance(losses, Tensor) else AnchorLosses(*losses)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Scalars that tell how an objective's memory does as of its last call, averaged over this rank's anchors, such
+        as moves of chains and logs of partition functions. They cost nothing until asked; all ranks ask together."""
+        return {}
+
+    def _watch(self, anchors: Anchors, *values: Tensor) -> None:
+        """Keep tensors of this call for `diagnostics`."""
+        self.watched[anchors.directions[0].side] = values
+
+    def _spread(self, name: str, number: int = 0) -> dict[str, Tensor]:
+        """Mean and standard deviation over anchors of what was kept at a place, as far as it is finite."""
+        if not self.watched:
+            return {}
+        values = torch.cat([kept[number].detach() for kept in self.watched.values()]).double()
+        some = torch.isfinite(values)
+        count = some.sum().clamp(min=1)
+        mean = torch.where(some, values, 0.0).sum() / count
+        variance = torch.where(some, (values - mean).square(), 0.0).sum() / count
+        return {name: mean, f"{name}_spread": variance.sqrt()}
 
     def set_progress(self, fraction: float) -> None:
         """Tell how much of the training is done, in [0, 1]; objectives with schedules listen."""
@@ -585,29 +615,39 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
     def _guided(
         self,
         pairs: Pairs,
+        look_up: LookUp | None,
         left: Tensor | None,
         right: Tensor | None,
         mined: Tensor | None,
         negatives: Tensor | None,
     ) -> Pairs:
-        """The pairs with a guide's vectors of all ranks; its arguments are those of `forward`."""
-        if self.needs_encode:
-            in_batch = "InfoNCE, DCL, HCL, SogCLR, ISogCLR, SACLR or SigLIP"
-            self._fail("guide_left", f"judges what is in the batch, not what is drawn besides; take {in_batch}")
-        if self.views:
-            self._fail("guide_left", "does not go with views=True, where the positive is the anchor's own image")
-        num_mined = 0 if negatives is None else len(negatives)
+        """The pairs with what a guide says of those of all ranks; its arguments are those of `forward`."""
+        if self.needs_encode and look_up is None:
+            self._fail("guide", "is missing; pass guide(side, ids) -> (n, G) that looks up a guide's vectors by id")
+        num_mined, num_pairs = 0 if negatives is None else len(negatives), len(pairs.left)
+        if left is None and right is None and look_up is not None:
+            left, right = look_up("left", pairs.left_id), look_up("right", pairs.right_id)
+            start = sum(distributed.rank_sizes(num_mined, left.device)[: distributed.rank()])
+            mined = look_up("right", pairs.negative_id[start : start + num_mined])
         if left is None or right is None or (num_mined and mined is None):
             self._fail("guide_left,", "guide_right and, with negatives, guide_negatives are given together")
         mined = right[:0] if mined is None else mined
-        given = [vectors.to(pairs.left) for vectors in (left, right, mined)]
-        if [tuple(v.shape) for v in given] != [(n, left.shape[-1]) for n in (len(pairs.left),) * 2 + (num_mined,)]:
-            shapes = ", ".join(str(tuple(vectors.shape)) for vectors in given)
+        left, right, mined = (vectors.to(pairs.left) for vectors in (left, right, mined))
+        given = [tuple(vectors.shape) for vectors in (left, right, mined)]
+        if given != [(number, left.shape[-1]) for number in (num_pairs, num_pairs, num_mined)]:
+            shapes = ", ".join(map(str, given))
             self._fail("guide_left,", f"guide_right and guide_negatives have shapes {shapes}; give a vector per item")
-        sizes = distributed.rank_sizes(len(given[2]), given[2].device)
-        every = [distributed.gather(vectors, pairs.sizes) for vectors in given[:2]]
-        together = distributed.gather(given[2], sizes) if any(sizes) else given[2]
-        return replace(pairs, guide=(given[0], given[1], every[0], every[1], together, self.guide_margin))
+        sizes = distributed.rank_sizes(num_mined, mined.device)
+        guide = PairGuide(
+            left=left,
+            right=right,
+            all_left=distributed.gather(left, pairs.sizes),
+            all_right=distributed.gather(right, pairs.sizes),
+            mined=distributed.gather(mined, sizes) if any(sizes) else mined,
+            limits=limits(left, right, self.guide_margin, self.guide_relative),
+            look_up=look_up,
+        )
+        return replace(pairs, guide=guide)
 
     def _look(
         self, embeddings: dict[str, Tensor], rows: Tensor, both: Tensor, ids: dict[str, Tensor]

@@ -180,6 +180,9 @@ class RecentItems(nn.Module):
             own = some.embeddings.view(num, -1, some.embeddings.shape[1])
             similarities = torch.bmm(own, of_directions(known, some).mT)
             logits = similarities / some.temperature + log_weights
+            if some.directions[0].guide is not None:
+                # In the mean below these count as 0: they are in the corpus.
+                logits.masked_fill_(_taken_for_positives(some, of_directions(self.items, some)), -torch.inf)
             log_sum = torch.logsumexp(logits, dim=2)
             log_mean = (log_sum - torch.logsumexp(log_weights, dim=2)).view(-1)
             if nothing_drawn:
@@ -212,6 +215,12 @@ class RecentItems(nn.Module):
         if saved is not None and saved.shape[:2] == self.items.shape:
             self.embeddings = self.embeddings.new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _taken_for_positives(some: Anchors, items: Tensor) -> Tensor:
+    """(X, a, n) what a guide takes for positives of some rows of the anchors among items (X, n) of each direction."""
+    guides = [of.guide for of in some.directions]
+    return torch.stack([of.of_items(these) for of, these in zip(guides, items, strict=True) if of is not None])
 
 
 def of_directions(values: Tensor, some: Anchors) -> Tensor:
@@ -384,6 +393,17 @@ class ChainObjective(Objective):
     a larger corpus they are a sample, which errs low by nats at small τ: `reports_loss` is False then, and `loss` has
     only the value of the surrogate.
 
+    With a guide (`guide_margin`, `guide_relative`) the law of a chain is the softmax over those negatives that the
+    guide leaves to the pair (x, y), with g how alike it finds two items:
+
+        p(z|x, y) ∝ exp(s(x, z)/τ)·1[g(x, z) ≤ limit(g(x, y))]
+
+    A proposal that is left out has weight 0: it is no step of EMC2, and no share of ISIR. A chain that is on such an
+    item, from before there was a guide, begins anew as on a first visit. So no chain is ever on what the guide leaves
+    out, cold start included. The limit is that of the pair. Of an anchor with several positives the sets of allowed
+    items are nested: a state that lies in the smaller one follows its law, any other begins anew, and back in the
+    larger one the chain has to mix.
+
     Mined negatives are no uniform proposals and take no part. In-batch proposals are uniform only if batches are
     random: with selected batches draw them from the corpus (`proposals=64`).
 
@@ -497,11 +517,11 @@ class ChainObjective(Objective):
                     # All of a small corpus or most slots have come: chains that began before that begin anew.
                     self._chains(of).forget()
         state = self.take("state", anchors)
-        is_negative = (ids_of(state, self.views)[:, None] != anchors.positive_ids).all(dim=1)
-        usable = is_negative & (state != NO_STATE)
+        usable = anchors.allows_each(state) & (state != NO_STATE)
         uniform = anchors.of_rank(self.random.uniform(anchors.num_rows, 1, like=anchors.embeddings))
         item, told, log_mean = self.recent.look(anchors, usable, uniform, self.beside)
         found, num = (usable, torch.where(usable, state, item), told, log_mean), len(items)
+        self._watch(anchors, *found[:2])
         if self.proposals == "batch":
             return Visit(*found, items, partners, [], [None] * num)
         proposals = [self._draw(of) for of in anchors.directions]
@@ -526,6 +546,18 @@ class ChainObjective(Objective):
             self._chains(of).store(of, own, everyone, state, **dict(zip(remembered, values, strict=True)))
 
         anchors.by_direction(rows, state, *remembered.values())
+        side = anchors.directions[0].side
+        self.watched[side] = (*self.watched[side][:2], state)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """The share of chains that moved on in the last step, and of those that began anew in it."""
+        kept = [of for of in self.watched.values() if len(of) == 3]
+        if not kept:
+            return {}
+        usable, before, after = (torch.cat(of) for of in zip(*kept, strict=True))
+        number = (before != NO_STATE).sum().clamp(min=1)
+        moved = ((before != NO_STATE) & (after != before)).sum() / number
+        return {"chains_moved": moved, "chains_begun": (~usable).sum() / max(len(usable), 1)}
 
     def _chains(self, anchors: Anchors) -> Chains:
         return self.left_chains if anchors.side == "left" else self.right_chains
@@ -636,8 +668,7 @@ class ChainObjective(Objective):
         def scores_of(of: Anchors) -> tuple[Tensor, Tensor]:
             number = 1 if of.side == "right" else 0
             scores = of.embeddings @ proposed[number].T / of.temperature
-            hidden = listed(of.positive_ids, ids_of(visit.items[number], self.views))
-            return scores, scores.masked_fill(hidden, -torch.inf)
+            return scores, scores.masked_fill(of.hides(visit.items[number]), -torch.inf)
 
         return some.by_direction(scores_of)
 

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dualenc.objectives.anchors import Anchors, weighted_sum
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
+from dualenc.objectives.chains import ids_of
 from dualenc.objectives.looks import upload
 from dualenc.types import Side
 
@@ -39,6 +40,10 @@ class ExactGlobal(Objective):
             self._fail("corpus_chunk_size", f"is {corpus_chunk_size}; it must be at least 1")
         self.corpus_chunk_size = corpus_chunk_size
 
+    def diagnostics(self) -> dict[str, Tensor]:
+        """The logs of the partition functions."""
+        return self._spread("log_partition")
+
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
         assert encode is not None
         sides: tuple[Side, ...] = ("left", "right") if anchors.views else (anchors.candidate_side,)
@@ -49,15 +54,20 @@ class ExactGlobal(Objective):
             """(A, n) s/τ plus the log of each item's count, -inf at positives; with views (A, 2n)."""
             embeddings = torch.cat([encode(side, ids) for side in sides])
             logits = anchors.embeddings @ embeddings.T / anchors.temperature
-            ids = upload(ids.repeat(len(sides)), anchors.ids.device)
+            items = torch.cat([2 * ids, 2 * ids + 1]) if anchors.views else ids
+            items = upload(items, anchors.ids.device)
             if counts is not None:
-                logits = logits + counts[ids].log().to(logits)
-            return logits.masked_fill(~anchors.is_negative(ids), -torch.inf)
+                logits = logits + counts[ids_of(items, anchors.views)].log().to(logits)
+            return logits.masked_fill(anchors.hides(items), -torch.inf)
 
         log_partition = torch.full_like(anchors.positive_logits, -torch.inf)
         with torch.no_grad():
             for ids in chunks:
                 log_partition = torch.logaddexp(log_partition, torch.logsumexp(logits_of(ids), dim=1))
+            # An anchor without any negative pulls its positive only.
+            log_partition = log_partition.nan_to_num(neginf=0.0)
+
+        self._watch(anchors, log_partition)
 
         def weighted_logits(ids: Tensor) -> Tensor:
             logits = logits_of(ids)

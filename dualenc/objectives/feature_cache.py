@@ -12,6 +12,7 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.chains import inverse_cdf, items_of
+from dualenc.objectives.guide import Judgement
 from dualenc.objectives.item_state import ItemState, pinned_for
 from dualenc.objectives.looks import upload
 from dualenc.objectives.state import first_rows
@@ -96,7 +97,9 @@ class FeatureCache(ItemState):
         start, stop = (int(steps * share * self.num_items + 1e-9) for steps in (step, step + 1))
         return torch.arange(start, stop) % self.num_items
 
-    def draw(self, anchors: Tensor, barred: Tensor, gumbels: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, anchors: Tensor, barred: Tensor, gumbels: Tensor, uniform: Tensor, guide: Judgement | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Draw an item per anchor from the softmax over the filled slots: a block by Gumbel-max, then one of its items.
 
         Args:
@@ -104,6 +107,7 @@ class FeatureCache(ItemState):
             barred: (A, K) distinct items that are never drawn, padded with -1.
             gumbels: (num_blocks, A) standard Gumbel draws.
             uniform: (A,) draws in (0, 1).
+            guide: what it takes for positives of these anchors is never drawn, and counts as 0 in the mean.
 
         Returns:
             (A,) items, -1 where nothing can be drawn; and (A,) log of the mean of exp(s/τ) over the cached negatives,
@@ -112,7 +116,7 @@ class FeatureCache(ItemState):
         value = anchors.new_full((len(anchors),), -torch.inf)
         log_sum, count, block = value.clone(), torch.zeros_like(value), torch.zeros_like(value, dtype=torch.long)
         first = 0
-        for _, logits, seen in self._runs(anchors, barred):
+        for _, logits, seen in self._runs(anchors, barred, guide=guide):
             count += seen
             # The log of the sum of exp over each block, -inf for an empty one; in place.
             blocks = logits.unflatten(1, (-1, self.block_size))
@@ -131,13 +135,19 @@ class FeatureCache(ItemState):
         some, items = torch.isfinite(best), torch.full_like(block, -1)
         if distributed.is_initialized():
             mine = (some & (winner == distributed.rank())).nonzero()[:, 0]
-            items[mine] = self._inside_block(anchors[mine], barred[mine], block[mine], uniform[mine])
+            of_mine = guide and guide.rows(mine)
+            items[mine] = self._inside_block(anchors[mine], barred[mine], block[mine], uniform[mine], of_mine)
         elif len(self.features):
-            items = torch.where(some, self._inside_block(anchors, barred, block, uniform), items)
+            items = torch.where(some, self._inside_block(anchors, barred, block, uniform, guide), items)
         return distributed.all_reduce(items, "max"), log_mean.to(anchors)
 
     def attend(
-        self, anchors: Tensor, barred: Tensor, counts: Tensor | None = None, blocks: list[int] | None = None
+        self,
+        anchors: Tensor,
+        barred: Tensor,
+        counts: Tensor | None = None,
+        blocks: list[int] | None = None,
+        guide: Judgement | None = None,
     ) -> Attention:
         """The anchors' softmax over the filled slots: as seen from the items, and from the anchors.
 
@@ -146,10 +156,11 @@ class FeatureCache(ItemState):
             barred: (A, K) distinct items that an anchor does not see, padded with -1.
             counts: (N,) how often each item counts; by default once.
             blocks: ascending numbers of the blocks to look at, the same on every rank; by default all.
+            guide: what it takes for positives of these anchors is not seen, and counts as 0 in the mean.
         """
 
         def runs() -> Iterator[tuple[Place, Tensor, Tensor, Tensor]]:
-            for place, logits, seen in self._runs(anchors, barred, counts, blocks):
+            for place, logits, seen in self._runs(anchors, barred, counts, blocks, guide):
                 peak = logits.amax(dim=1)
                 peak.masked_fill_(torch.isneginf(peak), 0.0)
                 yield place, logits.sub_(peak[:, None]).exp_(), peak, seen
@@ -211,7 +222,12 @@ class FeatureCache(ItemState):
         return distributed.all_reduce(found), distributed.all_reduce(there) > 0
 
     def _runs(
-        self, anchors: Tensor, barred: Tensor, counts: Tensor | None = None, blocks: list[int] | None = None
+        self,
+        anchors: Tensor,
+        barred: Tensor,
+        counts: Tensor | None = None,
+        blocks: list[int] | None = None,
+        guide: Judgement | None = None,
     ) -> Iterator[tuple[Place, Tensor, Tensor]]:
         """Runs of whole blocks of this rank, small enough for (A, n) similarities; some blocks, or all of them.
 
@@ -244,12 +260,18 @@ class FeatureCache(ItemState):
             hit = rows[column] == local
             lowered = torch.zeros_like(hit, dtype=logits.dtype).masked_fill_(hit, -torch.inf)
             logits.scatter_add_(1, column, lowered)
+            if guide is not None:
+                # The last block may be longer than what there is.
+                logits.masked_fill_(guide.of_items((rows + self.first_item).clamp(max=self.num_items - 1)), -torch.inf)
             yield place, logits, number.sum() - (number[column] * hit).sum(dim=1)
 
-    def _inside_block(self, anchors: Tensor, barred: Tensor, block: Tensor, uniform: Tensor) -> Tensor:
+    def _inside_block(
+        self, anchors: Tensor, barred: Tensor, block: Tensor, uniform: Tensor, guide: Judgement | None
+    ) -> Tensor:
         """(A,) items drawn inside the winning blocks (A,) of this rank."""
         drawn = [block[:0]]
-        per_chunk = max(1, MAX_ELEMENTS // (self.block_size * max(1, self.features.shape[1])))
+        width = max(1, self.features.shape[1], 0 if guide is None else guide.vectors.shape[1])
+        per_chunk = max(1, MAX_ELEMENTS // (self.block_size * width))
         known = block.to(self.features.device)
         for start in range(0, len(anchors), per_chunk):
             some = slice(start, start + per_chunk)
@@ -260,6 +282,8 @@ class FeatureCache(ItemState):
             features, items = self.take("features", rows, known_rows).to(anchors), rows + self.first_item
             logits = torch.einsum("ad,acd->ac", anchors[some], features)
             possible = self.take("filled", rows, known_rows) & ~(items[:, :, None] == barred[some, None, :]).any(dim=2)
+            if guide is not None:
+                possible &= ~guide.rows(some).of_each(items.clamp(max=self.num_items - 1))
             weights = torch.softmax(logits.masked_fill(~possible, -torch.inf), dim=1)
             drawn.append(items.gather(1, inverse_cdf(weights, uniform[some, None]))[:, 0])
         return torch.cat(drawn)
@@ -315,13 +339,21 @@ class FeatureCache(ItemState):
         self.num_steps = int(state_dict[keys[2]])
 
 
-def queries_of_all(anchors: Anchors) -> tuple[Tensor, Tensor]:
+def queries_of_all(anchors: Anchors) -> tuple[Tensor, Tensor, Judgement | None]:
     """What the anchors of all ranks ask a cache: embeddings over τ (A, D), and the items that are no negatives (A, K),
-    padded with -1."""
+    padded with -1, or that a guide takes for positives."""
     barred = items_of(anchors.positive_ids, anchors.views)
     # Lists of ranks may differ in length.
     if distributed.is_initialized():
         width = int(distributed.all_reduce(barred.new_full((), barred.shape[1]), "max"))
         barred = nn.functional.pad(barred, (0, width - barred.shape[1]), value=PADDING)
     embeddings = distributed.gather(anchors.embeddings / anchors.temperature, anchors.sizes)
-    return embeddings, distributed.gather(barred, anchors.sizes)
+    guide = anchors.guide and anchors.guide.of_all_ranks(anchors.sizes)
+    return embeddings, distributed.gather(barred, anchors.sizes), guide
+
+
+def share_remembered(like: Tensor, *caches: FeatureCache) -> Tensor:
+    """How many of all items of some caches have an embedding, as a share, on a tensor's device; all ranks call it
+    together."""
+    filled = torch.stack([cache.filled.sum().double().to(like.device) for cache in caches]).sum()
+    return distributed.all_reduce(filled) / sum(cache.num_items for cache in caches)

@@ -11,8 +11,9 @@ from torch import Tensor
 from dualenc import distributed
 from dualenc.objectives.anchors import Anchors, listed
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.chains import NO_STATE, candidate_items, embed, find, ids_of, known_candidate_items
-from dualenc.objectives.feature_cache import MAX_ELEMENTS, FeatureCache, queries_of_all
+from dualenc.objectives.chains import NO_STATE, candidate_items, embed, find, known_candidate_items
+from dualenc.objectives.feature_cache import MAX_ELEMENTS, FeatureCache, queries_of_all, share_remembered
+from dualenc.objectives.guide import Judgement
 from dualenc.objectives.looks import Asking, upload
 from dualenc.objectives.state import SharedRandom
 
@@ -73,14 +74,23 @@ class GlobalCache(Objective):
         """How often an item was to be expected in the batch is known for random batches only."""
         return "extra_encodes=0 (the batch alone)" if self.extra_encodes else None
 
+    def diagnostics(self) -> dict[str, Tensor]:
+        """The logs of the mean of exp(s/τ) over what is remembered; what share of all items that is; and over how many
+        of them q is spread, 1/Σ q²: far fewer than the draws, and draws come twice."""
+        remembered = share_remembered(self.log_temperature, self.left_cache, self.right_cache)
+        # Of each direction the probability that two draws are the same item; 0 before anything is remembered.
+        twice = [distributed.all_reduce(shares.double().square().sum()) for _, shares in self.watched.values()]
+        number = torch.stack([torch.where(of > 0, 1 / of, 0.0) for of in twice]).mean() if twice else remembered * 0
+        return self._spread("log_mean_exp") | {"remembered": remembered, "effective_items": number}
+
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> Asking[AnchorLosses]:
         assert encode is not None
         cache = self.left_cache if anchors.candidate_side == "left" else self.right_cache
         items, num_batch, updates = candidate_items(anchors), anchors.num_global, self.updates_state
         with torch.no_grad():
-            asking, barred = queries_of_all(anchors)
+            asking, barred, guide = queries_of_all(anchors)
             blocks, share_seen = self._blocks(cache)
-            seen = cache.attend(asking, barred, self._item_counts(anchors), blocks)
+            seen = cache.attend(asking, barred, self._item_counts(anchors), blocks, guide)
             num_draws = round(self.extra_encodes * num_batch / 2)
             drawn = cache.sample(seen, num_draws, self.random.uniform(1, like=asking))
         # What is drawn from the batch has an embedding already; ranks split the rest.
@@ -101,7 +111,8 @@ class GlobalCache(Objective):
             place = find(compared, drawn)
             number.index_add_(0, place.clamp(min=0), (place >= 0).to(number))
             # How often a copy of each item was to be expected: among the draws, and in the batch.
-            shares = torch.where(known, mean_shares(asking, barred, seen.log_sum, compared, remembered), 0.0)
+            shares = mean_shares(asking, barred, seen.log_sum, compared, remembered, guide)
+            shares = torch.where(known, shares, 0.0)
             num_pairs, of_batch = self.corpus_size(anchors.candidate_side) or 1, num_batch // (2 if self.views else 1)
             expected = min(max(of_batch - 1, 0) / max(num_pairs - 1, 1), 1.0) + num_draws * share_seen * shares
             log_weights = number.log() - expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
@@ -110,10 +121,12 @@ class GlobalCache(Objective):
             first = sum(anchors.sizes[: distributed.rank()])
             own_mean, own_log_mean = (of[first : first + len(anchors.ids)] for of in (seen.mean, seen.log_mean))
 
+        self._watch(anchors, own_log_mean, seen.shares)
+
         def weigh(some: Anchors, seen_mean: Tensor) -> Tensor:
             similarities = torch.cat([some.similarities, some.embeddings @ embeddings.T], dim=1)
             with torch.no_grad():
-                hidden = torch.cat([some.excluded, ~some.is_negative(ids_of(outside, some.views))], dim=1)
+                hidden = torch.cat([some.excluded, some.hides(outside)], dim=1)
                 hidden = hidden | (number == 0)
                 weights = softmax(similarities / some.temperature + log_weights, hidden)
                 # What the same comparison misses of all that is remembered.
@@ -140,20 +153,31 @@ class GlobalCache(Objective):
         return sorted(blocks.tolist()), wanted / cache.num_blocks
 
 
-def mean_shares(anchors: Tensor, barred: Tensor, log_sum: Tensor, items: Tensor, embeddings: Tensor) -> Tensor:
+def mean_shares(
+    anchors: Tensor,
+    barred: Tensor,
+    log_sum: Tensor,
+    items: Tensor,
+    embeddings: Tensor,
+    guide: Judgement | None = None,
+) -> Tensor:
     """(n,) q of items (n,) with some embeddings (n, D): the mean of exp(s/τ − log_sum) over anchors that see anything.
 
     Args:
         anchors: (A, D) embeddings over τ.
         barred: (A, K) distinct items that an anchor does not see, padded with -1.
         log_sum: (A,) of what each anchor sees, -inf for nothing.
+        guide: what it takes for positives of these anchors they do not see either.
     """
     sees = torch.isfinite(log_sum)
     level, shares = torch.where(sees, log_sum, torch.inf)[:, None], []
     for some in torch.arange(len(items), device=items.device).split(max(1, MAX_ELEMENTS // max(1, len(anchors)))):
         # No share is above 1: what lies outside a pool may be nearer than all inside it.
         weights = torch.exp(anchors @ embeddings[some].T - level).clamp_(max=1.0)
-        shares.append(weights.masked_fill_(listed(barred, items[some]), 0.0).sum(dim=0))
+        weights.masked_fill_(listed(barred, items[some]), 0.0)
+        if guide is not None:
+            weights.masked_fill_(guide.of_items(items[some]), 0.0)
+        shares.append(weights.sum(dim=0))
     return torch.cat(shares) / sees.sum().clamp(min=1)
 
 

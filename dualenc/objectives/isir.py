@@ -28,7 +28,7 @@ class ISIR(ChainObjective):
     that a few runs resolve). With chains that start cold (`recent=0`) it is .93 after one epoch, .48 after 30 at B = 4;
     0.67 and 0.31 after one and ten at B = 16; 0.51 and 0.16 at B = 32 (`eval/estimator_bias.py --mixing`).
 
-    With views a chain moves between images, each with its two views. A state is named by its left view then.
+    With views a chain moves between images, each with its two views; its state is named by the view that was drawn.
 
     Args:
         **chains: see `ChainObjective`.
@@ -64,7 +64,10 @@ class ISIR(ChainObjective):
         outside = outside / anchors.temperature
         stands_for_state, log_q = self._stands_for_state(anchors, visit, state, partner, is_there, place)
         # What the state's own weight is divided by is 1 where proposals are uniform.
-        absent, outside_log_q = stands_for_state | (state == NO_STATE), []
+        absent, outside_log_q = (stands_for_state | (state == NO_STATE))[:, None], []
+        if self.views and anchors.guide is not None:
+            # A chain is on an image of which a guide may allow one view only.
+            absent = absent | anchors.guide.of_each(torch.stack([state, state + 1], dim=1))
         if not visit.uniform:
             outside_log_q = [self.log_density(anchors, visit, state.view(len(visit.items), -1)).view(-1)]
 
@@ -86,7 +89,7 @@ class ISIR(ChainObjective):
                     of_states = of_states - outside_log_q[0][:, None]
                 if log_q is not None:
                     logits = logits - visit.by_row(log_q, some)
-                of_states = of_states.masked_fill(absent[:, None], -torch.inf)
+                of_states = of_states.masked_fill(absent, -torch.inf)
                 weights, column = iterated_sir(logits, of_states, uniform, never_nothing)
                 # What the state weighs where a proposal equals it is that one's too.
                 of_states = weights[:, num_proposals:]
@@ -99,7 +102,7 @@ class ISIR(ChainObjective):
         losses, column = anchors.by_rows(weigh, *of_row, row_entries=2 * num_proposals)
         if self.updates_state:
             moved, place = column < num_proposals, column.clamp(max=num_proposals - 1)
-            next_state, next_partner = visit.after(moved, place, (visit.items, state), (visit.partners, partner))
+            next_state, next_partner = visit.after(moved, place, (visit.items, visit.state), (visit.partners, partner))
             self.store(anchors, next_state, partner=next_partner)
         return AnchorLosses(losses)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,10 @@ class Matryoshka(Objective):
         """Scalar τ of the greatest length."""
         return self.widest.temperature
 
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Those of the greatest length."""
+        return self.widest.diagnostics()
+
     def set_progress(self, fraction: float) -> None:
         for objective in self:
             objective.set_progress(fraction)
@@ -96,7 +101,7 @@ class Matryoshka(Objective):
         right_positives: Tensor | None = None,
         negatives: Tensor | None = None,
         negative_id: Tensor | None = None,
-        **judged: Tensor | None,
+        **judged: Any,
     ) -> ObjectiveOutput:
         """The mean of the objectives; arguments as of `Objective.forward`."""
         if left.shape[-1] < self.dims[-1]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dualenc import distributed
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import AnchorLosses, Encode, Objective
 from dualenc.objectives.chains import NO_STATE, candidate_items, embed, find, known_candidate_items, known_rows
-from dualenc.objectives.feature_cache import FeatureCache, queries_of_all
+from dualenc.objectives.feature_cache import FeatureCache, queries_of_all, share_remembered
 from dualenc.objectives.looks import Asking, upload
 from dualenc.objectives.state import SharedRandom
 
@@ -46,6 +47,11 @@ class NegativeCache(Objective):
         self.right_cache = self.left_cache if self.views else FeatureCache(self.num_right or 1, self.state_on_cpu)
         self.random = SharedRandom(self.seed)
 
+    def diagnostics(self) -> dict[str, Tensor]:
+        """The logs of the mean of exp(s/τ) over what is remembered, and what share of all items that is."""
+        share = share_remembered(self.log_temperature, self.left_cache, self.right_cache)
+        return self._spread("log_mean_exp") | {"remembered": share}
+
     def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> Asking[AnchorLosses]:
         assert encode is not None
         cache = self.left_cache if anchors.candidate_side == "left" else self.right_cache
@@ -61,12 +67,12 @@ class NegativeCache(Objective):
                     renewed = torch.cat([embed(some, encode, anchors) for some in chunks])
                     cache.write(upload(due, items.device), distributed.gather(renewed, sizes), due)
                 cache.write(items, anchors.candidates, known_candidate_items(anchors))
-            embeddings, barred = queries_of_all(anchors)
+            embeddings, barred, guide = queries_of_all(anchors)
             rows = distributed.gather(anchors.rows, anchors.sizes)
             uniform = self.random.uniform(cache.num_blocks + 1, anchors.num_global, like=embeddings)[:, rows]
             first = sum(anchors.sizes[: distributed.rank()])
             gumbels, of_rank = -(-uniform[1:].log()).log(), slice(first, first + len(anchors.rows))
-            drawn, log_mean = (v[of_rank] for v in cache.draw(embeddings, barred, gumbels, uniform[0]))
+            drawn, log_mean = (v[of_rank] for v in cache.draw(embeddings, barred, gumbels, uniform[0], guide))
         # What is drawn from the batch has an embedding already; the rest is encoded, and remembered.
         column = find(items, drawn)
         in_batch = (anchors.embeddings * anchors.candidates[column.clamp(min=0)]).sum(dim=1)
@@ -78,5 +84,6 @@ class NegativeCache(Objective):
             yield None  # what is encoded is looked at before it is remembered
             sizes = distributed.rank_sizes(len(away), rows.device)
             cache.write(distributed.gather(drawn[rows], sizes), distributed.gather(embeddings, sizes), away)
+        self._watch(anchors, log_mean)
         value = log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
         return AnchorLosses(similarity / anchors.temperature - anchors.positive_logits, value.detach())

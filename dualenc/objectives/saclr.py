@@ -114,6 +114,10 @@ class SACLR(Objective):
         value = log_scale + (log_count if authors else 0.0) + repulsion - 1 - log_positive
         return AnchorLosses(repulsion - log_positive, value.detach())
 
+    def diagnostics(self) -> dict[str, Tensor]:
+        """The logs of the scales 1/s, or in the authors' variant 1/(s·n)."""
+        return self._spread("log_scale")
+
     def _scale(self, anchors: Anchors, positive: Tensor, negatives: Tensor, log_count: Tensor) -> Tensor:
         """(A,) log 1/s of anchors of one direction with this step counted in; in the authors' variant log 1/(s·n) from
         before.
@@ -145,4 +149,5 @@ class SACLR(Objective):
         if self.updates_state:
             values = None if by_item and anchors.distinct_rows else log_new
             table.store(ids, log_scale, values, anchors.sizes, known=known)
+        self._watch(anchors, log_scale)
         return old if authors else log_scale

@@ -72,8 +72,13 @@ class SogCLR(Objective):
         log_u = log_average(old, log_mean, self.gamma, all_usable)
         if self.updates_state:
             anchors.by_direction(remember, log_u, *([] if anchors.distinct_rows else [log_mean]))
+        self._watch(anchors, log_u)
         # An anchor that has never met a negative has no average; it has no weights either.
         return log_u if all_usable else torch.nan_to_num(log_u, nan=0.0)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """The logs of u, so of the mean of exp(s/τ) over all negatives: equal ones need no memory."""
+        return self._spread("log_mean_exp")
 
     def losses(self, block: Anchors, *known: Tensor) -> Tensor:
         (log_u,) = known
@@ -148,12 +153,17 @@ class ISogCLR(SogCLR):
     def update(self, anchors: Anchors, *found: Tensor) -> tuple[Tensor, ...]:
         tau, log_mean, mean_similarity = found
         log_u = self._track(anchors, log_mean)
+        self._watch(anchors, log_u, tau)
         if self.temperature_rate and self.updates_state:
             # Σ_c w_c s_c, with weights exp(s_c/τ_a)/(n·u_a).
             pull = torch.exp(log_mean - log_u) * mean_similarity
             rows = [log_u + self.radius - pull / tau]
             anchors.by_direction(self._move, *rows, *([] if anchors.all_have_negatives else [anchors.num_negatives]))
         return tau, log_u
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """As of SogCLR, and the anchors' own temperatures."""
+        return self._spread("log_mean_exp") | self._spread("own_temperature", 1)
 
     def _move(self, anchors: Anchors, slope: Tensor, num_negatives: Tensor | None = None) -> None:
         """v ← momentum·v + (1 − momentum)·slope, of an item that stands in several rows their mean; τ ← τ − rate·v."""

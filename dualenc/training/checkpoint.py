@@ -44,7 +44,7 @@ from dualenc.files import (
 from dualenc.seeds import random_state, seed_everything, set_random_state
 
 SHARDS = "shards"
-RUN_FILES = ("metrics.jsonl", "checkpoints", "selection", "model", "recipe.yaml", "trackers")
+RUN_FILES = ("metrics.jsonl", "evaluations.jsonl", "checkpoints", "selection", "model", "recipe.yaml", "trackers")
 
 
 def fingerprint(

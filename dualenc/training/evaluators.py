@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from dualenc.training.sharding import assembled, join_state
 from dualenc.types import Modality, OnError, Side
 
 if TYPE_CHECKING:
+    from dualenc.evaluation.observed import Observed
     from dualenc.objectives.base import Objective
     from dualenc.search.embeddings import Embeddings
     from dualenc.training.checkpoint import Checkpoints
@@ -40,9 +41,11 @@ class Evaluator(ABC):
         metric_names: names that `primary` may have, so that a wrong one is told before any work; empty where they
             are known only after an evaluation.
         modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
+        observed: what the latest call saw besides its metrics, for reports; None if it does not tell.
     """
 
     primary: str
+    observed: Observed | None = None
     metric_names: tuple[str, ...] = ()
     modalities: Mapping[Side, Modality] = MappingProxyType({})
 
@@ -97,14 +100,24 @@ class RetrievalEvaluator(Evaluator):
         self.modalities = {"left": whole.queries.modality, "right": whole.corpus.modality}
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
+        from dualenc.evaluation.observed import Observed, observed_pairs, observed_queries
         from dualenc.evaluation.retrieval import HEADLINES, Result, retrieve
 
         queries = embed_side(model, "left", self.collection.queries, self.batch_size)
         documents = embed_side(model, "right", self.collection.corpus, self.batch_size)
         device = next(model.parameters()).device
         run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, device=device)
-        means = Result("model", "held-out", run, self.collection.qrels, len(documents.ids)).means
-        return {name: means[name] for name in (*HEADLINES, self.primary) if name in means}
+        result = Result("model", "held-out", run, self.collection.qrels, len(documents.ids))
+        row_of = {name: row for row, name in enumerate(documents.ids)}
+        graded = (self.collection.qrels.get(name, {}) for name in queries.ids)
+        positives = [[row_of[name] for name, grade in of.items() if grade > 0 and name in row_of] for of in graded]
+        similarities = observed_pairs(queries.vectors, documents.vectors, positives)
+        self.observed = Observed(similarities)
+        if self.primary in result.means:
+            scores = {query: of[self.primary] for query, of in result.per_query.items()}
+            told = observed_queries(self.primary, scores, TextsOf(self.collection.queries, queries.ids))
+            self.observed = Observed(similarities, **told)
+        return {name: result.means[name] for name in (*HEADLINES, self.primary) if name in result.means}
 
 
 class ImageTextEvaluator(Evaluator):
@@ -132,10 +145,15 @@ class ImageTextEvaluator(Evaluator):
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
+        from dualenc.evaluation.observed import Observed, observed_pairs, observed_queries
 
         images = embed_side(model, "left", self.images, self.batch_size, on_error="raise")
         texts = embed_side(model, "right", self.texts, self.batch_size, on_error="raise")
-        return both_ways_recall(both_ways_ranks(images.vectors, texts.vectors, self.captions))
+        ranks = both_ways_ranks(images.vectors, texts.vectors, self.captions)
+        of_captions = {name: 1 / float(rank) for name, rank in zip(self.texts.ids, ranks["text_to_image"], strict=True)}
+        told = observed_queries("1/rank of the image", of_captions, TextsOf(self.texts, self.texts.ids))
+        self.observed = Observed(observed_pairs(images.vectors, texts.vectors, self.captions), **told)
+        return both_ways_recall(ranks)
 
 
 class KNNEvaluator(Evaluator):
@@ -176,6 +194,7 @@ class KNNEvaluator(Evaluator):
         self.k, self.temperature, self.batch_size = k, temperature, batch_size
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
+        from dualenc.evaluation.observed import Observed, observed_labels
         from dualenc.evaluation.probe import accuracy, knn_predict
 
         train, test = (
@@ -184,7 +203,30 @@ class KNNEvaluator(Evaluator):
         )
         how: dict[str, Any] = {"k": self.k, "temperature": self.temperature, "device": next(model.parameters()).device}
         predicted = knn_predict(train, self.labels[0], test, **how)
+        self.observed = Observed(observed_labels(test, self.labels[1]))
         return {"knn_accuracy": accuracy(predicted, self.labels[1])}
+
+
+class TextsOf(Mapping[str, str]):
+    """The texts of a corpus by id; nothing of one of images or vectors.
+
+    Args:
+        corpus: read item by item, when asked.
+        ids: those of it that could be read.
+    """
+
+    def __init__(self, corpus: Corpus, ids: Sequence[str]) -> None:
+        readable = set(ids) if corpus.modality == "text" else set()
+        self.corpus, self.row_of = corpus, {name: row for row, name in enumerate(corpus.ids) if name in readable}
+
+    def __getitem__(self, name: str) -> str:
+        return str(self.corpus.items[self.row_of[name]])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.row_of)
+
+    def __len__(self) -> int:
+        return len(self.row_of)
 
 
 def embed_side(

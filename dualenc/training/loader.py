@@ -18,6 +18,7 @@ from dualenc import distributed
 from dualenc.data.pairs import Pair, PairDataset
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import BadSample, DualencError
+from dualenc.objectives.guide import LookUp
 from dualenc.seeds import derive_seed
 from dualenc.training.encoding import PlainEncoding
 from dualenc.training.signals import forgive_one_sigterm
@@ -132,6 +133,41 @@ class Guide:
             found = found / np.linalg.norm(found, axis=1, keepdims=True)
         found[rows < 0] = np.nan
         return found
+
+    def on(self, device: torch.device | str) -> LookUp:
+        """The same as tensors: `guide(side, ids)` gives vectors on the device of the ids.
+
+        Args:
+            device: where all vectors are held, as they are stored; on the CPU they are read from their files when asked
+                for.
+        """
+        if torch.device(device).type == "cpu":
+
+            def read(side: Side, ids: Tensor) -> Tensor:
+                return torch.from_numpy(self.vectors(side, ids.cpu().numpy())).to(ids.device)
+
+            return read
+        rows = {side: torch.from_numpy(of).to(device) for side, of in self._rows.items()}
+        held = {side: _on_device(of, device) for side, of in self._stored.items()}
+
+        def take(side: Side, ids: Tensor) -> Tensor:
+            of = rows[side][ids]
+            found = torch.nn.functional.normalize(held[side][of.clamp(min=0)].float(), dim=1)
+            return found.masked_fill((of < 0)[:, None], torch.nan)
+
+        return take
+
+
+def _on_device(stored: Any, device: torch.device | str, num_rows: int = 65_536) -> Tensor:
+    """Stored rows as one tensor, brought there in parts: host memory never holds all of them."""
+    held: Tensor | None = None
+    for start in range(0, len(stored), num_rows):
+        some = torch.from_numpy(np.array(stored[start : start + num_rows]))
+        if held is None:
+            held = torch.empty(len(stored), some.shape[1], dtype=some.dtype, device=device)
+        held[start : start + len(some)] = some.to(device)
+    assert held is not None
+    return held
 
 
 class BatchLoader:

@@ -81,7 +81,8 @@ class RunLog:
     Nothing reaches the disk or a tracker before `open`: a run that fails in its first step leaves no trace.
 
     Args:
-        path: of the metrics.jsonl: one object per line with "step" and the values logged at it.
+        path: of the metrics.jsonl: one object per line with "step" and the values logged at it. What evaluations saw
+            besides stands next to it, in evaluations.jsonl.
         accelerator: whose trackers get the same values.
         total_steps: length of the progress bar.
         progress: show the progress bar.
@@ -89,9 +90,11 @@ class RunLog:
 
     def __init__(self, path: Path, accelerator: Accelerator, total_steps: int, progress: bool = True) -> None:
         self.path, self.accelerator = path, accelerator
+        self.observed_path = path.with_name("evaluations.jsonl")
         self.active = distributed.is_main()
         self._kept_to = -1
         self._waiting: list[tuple[int, dict[str, float]]] | None = []
+        self._waiting_observed: list[tuple[int, dict[str, Any]]] = []
         self.bar = tqdm(
             total=total_steps,
             desc="training",
@@ -108,13 +111,18 @@ class RunLog:
         """
         if self.accelerator.log_with:
             self.accelerator.init_trackers(project, {name: str(value) for name, value in config.items()})
-        if self.active:
-            lines = [line for line in read_metrics(self.path) if line["step"] <= self._kept_to]
-            with atomic_path(self.path) as part:
-                part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        for path in (self.path, self.observed_path) if self.active else ():
+            lines = [line for line in read_metrics(path) if line["step"] <= self._kept_to]
+            if lines or path == self.path:
+                with atomic_path(path) as part:
+                    part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            else:
+                path.unlink(missing_ok=True)
         waiting, self._waiting = self._waiting or [], None
         for step, values in waiting:
             self.write(step, values)
+        for step, observed in self._waiting_observed:
+            self.write_observed(step, observed)
 
     def restart_at(self, step: int) -> None:
         """Lines after a step are not of this run, which resumes there."""
@@ -133,19 +141,22 @@ class RunLog:
             self._waiting.append((step, values))
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        try:
-            with open(self.path, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"step": step, **finite}) + "\n")
-        except OSError as error:
-            raise DualencError(
-                f"{self.path}: could not be written ({error.strerror}); make room there, then go on with --resume"
-            ) from error
+        _append(self.path, {"step": step, **finite})
         self.accelerator.log({name: value for name, value in finite.items() if value is not None}, step=step)
         loss = "loss" if "loss" in values else "batch_estimate"
         names = {loss: loss, "learning_rate": "lr", "samples_per_second": "samples/s"}
         shown = {short: f"{values[name]:.3g}" for name, short in names.items() if name in values}
         if shown:
             self.bar.set_postfix(shown, refresh=False)
+
+    def write_observed(self, step: int, observed: Mapping[str, Any]) -> None:
+        """Keep what the evaluation at a step saw besides its metrics, for reports; no tracker gets it."""
+        if not self.active or not observed:
+            return
+        if self._waiting is not None:
+            self._waiting_observed.append((step, dict(observed)))
+            return
+        _append(self.observed_path, {"step": step, **observed})
 
     def say(self, line: str) -> None:
         """A line for the user, above the progress bar."""
@@ -159,8 +170,18 @@ class RunLog:
             tracker.finish()
 
 
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    try:
+        with open(path, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+    except OSError as error:
+        raise DualencError(
+            f"{path}: could not be written ({error.strerror}); make room there, then go on with --resume"
+        ) from error
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line cut short is left out."""
+    """The lines of a metrics.jsonl or an evaluations.jsonl; a last line cut short is left out."""
     lines = []
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:

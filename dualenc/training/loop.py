@@ -109,9 +109,12 @@ class Loop:
             self.optimizer, settings.schedule, self.total_steps, settings.warmup, settings.final_fraction
         )
         self.items = ItemEncoder(model, pairs, seed=settings.seed, on_error=settings.on_error)
-        guide = None
+        guide = self.look_up = None
         if settings.guide_left is not None and settings.guide_right is not None:
             guide = Guide(pairs, settings.guide_left, settings.guide_right)
+        if guide is not None and objective.needs_encode:
+            # What judges items outside the batch judges those in it: by the same numbers.
+            self.look_up, guide = guide.on("cpu" if objective.state_on_cpu else self.device), None
         self.loader = BatchLoader(
             pairs,
             model.left.prepare,
@@ -330,6 +333,7 @@ class Loop:
                 negatives=None if batch.negatives is None else mined[0],
                 negative_id=_moved(batch.negative_id, self.device),
                 **{name: of.to(self.device, non_blocking=True) for name, of in batch.judged().items()},
+                guide=self.look_up,
             )
             loss = output.loss / len(batches)
             if self.one_backward and len(outputs) + 1 == len(batches):
@@ -345,6 +349,8 @@ class Loop:
         loss = torch.stack([output.loss.detach() for output in outputs]).mean()
         if self.objective.reports_loss:
             values["loss"] = loss
+        if self._logs_at(self.steps + 1):
+            values |= {f"state/{name}": value for name, value in self.objective.diagnostics().items()}
         if self.objective.needs_encode:
             values["items_encoded"] = float(self.items.num_encoded - encoded_before) * distributed.world_size()
 
@@ -402,6 +408,9 @@ class Loop:
         if metrics:
             self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
             self.log.say(f"step {self.steps}: {self.best.primary} {metrics[self.best.primary]:.4f}")
+        observed = getattr(self.best.evaluator, "observed", None)
+        if observed is not None:
+            self.log.write_observed(self.steps, observed.to_plain())
         self.evaluation_due = False
 
     def _fail_if_bad(self, step: int | None) -> None:

@@ -122,8 +122,10 @@ class Trainer:
             "fresh" makes an evaluation-mode pass at the start of every epoch.
         selection_background: select while training goes on, one epoch late; false waits for it.
         guide_left: folder of a guide's embeddings of the left items, by which likely false negatives are no negatives
-            (`guide_margin` of the objective): `dualenc mine` keeps such folders, `dualenc embed` makes them.
-        guide_right: likewise of the right items.
+            (`guide_margin` of the objective): `dualenc mine` keeps such folders, `dualenc embed` makes them. For
+            objectives that compare with items outside the batch all of it is held on the GPU, unless their
+            state_device is cpu.
+        guide_right: likewise of the right items; with two views of images the same folder.
         tracker: accelerate's trackers, such as tensorboard or wandb; several separated by commas.
         project: what trackers call the project.
         timeout_minutes: how long a process waits for another before it takes it for hung; longer than whatever one
@@ -320,11 +322,6 @@ class Trainer:
                         f"the {side} side of {what} is {theirs_is}, but that of the model encodes {ours_is}; choose a "
                         f"model for {theirs_is} or other data"
                     )
-        if self.guide_left is not None and (objective.needs_encode or objective.views):
-            raise DualencError(
-                f"trainer.guide_left judges the candidates of a batch; {type(objective).__name__} as set draws others "
-                "or compares views; leave the guide out, or take an objective of the batch such as InfoNCE or SogCLR"
-            )
         if getattr(objective, "teacher", None) is not None and getattr(pairs, "scores", None) is None:
             raise DualencError(
                 f"objective.teacher is {objective.teacher} but the data holds no scores; give it mined negatives with "

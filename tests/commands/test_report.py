@@ -10,6 +10,9 @@ import pytest
 
 from dualenc.cli import main
 from dualenc.commands.report import read_run
+from dualenc.objectives import ISIR
+from dualenc.training import RetrievalEvaluator
+from tests.training.fakes import tiny_pairs
 from tests.training.runs import FixedEvaluator, train
 
 
@@ -47,6 +50,73 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
     assert "positive_similarity: mean cosine of pairs" in (tmp_path / "page.html").read_text()
     assert read_run(tmp_path / "run").curve("evaluation/score")[1][:2] == [0.1, 0.3]
+
+
+def write_observed(folder: Path, before: dict[str, float], after: dict[str, float]) -> None:
+    histogram = {"positives": [0] * 49 + [3], "negatives": [4] + [0] * 49, "positive_mean": 0.9, "negative_mean": -0.9}
+    lines = [
+        {
+            "step": step,
+            "similarities": histogram,
+            "queries": {"metric": "ndcg@10", "scores": scores, "texts": {"q1": "<script>alert('q1')</script>\x1b[31m"}},
+        }
+        for step, scores in ((0, before), (20, after))
+    ]
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_queries_and_similarities_of_two_runs_side_by_side(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "one", 0.05, [0.1, 0.4, 0.3]), write_run(tmp_path / "two", 0.1, [0.1, 0.2, 0.25])]
+    scores = {f"q{number}": number / 100 for number in range(30)}
+    write_observed(runs[0], scores, {name: 0.5 - score for name, score in scores.items()})
+    write_observed(runs[1], scores, dict.fromkeys(scores, 0.7))
+    assert main(["report", *map(str, runs)]) == 0
+    page = (runs[0] / "report.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(&#39;q1&#39;)&lt;/script&gt;\\x1b[31m" in page
+    headings = re.findall(r"<h2>(.*?)</h2>", page)
+    assert [heading for heading in headings if "queries" in heading] == [
+        f"{name}: best and worst queries {when}, by ndcg@10"
+        for name in ("one", "two")
+        for when in ("before training", "after step 20")
+    ]
+    table = page.split("one: best and worst queries before training")[1].split("</table>")[0]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", table)[1:]]
+    assert rows[0] == ["best", "q29", "", "0.2900", "0.2100", "0.2900", "0.7000"]
+    assert [row[1] for row in rows] == [f"q{number}" for number in (*range(29, 19, -1), *range(10))]
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", page)
+    assert [caption for caption in captions if "cosines of held-out pairs" in caption] == [
+        f"{name}: cosines of held-out pairs, and of their items with one another; overlap 0.000 → 0.000"
+        for name in ("one", "two")
+    ]
+
+
+def test_a_broken_record_of_evaluations_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", 0.05, [0.1, 0.2])
+    (run / "evaluations.jsonl").write_text('{"step": 0, "similarities": {"positives": 1}}\n')
+    assert main(["report", str(run)]) == 2
+    assert "evaluations.jsonl:1: no record of an evaluation" in capsys.readouterr().err
+
+
+def test_a_retrieval_run_tells_similarities_queries_and_chains(tmp_path: Path) -> None:
+    pairs = tiny_pairs()
+    objective = ISIR(num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.2).double()
+    evaluator = RetrievalEvaluator(pairs=tiny_pairs(12))
+    train(tmp_path / "run", objective=objective, evaluator=evaluator, evaluate_every=4)
+    found = read_run(tmp_path / "run")
+    assert list(found.observed) == [0, 4, 8, 12]
+    last = found.observed[12]
+    assert last.similarities is not None
+    assert last.similarities.positives.sum() == 12
+    assert sum(last.scores.values()) / len(last.scores) == pytest.approx(
+        found.curve("evaluation/ndcg@10")[1][-1], abs=1e-4
+    )
+    assert len(last.texts) == 12
+    steps, moved = found.curve("state/chains_moved")
+    assert steps == [3, 6, 9, 12]
+    assert all(0 <= share <= 1 for share in moved)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "share of chains that left their item" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_folder_without_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

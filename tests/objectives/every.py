@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -70,11 +70,13 @@ class Setting:
     objective: type[Objective]
     views: bool
     arguments: dict[str, Any] = field(default_factory=dict)
+    guided: bool = False
 
     @property
     def name(self) -> str:
         given = "-".join(f"{k}={v}" for k, v in self.arguments.items())
-        return "-".join(filter(None, [self.objective.__name__, "views" if self.views else "pairs", given]))
+        kind, guided = "views" if self.views else "pairs", "guided" if self.guided else ""
+        return "-".join(filter(None, [self.objective.__name__, kind, given, guided]))
 
     def build(self) -> Objective:
         common = {"num_left": NUM_LEFT, "num_right": NUM_RIGHT, "temperature": 0.2, "learnable_temperature": True}
@@ -94,8 +96,11 @@ SETTINGS = [
 ]
 
 
-# Further variants of a class run on three ranks only, to save time.
-SETTINGS_AT = {2: [s for s in SETTINGS if s.arguments == VARIANTS.get(s.objective.__name__, [{}])[0]], 3: SETTINGS}
+FIRST = [s for s in SETTINGS if s.arguments == VARIANTS.get(s.objective.__name__, [{}])[0]]
+GUIDED = [replace(setting, guided=True) for setting in FIRST]
+
+# Further variants of a class run on three ranks only, to save time, and with a guide on two.
+SETTINGS_AT = {2: FIRST + GUIDED, 3: SETTINGS}
 
 
 class Towers(nn.Module):
@@ -112,10 +117,15 @@ class Towers(nn.Module):
         self.right_features = normal(NUM_LEFT if views else NUM_RIGHT, 6)
         self.left = nn.Parameter(normal(6, 5))
         self.right = self.left if views else nn.Parameter(normal(6, 5))
+        # What a guide says of the items: three numbers of each.
+        self.guide_left, self.guide_right = normal(NUM_LEFT, 3), normal(NUM_LEFT if views else NUM_RIGHT, 3)
 
     def encode(self, side: str, ids: Tensor) -> Tensor:
         features, weight = (self.left_features, self.left) if side == "left" else (self.right_features, self.right)
         return nn.functional.normalize(features[ids] @ weight, dim=1)
+
+    def guide(self, side: str, ids: Tensor) -> Tensor:
+        return nn.functional.normalize((self.guide_left if side == "left" else self.guide_right)[ids], dim=1)
 
 
 def batch(step: int, views: bool) -> dict[str, Tensor]:
@@ -156,7 +166,8 @@ class Run:
         if "negative_id" in own:
             embeddings["negatives"] = self.towers.encode("right", own["negative_id"])
         self.criterion.set_progress(step / STEPS)
-        loss = self.criterion(**embeddings, **own, encode=self.towers.encode).loss
+        guide = self.towers.guide if self.setting.guided else None
+        loss = self.criterion(**embeddings, **own, encode=self.towers.encode, guide=guide).loss
         parameters = [*self.towers.parameters(), *self.criterion.parameters()]
         loss.backward()
         distributed.average_gradients(parameters)

@@ -12,6 +12,29 @@ from torch import Tensor
 
 
 @dataclass
+class GuideTable:
+    """A guide's vectors of 20 items of each side, and its rule (Solatorio 2024) for one anchor and one item."""
+
+    left: Tensor
+    right: Tensor
+
+    @classmethod
+    def make(cls, seed: int) -> GuideTable:
+        draw = torch.Generator().manual_seed(seed)
+        tables = torch.nn.functional.normalize(torch.randn(2, 20, 3, generator=draw, dtype=torch.float64), dim=2)
+        tables[1] = torch.nn.functional.normalize(tables[0] + tables[1], dim=1)
+        return cls(tables[0], tables[1])
+
+    def look_up(self, side: str, ids: Tensor) -> Tensor:
+        return (self.left if side == "left" else self.right)[ids]
+
+    def mistrusts(self, anchor: tuple[str, int], positive: tuple[str, int], item: tuple[str, int]) -> bool:
+        """Whether the item, of a side and with an id, is more alike to the anchor than the positive."""
+        own, partner, other = (self.look_up(side, torch.tensor(i)).tolist() for side, i in (anchor, positive, item))
+        return sum(a * b for a, b in zip(own, other)) > sum(a * b for a, b in zip(own, partner))
+
+
+@dataclass
 class Case:
     """A batch with duplicate ids and shared positives: the input of an objective."""
 
@@ -22,10 +45,11 @@ class Case:
     views: bool
     relevant: set[tuple[int, int]] = field(default_factory=set)
     num_items: int = 20
+    guide: GuideTable | None = None
 
-    def arguments(self) -> dict[str, Tensor]:
+    def arguments(self) -> dict[str, Any]:
         """Keyword arguments for `Objective.forward`."""
-        given = {
+        given: dict[str, Any] = {
             "left": self.left,
             "right": self.right,
             "left_id": torch.tensor(self.left_id),
@@ -34,6 +58,8 @@ class Case:
         if self.relevant:
             given["left_positives"] = padded([[r for q, r in self.relevant if q == i] for i in self.left_id])
             given["right_positives"] = padded([[q for q, r in self.relevant if r == i] for i in self.right_id])
+        if self.guide is not None:
+            given["guide"] = self.guide.look_up
         return given
 
 
@@ -42,7 +68,9 @@ def padded(rows: list[list[int]]) -> Tensor:
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows])
 
 
-def make_case(seed: int, size: int, views: bool, dtype: torch.dtype = torch.float64) -> Case:
+def make_case(
+    seed: int, size: int, views: bool, dtype: torch.dtype = torch.float64, guide: GuideTable | None = None
+) -> Case:
     """Random unit vectors; with pairs some queries and documents repeat and some are relevant across pairs."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -52,11 +80,11 @@ def make_case(seed: int, size: int, views: bool, dtype: torch.dtype = torch.floa
 
     if views:
         ids = torch.randperm(20, generator=draw)[:size].tolist()
-        return Case(unit(), unit(), ids, ids, views=True)
+        return Case(unit(), unit(), ids, ids, views=True, guide=guide)
     left_id = torch.randint(0, 12, (size,), generator=draw).tolist()
     right_id = torch.randint(0, 12, (size,), generator=draw).tolist()
     relevant = {(left_id[i], right_id[(i * 3 + 1) % size]) for i in range(0, size, 3)}
-    return Case(unit(), unit(), left_id, right_id, views=False, relevant=relevant)
+    return Case(unit(), unit(), left_id, right_id, views=False, relevant=relevant, guide=guide)
 
 
 def gradients(loss: Tensor, *of: Any) -> Tensor:
@@ -85,28 +113,42 @@ def directions(case: Case) -> list[list[Row]]:
         ids = case.left_id * 2
         return [
             [
-                Row("left", ids[a], ids[a], views[a] @ views[(a + size) % (2 * size)], _others(views, ids, a))
+                Row("left", ids[a], ids[a], views[a] @ views[(a + size) % (2 * size)], _others(case, views, a))
                 for a in range(2 * size)
             ]
         ]
     forward, backward = [], []
     for i in range(size):
         query, document, positive = case.left_id[i], case.right_id[i], case.left[i] @ case.right[i]
-        against_right = [case.left[i] @ case.right[j] for j in range(size) if _is_negative(case, i, j)]
+        against_right = [case.left[i] @ case.right[j] for j in range(size) if _is_negative(case, i, j, "left")]
         forward.append(Row("left", query, document, positive, against_right))
-        against_left = [case.right[i] @ case.left[j] for j in range(size) if _is_negative(case, j, i)]
+        against_left = [case.right[i] @ case.left[j] for j in range(size) if _is_negative(case, j, i, "right")]
         backward.append(Row("right", document, query, positive, against_left))
     return [forward, backward]
 
 
-def _others(views: list[Tensor], ids: list[int], anchor: int) -> list[Tensor]:
-    return [views[anchor] @ views[c] for c in range(len(views)) if ids[c] != ids[anchor]]
+def _others(case: Case, views: list[Tensor], anchor: int) -> list[Tensor]:
+    """Similarities of a view with both views of all other images, but for those that a guide mistrusts."""
+    size = len(case.left_id)
+    names = [(side, i) for side in ("left", "right") for i in case.left_id]
+    return [
+        views[anchor] @ views[c]
+        for c in range(2 * size)
+        if names[c][1] != names[anchor][1]
+        and not (case.guide and case.guide.mistrusts(names[anchor], names[(anchor + size) % (2 * size)], names[c]))
+    ]
 
 
-def _is_negative(case: Case, query: int, document: int) -> bool:
-    """Whether the right item of pair `document` is a negative of the left item of pair `query`."""
+def _is_negative(case: Case, query: int, document: int, anchor: str) -> bool:
+    """Whether the left item of pair `query` and the right item of pair `document`, of which that of the side `anchor`
+    is the anchor, are negatives."""
     positives = case.relevant | set(zip(case.left_id, case.right_id))
-    return (case.left_id[query], case.right_id[document]) not in positives
+    if (case.left_id[query], case.right_id[document]) in positives:
+        return False
+    left, right = ("left", case.left_id[query]), ("right", case.right_id[document])
+    if anchor == "left":
+        return not (case.guide and case.guide.mistrusts(left, ("right", case.right_id[query]), right))
+    return not (case.guide and case.guide.mistrusts(right, ("left", case.left_id[document]), left))
 
 
 def mean_loss(case: Case, anchor_loss: Callable[[Row], Tensor]) -> Tensor:

@@ -109,7 +109,7 @@ class SlowChains:
                 partners: list[int] | None = None
                 if "proposals" not in self.arguments and side != "views":
                     partners = case.left_id if side == "left" else case.right_id
-                terms, chain = self._isir(negatives, partners, chain, anchor, corpus, float(uniform[row]))
+                terms, chain = self._isir(case, negatives, partners, chain, anchor, corpus, float(uniform[row]))
             else:
                 among = None if chain is None else next((s for i, s, _ in negatives if i == chain.item), None)
                 ordered = [negatives[j] for j in order]
@@ -171,6 +171,7 @@ class SlowChains:
 
     def _isir(
         self,
+        case: Case,
         proposals: list[Proposal],
         partners: list[int] | None,
         chain: Chain | None,
@@ -194,6 +195,8 @@ class SlowChains:
         if chain is not None and not there:
             sides = ("left", "right") if anchor.views else (chain.item.side,)
             for item in (Item(side, chain.item.id) for side in sides):
+                if _barred(case, anchor, item):
+                    continue  # a guide may allow one view only
                 copy = next((s for i, s, _ in proposals if i == item), None)
                 s = anchor.vector @ _vector(corpus, item) if copy is None else copy
                 weighted.append((s, math.exp(float(s.detach()) / self.temperature)))
@@ -245,7 +248,12 @@ def _batch(case: Case, side: str) -> list[tuple[Item, Tensor]]:
 
 
 def _barred(case: Case, anchor: Anchor, item: Item) -> bool:
-    """Whether the item is a positive of the anchor: its partner, listed, or paired with it in the batch."""
+    """Whether the item is a positive of the anchor: its partner, listed, paired with it in the batch, or one in the
+    eyes of a guide."""
+    if case.guide is not None:
+        positive = ("right" if anchor.side == "left" else "left", anchor.partner)
+        if case.guide.mistrusts((anchor.side, anchor.id), positive, (item.side, item.id)):
+            return True
     if anchor.views:
         return item.id == anchor.id
     if item.id == anchor.partner:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from dualenc.objectives import Objective, anchors
 from dualenc.objectives import state as row_draws
 from dualenc.objectives.state import SharedRandom
-from tests.objectives.every import SETTINGS, Dispatched, Run, Setting
+from tests.objectives.every import GUIDED, SETTINGS, Dispatched, Run, Setting
 
 # A few anchors per block; the chains of EMC², which hold more per anchor, get one.
 FEW_ENTRIES = 40
@@ -29,7 +29,7 @@ def three_steps(setting: Setting) -> tuple[list[torch.Tensor], list[dict[str, to
     return found, states
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
+@pytest.mark.parametrize("setting", SETTINGS + GUIDED, ids=lambda s: s.name)
 def test_blocks_give_what_the_whole_gives(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, whole_states = three_steps(setting)
     monkeypatch.setattr(anchors, "BLOCK_ENTRIES", FEW_ENTRIES)
@@ -79,7 +79,9 @@ def test_what_a_block_gives_keeps_no_matrix_alive(setting: Setting, monkeypatch:
 
 # What draws nothing: both directions at once draw other numbers.
 DRAWS_NOTHING = [
-    s for s in SETTINGS if s.objective.both_at_once and s.objective.takes_mined and "negatives" not in s.arguments
+    s
+    for s in SETTINGS + GUIDED
+    if s.objective.both_at_once and s.objective.takes_mined and "negatives" not in s.arguments
 ]
 
 

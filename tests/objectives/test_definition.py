@@ -25,10 +25,18 @@ FORMULAS = {
 
 @pytest.mark.parametrize("name", FORMULAS)
 @settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 10_000), size=st.integers(2, 7), views=st.booleans(), tau=st.sampled_from([0.05, 0.2, 1.0]))
-def test_loss_and_gradient_equal_the_formula(name: str, seed: int, size: int, views: bool, tau: float) -> None:
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.integers(2, 7),
+    views=st.booleans(),
+    tau=st.sampled_from([0.05, 0.2, 1.0]),
+    guided=st.booleans(),
+)
+def test_loss_and_gradient_equal_the_formula(
+    name: str, seed: int, size: int, views: bool, tau: float, guided: bool
+) -> None:
     build, formula = FORMULAS[name]
-    case = slow.make_case(seed, size, views)
+    case = slow.make_case(seed, size, views, guide=slow.GuideTable.make(seed) if guided else None)
     out = build(temperature=tau, views=views)(**case.arguments())
     expected = slow.mean_loss(case, lambda row: formula(row, tau))
     torch.testing.assert_close(out.loss, expected, rtol=1e-6, atol=1e-7)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.objectives.every import SETTINGS, SETTINGS_AT, STEPS, Run
+from tests.objectives.every import GUIDED, SETTINGS, SETTINGS_AT, STEPS, Run
 
 pytestmark = pytest.mark.slow
 CASES = pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def resumed(training: Run, saved: dict[str, list[Any]]) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def one() -> Results:
-    return {setting.name: run(Run(setting)) for setting in SETTINGS}
+    return {setting.name: run(Run(setting)) for setting in SETTINGS + GUIDED}
 
 
 @pytest.fixture(scope="module")

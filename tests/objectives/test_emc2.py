@@ -16,7 +16,7 @@ from dualenc.errors import DualencError
 from dualenc.objectives import DCL, EMC2, ISIR
 from dualenc.objectives.emc2 import AT_ONCE, RUN, accepted, walk
 from tests.objectives.every import Dispatched
-from tests.objectives.slow import gradients, make_case
+from tests.objectives.slow import GuideTable, gradients, make_case
 from tests.objectives.slow_chains import NUM_ITEMS, Corpus, SlowChains
 
 SETTINGS = {
@@ -45,13 +45,17 @@ def build(setting: str, burn_in: float = 0.5, **common: Any) -> EMC2 | ISIR:
     views=st.booleans(),
     burn_in=st.sampled_from([0.0, 0.5, 0.9]),
     tau=st.sampled_from([0.07, 0.5]),
+    guided=st.booleans(),
 )
-def test_equals_the_loop(setting: str, seed: int, size: int, views: bool, burn_in: float, tau: float) -> None:
+def test_equals_the_loop(
+    setting: str, seed: int, size: int, views: bool, burn_in: float, tau: float, guided: bool
+) -> None:
     common = {"temperature": tau, "views": views, "seed": seed, "shared_chain": True, "recent": 0}
     criterion = build(setting, burn_in, **common).double()
     slow = SlowChains(tau, *SETTINGS[setting], burn_in, random=copy.deepcopy(criterion.random))
+    guide = GuideTable.make(seed) if guided else None
     for step in range(5):
-        case, corpus = make_case(seed * 5 + step, size, views), Corpus.make(seed)
+        case, corpus = make_case(seed * 5 + step, size, views, guide=guide), Corpus.make(seed)
         out = criterion(**case.arguments(), encode=corpus.encode)
         asked = list(corpus.asked)
         assert len(set(asked)) == len(asked)

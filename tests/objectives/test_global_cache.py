@@ -18,7 +18,7 @@ from dualenc.errors import DualencError
 from dualenc.objectives import ExactGlobal, GlobalCache, Objective
 from dualenc.objectives.feature_cache import Attention, FeatureCache
 from dualenc.objectives.global_cache import mean_shares
-from tests.objectives.slow import Case, gradients, make_case
+from tests.objectives.slow import Case, GuideTable, gradients, make_case
 from tests.objectives.slow_chains import Corpus, Item, _anchors, _barred, _batch, _vector
 
 NUM_ITEMS = 20
@@ -108,9 +108,10 @@ def run_with_draws(criterion: GlobalCache, case: Case, corpus: Corpus) -> tuple[
     extra_encodes=st.sampled_from([0.0, 1.0, 3.0]),
     control=st.sampled_from([0.0, 0.5, 1.0]),
     counted=st.booleans(),
+    guided=st.booleans(),
 )
 def test_gradient_is_that_of_the_formula(
-    seed: int, size: int, views: bool, extra_encodes: float, control: float, counted: bool
+    seed: int, size: int, views: bool, extra_encodes: float, control: float, counted: bool, guided: bool
 ) -> None:
     how = {"extra_encodes": extra_encodes, "control": control}
     criterion = GlobalCache(num_left=NUM_ITEMS, temperature=TAU, views=views, seed=seed, **how).double()
@@ -122,9 +123,10 @@ def test_gradient_is_that_of_the_formula(
         criterion.set_counts(counts["left"], counts["right"])
     of_sides = {side: of.tolist() for side, of in [*counts.items(), ("views", counts["left"])]}
     slow = Slow(control, float(criterion.temperature), of_sides)
+    guide = GuideTable.make(seed) if guided else None
     for step in range(4):
         # Another corpus in every step: what is remembered is old.
-        case, corpus = make_case(seed * 4 + step, size, views), Corpus.make(seed * 4 + step)
+        case, corpus = make_case(seed * 4 + step, size, views, guide=guide), Corpus.make(seed * 4 + step)
         loss, drawn = run_with_draws(criterion, case, corpus)
         found = gradients(loss, case, corpus)
         sides = ["views"] if views else ["left", "right"]

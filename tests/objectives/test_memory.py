@@ -17,8 +17,9 @@ STEPS = 4
 many = settings(max_examples=10, deadline=None)
 
 
-def cases(seed: int, size: int, views: bool) -> list[slow.Case]:
-    return [slow.make_case(seed * STEPS + step, size, views) for step in range(STEPS)]
+def cases(seed: int, size: int, views: bool, guided: bool) -> list[slow.Case]:
+    guide = slow.GuideTable.make(seed) if guided else None
+    return [slow.make_case(seed * STEPS + step, size, views, guide=guide) for step in range(STEPS)]
 
 
 def assert_same_step(criterion: torch.nn.Module, case: slow.Case, expected: torch.Tensor) -> None:
@@ -27,11 +28,17 @@ def assert_same_step(criterion: torch.nn.Module, case: slow.Case, expected: torc
 
 
 @many
-@given(seed=st.integers(0, 1000), size=st.integers(2, 7), views=st.booleans(), gamma=st.sampled_from([0.3, 0.9, 1.0]))
-def test_sogclr(seed: int, size: int, views: bool, gamma: float) -> None:
+@given(
+    seed=st.integers(0, 1000),
+    size=st.integers(2, 7),
+    views=st.booleans(),
+    gamma=st.sampled_from([0.3, 0.9, 1.0]),
+    guided=st.booleans(),
+)
+def test_sogclr(seed: int, size: int, views: bool, gamma: float, guided: bool) -> None:
     criterion = SogCLR(num_left=20, temperature=0.2, gamma=gamma, views=views).double()
     u: slow_state.Table = {}
-    for case in cases(seed, size, views):
+    for case in cases(seed, size, views, guided):
         assert_same_step(criterion, case, slow_state.sogclr_surrogate(case, u, 0.2, gamma))
     for (side, item), value in u.items():
         table = criterion.left_averages if side == "left" else criterion.right_averages
@@ -39,8 +46,8 @@ def test_sogclr(seed: int, size: int, views: bool, gamma: float) -> None:
 
 
 @many
-@given(seed=st.integers(0, 1000), size=st.integers(2, 7), views=st.booleans())
-def test_isogclr(seed: int, size: int, views: bool) -> None:
+@given(seed=st.integers(0, 1000), size=st.integers(2, 7), views=st.booleans(), guided=st.booleans())
+def test_isogclr(seed: int, size: int, views: bool, guided: bool) -> None:
     given = {
         "temperature": 0.2,
         "gamma": 0.6,
@@ -54,7 +61,7 @@ def test_isogclr(seed: int, size: int, views: bool) -> None:
     u: slow_state.Table = {}
     taus: slow_state.Table = {}
     slopes: slow_state.Table = {}
-    for case in cases(seed, size, views):
+    for case in cases(seed, size, views, guided):
         assert_same_step(criterion, case, slow_state.isogclr_surrogate(case, u, taus, slopes, given))
     for (side, item), value in taus.items():
         table = criterion.left_temperatures if side == "left" else criterion.right_temperatures
@@ -62,21 +69,23 @@ def test_isogclr(seed: int, size: int, views: bool) -> None:
 
 
 @many
-@given(seed=st.integers(0, 1000), size=st.integers(2, 7), views=st.booleans(), cauchy=st.booleans())
-def test_saclr_row_form(seed: int, size: int, views: bool, cauchy: bool) -> None:
+@given(
+    seed=st.integers(0, 1000), size=st.integers(2, 7), views=st.booleans(), cauchy=st.booleans(), guided=st.booleans()
+)
+def test_saclr_row_form(seed: int, size: int, views: bool, cauchy: bool, guided: bool) -> None:
     kernel = "cauchy" if cauchy else "gaussian"
     criterion = SACLR(num_left=20, temperature=0.2, alpha=0.25, rho=0.7, kernel=kernel, views=views).double()
     scales: slow_state.Table = {}
-    for case in cases(seed, size, views):
+    for case in cases(seed, size, views, guided):
         assert_same_step(criterion, case, slow_state.saclr_surrogate(case, scales, 0.2, 0.25, 0.7, cauchy))
 
 
 @many
-@given(seed=st.integers(0, 1000), size=st.integers(2, 7), views=st.booleans())
-def test_saclr_as_its_authors_program_it(seed: int, size: int, views: bool) -> None:
+@given(seed=st.integers(0, 1000), size=st.integers(2, 7), views=st.booleans(), guided=st.booleans())
+def test_saclr_as_its_authors_program_it(seed: int, size: int, views: bool, guided: bool) -> None:
     criterion = SACLR(num_left=20, temperature=0.2, alpha=0.25, rho=0.7, variant="authors", views=views).double()
     scales: slow_state.Table = {}
-    for case in cases(seed, size, views):
+    for case in cases(seed, size, views, guided):
         assert_same_step(criterion, case, slow_state.saclr_authors_surrogate(case, scales, 0.2, 0.25, 0.7))
     for (side, item), value in scales.items():
         table = criterion.left_scales if side == "left" else criterion.right_scales

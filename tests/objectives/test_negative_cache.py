@@ -16,7 +16,7 @@ from dualenc.objectives import NegativeCache, feature_cache
 from dualenc.objectives.feature_cache import FeatureCache
 from dualenc.objectives.state import SharedRandom
 from tests.objectives.every import Dispatched
-from tests.objectives.slow import Case, gradients, make_case
+from tests.objectives.slow import Case, GuideTable, gradients, make_case
 from tests.objectives.slow_chains import Corpus, Item, _anchors, _barred, _batch, _vector
 
 
@@ -40,13 +40,20 @@ def drawn_negatives(criterion: NegativeCache, case: Case, corpus: Corpus) -> tup
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 1000), size=st.integers(1, 6), views=st.booleans(), refresh=st.sampled_from([0.0, 0.2, 1.0]))
+@given(
+    seed=st.integers(0, 1000),
+    size=st.integers(1, 6),
+    views=st.booleans(),
+    refresh=st.sampled_from([0.0, 0.2, 1.0]),
+    guided=st.booleans(),
+)
 def test_gradient_pulls_the_positive_and_pushes_the_drawn_negative(
-    seed: int, size: int, views: bool, refresh: float
+    seed: int, size: int, views: bool, refresh: float, guided: bool
 ) -> None:
     criterion = NegativeCache(num_left=20, temperature=0.2, views=views, refresh=refresh, seed=seed).double()
+    guide = GuideTable.make(seed) if guided else None
     for step in range(4):
-        case, corpus = make_case(seed * 4 + step, size, views), Corpus.make(seed)
+        case, corpus = make_case(seed * 4 + step, size, views, guide=guide), Corpus.make(seed)
         found, drawn = drawn_negatives(criterion, case, corpus)
         losses = []
         sides = ["views"] if views else ["left", "right"]

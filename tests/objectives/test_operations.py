@@ -48,10 +48,10 @@ def unit(count: int, seed: int) -> Tensor:
     return torch.nn.functional.normalize(draw, dim=1)
 
 
-def step_counts(criterion: Objective, batch_size: int, num_pairs: int) -> tuple[int, int]:
+def step_counts(criterion: Objective, batch_size: int, num_pairs: int, guided: bool = False) -> tuple[int, int]:
     """Operations and waits of a third step on an accelerator, when tables and caches hold something.
 
-    Items outside the batch come from a table there, which costs two operations and no wait.
+    Items outside the batch come from a table there, which costs two operations and no wait; a guide's vectors too.
     """
     with pretended_device() as device:
         # Every item stands in one pair, which the trainer tells.
@@ -67,7 +67,7 @@ def step_counts(criterion: Objective, batch_size: int, num_pairs: int) -> tuple[
             left, right = (corpus[side][ids].requires_grad_() for side in ("left", "right"))
             before = device.waits
             with Dispatched() as dispatched:
-                criterion(left, right, ids, encode=encode).loss.backward()
+                criterion(left, right, ids, encode=encode, guide=encode if guided else None).loss.backward()
         return dispatched.count, device.waits - before
 
 
@@ -101,6 +101,12 @@ def test_tables_in_cpu_memory_need_no_further_wait(name: str) -> None:
 def test_no_variant_waits_more_than_three_times(name: str, arguments: dict[str, Any]) -> None:
     """For what is wrong with the input, for the ids of what is to be encoded, and for what is wrong with that."""
     assert step_counts(getattr(objectives, name)(num_left=200, **arguments), 32, 200)[1] <= 3
+
+
+@pytest.mark.parametrize("name", AT_MOST)
+def test_a_guide_on_the_device_needs_no_further_wait(name: str) -> None:
+    criterion = getattr(objectives, name)(num_left=200)
+    assert step_counts(criterion, 32, 200, guided=True)[1] <= AT_MOST[name][2]
 
 
 def test_metrics_cost_nothing_until_they_are_read() -> None:

@@ -119,6 +119,13 @@ def test_items_encoded_are_those_of_all_processes(runs):
         assert 0 < one["items_encoded"] <= two["items_encoded"] <= 1.5 * one["items_encoded"]
 
 
+def test_chains_move_as_on_one_process(runs):
+    logs = [read_metrics(folder / "neighbours" / "metrics.jsonl") for folder in runs]
+    for one, two in zip(*logs, strict=True):
+        for name in ("state/chains_moved", "state/chains_begun"):
+            assert one[name] == pytest.approx(two[name], abs=1e-6)
+
+
 def test_more_processes_may_go_on_with_a_checkpoint(runs):
     one, two = runs
     assert_same_model(one / "plain", two / "grown")

@@ -71,7 +71,8 @@ def model():
 def test_held_out_pairs_are_a_retrieval_test(model):
     """Two queries share each document; rows of a score matrix give the ranks by hand."""
     pairs = tiny_pairs(12, right_id=np.arange(12) // 2)
-    metrics = RetrievalEvaluator(pairs=pairs)(model)
+    evaluator = RetrievalEvaluator(pairs=pairs)
+    metrics = evaluator(model)
     with torch.no_grad():
         left = model.encode("left", model.left.prepare(list(pairs.left_items)))
         right = model.encode("right", model.right.prepare([pairs.item("right", i) for i in range(6)]))
@@ -80,6 +81,17 @@ def test_held_out_pairs_are_a_retrieval_test(model):
     assert metrics["mrr@10"] == pytest.approx((1 / ranks).mean().item())
     assert metrics["ndcg@10"] == pytest.approx((1 / torch.log2(1.0 + ranks)).mean().item())
     assert metrics["recall@100"] == 1
+    seen = evaluator.observed
+    assert seen.metric == "ndcg@10"
+    scores = [seen.scores[f"left-{i}"] for i in range(12)]
+    assert scores == pytest.approx((1 / torch.log2(1.0 + ranks)).where(ranks <= 10, 0).tolist())
+    assert seen.texts == {f"left-{i}": pairs.left_items[i] for i in range(12)}
+    cosines = left @ right.T
+    assert seen.similarities.positive_mean == pytest.approx(cosines[range(12), pairs.right_id].mean().item(), abs=1e-6)
+    # Of a pair and the other five documents' pairs, each document twice.
+    total = cosines.sum() - cosines[range(12), pairs.right_id].sum()
+    assert seen.similarities.negatives.sum() == 120
+    assert seen.similarities.negative_mean == pytest.approx(2 * total.item() / 120, abs=1e-6)
 
 
 def test_a_beir_folder_and_its_first_queries(model, tmp_path):
@@ -106,9 +118,13 @@ def test_captions_of_an_image_are_all_right():
     captions = [" ".join(map(str, value)) for value in values for _ in range(2)]
     pairs = PairDataset(images(values), captions, np.repeat(np.arange(5), 2), np.arange(10), left_modality="image")
     model = DualEncoder(ColourTower(), NameTower(), kind="image-text")
-    metrics = ImageTextEvaluator(pairs)(model)
+    evaluator = ImageTextEvaluator(pairs)
+    metrics = evaluator(model)
     assert metrics["image_to_text_recall@1"] == 1
     assert metrics["text_to_image_recall@1"] == 1
+    assert set(evaluator.observed.scores.values()) == {1}
+    assert evaluator.observed.texts == {f"right-{i}": caption for i, caption in enumerate(captions)}
+    assert evaluator.observed.similarities.positives.sum() == 10
     wrong = PairDataset(
         images(values), captions[::-1], np.repeat(np.arange(5), 2), np.arange(10), left_modality="image"
     )
@@ -121,7 +137,10 @@ def test_neighbours_vote_on_features_as_in_scikit_learn():
         values = colours(count, seed)
         sides.append((values, ImageViews(images(values), Labels(values.argmax(axis=1), ["r", "g", "b"]))))
     model = DualEncoder(ColourTower(), ColourTower(), kind="image")
-    found = KNNEvaluator(sides[0][1], sides[1][1], k=5, temperature=None)(model)["knn_accuracy"]
+    evaluator = KNNEvaluator(sides[0][1], sides[1][1], k=5, temperature=None)
+    found = evaluator(model)["knn_accuracy"]
+    similarities = evaluator.observed.similarities
+    assert similarities.positives.sum() + similarities.negatives.sum() == 30 * 29 / 2
     (train, _), (test, _) = ((v / np.linalg.norm(v, axis=1, keepdims=True), v.argmax(axis=1)) for v, _ in sides)
     reference = KNeighborsClassifier(5).fit(train, sides[0][1].labels)
     assert found == pytest.approx(reference.score(test, sides[1][1].labels), abs=1e-9)

@@ -10,12 +10,13 @@ import torch
 
 from dualenc.data import Corpus
 from dualenc.errors import DualencError
-from dualenc.objectives import ISIR
+from dualenc.objectives import EMC2, ISIR, ExactGlobal, GlobalCache, InfoNCE, NegativeCache, Objective
 from dualenc.search.embed import embed
 from dualenc.training import Trainer
 from dualenc.training.loader import BatchLoader, Guide
 from tests.fake_towers import LetterTower, texts
-from tests.training.fakes import NumbersPrepare, TinyEncoder, same, tiny_objective, tiny_pairs, weights
+from tests.pretended_device import DEVICE, pretended_device
+from tests.training.fakes import NumbersPrepare, TinyEncoder, same, tiny_pairs, weights
 
 
 @pytest.fixture
@@ -41,7 +42,22 @@ def test_vectors_are_those_of_the_ids_and_of_length_one(guide: tuple[str, str]) 
         torch.testing.assert_close(batch.guide_negatives, unit[batch.negative_id])
 
 
-def test_a_guide_changes_the_training_and_one_that_allows_all_does_not(tmp_path: Path, guide: tuple[str, str]) -> None:
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_looked_up_vectors_are_those_of_a_batch(guide: tuple[str, str], device: str) -> None:
+    read = Guide(tiny_pairs(), *guide)
+    ids = np.array([5, 3, 0, 5, 23])
+    with pretended_device():
+        look_up = read.on(device)
+        for side in ("left", "right"):
+            found = look_up(side, torch.from_numpy(ids).to(device)).cpu()
+            torch.testing.assert_close(found, torch.from_numpy(read.vectors(side, ids)), equal_nan=True)
+        assert bool(look_up("left", torch.tensor([3]).to(device)).isnan().all().cpu())
+
+
+@pytest.mark.parametrize("kind", [InfoNCE, ISIR, EMC2, GlobalCache, NegativeCache, ExactGlobal])
+def test_a_guide_changes_the_training_and_one_that_allows_all_does_not(
+    tmp_path: Path, guide: tuple[str, str], kind: type[Objective]
+) -> None:
     pairs = tiny_pairs()
     for name, folders, margin in (("plain", (None, None), 0.0), ("guided", guide, 0.3), ("lenient", guide, -3.0)):
         torch.manual_seed(0)
@@ -53,7 +69,8 @@ def test_a_guide_changes_the_training_and_one_that_allows_all_does_not(tmp_path:
             guide_left=folders[0],
             guide_right=folders[1],
         )
-        trainer.fit(TinyEncoder(), pairs, tiny_objective(pairs, guide_margin=margin))
+        objective = kind(num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.2, guide_margin=margin)
+        trainer.fit(TinyEncoder(), pairs, objective)
     assert all(
         torch.allclose(value, weights(tmp_path / "lenient")[name], atol=1e-6)
         for name, value in weights(tmp_path / "plain").items()
@@ -61,13 +78,32 @@ def test_a_guide_changes_the_training_and_one_that_allows_all_does_not(tmp_path:
     assert not same(weights(tmp_path / "plain"), weights(tmp_path / "guided"))
 
 
+def test_of_two_views_near_copies_of_an_image_are_no_negatives(tmp_path: Path, guide: tuple[str, str]) -> None:
+    """Both views have one vector, so that an image is as alike to itself as can be: the margin says what is a copy."""
+    pairs = tiny_pairs()
+    pairs.views, pairs.right_items = True, pairs.left_items
+    for name, margin in (("plain", None), ("strict", 0.0), ("wide", 0.5)):
+        torch.manual_seed(0)
+        folders = (None, None) if margin is None else (guide[1], guide[1])
+        trainer = Trainer(
+            output=tmp_path / name,
+            batch_size=8,
+            max_steps=3,
+            progress=False,
+            guide_left=folders[0],
+            guide_right=folders[1],
+        )
+        objective = ISIR(num_left=24, views=True, temperature=0.2, guide_margin=margin or 0.0)
+        trainer.fit(TinyEncoder(shared=True), pairs, objective)
+    strict, wide = (same(weights(tmp_path / "plain"), weights(tmp_path / name)) for name in ("strict", "wide"))
+    assert strict
+    assert not wide
+
+
 def test_mistakes_are_told(tmp_path: Path, guide: tuple[str, str]) -> None:
     pairs = tiny_pairs()
     with pytest.raises(DualencError, match="guide_left and guide_right are given together"):
         Trainer(output=tmp_path / "run", guide_left=guide[0])
-    trainer = Trainer(output=tmp_path / "run", batch_size=8, guide_left=guide[0], guide_right=guide[1], progress=False)
-    with pytest.raises(DualencError, match="judges the candidates of a batch; ISIR as set draws others"):
-        trainer.fit(TinyEncoder(), pairs, ISIR(num_left=24))
     with pytest.raises(DualencError, match="left: embeds other items than the left ones of the pairs"):
         Guide(tiny_pairs(12), *guide)
     embed(LetterTower(), Corpus(["x"], ["a text"]), tmp_path / "other", progress=False)

@@ -8,7 +8,7 @@ import pytest
 
 from dualenc.data import BeirPairs
 from dualenc.errors import DualencError
-from dualenc.training import checkpoint
+from dualenc.training import RetrievalEvaluator, checkpoint
 from dualenc.training.log import read_metrics
 from tests.data.make import write_beir
 from tests.training.fakes import (
@@ -16,6 +16,7 @@ from tests.training.fakes import (
     kill_this_process,
     same,
     tiny_objective,
+    tiny_pairs,
     vector_encoder,
     vector_pairs,
     weights,
@@ -92,6 +93,23 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, unbroken):
     with pytest.warns(UserWarning, match="not complete and is passed over"):
         train(tmp_path, resume=True)
     assert same(weights(tmp_path), weights(unbroken))
+
+
+def test_what_evaluations_saw_is_that_of_an_unbroken_run(tmp_path):
+    """Seven steps from the start are done, and two evaluations more than the checkpoint of step 4 knows of."""
+    changes = {"evaluate_every": 2, "save_every": 4}
+
+    def evaluator():
+        return RetrievalEvaluator(pairs=tiny_pairs(12))
+
+    assert run_and_die(train_and_die, tmp_path / "broken", 8, {**changes, "evaluator": evaluator()}) == -signal.SIGKILL
+    assert [line["step"] for line in read_metrics(tmp_path / "broken" / "evaluations.jsonl")] == [0, 2, 4, 6]
+    train(tmp_path / "broken", resume=True, evaluator=evaluator(), **changes)
+    train(tmp_path / "whole", evaluator=evaluator(), **changes)
+    broken, whole = ((tmp_path / name / "evaluations.jsonl").read_text() for name in ("broken", "whole"))
+    assert broken == whole
+    train(tmp_path / "whole", overwrite=True)
+    assert not (tmp_path / "whole" / "evaluations.jsonl").exists()
 
 
 def test_the_log_of_a_resumed_run_is_that_of_an_unbroken_one(tmp_path, unbroken):
