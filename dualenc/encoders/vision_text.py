@@ -105,6 +105,11 @@ class VisionTextEncoder(DualEncoder):
         with torch.no_grad():
             self.right.logit_scale.fill_(-math.log(temperature))
 
+    @property
+    def transformers_configs(self) -> list[Any]:
+        """That of the two-tower model."""
+        return [self.config]
+
     def write(self, folder: Path) -> None:
         """Write a transformers folder, for `AutoModel` and `AutoProcessor`."""
         from safetensors.torch import save_file
