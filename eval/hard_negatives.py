@@ -109,6 +109,7 @@ def main(path: Path, epochs: int = 20, seeds: int = 3, num_negatives: int = 4) -
                 model = copy.deepcopy(first)
                 train(model, pairs, seed, epochs, work / str(number), **options, **(guides if guided else {}))
                 found[name].append(task.test(model)["ndcg@10"])
+                print(f"seed {seed}, {name}: nDCG@10 {found[name][-1]:.4f}", flush=True)
     rows = [
         {"trained on": name, "ndcg@10": statistics.mean(own), "deviation": statistics.stdev(own) if seeds > 1 else None}
         for name, own in found.items()
