@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.errors import DualencError
+from dualenc.files import atomic_path, read_json_object
 from dualenc.terminal import printable
+
+if TYPE_CHECKING:
+    from dualenc.encoders.card import Results
 
 
 def push_model(
-    model: str, repo: str, *, public: bool = False, revision: str | None = None, message: str = "Upload a model"
+    model: str,
+    repo: str,
+    *,
+    results: list[str] | None = None,
+    public: bool = False,
+    revision: str | None = None,
+    message: str = "Upload a model",
 ) -> None:
     """Upload a model folder to the Hugging Face hub, where its own library loads it by name.
 
     A new repository is private unless told otherwise; an existing one keeps what it is. The folder's README.md becomes
-    the model card. Log in before with `hf auth login`, or set HF_TOKEN.
+    the model card; `results` are first written into its front matter, where the hub reads them. Log in before with
+    `hf auth login`, or set HF_TOKEN.
 
     Args:
         model: folder that training or `DualEncoder.save` wrote.
         repo: name of the repository, owner/name.
+        results: folder that `dualenc evaluate retrieval`, `image-text` or `zero-shot` wrote about this model; may be
+            repeated.
         public: make a new repository public.
         revision: branch to upload to; main by default.
         message: of the commit.
@@ -29,7 +42,56 @@ def push_model(
     folder = Path(model)
     if not any((folder / name).is_file() for name in MODEL_FILES):
         raise DualencError(f"{folder}: holds no model; name the folder that training wrote, such as runs/mine/model")
+    if repo.count("/") == 1 and results:
+        add_results(folder, [Path(each) for each in results])
     _upload(folder, repo, "model", public, revision, message)
+
+
+def add_results(folder: Path, evaluations: list[Path]) -> None:
+    """Write what evaluations found into the front matter of a model folder's README.md.
+
+    Args:
+        folder: of the model.
+        evaluations: folders of `dualenc evaluate` with the embeddings that they kept, which tell whether they are about
+            these weights.
+
+    Raises:
+        DualencError: no results are there, they are of another kind of task, or of other weights.
+    """
+    from dualenc.encoders import load_model
+    from dualenc.encoders.card import model_card, with_results
+    from dualenc.search.embed import tower_checksum
+
+    encoder = load_model(folder)
+    weights = {tower_checksum(encoder.left), tower_checksum(encoder.right)}
+    found = [each for evaluation in evaluations for each in _results_of(evaluation, weights)]
+    path = folder / "README.md"
+    before = path.read_text(encoding="utf-8") if path.is_file() else model_card(encoder, folder.name, {})
+    with atomic_path(path) as new:
+        new.write_text(with_results(before, folder.resolve().name, found), encoding="utf-8")
+
+
+def _results_of(evaluation: Path, weights: set[str]) -> list[Results]:
+    """What one evaluation found about a model."""
+    from dualenc.encoders.card import Results
+    from dualenc.evaluation.retrieval import HEADLINES
+
+    if not (evaluation / "metrics.json").is_file():
+        raise DualencError(f"{evaluation}: has no metrics.json; give a folder that `dualenc evaluate` wrote")
+    told: dict[str, Any] = read_json_object(evaluation / "metrics.json")
+    task = told.get("task")
+    if task not in ("retrieval", "image-text", "zero-shot"):
+        raise DualencError(f"{evaluation}: holds results of {task}; give those of retrieval, image-text or zero-shot")
+    embedded = [read_json_object(path) for path in evaluation.glob("**/embeddings/*/meta.json")]
+    if not embedded or not {meta.get("model_checksum") for meta in embedded} <= weights:
+        raise DualencError(f"{evaluation}: is not about the weights that the model has now; evaluate it again")
+    if task == "retrieval":
+        of_model = told["systems"][Path(told["model"]).name or told["model"]]["datasets"]
+        return [
+            Results(task, name, told["split"], {metric: own["metrics"][metric] for metric in HEADLINES})
+            for name, own in of_model.items()
+        ]
+    return [Results(task, Path(told["data"]).name or told["data"], told["split"], told["metrics"])]
 
 
 def push_data(

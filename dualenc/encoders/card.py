@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dualenc.errors import DualencError
+
 if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
     from dualenc.encoders.dual import DualEncoder
     from dualenc.encoders.vector import VectorEncoder
     from dualenc.types import Side
@@ -23,6 +28,22 @@ class Code(NamedTuple):
 
     language: str
     text: str
+
+
+class Results(NamedTuple):
+    """What a model achieved on one data set, for the `model-index` of the front matter.
+
+    Attributes:
+        task: one of `TASKS`.
+        data: name of the data set.
+        split: of it, if it has splits.
+        metrics: numbers by name, such as "ndcg@10"; those that are not finite are left out.
+    """
+
+    task: str
+    data: str
+    split: str | None
+    metrics: Mapping[str, float]
 
 
 _TEXT = """\
@@ -108,8 +129,18 @@ ECOSYSTEMS = {
     "vector": ("dualenc", "feature-extraction", (), _OWN),
 }
 
+TASKS = {
+    "retrieval": ("information-retrieval", "Information Retrieval"),
+    "image-text": ("image-text-retrieval", "Image-Text Retrieval"),
+    "zero-shot": ("zero-shot-image-classification", "Zero-Shot Image Classification"),
+    "nearest-neighbours": ("image-classification", "Image Classification by Nearest Neighbours"),
+}
+"""What is evaluated: type and name of the task in a model-index."""
+METRIC_TYPES = {"top@1": "accuracy", "top@5": "top_5_accuracy", "knn_accuracy": "accuracy"}
+"""Of metrics whose type is not simply their name as MTEB spells it, ndcg_at_10."""
+
 SECTIONS = {"task": "Task", "data": "Training data", "recipe": "Recipe", "metrics": "Metrics"}
-FRONT = ("base_model", "datasets", "language", "license")
+FRONT = ("base_model", "datasets", "language", "license", "results")
 """Keys of a card that go to its front matter, where the hub looks for them."""
 
 
@@ -122,8 +153,8 @@ def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
         model: what the card describes.
         name: of its folder; stands for it in the examples.
         card: what the model itself cannot know: `task` and `data` as text, `recipe` as `Code` or mapping, `metrics` as
-            {metric: number} or {metric: {column: number}}; `base_model`, `datasets`, `language` and `license` for
-            the front matter. Further keys become sections of their own.
+            {metric: number} or {metric: {column: number}}; `base_model`, `datasets`, `language`, `license` and
+            `results` (a list of `Results`) for the front matter. Further keys become sections of their own.
     """
     ecosystem = model.ecosystem or model.kind
     library, _, _, usage = ECOSYSTEMS[ecosystem]
@@ -169,7 +200,9 @@ def _card(
     from huggingface_hub import ModelCardData
 
     library, pipeline, tags, _ = ECOSYSTEMS[ecosystem]
-    told: dict[str, Any] = {key: card.get(key) for key in FRONT}
+    told: dict[str, Any] = {key: card.get(key) for key in FRONT if key != "results"}
+    if results := eval_results(card.get("results") or ()):
+        told |= {"model_name": name, "eval_results": results}
     front_matter = ModelCardData(
         library_name=library,
         pipeline_tag=pipeline,
@@ -191,6 +224,53 @@ def _card(
     parts.append("## Use")
     parts += [f"With {tool}:\n\n```python\n{code}```" for tool, code in examples.items()]
     return "\n\n".join(parts) + "\n"
+
+
+def eval_results(results: Iterable[Results]) -> list[EvalResult]:
+    """The entries of a model-index, one for each metric, rounded to five places as MTEB does."""
+    from huggingface_hub import EvalResult
+
+    return [
+        EvalResult(
+            task_type=TASKS[each.task][0],
+            task_name=TASKS[each.task][1],
+            dataset_type=re.sub(r"\W+", "-", each.data).strip("-").lower() or "unknown",
+            dataset_name=each.data,
+            dataset_split=each.split,
+            metric_type=METRIC_TYPES.get(name, name.replace("@", "_at_")),
+            metric_name=name,
+            metric_value=round(float(value), 5),
+        )
+        for each in results
+        for name, value in each.metrics.items()
+        if math.isfinite(value)
+    ]
+
+
+def with_results(readme: str, name: str, results: Iterable[Results]) -> str:
+    """A model card with further results in its model-index; of a metric that stood there before, the new value counts.
+
+    Args:
+        readme: text of the card.
+        name: of the model, where the card has no model-index yet.
+        results: what was measured.
+
+    Raises:
+        DualencError: the front matter cannot be read.
+    """
+    from huggingface_hub import ModelCard
+
+    try:
+        card = ModelCard(readme)
+        data: Any = card.data
+    except Exception as error:  # of YAML and of the card's own checks, of many kinds
+        why = " ".join(str(error).split())[:200]
+        raise DualencError(f"README.md: its front matter cannot be read ({why}); mend or remove it") from error
+    known = [*(data.eval_results or []), *eval_results(results)]
+    # What one result says but its value
+    latest = {(*each.unique_identifier, each.metric_type, each.metric_name): each for each in known}
+    data.eval_results, data.model_name = list(latest.values()), data.model_name or name
+    return str(card)
 
 
 def _quoted(name: str) -> str:

@@ -176,9 +176,29 @@ class DualEncoder(nn.Module):
     def set_temperature(self, temperature: float) -> None:
         """Take note of the temperature that training ended with; only formats with a place for it (CLIP) keep it."""
 
+    def set_dims(self, dims: Sequence[int]) -> None:
+        """Take note of how many first components were trained to be used alone; () if only the whole vectors were.
+
+        `config.json` of transformers models keeps them, as `matryoshka_dimensions`; other formats have no place.
+        """
+        for config in self.transformers_configs:
+            if dims:
+                config.matryoshka_dimensions = sorted(dims)
+            elif hasattr(config, "matryoshka_dimensions"):
+                del config.matryoshka_dimensions
+
+    @property
+    def transformers_configs(self) -> list[Any]:
+        """What is written as config.json in the format of transformers, one for each folder; none in other formats."""
+        return []
+
     def describe(self) -> dict[str, str]:
         """What the model is, as rows of a table."""
-        return {"Vector size": str(self.dim), "Weights": f"{self.num_parameters:,}"}
+        rows = {"Vector size": str(self.dim)}
+        for config in self.transformers_configs[:1]:
+            if dims := getattr(config, "matryoshka_dimensions", None):
+                rows["Trained lengths"] = ", ".join(str(dim) for dim in dims if dim <= self.dim)
+        return rows | {"Weights": f"{self.num_parameters:,}"}
 
 
 def unit_norm(vectors: Tensor) -> Tensor:

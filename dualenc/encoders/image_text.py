@@ -21,7 +21,7 @@ from dualenc.encoders.image import ImagePrepare, Seeded, checked_crop_scale
 from dualenc.encoders.load import first_line, model_folder, no_foreign_code
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
-from dualenc.encoders.vision_text import is_two_towers
+from dualenc.encoders.vision_text import two_towers_in
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
 from dualenc.types import Inputs
@@ -308,7 +308,7 @@ def load_clip(
             own, where, source = open_clip.get_model_config(name), str(name), str(name)
         else:
             folder = model_folder(str(name))
-            if not (folder / CONFIG_FILE).is_file() and is_two_towers(folder):
+            if not (folder / CONFIG_FILE).is_file() and two_towers_in(folder) is not None:
                 raise DualencError(f"{folder}: a folder of transformers; use VisionTextEncoder, or load_model")
             own, where, source = _folder_config(folder), str(folder / CONFIG_FILE), f"local-dir:{folder}"
             weights = [folder / file for file in WEIGHTS_FILES if (folder / file).is_file()]

@@ -79,7 +79,9 @@ def folder_kind(folder: Path) -> Kind:
             raise DualencError(f"{folder / DUALENC_FILE}: unknown kind {kind!r}; was it written by a later version?")
         return cast(Kind, kind)
     if (folder / "modules.json").is_file():
-        return "query-document"
+        from dualenc.encoders.vision_text import two_towers_in
+
+        return "query-document" if two_towers_in(folder) is None else "image-text"
     if (folder / "open_clip_config.json").is_file():
         return "image-text"
     config = read_json_object(folder / "config.json") if (folder / "config.json").is_file() else {}

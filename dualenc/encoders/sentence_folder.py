@@ -110,8 +110,33 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
     )
 
 
+def whole_module(folder: Path) -> Path | None:
+    """Where the one module lies that a folder has besides a Normalize, as those of CLIP do; None of text models.
+
+    Older folders call it CLIPModel, those that sentence-transformers writes since 5.4 Transformer.
+
+    Raises:
+        DualencError: modules.json cannot be read, or names modules that nothing here can express.
+    """
+    modules = _list_modules(folder, (*SUPPORTED, "CLIPModel"))
+    names = [name for name, _ in modules]
+    return modules[0][1] if names[:1] in (["CLIPModel"], ["Transformer"]) and set(names[1:]) <= {"Normalize"} else None
+
+
 def _read_modules(folder: Path) -> list[tuple[str, Path]]:
     """Kind and folder of each module: Transformer, Pooling, then any of Dense and Normalize."""
+    file, found = folder / "modules.json", _list_modules(folder, SUPPORTED)
+    names = [name for name, _ in found]
+    for position, name in enumerate(MODULES[:2]):
+        if name not in names:
+            raise DualencError(f"{file}: lists no {name}; only text embedding models can be loaded")
+        if names.index(name) != position or names.count(name) > 1:
+            raise DualencError(f"{file}: {name} is not module {position + 1}; only Transformer, Pooling, then others")
+    return found
+
+
+def _list_modules(folder: Path, supported: tuple[str, ...]) -> list[tuple[str, Path]]:
+    """Kind and folder of each module, all of supported kinds of sentence-transformers itself."""
     file = folder / "modules.json"
     modules = read_json(file)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
@@ -119,21 +144,15 @@ def _read_modules(folder: Path) -> list[tuple[str, Path]]:
     found: list[tuple[str, Path]] = []
     for module in modules:
         package, _, name = str(module.get("type", "")).rpartition(".")
-        if name not in SUPPORTED or package.partition(".")[0] != "sentence_transformers":
+        if name not in supported or package.partition(".")[0] != "sentence_transformers":
             raise DualencError(
                 f"{folder}: its module {module.get('type')} is not supported; "
-                f"only models of {', '.join(SUPPORTED)} can be loaded"
+                f"only models of {', '.join(supported)} can be loaded"
             )
         place = folder / str(module.get("path", ""))
         if not place.resolve().is_relative_to(folder.resolve()):
             raise DualencError(f"{file}: {module.get('path')} leaves the folder; restore the file")
         found.append((name, place))
-    names = [name for name, _ in found]
-    for position, name in enumerate(MODULES[:2]):
-        if name not in names:
-            raise DualencError(f"{file}: lists no {name}; only text embedding models can be loaded")
-        if names.index(name) != position or names.count(name) > 1:
-            raise DualencError(f"{file}: {name} is not module {position + 1}; only Transformer, Pooling, then others")
     return found
 
 

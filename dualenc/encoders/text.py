@@ -140,6 +140,11 @@ class TextEncoder(DualEncoder):
             (folder / role).mkdir()
             tower.write({role: prompts[role]}, role, folder / role)
 
+    @property
+    def transformers_configs(self) -> list[Any]:
+        """One, or that of each tower where they share no weights."""
+        return [tower.backbone.config for tower in ((self.left,) if self.shares_weights else (self.left, self.right))]
+
     def describe(self) -> dict[str, str]:
         """What the model is, as rows of a table."""
         tower = self.left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import itertools
 import os
 from collections.abc import Iterable
@@ -102,6 +103,13 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase) -> 
         if os.path.isdir(source) and not any(any(Path(source).glob(name)) for name in VOCABULARY_FILES):
             # transformers would make an empty one
             raise DualencError(f"{source}: no tokenizer loads from there; {told}")
+        is_piece_model = not (Path(source) / "tokenizer.json").is_file() and any(Path(source).glob("*.model"))
+        if is_piece_model and importlib.util.find_spec("sentencepiece") is None:
+            # transformers would ask for tiktoken
+            raise DualencError(
+                f"{source}: its tokenizer is a SentencePiece model, for which a package is missing: "
+                "pip install 'dualenc[sentencepiece]'"
+            )
         try:
             tokenizer = AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
         except Exception as error:

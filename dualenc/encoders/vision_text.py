@@ -17,6 +17,7 @@ from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.image import checked_crop_scale, seeded
 from dualenc.encoders.load import first_line, model_folder
 from dualenc.encoders.lora import adapt, merged_state
+from dualenc.encoders.sentence_folder import whole_module
 from dualenc.encoders.text import quiet_transformers
 from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
 from dualenc.errors import DualencError
@@ -38,7 +39,8 @@ class VisionTextEncoder(DualEncoder):
     al. 2025, arXiv 2502.14786, with images of any proportions (NaFlex) where the folder's model takes them.
 
     Args:
-        name: a transformers folder (`local-dir:` before it is optional), or a hub name.
+        name: a transformers folder (`local-dir:` before it is optional), one of sentence-transformers with such a model
+            as its only module (clip-ViT-B-32), or a hub name.
         max_length: longest text in tokens; None: as the model says.
         crop_scale: smallest and largest share of an image's area that training crops to.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
@@ -67,6 +69,7 @@ class VisionTextEncoder(DualEncoder):
     ) -> None:
         crop_scale = checked_crop_scale(crop_scale)
         folder = model_folder(name)
+        folder = two_towers_in(folder) or folder
         model, processor = load_two_towers(folder)
         tokenizer = load_tokenizer(folder)
         config = model.config
@@ -101,6 +104,11 @@ class VisionTextEncoder(DualEncoder):
         """Record the temperature that training ended with, for those who want the model's logits."""
         with torch.no_grad():
             self.right.logit_scale.fill_(-math.log(temperature))
+
+    @property
+    def transformers_configs(self) -> list[Any]:
+        """That of the two-tower model."""
+        return [self.config]
 
     def write(self, folder: Path) -> None:
         """Write a transformers folder, for `AutoModel` and `AutoProcessor`."""
@@ -228,10 +236,12 @@ class CaptionTower(Tower):
         return unit_norm(self.text_projection(self.text_model(**inputs).pooler_output))
 
 
-def is_two_towers(folder: Path) -> bool:
-    """Whether a folder holds a model that `VisionTextEncoder` reads."""
-    path = folder / "config.json"
-    return path.is_file() and read_json_object(path).get("model_type") in MODEL_TYPES
+def two_towers_in(folder: Path) -> Path | None:
+    """Where a folder has a model that `VisionTextEncoder` reads: in itself, or in a module of sentence-transformers."""
+    place = whole_module(folder) if (folder / "modules.json").is_file() else folder
+    if place is None or not (place / "config.json").is_file():
+        return None
+    return place if read_json_object(place / "config.json").get("model_type") in MODEL_TYPES else None
 
 
 def load_two_towers(folder: Path) -> tuple[Any, Any]:
@@ -242,7 +252,7 @@ def load_two_towers(folder: Path) -> tuple[Any, Any]:
     """
     from transformers import AutoConfig, AutoImageProcessor, AutoModel
 
-    if not is_two_towers(folder):
+    if two_towers_in(folder) is None:
         raise DualencError(
             f"{folder}: no transformers model of the types {', '.join(MODEL_TYPES)}; give another folder"
         )

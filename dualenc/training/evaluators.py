@@ -40,6 +40,9 @@ class Evaluator(ABC):
         primary: name of the metric, higher is better, by which the best weights are kept.
         metric_names: names that `primary` may have, so that a wrong one is told before any work; empty where they
             are known only after an evaluation.
+        task: what is evaluated, one of `dualenc.encoders.card.TASKS`; "" keeps the metrics out of the card's front
+            matter.
+        data: name of the data, and its split.
         modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
         observed: what the latest call saw besides its metrics, for reports; None if it does not tell.
     """
@@ -47,6 +50,8 @@ class Evaluator(ABC):
     primary: str
     observed: Observed | None = None
     metric_names: tuple[str, ...] = ()
+    task: str = ""
+    data: tuple[str, str | None] = ("held-out data", None)
     modalities: Mapping[Side, Modality] = MappingProxyType({})
 
     @abstractmethod
@@ -89,6 +94,10 @@ class RetrievalEvaluator(Evaluator):
             raise DualencError(f"RetrievalEvaluator: max_queries is {max_queries}; it must be at least 1")
         whole = read_beir(str(path), split, titles=titles) if pairs is None else held_out(pairs)
         self.collection = whole
+        self.task = "image-text" if "image" in (whole.queries.modality, whole.corpus.modality) else "retrieval"
+        name = "held-out pairs" if path is None else Path(path).resolve().name
+        name += "" if max_queries is None else f" (first {max_queries} queries)"
+        self.data = (name, None if path is None else split)
         if max_queries is not None:
             kept = whole.queries.ids[:max_queries]
             items = Picked(whole.queries.items, np.arange(len(kept)))
@@ -133,6 +142,8 @@ class ImageTextEvaluator(Evaluator):
         *(f"{direction}_recall@{k}" for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)),
         "mean_recall",
     )
+    task = "image-text"
+    data = ("held-out pairs", None)
 
     def __init__(self, pairs: PairDataset, *, batch_size: int = 64, primary: str = "mean_recall") -> None:
         self.images, left_rows = _used_items(pairs, "left")
@@ -172,6 +183,8 @@ class KNNEvaluator(Evaluator):
 
     primary = "knn_accuracy"
     metric_names = ("knn_accuracy",)
+    task = "nearest-neighbours"
+    data = ("held-out images", None)
     modalities = MappingProxyType({"left": "image"})
 
     def __init__(
@@ -374,6 +387,7 @@ class BestModel:
             if distributed.is_main():
                 model.eval()
                 model.set_temperature(float(self.objective.temperature.detach()))
+                model.set_dims(getattr(self.objective, "dims", None) or ())
                 model.save(self.folder, card=self.card(self.before, metrics, step))
                 self.model.train()
         distributed.barrier()

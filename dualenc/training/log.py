@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from dualenc import distributed
 from dualenc.data.pairs import PairDataset
-from dualenc.encoders.card import Code
+from dualenc.encoders.card import Code, Results
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from dualenc.objectives.base import Objective
+    from dualenc.training.evaluators import Evaluator
 
 
 class Meter:
@@ -196,6 +197,7 @@ def training_card(
     objective: Objective,
     settings: Mapping[str, Any],
     recipe: Mapping[str, Any],
+    evaluator: Evaluator | None,
     before: Mapping[str, float],
     metrics: Mapping[str, float],
     step: int,
@@ -207,6 +209,7 @@ def training_card(
         objective: the loss.
         settings: of the trainer.
         recipe: the resolved recipe; empty for a run from Python.
+        evaluator: what measured; any callable may be one.
         before: the metrics of the untrained model.
         metrics: those of the model that is saved.
         step: after how many steps it is.
@@ -216,6 +219,7 @@ def training_card(
         for name, value in metrics.items()
     }
     plain = json.loads(json.dumps(recipe or {"trainer": settings}, default=os.fspath))  # without tuples and paths
+    task: str = getattr(evaluator, "task", "")
     dims = getattr(objective, "dims", None)
     lengths = ", ".join(map(str, dims or []))
     return {
@@ -227,5 +231,6 @@ def training_card(
         ),
         "training": f"{type(objective).__name__}, {step} steps with batches of {settings['batch_size']}.",
         "metrics": rows or None,
+        "results": [Results(task, *evaluator.data, metrics)] if evaluator is not None and task else None,
         "recipe": Code("yaml", yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)),
     }

@@ -125,7 +125,7 @@ class Loop:
             pin_memory=self.device.type == "cuda",
             guide=guide,
         )
-        card = partial(training_card, pairs, objective, asdict(settings), recipe)
+        card = partial(training_card, pairs, objective, asdict(settings), recipe, evaluator)
         self.best = BestModel(
             model,
             objective,

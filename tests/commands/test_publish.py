@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 from dualenc.cli import main
 from dualenc.data.corpus import Corpus
 from dualenc.encoders import VectorEncoder
+from dualenc.files import read_json
 from dualenc.search.embed import embed
+from tests.commands.toy import write_beir, write_captioned, write_classes
 
 
 class Hub:
@@ -61,6 +64,43 @@ def test_embeddings_become_a_data_set(tmp_path: Path, hub: type[Hub]) -> None:
     embed(tower, Corpus(["a", "b"], np.eye(8, dtype=np.float32)[:2], "vector"), tmp_path / "emb", progress=False)
     assert main(["push-data", str(tmp_path / "emb"), "me/vectors"]) == 0
     assert {asked["repo_type"] for _, asked in hub.asked} == {"dataset"}
+
+
+def test_results_of_evaluations_go_into_the_card(
+    toy_text: Path, toy_clip: Path, tmp_path: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts, clip = shutil.copytree(toy_text, tmp_path / "texts"), shutil.copytree(toy_clip, tmp_path / "clip")
+    data = [write_beir(tmp_path / "one"), write_beir(tmp_path / "two", seed=1)]
+    assert main(["evaluate", "retrieval", str(texts), *map(str, data), "--bm25", "--out", str(tmp_path / "r")]) == 0
+    measured = read_json(tmp_path / "r" / "metrics.json")["systems"]["texts"]["datasets"]
+    assert main(["push-model", str(texts), "me/mine", "--results", str(tmp_path / "r")]) == 0
+    assert [name for name, _ in hub.asked] == ["create_repo", "upload_folder"]
+    found = {(r.dataset_name, r.metric_type): r.metric_value for r in results_of(texts)}
+    assert len(found) == 10
+    for name, own in measured.items():
+        assert found[name, "ndcg_at_10"] == round(own["metrics"]["ndcg@10"], 5)
+
+    captioned = write_captioned(tmp_path / "captioned")
+    assert main(["evaluate", "image-text", str(clip), str(captioned), "--out", str(tmp_path / "it")]) == 0
+    classes = write_classes(tmp_path / "classes")
+    assert main(["evaluate", "zero-shot", str(clip), str(classes), "--out", str(tmp_path / "zs")]) == 0
+    words = ["push-model", str(clip), "me/clip", "--results", str(tmp_path / "it"), "--results", str(tmp_path / "zs")]
+    assert main(words) == 0
+    kinds = {(r.task_type, r.dataset_name, r.dataset_split) for r in results_of(clip)}
+    assert kinds == {
+        ("image-text-retrieval", "captioned", "test"),
+        ("zero-shot-image-classification", "classes", "test"),
+    }
+    before = (clip / "README.md").read_text()
+    for results, told in [("r", "is not about the weights"), ("one", "has no metrics.json")]:
+        assert main(["push-model", str(clip), "me/clip", "--results", str(tmp_path / results)]) == 2
+        assert told in capsys.readouterr().err
+    assert (clip / "README.md").read_text() == before
+
+
+def results_of(folder: Path) -> list[huggingface_hub.EvalResult]:
+    found: list[huggingface_hub.EvalResult] = huggingface_hub.ModelCard.load(folder / "README.md").data.eval_results
+    return found
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import EvalResult, ModelCard, metadata_load
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder
-from dualenc.encoders.card import Code, model_card
+from dualenc.encoders.card import Code, Results, model_card, with_results
+from dualenc.errors import DualencError
 
 Build = Callable[[str], DualEncoder]
 
@@ -93,6 +96,58 @@ def test_flat_metrics_are_one_column_and_bars_do_not_break_tables(build: Build) 
     assert "| metric | value |\n| --- | --- |\n| a\\|b | 0.5000 |" in text
 
 
+def entries(results: list[EvalResult]) -> list[tuple[object, ...]]:
+    return [(r.task_type, r.dataset_name, r.dataset_split, r.metric_type, r.metric_value) for r in results]
+
+
+def test_results_are_a_model_index_that_the_hub_reads(build: Build, tmp_path: Path) -> None:
+    """Read back by huggingface_hub, whose loader is strict about it."""
+    of_texts = Results(
+        "retrieval", "SciFact (BEIR)", "test", {"ndcg@10": 0.6451234, "mrr@10": 0.6, "map@100": math.nan}
+    )
+    of_images = Results("image-text", "flickr8k", None, {"image_to_text_recall@1": 0.5, "mean_recall": 0.75})
+    build("shared").save(tmp_path / "model", card={"results": [of_texts, of_images], "license": "mit"})
+    card = ModelCard.load(tmp_path / "model" / "README.md")
+    assert card.data.model_name == "model"
+    assert entries(card.data.eval_results) == [
+        ("information-retrieval", "SciFact (BEIR)", "test", "ndcg_at_10", 0.64512),
+        ("information-retrieval", "SciFact (BEIR)", "test", "mrr_at_10", 0.6),
+        ("image-text-retrieval", "flickr8k", None, "image_to_text_recall_at_1", 0.5),
+        ("image-text-retrieval", "flickr8k", None, "mean_recall", 0.75),
+    ]
+    loaded = metadata_load(tmp_path / "model" / "README.md")
+    assert loaded is not None
+    (index,) = loaded["model-index"]
+    assert [result["dataset"]["type"] for result in index["results"]] == ["scifact-beir", "flickr8k"]
+    assert loaded["license"] == "mit"
+    assert "Results" not in card.text
+
+
+def test_later_results_replace_those_of_the_same_data(build: Build) -> None:
+    first = model_card(
+        build("image-text"), "clip", {"results": [Results("image-text", "a", "test", {"mean_recall": 0.1})]}
+    )
+    told = {"mean_recall": 0.2, "image_to_text_recall@1": 0.3}
+    text = with_results(
+        first, "other", [Results("image-text", "a", "test", told), Results("zero-shot", "b", None, {"top@1": 0.9})]
+    )
+    card = ModelCard(text)
+    assert card.data.model_name == "clip"
+    assert entries(card.data.eval_results) == [
+        ("image-text-retrieval", "a", "test", "mean_recall", 0.2),
+        ("image-text-retrieval", "a", "test", "image_to_text_recall_at_1", 0.3),
+        ("zero-shot-image-classification", "b", None, "accuracy", 0.9),
+    ]
+    assert card.text.strip() == ModelCard(first).text.strip()
+    assert {key: front_matter(text)[key] for key in ("library_name", "tags")} == {
+        key: front_matter(first)[key] for key in ("library_name", "tags")
+    }
+    bare = ModelCard(with_results("# A model\n", "mine", [Results("retrieval", "c", "dev", {"ndcg@10": 0.5})]))
+    assert (bare.data.model_name, bare.text.strip()) == ("mine", "# A model")
+    with pytest.raises(DualencError, match="front matter cannot be read"):
+        with_results("---\n: [\n---\n", "x", [])
+
+
 HOSTILE = "</td><script>alert(1)</script>\n---\n# x\n```\n[a](javascript:b) ![](c) | \x1b[2J \x9b & `d`"
 
 
@@ -106,10 +161,12 @@ def test_names_prompts_and_paths_cannot_become_markup(build: Build, tokenizer: A
         "recipe": Code("yaml", f"prompt: |\n  {HOSTILE}\n````\n<script>"),
         "metrics": {HOSTILE: {HOSTILE: 0.5}},
         "base_model": HOSTILE,
+        "results": [Results("retrieval", HOSTILE, HOSTILE, {HOSTILE: 0.5})],
         HOSTILE: {"a": HOSTILE},
     }
     text = model_card(model, HOSTILE, card)
     assert front_matter(text)["base_model"] == HOSTILE
+    assert ModelCard(text).data.eval_results[0].dataset_name == HOSTILE
     assert all(character.isprintable() or character == "\n" for character in text)
     tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(text.split("\n---\n", 1)[1])
     kinds = [inner.type for token in tokens for inner in [token, *(token.children or [])]]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dualenc.encoders import load_tokenizer, train_tokenizer
+from dualenc.encoders import TextEncoder, load_model, load_tokenizer, train_tokenizer
 from dualenc.encoders.tokenizer import lower_casing, save_tokenizer
 from dualenc.errors import DualencError
 
@@ -47,6 +50,68 @@ def test_equal_texts_give_an_equal_tokenizer(corpus: list[str]) -> None:
     first, second = (train_tokenizer(iter(corpus), vocab_size=300) for _ in range(2))
     assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
     assert len(first) == 300
+
+
+@pytest.fixture(scope="module")
+def pieces(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A unigram model of SentencePiece."""
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    prefix = tmp_path_factory.mktemp("pieces") / "unigram"
+    common = {"model_type": "unigram", "vocab_size": 60, "num_threads": 1, "minloglevel": 2}
+    trainer.train(sentence_iterator=iter(corpus), model_prefix=str(prefix), **common)
+    return prefix.with_suffix(".model")
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "offset", "start"),
+    [("XLMRobertaTokenizer", "sentencepiece.bpe.model", 1, [0]), ("T5Tokenizer", "spiece.model", 0, [])],
+)
+def test_a_folder_with_a_sentencepiece_model_alone_gives_its_pieces(
+    kind: str, file: str, offset: int, start: list[int], pieces: Path, corpus: list[str], tmp_path: Path
+) -> None:
+    """Against the sentencepiece package; fairseq's vocabularies, which XLM-R has, number their pieces one higher."""
+    import sentencepiece
+
+    shutil.copy(pieces, tmp_path / file)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    read = load_tokenizer(tmp_path)
+    save_tokenizer(read, tmp_path / "saved", 64)
+    reloaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(pieces))
+    for text in [*corpus[:50], "  bane   Torlü.", ""]:
+        own = [piece + offset for piece in processor.encode(text)]
+        assert read(text).input_ids == [*start, *own, read.eos_token_id], text
+        assert reloaded(text).input_ids == read(text).input_ids
+
+
+def test_a_model_with_a_sentencepiece_vocabulary_embeds_as_in_sentence_transformers(
+    pieces: Path, corpus: list[str], bert: dict[str, Any], tmp_path: Path
+) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    (tmp_path / "vocabulary").mkdir()
+    shutil.copy(pieces, tmp_path / "vocabulary" / "sentencepiece.bpe.model")
+    settings = json.dumps({"tokenizer_class": "XLMRobertaTokenizer"})
+    (tmp_path / "vocabulary" / "tokenizer_config.json").write_text(settings)
+    torch.manual_seed(0)
+    config = bert | {"model_type": "xlm-roberta", "max_position_embeddings": 66}
+    model = TextEncoder(config=config, tokenizer=str(tmp_path / "vocabulary"), query_prompt="ba: ", max_length=64)
+    model.save(tmp_path / "model")
+    again = load_model(tmp_path / "model")
+    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode_query(corpus[:8])
+    for each in (model, again):
+        with torch.no_grad():
+            found = each.encode("left", each.left.prepare(corpus[:8])).numpy()
+        assert abs(found - theirs).max() < 1e-5
+
+
+def test_without_the_package_a_sentencepiece_model_asks_for_it(
+    pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(pieces, tmp_path / "spiece.model")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(DualencError, match=r"pip install 'dualenc\[sentencepiece\]'"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.slow

@@ -197,3 +197,53 @@ def test_weights_that_are_pickles_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(DualencError, match="convert its weights to safetensors"):
         load_model(folder)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["CLIPModel", "Transformer", "Transformer and Normalize"])
+def test_folders_of_sentence_transformers_give_its_vectors(
+    layout: str, tokenizer: PreTrainedTokenizerBase, images: list[Image.Image], texts: list[str], tmp_path: Path
+) -> None:
+    """`0_CLIPModel` as in clip-ViT-B-32, made by hand, and what sentence-transformers writes today."""
+    from sentence_transformers import SentenceTransformer
+
+    folder = tmp_path / "theirs"
+    made = make("CLIP", tokenizer, folder / "0_CLIPModel")
+    settings = json.loads((made / "tokenizer_config.json").read_text())
+    (made / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 20}))
+    if layout == "CLIPModel":
+        module = {"idx": 0, "name": "0", "path": "0_CLIPModel", "type": "sentence_transformers.models.CLIPModel"}
+        (folder / "modules.json").write_text(json.dumps([module]))
+    else:
+        from sentence_transformers.models import Normalize, Transformer
+
+        behind = [Normalize()] if "Normalize" in layout else []
+        SentenceTransformer(modules=[Transformer(str(made)), *behind], device="cpu").save(str(tmp_path / "new"))
+        folder = tmp_path / "new"
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    model = load_model(folder)
+    assert isinstance(model, VisionTextEncoder)
+    assert model.right.prepare.max_length == 20
+    for tower, items in (("left", images), ("right", texts)):
+        expected = torch.from_numpy(theirs.encode(items, normalize_embeddings=True))  # type: ignore[arg-type]
+        found = model.encode(tower, model.tower(tower).prepare(items))  # type: ignore[arg-type]
+        assert (found - expected).abs().max() < 1e-5
+    model.save(tmp_path / "saved")
+    again = load_model(tmp_path / "saved")
+    assert torch.equal(again.encode("right", again.right.prepare(texts)), found)
+
+
+def test_folders_of_sentence_transformers_stay_in_their_bounds(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    make("CLIP", tokenizer, tmp_path / "outside")
+    (tmp_path / "model").mkdir()
+    module = {"path": "../outside", "type": "sentence_transformers.models.CLIPModel"}
+    for changes, told in [
+        ({}, "leaves the folder"),
+        ({"path": "0_CLIPModel"}, "lists no Pooling|CLIPModel is not supported"),
+        ({"type": "mine.CLIPModel"}, "is not supported"),
+    ]:
+        (tmp_path / "model" / "modules.json").write_text(json.dumps([module | changes]))
+        with pytest.raises(DualencError, match=told):
+            load_model(tmp_path / "model")

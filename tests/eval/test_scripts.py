@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dualenc.data import Corpus, RetrievalSet
+from dualenc.data import Corpus, PairDataset, RetrievalSet
 from dualenc.encoders import VectorEncoder
 from tests.eval.scripts import load_script
 
@@ -107,3 +108,19 @@ def test_prefixes_are_judged_by_exact_search() -> None:
         expected = np.where(rank < 10, 1 / np.log2(rank + 2), 0).mean()
         assert score == pytest.approx(expected, abs=1e-6)
     assert found[2] < found[6]
+
+
+def test_mined_negatives_and_scores_stand_with_the_pairs_of_their_query(tmp_path: Path) -> None:
+    rows = [
+        {"query_id": "1", "pos_id": ["0", "2"], "neg_id": ["3"], "pos_scores": [0.9, 0.8], "neg_scores": [0.5]},
+        {"query_id": "0", "pos_id": ["1"], "neg_id": ["0", "3"], "pos_scores": [0.7], "neg_scores": [0.6, 0.4]},
+    ]
+    (tmp_path / "mined.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    vectors = np.eye(4, dtype=np.float32)
+    kinds = {"left_modality": "vector", "right_modality": "vector"}
+    pairs = PairDataset(vectors, vectors, [0, 1, 1, 2], [1, 0, 2, 3], **kinds)  # nothing was mined for query 2
+    found = load_script("hard_negatives.py").with_negatives(pairs, tmp_path / "mined.jsonl")
+    assert found.negatives.values.tolist() == [0, 3, 3, 3]
+    assert found.negatives.lengths.tolist() == [2, 1, 1, 0]
+    np.testing.assert_allclose(found.scores, [0.7, 0.9, 0.8, np.nan])
+    np.testing.assert_allclose(found.negative_scores, [0.6, 0.4, 0.5, 0.5])

@@ -81,12 +81,16 @@ def test_a_model_folder_runs_in_mteb(saved: Path, cranfield: Path, ours: Path) -
     mteb = pytest.importorskip("mteb", reason="mteb is not installed; pip install mteb")
     from sentence_transformers import SentenceTransformer
 
-    task = _local_task(cranfield)
-    results = mteb.evaluate(SentenceTransformer(str(saved), device="cpu"), task, cache=None, show_progress_bar=False)
-    scores = results.task_results[0].scores["test"][0]
+    from dualenc.evaluation.mteb import MTEBEncoder
+    from tests.evaluation.mteb_tasks import text_task
+
+    task = text_task(cranfield)
     measured = json.loads((ours / "metrics.json").read_text())["systems"]["minilm"]["mean"]
-    assert scores["main_score"] == pytest.approx(measured["ndcg@10"], abs=1e-5)
-    assert scores["recall_at_10"] == pytest.approx(measured["recall@10"], abs=1e-5)
+    for model in (SentenceTransformer(str(saved), device="cpu"), MTEBEncoder(saved, device="cpu")):
+        results = mteb.evaluate(model, task, cache=None, show_progress_bar=False)
+        scores = results.task_results[0].scores["test"][0]
+        assert scores["main_score"] == pytest.approx(measured["ndcg@10"], abs=1e-5)
+        assert scores["recall_at_10"] == pytest.approx(measured["recall@10"], abs=1e-5)
 
 
 @pytest.mark.slow
@@ -96,46 +100,6 @@ def test_the_written_run_holds_the_reported_scores(cranfield: Path, ours: Path) 
     mean = sum(scores["ndcg@10"] for scores in per_query.values()) / len(per_query)
     measured = json.loads((ours / "metrics.json").read_text())["systems"]["minilm"]["mean"]
     assert mean == pytest.approx(measured["ndcg@10"])
-
-
-def _local_task(folder: Path) -> Any:
-    """An MTEB retrieval task that reads a BEIR folder instead of the hub."""
-    from datasets import Dataset
-    from mteb.abstasks.retrieval import AbsTaskRetrieval
-    from mteb.abstasks.task_metadata import TaskMetadata
-
-    class LocalRetrieval(AbsTaskRetrieval):
-        metadata = TaskMetadata(
-            name="LocalCranfield",
-            dataset={"path": "local/cranfield", "revision": "local"},
-            description="A part of Cranfield, read from a folder.",
-            reference=None,
-            type="Retrieval",
-            category="t2t",
-            modalities=["text"],
-            eval_splits=["test"],
-            eval_langs=["eng-Latn"],
-            main_score="ndcg_at_10",
-            date=("1960-01-01", "1970-01-01"),
-            domains=["Academic"],
-            task_subtypes=[],
-            license="not specified",
-            annotations_creators="expert-annotated",
-            dialect=[],
-            sample_creation="found",
-            bibtex_citation="",
-        )
-
-        def load_data(self, num_proc: int | None = None, **_: Any) -> None:
-            names = {"_id": "id"}
-            documents = Dataset.from_list(_read(folder / "corpus.jsonl")).rename_columns(names)
-            queries = Dataset.from_list(_read(folder / "queries.jsonl")).rename_columns(names)
-            qrels = read_qrels(folder / "qrels" / "test.tsv")
-            split = {"corpus": documents, "queries": queries, "relevant_docs": qrels, "top_ranked": None}
-            self.dataset = {"default": {"test": split}}  # type: ignore[typeddict-item]
-            self.data_loaded = True
-
-    return LocalRetrieval()
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from dualenc.data import PairDataset
+from dualenc.encoders import TextEncoder, load_model, train_tokenizer
 from dualenc.errors import DualencError
 from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, Objective, SogCLR
 from dualenc.objectives.matryoshka import Matryoshka, Remembered, prefix
@@ -176,6 +178,29 @@ def test_a_recipe_takes_dims(tmp_path: Any) -> None:
     assert [criterion.num_left for criterion in objective] == [8, 8]
     recipe.train()
     assert "The first 2, 4 components" in (tmp_path / "run" / "model" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_text_model_tells_its_lengths_and_gives_whole_vectors(shared: bool, tmp_path: Any) -> None:
+    from sentence_transformers import SentenceTransformer
+    from transformers import AutoConfig
+
+    config = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    texts = [f"{word} {number}" for word in ("one", "two") for number in range(6)]
+    pairs = PairDataset(texts, texts)
+    model = TextEncoder(config=config, tokenizer=train_tokenizer(texts, 261), max_length=16, shared=shared)
+    for folder, dims in (("first", [16, 4]), ("second", None)):
+        trainer = Trainer(output=tmp_path / folder, batch_size=6, max_steps=1, progress=False)
+        trainer.fit(model, pairs, InfoNCE(dims=dims))
+        model = load_model(tmp_path / folder / "model")  # type: ignore[assignment]
+        for place in [""] if shared else ["query", "document"]:
+            written = AutoConfig.from_pretrained(tmp_path / folder / "model" / place)
+            assert getattr(written, "matryoshka_dimensions", None) == (sorted(dims) if dims else None)
+            theirs = SentenceTransformer(str(tmp_path / folder / "model" / place), device="cpu")
+            assert theirs.truncate_dim is None
+            assert theirs.encode(["one"]).shape == (1, 16)
+        card = (tmp_path / folder / "model" / "README.md").read_text()
+        assert ("| Trained lengths | 4, 16 |" in card) == (dims is not None)
 
 
 def test_it_trains(tmp_path: Any) -> None:
