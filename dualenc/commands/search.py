@@ -144,6 +144,7 @@ def index(
     image_column: str | None = None,
     vector_column: str | None = None,
     id_column: str | None = None,
+    columns: list[str] | None = None,
     batch_size: int = 32,
     device: str | None = None,
 ) -> None:
@@ -161,7 +162,7 @@ def index(
         source: folder of embeddings, model folder or name; for --remove, --verify, --bm25 and --texts also that of an
             index; for --texts also what `dualenc push` wrote.
         data: what to embed, with a model: BEIR folder, folder of images, table, tars, or hub name.
-        out: folder to write: index.faiss, ids.txt, snippets.jsonl, meta.json.
+        out: folder to write: index.faiss, ids.txt, snippets.jsonl, columns.parquet, meta.json.
         factory: auto, or any FAISS factory string such as Flat, HNSW32, IVF1024,Flat or OPQ32,IVF4096,PQ32.
         metric: cosine, or ip for the inner product.
         dim: index only so many of the first components of the vectors; queries are cut likewise; by default all.
@@ -183,6 +184,8 @@ def index(
         image_column: column with the images, where it has no usual name.
         vector_column: column with the vectors, where it has no usual name.
         id_column: column with the ids; by default _id or id, or else row numbers.
+        columns: with a model: further columns of a table, separated by commas, to filter results by; embeddings bring
+            those that they were made with.
         batch_size: items per forward pass.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
@@ -214,15 +217,17 @@ def index(
         raise DualencError(f"{out}: holds no index to append to; leave out --append to build one")
     if data is None and not is_embeddings(source):
         raise DualencError(f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA")
+    if columns and data is None:
+        raise DualencError(f"{source}: holds embeddings; `dualenc embed … --columns` keeps columns, not index")
     folder = Path(source)
     if data is not None:
         # Hidden beside the index unless the user wants to keep them. The hidden folder outlives a failed build: a
         # factory string that FAISS refuses does not cost the embedding.
         folder = Path(embeddings or Path(out).with_name(f".{Path(out).name}.embeddings"))
-        columns: dict[str, Any] = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
-        columns["vector_column"] = vector_column
+        named: dict[str, Any] = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
+        named |= {"vector_column": vector_column, "columns": columns}
         how: dict[str, Any] = {"side": side, "split": split, "batch_size": batch_size, "device": device}
-        embed(source, data, out=str(folder), dim=None if embeddings else dim, **how, **columns)
+        embed(source, data, out=str(folder), dim=None if embeddings else dim, **how, **named)
     if not distributed.is_main():
         return None
     added = Embeddings.open(folder, verify=True)
@@ -326,7 +331,8 @@ def search(
         index: folder that `dualenc index` or `dualenc push` wrote.
         query: text; path of an image if the model encodes images; of a .npy file with one vector if it adapts vectors.
         k: how many results.
-        where: of an engine, only what meets this: year>=2020, lang=en,de (any of them), lang!=en; may be repeated.
+        where: only what meets this, by columns that were kept (`--columns`): year>=2020, lang=en,de (any of them),
+            lang!=en; may be repeated.
         hybrid: fuse with BM25 (`dualenc index --bm25`): by reciprocal ranks (rrf) or scores (weighted).
         weight: with hybrid, of the vectors, from 0 to 1; BM25 has the rest.
         rerank: folder or name of a sentence-transformers CrossEncoder that scores the best again, by their texts

@@ -13,8 +13,8 @@ from dualenc.encoders.dual import take, unit_norm
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
 from dualenc.search.embed import tower_checksum
-from dualenc.search.engines import Condition, EngineIndex, Hit, is_engine, parse_conditions
-from dualenc.search.engines.where import Kinds
+from dualenc.search.engines import Condition, EngineIndex, Hit, column_kinds, is_engine, parse_conditions
+from dualenc.search.engines.where import Kinds, meets
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.index import Index
 from dualenc.search.lexical import AGAIN, Lexical, has_lexical
@@ -137,8 +137,10 @@ class Searcher:
 
     @property
     def columns(self) -> Kinds:
-        """What the columns hold that results can be filtered by, by name; a FAISS index keeps none."""
-        return self.index.about.columns if isinstance(self.index, EngineIndex) else {}
+        """What the columns hold that results can be filtered by, by name."""
+        if isinstance(self.index, EngineIndex):
+            return self.index.about.columns
+        return column_kinds(self.index.columns)
 
     @property
     def has_snippets(self) -> bool:
@@ -175,9 +177,9 @@ class Searcher:
         Raises:
             DualencError: a condition that cannot be read, or an index that keeps no columns.
         """
-        if words and not isinstance(self.index, EngineIndex):
+        if words and not self.columns:
             raise DualencError(
-                f"{self.folder}: a FAISS index keeps no columns for --where; `dualenc push` the embeddings instead"
+                f"{self.folder}: keeps no columns for --where; embed with --columns, and index or push that"
             )
         return tuple(parse_conditions(words, self.columns))
 
@@ -221,10 +223,11 @@ class Searcher:
             wanted = wanted if query.hybrid is None else max(wanted, FUSION_DEPTH)
             alike.setdefault((min(wanted, len(self)), query.where), []).append(place)
         for (k, where), places in alike.items():
-            for place, hits in zip(places, self._nearest(vectors[places], k, where)):
+            kept = self._kept(where)
+            for place, hits in zip(places, self._nearest(vectors[places], k, where, kept)):
                 query = queries[place]
                 if query.hybrid is not None:
-                    hits = self._fused(query, hits, k)
+                    hits = self._fused(query, hits, k, kept)
                 found[place] = [hit for hit in hits if hit.id not in query.ids][: query.rerank or query.k]
         judged = [place for place, query in enumerate(queries) if query.rerank]
         if judged:
@@ -247,14 +250,19 @@ class Searcher:
             for hits, (order, scores) in zip(found, rerank(self.judge, pairs))
         ]
 
-    def _fused(self, query: Query, hits: list[Hit], depth: int) -> list[Hit]:
+    def _kept(self, where: Sequence[Condition]) -> np.ndarray | None:
+        """Which rows of a FAISS index meet some conditions (N,) bool; None: there are none, or an engine sees to it."""
+        if not where or isinstance(self.index, EngineIndex) or self.index.columns is None:
+            return None
+        return meets(where, self.index.columns)
+
+    def _fused(self, query: Query, hits: list[Hit], depth: int, kept: np.ndarray | None) -> list[Hit]:
         """What the vectors and what BM25 found, as one ranking."""
         if not isinstance(query.item, str) or not isinstance(self.index, Index):
             raise DualencError("hybrid search needs a text; leave it out to search with anything else")
         if self.lexical is None:
             raise DualencError(f"{self.folder}: has no BM25 beside its vectors; {AGAIN}")
-        index, by_words = self.index, self.lexical.search(query.item, depth)
-        words = [Hit(index.ids[row], score, index.snippet(row), {}) for row, score in by_words]
+        words = [_hit(self.index, row, score) for row, score in self.lexical.search(query.item, depth, kept)]
         known = {hit.id: hit for hit in (*words, *hits)}
         rankings = [[(hit.id, hit.score) for hit in ranking] for ranking in (hits, words)]
         fused = fuse(rankings, query.hybrid or "rrf", weights=[query.weight, 1 - query.weight])
@@ -282,16 +290,22 @@ class Searcher:
     def _dim(self) -> int:
         return self.index.about.dim if isinstance(self.index, EngineIndex) else self.index.dim
 
-    def _nearest(self, vectors: np.ndarray, k: int, where: Sequence[Condition]) -> list[list[Hit]]:
+    def _nearest(
+        self, vectors: np.ndarray, k: int, where: Sequence[Condition], kept: np.ndarray | None
+    ) -> list[list[Hit]]:
         how = {"nprobe": self.nprobe, "ef_search": self.ef_search}
         if isinstance(self.index, EngineIndex):
             return self.index.search(vectors, k, where, **how)
         index = self.index
-        scores, rows = index.search_rows(vectors, k, **how)
+        scores, rows = index.search_rows(vectors, k, kept=kept, **how)
         return [
-            [Hit(index.ids[row], float(score), index.snippet(row), {}) for score, row in zip(values, own) if row >= 0]
+            [_hit(index, row, score) for score, row in zip(values, own) if row >= 0]
             for values, own in zip(scores.tolist(), rows.tolist())
         ]
+
+
+def _hit(index: Index, row: int, score: float) -> Hit:
+    return Hit(index.ids[row], score, index.snippet(row), index.columns_of(row))
 
 
 def _even_chunks(inputs: Inputs) -> list[torch.Tensor]:

@@ -97,7 +97,9 @@ def test_images_and_texts_search_images(serve: Serve, image_index: Path) -> None
         assert client.get("/images", params={"id": name}).status_code == 404
 
 
-def test_filters_where_an_engine_keeps_columns(serve: Serve, engine_index: Path, text_index: Path) -> None:
+def test_filters_where_columns_are_kept(
+    tmp_path: Path, serve: Serve, text_model: Path, engine_index: Path, text_index: Path
+) -> None:
     client = serve(engine_index)
     assert client.get("/info").json()["columns"] == {"year": "integer", "lang": "text"}
     wanted = {"text": "fox", "k": 30, "where": ["year>=2010", "lang=en"]}
@@ -108,6 +110,17 @@ def test_filters_where_an_engine_keeps_columns(serve: Serve, engine_index: Path,
     assert all(result["columns"]["lang"] == "en" for result in like.json()["results"])
     assert client.post("/search", json={"ids": ["nobody"]}).status_code == 404
     assert client.post("/search", json={"text": "fox", "where": ["year>=soon"]}).status_code == 400
+    rows = [{"_id": f"d{i}", "text": text, "year": 2000 + i} for i, text in enumerate(toy.texts(30))]
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--out", tmp_path / "index", "--columns", "year", "--bm25")
+    run("index", text_model, tmp_path / "docs.jsonl", *words)
+    faiss = serve(tmp_path / "index")
+    assert faiss.get("/info").json()["columns"] == {"year": "integer"}
+    for more in ({}, {"hybrid": "rrf"}):
+        answer = faiss.post("/search", json={"text": "fox", "k": 30, "where": ["year>=2025"], **more})
+        assert set(ids(answer)) == {f"d{i}" for i in range(25, 30)}
+        assert all(result["columns"]["year"] >= 2025 for result in answer.json()["results"])
+    assert "d28" not in ids(faiss.post("/search", json={"ids": ["d28"], "where": ["year>=2025"]}))
     assert "keeps no columns" in serve(text_index).post("/search", json={"text": "a", "where": ["a=b"]}).text
 
 
