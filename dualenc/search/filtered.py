@@ -13,6 +13,8 @@ from dualenc.search.build import reason
 
 _faiss: Any = faiss
 """Its types do not tell how Python gives it arrays and parameters."""
+LISTS_MORE = 2
+"""What is kept is sparser and lies farther away than what the lists were counted for, so IVF visits twice as many."""
 SCANNED_BELOW = 0.1
 """Of an HNSW index a smaller share than this is compared vector by vector: a walk over its graph would meet mostly
 others."""
@@ -22,8 +24,8 @@ def search_among(index: Any, queries: np.ndarray, k: int, kept: np.ndarray) -> t
     """The k best of some rows, filtered within the search and not after it.
 
     A flat index compares what is kept, exactly. IVF visits as many more lists, and HNSW as many more vertices, as rows
-    are left out, so that about as many that count are compared as in a search without a filter: where few are kept,
-    that is all of them.
+    are left out, so that no fewer that count are compared than in a search without a filter: where few are kept, that
+    is all of them.
 
     Args:
         index: of N vectors.
@@ -63,7 +65,8 @@ def _parameters(index: Any, selector: Any, share: float, k: int) -> Any:
     if isinstance(index, faiss.IndexPreTransform):
         return _faiss.SearchParametersPreTransform(index_params=_parameters(index.index, selector, share, k))
     if isinstance(index, faiss.IndexIVF):
-        return _faiss.SearchParametersIVF(sel=selector, nprobe=min(index.nlist, math.ceil(index.nprobe / share)))
+        lists = math.ceil(LISTS_MORE * index.nprobe / share)
+        return _faiss.SearchParametersIVF(sel=selector, nprobe=min(index.nlist, lists))
     if isinstance(index, faiss.IndexHNSW):
         candidates = math.ceil(max(index.hnsw.efSearch, k) / share)
         return _faiss.SearchParametersHNSW(sel=selector, efSearch=min(index.ntotal, candidates))

@@ -93,3 +93,11 @@ def test_prefixes_are_judged_by_exact_search() -> None:
         expected = np.where(rank < 10, 1 / np.log2(rank + 2), 0).mean()
         assert score == pytest.approx(expected, abs=1e-6)
     assert found[2] < found[6]
+
+
+def test_filtered_searches_are_exact_where_everything_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    script = load_script("bench/filtered.py")
+    script.main(vectors=500, dim=8, queries=5, factories=("Flat", "HNSW8"), shares=(0.5, 0.05))
+    flat, hnsw = capsys.readouterr().out.split("HNSW8")
+    assert flat.count("recall@10 1.000") == 2
+    assert "5.0% kept: recall@10 1.000" in hnsw
