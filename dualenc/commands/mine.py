@@ -86,8 +86,9 @@ def mine(
     from dualenc.evaluation import plots
     from dualenc.evaluation.report import Table, print_table
     from dualenc.search.build import check_factory
-    from dualenc.search.mining import Rule, check_mined, open_cross_encoder
+    from dualenc.search.mining import Rule, check_mined
     from dualenc.search.mining import mine as mine_negatives
+    from dualenc.search.rerank import open_cross_encoder
 
     check_range(1, MOST_ITEMS, num_negatives=num_negatives, last_rank=last_rank, batch_size=batch_size)
     check_range(0, HIGHEST_SEED, seed=seed)

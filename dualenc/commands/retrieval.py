@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tqdm.auto import tqdm
+
 from dualenc import distributed
 from dualenc.commands.engine import ask_engine
 from dualenc.commands.evaluation import (
@@ -38,6 +40,8 @@ from dualenc.evaluation.retrieval import (
 from dualenc.evaluation.runs import check_trec_names, ranked, read_per_query, read_trec
 from dualenc.files import write_json
 from dualenc.search.fusion import fuse
+from dualenc.search.rerank import Rescore, open_cross_encoder
+from dualenc.search.rerank import rerank as rerank_pairs
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
 
 BM25 = "BM25"
 HYBRID = "hybrid"
+RERANKED = "reranked"
 SIZE_METRICS = ("ndcg@10", "recall@100")
 """What the table of bytes shows."""
 
@@ -58,6 +63,8 @@ def retrieval(
     bm25: bool = False,
     hybrid: Literal["rrf", "weighted"] | None = None,
     weight: float = 0.5,
+    rerank: str | None = None,
+    rerank_top: int = 100,
     depth: int = 100,
     titles: bool = True,
     keep_self_matches: bool = False,
@@ -82,6 +89,9 @@ def retrieval(
         bm25: evaluate BM25 as well as the model.
         hybrid: evaluate BM25, and both fused: by reciprocal ranks (rrf) or weighted scores (weighted).
         weight: with hybrid, of the model, from 0 to 1; BM25 has the rest.
+        rerank: folder or name of a sentence-transformers CrossEncoder that scores the best documents again, of the
+            hybrid ranking if there is one, else of the engine's, else of the model's.
+        rerank_top: how many of the best it scores; the others are left out, as BEIR's reranking does.
         depth: documents to retrieve for each query.
         titles: put a document's title in front of its text.
         keep_self_matches: keep a document whose id is the query's; by default it is removed, as BEIR does.
@@ -95,7 +105,7 @@ def retrieval(
     """
     from dualenc.data.beir import read_beir
 
-    check_range(1, MOST_ITEMS, depth=depth, batch_size=batch_size)
+    check_range(1, MOST_ITEMS, depth=depth, batch_size=batch_size, rerank_top=rerank_top)
     check_range(0, 1, weight=weight)
     bm25 = bm25 or hybrid is not None
     if depth < max(CUTOFFS):
@@ -107,11 +117,15 @@ def retrieval(
         if name in collections:
             raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
         collections[name] = read_beir(folder, split, titles=titles)
-        if bm25 and collections[name].corpus.modality != "text":
-            raise DualencError(f"{folder}: BM25 needs texts, and it holds vectors; leave bm25 out")
+        if (bm25 or rerank) and collections[name].corpus.modality != "text":
+            needs, option = ("BM25 needs", "bm25") if bm25 else ("a cross-encoder reads", "rerank")
+            raise DualencError(f"{folder}: {needs} texts, and it holds vectors; leave {option} out")
         check_trec_names(collections[name].queries.ids, f"{folder}: query id")
         check_trec_names(collections[name].corpus.ids, f"{folder}: document id")
     encoder = open_model(model, ("query-document", "vector"), device_to_use)
+    judge = None
+    if rerank is not None:
+        judge = open_cross_encoder(rerank, batch_size=batch_size, device=str(device_to_use))[0]
     asked = None
     if engine is not None:
         if more or distributed.world_size() > 1:
@@ -170,6 +184,11 @@ def retrieval(
                     )
                     for query in queries.ids
                 }
+        if judge is not None:
+            first = HYBRID if hybrid is not None else display_name(model) if asked is None else asked.system
+            runs[name][RERANKED] = _reranked(
+                judge, distributed.broadcast_object(runs[name].get(first)), collection, rerank_top
+            )
     if distributed.is_main():
         results: list[Result] = []
         galleries: list[Gallery] = []
@@ -180,7 +199,8 @@ def retrieval(
                 for system, run in runs[name].items()
             ]
             for result in scored:
-                below = {BM25: "bm25", HYBRID: "hybrid"} | ({asked.system: "engine"} if asked is not None else {})
+                below = {BM25: "bm25", HYBRID: "hybrid", RERANKED: "reranked"}
+                below |= {asked.system: "engine"} if asked is not None else {}
                 result.write(places[name] / below.get(result.system, ""))
             results += scored
             galleries += _galleries(scored[0], collection)
@@ -189,7 +209,8 @@ def retrieval(
             "retrieval",
             f"Retrieval: {display_name(model)} on {', '.join(collections)}",
             {"model": model, "split": split, "depth": depth, "keep_self_matches": keep_self_matches}
-            | ({} if hybrid is None else {"hybrid": hybrid, "weight": weight}),
+            | ({} if hybrid is None else {"hybrid": hybrid, "weight": weight})
+            | ({} if rerank is None else {"rerank": rerank, "rerank_top": rerank_top}),
             {"systems": metrics_document(results)}
             | ({} if asked is None else {"engine": asked.measured})
             | ({"small_vectors": tables} if lengths else {}),
@@ -205,6 +226,19 @@ def retrieval(
             wrote="metrics, run files and report.html",
         )
     distributed.barrier()
+
+
+def _reranked(judge: Rescore, run: Run, collection: RetrievalSet, top: int) -> dict[str, dict[str, float]]:
+    """The best of a run in the scores of a cross-encoder; each process asks it about its share of the queries."""
+    queries, corpus = collection.queries, collection.corpus
+    row_of = {name: row for row, name in enumerate(corpus.ids)}
+    share = range(len(queries))[distributed.rank_slice(len(queries))]
+    own: dict[str, dict[str, float]] = {}
+    for row in tqdm(share, desc="rerank", unit=" queries", disable=not distributed.is_main()):
+        names = ranked(run[queries.ids[row]])[:top]
+        order, scores = rerank_pairs(judge, [[(queries[row], corpus[row_of[name]]) for name in names]])[0]
+        own[queries.ids[row]] = {names[place]: score for place, score in zip(order.tolist(), scores.tolist())}
+    return {query: found for part in distributed.gather_objects(own) for query, found in part.items()}
 
 
 def _ranking(documents: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -137,12 +137,14 @@ def index(
     verify: bool = False,
     embeddings: str | None = None,
     bm25: bool = False,
+    texts: bool = False,
     side: Literal["left", "right"] | None = None,
     split: str = "train",
     text_column: str | None = None,
     image_column: str | None = None,
     vector_column: str | None = None,
     id_column: str | None = None,
+    columns: list[str] | None = None,
     batch_size: int = 32,
     device: str | None = None,
 ) -> None:
@@ -152,13 +154,15 @@ def index(
     the memory does not hold is filled in parts and merged on disk: the same command resumes an interrupted build, and
     several of them at once share the parts.
 
-    With --bm25 the words of the texts are indexed, too, for `search --hybrid`: from DATA, or from where the embeddings
-    were made of. `dualenc index INDEX [DATA] --bm25` does so for an index that is there.
+    With --bm25 the words of the texts are indexed, too, for `search --hybrid`, and with --texts the texts are kept for
+    `search --rerank`: from DATA, or from where the embeddings were made of. `dualenc index INDEX [DATA] --bm25 --texts`
+    does so for an index that is there.
 
     Args:
-        source: folder of embeddings, model folder or name; for --remove, --verify and --bm25 also that of an index.
+        source: folder of embeddings, model folder or name; for --remove, --verify, --bm25 and --texts also that of an
+            index; for --texts also what `dualenc push` wrote.
         data: what to embed, with a model: BEIR folder, folder of images, table, tars, or hub name.
-        out: folder to write: index.faiss, ids.txt, snippets.jsonl, meta.json.
+        out: folder to write: index.faiss, ids.txt, snippets.jsonl, columns.parquet, meta.json.
         factory: auto, or any FAISS factory string such as Flat, HNSW32, IVF1024,Flat or OPQ32,IVF4096,PQ32.
         metric: cosine, or ip for the inner product.
         dim: index only so many of the first components of the vectors; queries are cut likewise; by default all.
@@ -173,12 +177,15 @@ def index(
         verify: compare every file of an index or of embeddings with its checksum.
         embeddings: with a model: folder to keep the embeddings in; by default they are removed when done.
         bm25: index the words of the texts beside the vectors.
+        texts: keep the whole texts beside the vectors, for a cross-encoder to read.
         side: with a model: left or right; by default documents, or whatever the data holds.
         split: of a data set that has several.
         text_column: column with the texts, where it has no usual name.
         image_column: column with the images, where it has no usual name.
         vector_column: column with the vectors, where it has no usual name.
         id_column: column with the ids; by default _id or id, or else row numbers.
+        columns: with a model: further columns of a table, separated by commas, to filter results by; embeddings bring
+            those that they were made with.
         batch_size: items per forward pass.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
@@ -187,14 +194,16 @@ def index(
     from dualenc.search import Index, change, is_index
     from dualenc.search.build import LARGEST_PARAMETER, check_factory
     from dualenc.search.embeddings import Embeddings, is_embeddings
+    from dualenc.search.engines import is_engine
     from dualenc.search.index import check_target
     from dualenc.search.kinds import parse_bytes
 
     if verify or remove is not None:
         return _verify(source) if verify else _remove(source, remove or "")
-    texts: dict[str, Any] = {"split": split, "text_column": text_column, "id_column": id_column}
-    if bm25 and out is None and is_index(source):
-        return _add_words(source, data, **texts)
+    beside: dict[str, Any] = {"bm25": bm25, "texts": texts}
+    beside |= {"split": split, "text_column": text_column, "id_column": id_column}
+    if out is None and ((bm25 and is_index(source)) or (texts and (is_index(source) or is_engine(source)))):
+        return _add_beside(source, data, **beside)
     if out is None:
         raise DualencError("dualenc index needs --out; name the folder of the index")
     budget = None if memory is None else parse_bytes(memory)
@@ -208,15 +217,17 @@ def index(
         raise DualencError(f"{out}: holds no index to append to; leave out --append to build one")
     if data is None and not is_embeddings(source):
         raise DualencError(f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA")
+    if columns and data is None:
+        raise DualencError(f"{source}: holds embeddings; `dualenc embed … --columns` keeps columns, not index")
     folder = Path(source)
     if data is not None:
         # Hidden beside the index unless the user wants to keep them. The hidden folder outlives a failed build: a
         # factory string that FAISS refuses does not cost the embedding.
         folder = Path(embeddings or Path(out).with_name(f".{Path(out).name}.embeddings"))
-        columns: dict[str, Any] = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
-        columns["vector_column"] = vector_column
+        named: dict[str, Any] = {"text_column": text_column, "image_column": image_column, "id_column": id_column}
+        named |= {"vector_column": vector_column, "columns": columns}
         how: dict[str, Any] = {"side": side, "split": split, "batch_size": batch_size, "device": device}
-        embed(source, data, out=str(folder), dim=None if embeddings else dim, **how, **columns)
+        embed(source, data, out=str(folder), dim=None if embeddings else dim, **how, **named)
     if not distributed.is_main():
         return None
     added = Embeddings.open(folder, verify=True)
@@ -243,24 +254,32 @@ def index(
             print(f"a query alone: {times}; {meta['bytes_per_vector']:,} bytes per vector")
     if data is not None and embeddings is None:
         remove_path(folder)
-    if bm25:
-        _add_words(out, None if append else data, **texts)
+    if bm25 or texts:
+        _add_beside(out, None if append else data, **beside)
     return None
 
 
-def _add_words(folder: str, data: str | None, **how: Any) -> None:
-    """Put BM25 into the folder of an index, from the texts that it was made of."""
+def _add_beside(folder: str, data: str | None, *, bm25: bool, texts: bool, **how: Any) -> None:
+    """Put BM25, the texts or both into the folder of an index, from the texts that it was made of."""
     from dualenc.data.sources import open_corpus
-    from dualenc.search import Index
+    from dualenc.files import read_json_object
+    from dualenc.search.engines import is_engine
     from dualenc.search.lexical import add_lexical
+    from dualenc.search.texts import add_texts
 
-    recorded = data or Index.open(folder).meta.get("data")
-    if not recorded:
+    recorded = data or read_json_object(Path(folder) / "meta.json").get("data")
+    if not isinstance(recorded, str):
         raise DualencError(
-            f"{folder}: does not say what it was made of; name its texts: dualenc index INDEX DATA --bm25"
+            f"{folder}: does not say what it was made of; name its texts: dualenc index INDEX DATA --bm25 --texts"
         )
-    lexical = add_lexical(folder, open_corpus(recorded, modality="text", **how))
-    print(printable(f"BM25 over {lexical.count:,} texts → {folder}"))
+    if bm25 and is_engine(folder):
+        raise DualencError(f"{folder}: an engine is searched by vectors alone; leave --bm25 out")
+    corpus = open_corpus(recorded, modality="text", **how)
+    if bm25:
+        lexical = add_lexical(folder, corpus)
+        print(printable(f"BM25 over {lexical.count:,} texts → {folder}"))
+    if texts:
+        print(printable(f"{add_texts(folder, corpus):,} texts kept for cross-encoders → {folder}"))
 
 
 def _verify(folder: str) -> None:
@@ -295,6 +314,8 @@ def search(
     where: list[str] | None = None,
     hybrid: Literal["rrf", "weighted"] | None = None,
     weight: float = 0.5,
+    rerank: str | None = None,
+    rerank_top: int = 100,
     json: bool = False,
     model: str | None = None,
     nprobe: int | None = None,
@@ -310,9 +331,13 @@ def search(
         index: folder that `dualenc index` or `dualenc push` wrote.
         query: text; path of an image if the model encodes images; of a .npy file with one vector if it adapts vectors.
         k: how many results.
-        where: of an engine, only what meets this: year>=2020, lang=en,de (any of them), lang!=en; may be repeated.
+        where: only what meets this, by columns that were kept (`--columns`): year>=2020, lang=en,de (any of them),
+            lang!=en; may be repeated.
         hybrid: fuse with BM25 (`dualenc index --bm25`): by reciprocal ranks (rrf) or scores (weighted).
         weight: with hybrid, of the vectors, from 0 to 1; BM25 has the rest.
+        rerank: folder or name of a sentence-transformers CrossEncoder that scores the best again, by their texts
+            (`dualenc index --texts`); the scores shown are then its.
+        rerank_top: how many of the best it scores.
         json: print JSON, in ASCII, instead of a table.
         model: model folder or name, if the one that made the index has moved.
         nprobe: lists that an IVF index visits; by default what the build or the engine chose.
@@ -324,15 +349,23 @@ def search(
     from dualenc.evaluation.report import Table, print_table
     from dualenc.search.build import LARGEST_PARAMETER
     from dualenc.search.engines import EngineIndex
+    from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Query, Searcher
 
-    check_range(1, sys.maxsize, k=k)
+    check_range(1, sys.maxsize, k=k, rerank_top=rerank_top)
+    if rerank is not None and k > rerank_top:
+        raise DualencError(
+            f"-k is {k} and --rerank-top {rerank_top}: what is not reranked is not shown; raise the second"
+        )
     check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
     check_range(0, 1, weight=weight)
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")
     how: dict[str, Any] = {"nprobe": nprobe, "ef_search": ef_search, "hybrid": hybrid is not None}
-    searcher = Searcher.open(index, model, device=start_processes(device), **how)
+    chosen = start_processes(device)
+    if rerank is not None:
+        how["judge"] = open_cross_encoder(rerank, device=str(chosen))[0]
+    searcher = Searcher.open(index, model, device=chosen, **how)
     conditions = searcher.conditions(where or ())
     side = searcher.query_side(_modality(query, searcher.takes))
     item: Any = query
@@ -340,7 +373,8 @@ def search(
         item = open_image(query)
     elif searcher.encoder.tower(side).modality == "vector":
         item = _open_vector(query)
-    hits = searcher.search([Query(side, item, k=k, where=conditions, hybrid=hybrid, weight=weight)])[0]
+    fused: dict[str, Any] = {"hybrid": hybrid, "weight": weight, "rerank": 0 if rerank is None else rerank_top}
+    hits = searcher.search([Query(side, item, k=k, where=conditions, **fused)])[0]
     if isinstance(searcher.index, EngineIndex):
         searcher.index.engine.close()
     kept = searcher.columns

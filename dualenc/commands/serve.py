@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dualenc.errors import BadSample, DualencError
 from dualenc.terminal import printable
@@ -42,6 +42,8 @@ def serve(
     queue: int = 256,
     timeout: float = 10.0,
     max_body: str = "16MiB",
+    rerank: str | None = None,
+    rerank_top: int = 100,
     nprobe: int | None = None,
     ef_search: int | None = None,
     watch: bool = True,
@@ -65,6 +67,9 @@ def serve(
         queue: queries that may wait; more are refused (429).
         timeout: seconds that a request may take to arrive (408), and again to be answered (504).
         max_body: largest request; larger ones are refused (413).
+        rerank: folder or name of a sentence-transformers CrossEncoder that scores the best again, by their texts
+            (`dualenc index --texts`): of every text that is searched for, unless the request says rerank=false.
+        rerank_top: how many of the best it scores; so many results at most are given then.
         nprobe: lists that an IVF index visits; by default what the build or the engine chose.
         ef_search: candidates that an HNSW index keeps; by default what the build or the engine chose.
         watch: open the index again when its folder is written anew, and on SIGHUP.
@@ -77,13 +82,15 @@ def serve(
     from dualenc.commands.evaluation import check_range, start_processes
     from dualenc.search.build import LARGEST_PARAMETER
     from dualenc.search.kinds import parse_bytes
+    from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher
-    from dualenc.serve.app import create_app
+    from dualenc.serve.app import MOST_RESULTS, create_app
     from dualenc.serve.gate import TimedProtocol
     from dualenc.serve.metrics import Metrics
     from dualenc.serve.service import Service
 
     check_range(0, 65535, port=port)
+    check_range(1, MOST_RESULTS, rerank_top=rerank_top)
     check_range(1, 4096, batch_size=batch_size)
     check_range(0, 1000, wait_ms=wait_ms)
     check_range(1, 1 << 20, queue=queue)
@@ -93,9 +100,11 @@ def serve(
     token = _read_token(token_file)
     listening = _listen(host, port, token)
     chosen = start_processes(device)
+    judge = None if rerank is None else open_cross_encoder(rerank, device=str(chosen))[0]
+    how: dict[str, Any] = {"judge": judge, "nprobe": nprobe, "ef_search": ef_search}
 
     def open_searcher(before: Searcher | None) -> Searcher:
-        return Searcher.open(index, model, device=chosen, before=before, nprobe=nprobe, ef_search=ef_search)
+        return Searcher.open(index, model, device=chosen, before=before, **how)
 
     searcher = open_searcher(None)
     first: list[Searcher] = [searcher]
@@ -108,7 +117,9 @@ def serve(
         queue_size=queue,
     )
     hosts = ("localhost", "127.0.0.1", "::1") if token is None else None
-    app = create_app(service, token=token, hosts=hosts, max_body=largest, timeout_s=timeout, watch=watch)
+    app = create_app(
+        service, token=token, hosts=hosts, max_body=largest, timeout_s=timeout, watch=watch, rerank_top=rerank_top
+    )
 
     class Protocol(TimedProtocol):
         head_timeout_s = timeout

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import faiss
 import numpy as np
@@ -20,9 +20,13 @@ from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.search.build import Database, reason
 from dualenc.search.embeddings import Embeddings
+from dualenc.search.engines.where import column_kinds
 from dualenc.search.index import Index, write_contents
 from dualenc.search.lines import BLOCK_LINES, MappedIds, check_ids
 from dualenc.search.parts import LISTS, ROWS_AT_ONCE, lists_of, merge_lists, split, with_codes
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 MEASURED = ("recall_at_10", "recall_queries", "recall_queries_from", "latency_ms")
 
@@ -38,7 +42,7 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
         The index as it is now.
 
     Raises:
-        DualencError: another dimension or model, or an id that the index has already.
+        DualencError: another dimension or model, an id that the index has already, or a column of other values.
     """
     index = Index.open(folder)
     for name, ours, theirs in (
@@ -62,6 +66,7 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
         old, new = index.snippets, embeddings.snippets
         shown = ((old, before), (new, len(embeddings)))
         snippets = ("" if some is None else some[row] for some, count in shown for row in range(count))
+    columns = _joined(index, embeddings, folder)
     with atomic_path(folder) as part:
         part.mkdir()
         if lists_of(index.faiss) is None:
@@ -82,7 +87,7 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
             changed = merge_lists(_empty(base), [base, added], part / LISTS)
             changed = changed if refine is None else with_codes(changed, index.faiss, codes, part / "refine.faiss")
         meta = _changed(index, "appended", len(embeddings))
-        write_contents(part, Path(folder), changed, itertools.chain(index.ids, embeddings.ids), snippets, meta)
+        write_contents(part, Path(folder), changed, itertools.chain(index.ids, embeddings.ids), snippets, columns, meta)
     return Index.open(folder)
 
 
@@ -132,8 +137,27 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
         names = (index.ids[row] for row in _kept(len(index), gone))
         snippets = None if index.snippets is None else (index.snippet(row) for row in kept_rows)
         meta = _changed(index, "removed", len(gone))
-        write_contents(part, Path(folder), changed, names, snippets, meta)
+        columns = None if index.columns is None else index.columns.take(np.delete(np.arange(len(index)), gone))
+        write_contents(part, Path(folder), changed, names, snippets, columns, meta)
     return Index.open(folder)
+
+
+def _joined(index: Index, embeddings: Embeddings, folder: Any) -> pa.Table | None:
+    """The columns of an index and of what is appended; what only one of them has is missing in the other."""
+    if index.columns is None and embeddings.columns is None:
+        return None
+    import pyarrow as pa
+
+    there = {} if index.columns is None else dict(column_kinds(index.columns))
+    for name, kind in column_kinds(embeddings.columns).items():
+        if there.get(name, kind) != kind:
+            told = f"column {name!r} holds {there[name]} values in the index and {kind} values in what is appended"
+            raise DualencError(f"{folder}: {told}; embed the data with values alike")
+    parts = []
+    for columns, count in ((index.columns, len(index)), (embeddings.columns, len(embeddings))):
+        parts.append(pa.table({"_": pa.nulls(count)}) if columns is None else columns)
+    joined = pa.concat_tables(parts, promote_options="permissive")
+    return joined.drop_columns(["_"]) if "_" in joined.column_names else joined
 
 
 def _mapped(index: Index) -> MappedIds:

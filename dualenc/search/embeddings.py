@@ -231,8 +231,8 @@ class ShardedVectors:
         return np.asarray(np.concatenate(self.shards), dtype=dtype)
 
 
-def read_columns(path: Path, count: int) -> pa.Table | None:
-    """The columns of `count` items; None if none were kept."""
+def read_columns(path: Path, count: int, mend: str = "run the same `dualenc embed` again") -> pa.Table | None:
+    """The columns of `count` items; None if none were kept. `mend` is what to do about damage."""
     if not path.exists():
         return None
     import pyarrow as pa
@@ -242,9 +242,9 @@ def read_columns(path: Path, count: int) -> pa.Table | None:
         columns = pq.read_table(path, memory_map=True)
     except (pa.ArrowException, OSError) as error:
         why = str(error).splitlines()[0][:100]
-        raise DualencError(f"{path}: corrupt ({why}); run the same `dualenc embed` again") from None
+        raise DualencError(f"{path}: corrupt ({why}); {mend}") from None
     if len(columns) != count:
-        raise DualencError(f"{path}: has {len(columns)} rows for {count} ids; run the same `dualenc embed` again")
+        raise DualencError(f"{path}: has {len(columns)} rows for {count} ids; {mend}")
     return columns
 
 

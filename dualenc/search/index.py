@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import faiss
 import numpy as np
@@ -29,11 +29,15 @@ from dualenc.search.build import (
     set_parameter,
     tune,
 )
-from dualenc.search.embeddings import Embeddings, check_free_for, is_folder_of, read_head
+from dualenc.search.embeddings import Embeddings, check_free_for, is_folder_of, read_columns, read_head
+from dualenc.search.filtered import search_among
 from dualenc.search.kinds import choose_factory
 from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
 from dualenc.search.parts import LISTS, built_in_parts, bytes_per_vector, can_be_merged, lists_of, open_merged
 from dualenc.types import Metric
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 FORMAT = "dualenc index"
 FORMAT_VERSION = 3
@@ -57,6 +61,7 @@ class Index:
         ids: (N,) strings.
         meta: entries of meta.json: `metric`, `factory`, `recall_at_10`, `model`, …
         snippets: what to show with each id, if anything.
+        columns: (N,) rows of what searches can be filtered by, if anything.
     """
 
     def __init__(
@@ -65,11 +70,12 @@ class Index:
         ids: Sequence[str],
         meta: dict[str, Any],
         snippets: Sequence[str] | Snippets | None = None,
+        columns: pa.Table | None = None,
     ) -> None:
         self.faiss = faiss_index
         self.ids: Sequence[str] = ids if isinstance(ids, MappedIds) else list(ids)
         self.meta = dict(meta)
-        self.snippets = snippets
+        self.snippets, self.columns = snippets, columns
         if not isinstance(self.ids, MappedIds):
             # One more entry, so that FAISS's row -1 ("nothing found") reads as no id.
             self._id_of_row = np.array([*self.ids, ""], dtype=object)
@@ -108,7 +114,7 @@ class Index:
         disk (`dualenc.search.parts`). Several processes that make the same call share the parts.
 
         Args:
-            vectors: (N, D) array, or embeddings, whose ids, snippets and meta the index takes over.
+            vectors: (N, D) array, or embeddings, whose ids, snippets, columns and meta the index takes over.
             ids: (N,) strings for an array; by default the row numbers.
             factory: "auto" (see `choose_factory`) or any FAISS factory string.
             metric: "cosine" (vectors are normalised) or "ip", the inner product.
@@ -224,10 +230,10 @@ class Index:
             meta["recall_queries_from"] = "database" if queries is None else "given"
             meta["latency_ms"] = latency(index, probe.queries)
         meta["search_parameters"] = parameters
-        return cls(index, embeddings.ids, meta, embeddings.snippets)
+        return cls(index, embeddings.ids, meta, embeddings.snippets, embeddings.columns)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the folder: `index.faiss`, `ids.txt`, `meta.json`, and `snippets.jsonl` if there are any.
+        """Write the folder: `index.faiss`, `ids.txt`, `meta.json`, and snippets and columns if there are any.
 
         Raises:
             DualencError: the folder holds something that is not an index.
@@ -236,7 +242,7 @@ class Index:
         with atomic_path(folder) as part:
             part.mkdir(parents=True)
             snippets = None if self.snippets is None else (self.snippet(row) for row in range(len(self)))
-            write_contents(part, Path(folder), self.faiss, self.ids, snippets, self.meta)
+            write_contents(part, Path(folder), self.faiss, self.ids, snippets, self.columns, self.meta)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Index:
@@ -274,6 +280,7 @@ class Index:
         on_disk = (folder / LISTS).exists()
         names = ["index.faiss", *([LISTS] if on_disk else [])]
         names += [file for name in texts for file in lines_files(folder, name)]
+        names += ["columns.parquet"] if (folder / "columns.parquet").exists() else []
         verify_files(folder, names, meta, REBUILD, verify)
         try:
             index = open_merged(path) if on_disk else faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
@@ -283,7 +290,8 @@ class Index:
             if meta[name] != found:
                 raise DualencError(f"{path}: has {name} {found}, but meta.json says {meta[name]}; {REBUILD}")
         ids = MappedIds(folder / "ids.txt", index.ntotal)
-        return cls(index, ids, meta, Snippets(snippets, index.ntotal) if snippets.exists() else None)
+        columns = read_columns(folder / "columns.parquet", index.ntotal, REBUILD)
+        return cls(index, ids, meta, Snippets(snippets, index.ntotal) if snippets.exists() else None, columns)
 
     def search(
         self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
@@ -312,9 +320,18 @@ class Index:
         return self.ids.texts(rows) if isinstance(self.ids, MappedIds) else self._id_of_row[rows]
 
     def search_rows(
-        self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
+        self,
+        queries: np.ndarray,
+        k: int = 10,
+        *,
+        kept: np.ndarray | None = None,
+        nprobe: int | None = None,
+        ef_search: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `search`, with row numbers (Q, k) int64 in place of ids; -1 where fewer than k are found."""
+        """As `search`, with row numbers (Q, k) int64 in place of ids; -1 where fewer than k are found.
+
+        With `kept` (N,) bool, only those rows are searched (`dualenc.search.filtered`).
+        """
         if k < 1:
             raise DualencError(f"k is {k}; ask for at least 1 result")
         _check_at_least(1, nprobe=nprobe, ef_search=ef_search)
@@ -322,7 +339,8 @@ class Index:
             set_parameter(self.faiss, "nprobe", nprobe)
         if ef_search is not None:
             set_parameter(self.faiss, "efSearch", ef_search)
-        return self.faiss.search(as_queries(queries, self.dim, self.meta["metric"]), k)
+        ready = as_queries(queries, self.dim, self.meta["metric"])
+        return self.faiss.search(ready, k) if kept is None else search_among(self.faiss, ready, k, kept)
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
         """The stored vectors of some ids, as exactly as the index keeps them: (n, D) float32.
@@ -357,6 +375,12 @@ class Index:
         """What to show with the id of a row; "" if nothing was stored."""
         return "" if self.snippets is None else self.snippets[row]
 
+    def columns_of(self, row: int) -> dict[str, Any]:
+        """The values of a row's columns by their names, missing ones left out."""
+        if self.columns is None:
+            return {}
+        return {name: value for name, value in self.columns.slice(row, 1).to_pylist()[0].items() if value is not None}
+
 
 def is_index(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds an index, told by its meta.json."""
@@ -373,7 +397,13 @@ def check_target(folder: str | os.PathLike[str]) -> None:
 
 
 def write_contents(
-    part: Path, folder: Path, index: Any, ids: Iterable[str], snippets: Iterable[str] | None, meta: dict[str, Any]
+    part: Path,
+    folder: Path,
+    index: Any,
+    ids: Iterable[str],
+    snippets: Iterable[str] | None,
+    columns: pa.Table | None,
+    meta: dict[str, Any],
 ) -> None:
     """Write the files of an index.
 
@@ -383,6 +413,7 @@ def write_contents(
         index: N vectors.
         ids: (N,) of them.
         snippets: (N,) what to show with each id, or None.
+        columns: (N,) rows of what searches can be filtered by, or None.
         meta: entries of meta.json.
     """
     lists = lists_of(index)
@@ -400,6 +431,10 @@ def write_contents(
     write_ids(part / "ids.txt", ids)
     if snippets is not None:
         write_snippets(part / "snippets.jsonl", snippets)
+    if columns is not None:
+        import pyarrow.parquet as pq
+
+        pq.write_table(columns, part / "columns.parquet")
     files = checksums(part, sorted(path.name for path in part.iterdir()))
     head = {"format": FORMAT, "version": FORMAT_VERSION, **meta, "faiss": faiss.__version__}
     # A meta that was read from a folder says its version and files, too.

@@ -91,8 +91,11 @@ class Lexical:
             raise DualencError(f"{folder}: corrupt ({type(error).__name__}: {why}); {AGAIN}") from None
         return cls(scorer, meta["count"])
 
-    def search(self, query: str, k: int) -> list[tuple[int, float]]:
-        """The k rows of the highest scores above 0, best first; the first row among equals."""
+    def search(self, query: str, k: int, kept: np.ndarray | None = None) -> list[tuple[int, float]]:
+        """The k rows of the highest scores above 0, best first; the first row among equals.
+
+        With `kept` (N,) bool, of those rows only; how rare a word is, all rows say.
+        """
         import bm25s
 
         words = bm25s.tokenize([query], return_ids=False, show_progress=False)[0]
@@ -100,7 +103,7 @@ class Lexical:
         if not known:
             return []
         scores = self.scorer.get_scores(known)
-        rows = np.flatnonzero(scores > 0)
+        rows = np.flatnonzero(scores > 0 if kept is None else (scores > 0) & kept)
         if len(rows) > k:  # with whatever ties with the k-th
             rows = rows[scores[rows] >= np.partition(scores[rows], -k)[-k]]
         rows = rows[np.argsort(-scores[rows], kind="stable")[:k]]

@@ -18,7 +18,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +28,7 @@ from tqdm.auto import tqdm
 
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, open_regular, read_json, remove, removed_if_refused, save_array, write_json
+from dualenc.search.rerank import Rescore, finite_scores, rerank
 from dualenc.types import Metric
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from dualenc.search.embeddings import Embeddings
 
 Form = Literal["flagembedding", "tevatron"]
-Rescore = Callable[[Sequence[tuple[str, str]]], np.ndarray]
-"""Scores (n,) of n pairs of a query's and a document's text."""
 
 QUERIES_PER_BLOCK = 256
 PAIRS_PER_BLOCK = 4096
@@ -401,10 +400,8 @@ class _Miner:
             inside = np.flatnonzero(~is_known)[self.rule.first_rank - 1 : self.rule.last_rank]
             windows.append((ids[inside], scores[inside]))
         if self.rescore is not None:
-            texts = [(self.left[q], self.right[d]) for q, (ids, _) in zip(block.tolist(), windows) for d in ids]
-            judged = np.split(_finite(self.rescore(texts)), np.cumsum([len(ids) for ids, _ in windows])[:-1])
-            orders = [np.argsort(-own, kind="stable") for own in judged]
-            windows = [(ids[order], own[order]) for (ids, _), own, order in zip(windows, judged, orders)]
+            texts = [[(self.left[q], self.right[d]) for d in ids] for q, (ids, _) in zip(block.tolist(), windows)]
+            windows = [(ids[order], own) for (ids, _), (order, own) in zip(windows, rerank(self.rescore, texts))]
         for query, (ids, scores_of) in zip(block.tolist(), windows):
             pairs = self._pair_order[self._pair_starts[query] : self._pair_starts[query + 1]]
             pairs = pairs[np.sort(np.unique(self.pairs.right_id[pairs], return_index=True)[1])]  # each positive once
@@ -471,10 +468,10 @@ class _Miner:
                 if self.rescore is None:
                     a = np.asarray(self.queries.vectors[rows[there]], np.float32)
                     b = np.asarray(self.documents.vectors[columns[there]], np.float32)
-                    scores[there] = _finite(np.einsum("nd,nd->n", a, b))
+                    scores[there] = finite_scores(np.einsum("nd,nd->n", a, b))
                 elif len(there):
                     texts = [(self.left[q], self.right[d]) for q, d in zip(left[there], right[there])]
-                    scores[there] = _finite(self.rescore(texts))
+                    scores[there] = finite_scores(self.rescore(texts))
                 with atomic_path(path) as part:
                     save_array(part, scores)
             parts.append(np.load(path))
@@ -491,48 +488,3 @@ def _contents(corpus: Corpus) -> np.ndarray:
         digests = [hashlib.blake2b(value, digest_size=8).digest() for value in identities(corpus.items, rows, True)]
         hashes[rows] = np.frombuffer(b"".join(digests), np.uint64)
     return hashes
-
-
-def _finite(scores: np.ndarray) -> np.ndarray:
-    if not np.isfinite(scores).all():
-        raise DualencError(
-            "a score is not finite; check the weights of the model, and of the cross-encoder if one is given"
-        )
-    return np.asarray(scores, np.float32)
-
-
-def open_cross_encoder(path: str, *, batch_size: int = 32, device: str = "cpu") -> tuple[Rescore, str]:
-    """A cross-encoder of sentence-transformers as a judge of pairs, and a digest of its weights.
-
-    Its own activation is applied: a model may give logits or numbers from 0 to 1, and limits are in their unit.
-
-    Args:
-        path: folder or name of a `CrossEncoder` with one output; only safetensors are read.
-        batch_size: pairs per forward pass.
-        device: such as cpu or cuda:0.
-
-    Raises:
-        DualencError: sentence-transformers is not installed, the model cannot be read, or has several outputs.
-    """
-    try:
-        from sentence_transformers import CrossEncoder
-    except ImportError as error:
-        told = "a cross-encoder needs sentence-transformers; pip install 'dualenc[mining]'"
-        raise DualencError(f"{told} ({error})") from None
-    try:
-        model = CrossEncoder(path, device=device, model_kwargs={"use_safetensors": True})
-    except Exception as error:  # of transformers, safetensors, the hub and their configurations
-        why = " ".join(str(error).split())[:160] or type(error).__name__
-        raise DualencError(f"{path}: no cross-encoder that sentence-transformers reads ({why})") from None
-    if model.num_labels != 1:
-        raise DualencError(f"{path}: gives {model.num_labels} numbers for a pair; a judge gives one")
-    digest = hashlib.sha256(repr(model.activation_fn).encode())
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode() + value.detach().cpu().float().numpy().tobytes())
-
-    def rescore(texts: Sequence[tuple[str, str]]) -> np.ndarray:
-        if not texts:
-            return np.zeros(0, np.float32)
-        return np.asarray(model.predict(list(texts), batch_size=batch_size, show_progress_bar=False), np.float32)
-
-    return rescore, digest.hexdigest()

@@ -13,11 +13,13 @@ from dualenc.encoders.dual import take, unit_norm
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
 from dualenc.search.embed import tower_checksum
-from dualenc.search.engines import Condition, EngineIndex, Hit, is_engine, parse_conditions
-from dualenc.search.engines.where import Kinds
+from dualenc.search.engines import Condition, EngineIndex, Hit, column_kinds, is_engine, parse_conditions
+from dualenc.search.engines.where import Kinds, meets
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.index import Index
 from dualenc.search.lexical import AGAIN, Lexical, has_lexical
+from dualenc.search.rerank import Rescore, rerank
+from dualenc.search.texts import KeptTexts, checksum_of
 
 if TYPE_CHECKING:
     from dualenc.encoders import DualEncoder, Tower
@@ -36,6 +38,8 @@ class Query(NamedTuple):
         where: conditions on columns, all of which must hold.
         hybrid: how to fuse what the vectors find with what BM25 finds for a text; None: vectors alone.
         weight: of the vectors in that, from 0 to 1; BM25 has the rest.
+        rerank: so many of the best are scored again by the cross-encoder, for a text; its scores order what is found,
+            and nothing else is. 0: none.
     """
 
     side: Side = "left"
@@ -46,6 +50,7 @@ class Query(NamedTuple):
     where: tuple[Condition, ...] = ()
     hybrid: Fusion | None = None
     weight: float = 0.5
+    rerank: int = 0
 
 
 class Searcher:
@@ -58,6 +63,8 @@ class Searcher:
         index: what is searched.
         encoder: the model that made it, in evaluation mode.
         lexical: BM25 over its texts, if it was opened with that.
+        judge: the cross-encoder that scores again, if it was opened with one.
+        texts: what that reads.
         nprobe: lists that an IVF index visits; None: what the build or the engine chose.
         ef_search: candidates that an HNSW index keeps; None: likewise.
     """
@@ -69,10 +76,13 @@ class Searcher:
         encoder: DualEncoder,
         lexical: Lexical | None = None,
         *,
+        judge: Rescore | None = None,
+        texts: KeptTexts | None = None,
         nprobe: int | None = None,
         ef_search: int | None = None,
     ) -> None:
         self.folder, self.index, self.encoder, self.lexical = folder, index, encoder, lexical
+        self.judge, self.texts = judge, texts
         self.nprobe, self.ef_search = nprobe, ef_search
         self.side: Side = index.meta.get("side", "right")
 
@@ -85,6 +95,7 @@ class Searcher:
         device: str | torch.device = "cpu",
         before: Searcher | None = None,
         hybrid: bool | None = None,
+        judge: Rescore | None = None,
         nprobe: int | None = None,
         ef_search: int | None = None,
     ) -> Searcher:
@@ -96,17 +107,20 @@ class Searcher:
             device: where to put the model.
             before: an earlier searcher whose model is used again where the index was made with the same weights.
             hybrid: open BM25 over the texts, too; None: if it is there.
+            judge: a cross-encoder (`open_cross_encoder`) for `Query.rerank`; the texts that it reads are opened, too.
             nprobe: lists that an IVF index visits.
             ef_search: candidates that an HNSW index keeps.
 
         Raises:
-            DualencError: no index, no model, no BM25 where it is asked for, or the model has other weights than the
-                index was made with.
+            DualencError: no index, no model, no BM25 or texts where they are needed, or the model has other weights
+                than the index was made with.
         """
         folder = Path(folder)
         index: Index | EngineIndex = EngineIndex.open(folder) if is_engine(folder) else Index.open(folder)
         recorded, side = index.meta.get("model_checksum"), index.meta.get("side", "right")
-        how: dict[str, Any] = {"nprobe": nprobe, "ef_search": ef_search}
+        how: dict[str, Any] = {"nprobe": nprobe, "ef_search": ef_search, "judge": judge}
+        if judge is not None:
+            how["texts"] = KeptTexts(folder, checksum_of(index))
         if hybrid and isinstance(index, EngineIndex):
             raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
         if hybrid or (hybrid is None and isinstance(index, Index) and has_lexical(folder)):
@@ -123,8 +137,10 @@ class Searcher:
 
     @property
     def columns(self) -> Kinds:
-        """What the columns hold that results can be filtered by, by name; a FAISS index keeps none."""
-        return self.index.about.columns if isinstance(self.index, EngineIndex) else {}
+        """What the columns hold that results can be filtered by, by name."""
+        if isinstance(self.index, EngineIndex):
+            return self.index.about.columns
+        return column_kinds(self.index.columns)
 
     @property
     def has_snippets(self) -> bool:
@@ -161,9 +177,9 @@ class Searcher:
         Raises:
             DualencError: a condition that cannot be read, or an index that keeps no columns.
         """
-        if words and not isinstance(self.index, EngineIndex):
+        if words and not self.columns:
             raise DualencError(
-                f"{self.folder}: a FAISS index keeps no columns for --where; `dualenc push` the embeddings instead"
+                f"{self.folder}: keeps no columns for --where; embed with --columns, and index or push that"
             )
         return tuple(parse_conditions(words, self.columns))
 
@@ -196,31 +212,59 @@ class Searcher:
 
         Raises:
             DualencError: an id that is not there, an index that does not give its vectors back, an engine that does
-                not answer.
+                not answer, hybrid search or a cross-encoder without a text or where there is none.
         """
         vectors = self._vectors(queries)
         found: list[list[Hit]] = [[] for _ in queries]
         alike: dict[tuple[int, tuple[Condition, ...]], list[int]] = {}
         for place, query in enumerate(queries):
             # Items of the query are left out, so as many more are asked for.
-            wanted = query.k + len(query.ids) if query.hybrid is None else max(query.k, FUSION_DEPTH)
+            wanted = (query.rerank or query.k) + len(query.ids)
+            wanted = wanted if query.hybrid is None else max(wanted, FUSION_DEPTH)
             alike.setdefault((min(wanted, len(self)), query.where), []).append(place)
         for (k, where), places in alike.items():
-            for place, hits in zip(places, self._nearest(vectors[places], k, where)):
+            kept = self._kept(where)
+            for place, hits in zip(places, self._nearest(vectors[places], k, where, kept)):
                 query = queries[place]
                 if query.hybrid is not None:
-                    hits = self._fused(query, hits, k)
-                found[place] = [hit for hit in hits if hit.id not in query.ids][: query.k]
+                    hits = self._fused(query, hits, k, kept)
+                found[place] = [hit for hit in hits if hit.id not in query.ids][: query.rerank or query.k]
+        judged = [place for place, query in enumerate(queries) if query.rerank]
+        if judged:
+            again = self._judged([queries[place] for place in judged], [found[place] for place in judged])
+            for place, hits in zip(judged, again):
+                found[place] = hits[: queries[place].k]
         return found
 
-    def _fused(self, query: Query, hits: list[Hit], depth: int) -> list[Hit]:
+    def _judged(self, queries: list[Query], found: list[list[Hit]]) -> list[list[Hit]]:
+        """What each query has found, in the order and with the scores of the cross-encoder."""
+        if self.judge is None or self.texts is None:
+            raise DualencError(f"{self.folder}: was opened without a cross-encoder; name one to rerank")
+        pairs: list[list[tuple[str, str]]] = []
+        for query, hits in zip(queries, found):
+            if not isinstance(query.item, str):
+                raise DualencError("a cross-encoder reads texts; search with a text, or without reranking")
+            pairs.append([(query.item, text) for text in self.texts.of([hit.id for hit in hits])])
+        return [
+            [hits[place]._replace(score=score) for place, score in zip(order.tolist(), scores.tolist())]
+            for hits, (order, scores) in zip(found, rerank(self.judge, pairs))
+        ]
+
+    def _kept(self, where: Sequence[Condition]) -> np.ndarray | None:
+        """Which rows of a FAISS index meet some conditions (N,) bool; None: there are none, or an engine sees to it."""
+        if not where or isinstance(self.index, EngineIndex) or self.index.columns is None:
+            return None
+        return meets(where, self.index.columns)
+
+    def _fused(self, query: Query, hits: list[Hit], depth: int, kept: np.ndarray | None) -> list[Hit]:
         """What the vectors and what BM25 found, as one ranking."""
         if not isinstance(query.item, str) or not isinstance(self.index, Index):
             raise DualencError("hybrid search needs a text; leave it out to search with anything else")
         if self.lexical is None:
             raise DualencError(f"{self.folder}: has no BM25 beside its vectors; {AGAIN}")
-        index, by_words = self.index, self.lexical.search(query.item, depth)
-        words = [Hit(index.ids[row], score, index.snippet(row), {}) for row, score in by_words]
+        found = self.lexical.search(query.item, depth, kept)
+        names = self.index.ids_at(np.array([row for row, _ in found], dtype=np.int64)).tolist()
+        words = [_hit(self.index, name, row, score) for name, (row, score) in zip(names, found, strict=True)]
         known = {hit.id: hit for hit in (*words, *hits)}
         rankings = [[(hit.id, hit.score) for hit in ranking] for ranking in (hits, words)]
         fused = fuse(rankings, query.hybrid or "rrf", weights=[query.weight, 1 - query.weight])
@@ -248,16 +292,22 @@ class Searcher:
     def _dim(self) -> int:
         return self.index.about.dim if isinstance(self.index, EngineIndex) else self.index.dim
 
-    def _nearest(self, vectors: np.ndarray, k: int, where: Sequence[Condition]) -> list[list[Hit]]:
+    def _nearest(
+        self, vectors: np.ndarray, k: int, where: Sequence[Condition], kept: np.ndarray | None
+    ) -> list[list[Hit]]:
         how = {"nprobe": self.nprobe, "ef_search": self.ef_search}
         if isinstance(self.index, EngineIndex):
             return self.index.search(vectors, k, where, **how)
         index = self.index
-        scores, rows = index.search_rows(vectors, k, **how)
+        scores, rows = index.search_rows(vectors, k, kept=kept, **how)
         return [
-            [Hit(name, score, index.snippet(row), {}) for name, score, row in zip(*hits) if row >= 0]
-            for hits in zip(index.ids_at(rows).tolist(), scores.tolist(), rows.tolist())
+            [_hit(index, name, row, score) for name, row, score in zip(*own) if row >= 0]
+            for own in zip(index.ids_at(rows).tolist(), rows.tolist(), scores.tolist())
         ]
+
+
+def _hit(index: Index, name: str, row: int, score: float) -> Hit:
+    return Hit(name, score, index.snippet(row), index.columns_of(row))
 
 
 def _even_chunks(inputs: Inputs) -> list[torch.Tensor]:

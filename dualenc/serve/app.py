@@ -58,6 +58,9 @@ class SearchRequest(BaseModel):
         Literal["rrf", "weighted"] | None, Field(description="fuse with BM25, by reciprocal ranks or weighted scores")
     ] = None
     weight: Annotated[float, Field(ge=0, le=1, description="of the vectors in hybrid; BM25 has the rest")] = 0.5
+    rerank: Annotated[
+        bool | None, Field(description="score the best again by the cross-encoder; by default if there is one")
+    ] = None
 
     @model_validator(mode="after")
     def _not_blank(self) -> SearchRequest:
@@ -105,6 +108,7 @@ def create_app(
     max_body: int = 16 << 20,
     timeout_s: float = 10.0,
     watch: bool = True,
+    rerank_top: int = 100,
 ) -> FastAPI:
     """The ASGI application of a service.
 
@@ -115,6 +119,7 @@ def create_app(
         max_body: largest request in bytes.
         timeout_s: seconds that a request may take to arrive, and again to be answered.
         watch: reload when the folder of the index is written anew, and on SIGHUP.
+        rerank_top: how many of the best a cross-encoder scores again, where the service has one.
     """
 
     @asynccontextmanager
@@ -165,7 +170,12 @@ def create_app(
             raise Refused(400, str(error)) from None
         if wanted.hybrid is not None and (wanted.text is None or searcher.lexical is None):
             raise Refused(400, "hybrid search needs a text, and an index that was built with --bm25; leave it out")
-        fused: dict[str, Any] = {"hybrid": wanted.hybrid, "weight": wanted.weight}
+        judged = wanted.text is not None and searcher.judge is not None and wanted.rerank is not False
+        if wanted.rerank and not judged:
+            raise Refused(400, "reranking needs a text, and a server started with --rerank; leave it out")
+        if judged and wanted.k > rerank_top:
+            raise Refused(400, f"k is {wanted.k}, and {rerank_top} are reranked; ask for fewer, or with rerank=false")
+        fused: dict[str, Any] = {"hybrid": wanted.hybrid, "weight": wanted.weight, "rerank": judged * rerank_top}
         try:
             future = service.search(searcher, query._replace(k=wanted.k, where=where, **fused))
         except QueueFull:
@@ -198,6 +208,7 @@ def create_app(
             "columns": dict(searcher.columns),
             "images": service.pictures is not None,
             "hybrid": searcher.lexical is not None,
+            "rerank": rerank_top if searcher.judge is not None else 0,
             "generation": service.generation,
             "loaded": round(service.changed),
         }
@@ -210,9 +221,11 @@ def create_app(
         where: Annotated[Words, Query()] = [],  # noqa: B006
         hybrid: Literal["rrf", "weighted"] | None = None,
         weight: float = 0.5,
+        rerank: bool | None = None,
     ) -> SearchResponse:
         """Search with a text, or for what is like known items."""
-        wanted = SearchRequest(text=text, ids=id, k=k, where=where, hybrid=hybrid, weight=weight)
+        fused: dict[str, Any] = {"hybrid": hybrid, "weight": weight, "rerank": rerank}
+        wanted = SearchRequest(text=text, ids=id, k=k, where=where, **fused)
         return await search_for(wanted, None)
 
     form = SearchRequest.model_json_schema()

@@ -20,6 +20,7 @@ from dualenc.data.images import decode_image
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.lexical import FOLDER as LEXICAL
 from dualenc.search.searcher import Query, Searcher
+from dualenc.search.texts import FOLDER as TEXTS
 from dualenc.serve.batching import Batcher
 from dualenc.serve.metrics import Metrics
 from dualenc.terminal import printable
@@ -212,9 +213,9 @@ def _tokens(inputs: dict[str, Any]) -> list[int]:
 
 
 def _manifest(folder: Path) -> list[tuple[int, int, int] | None]:
-    """What changes when a folder, or the BM25 in it, is written anew; begins with None while there is no folder."""
+    """What changes when a folder, or what lies in it, is written anew; begins with None while there is no folder."""
     found: list[tuple[int, int, int] | None] = []
-    for path in (folder / "meta.json", folder / LEXICAL / "meta.json"):
+    for path in (folder / "meta.json", folder / LEXICAL / "meta.json", folder / TEXTS / "meta.json"):
         try:
             status = path.stat()
             found.append((status.st_ino, status.st_mtime_ns, status.st_size))

@@ -79,7 +79,7 @@ def main(
     processes: dict[str, subprocess.Popen[str]] = {}
     ports: dict[str, int] = {}
     taken: dict[str, list[float]] = {name: [] for name in KINDS}
-    errors: list[str] = []
+    errors: dict[str, list[str]] = {name: [] for name in KINDS}
     try:
         for name, words in KINDS.items():
             command = [sys.executable, "-m", "dualenc", "serve", index, "--port", "0", "--queue", str(queue), *words]
@@ -95,7 +95,7 @@ def main(
             for name, port in ports.items():
                 own, wrong = asyncio.run(load(port, queries, clients, k, seconds / rounds))
                 taken[name] += own
-                errors += wrong
+                errors[name] += wrong
     finally:
         for process in processes.values():
             process.terminate()
@@ -104,12 +104,13 @@ def main(
     for name, own in taken.items():
         p50, p99 = np.percentile(own, [50, 99]) * 1000
         rows[name] = {"queries_per_s": len(own) / seconds, "p50_ms": p50, "p99_ms": p99}
-        print(f"{name:>14}: {len(own) / seconds:7.1f} queries/s, p50 {p50:7.1f} ms, p99 {p99:7.1f} ms")
-    print(f"{clients} clients, {seconds:g} s each, {len(errors)} errors {json.dumps(errors[:3]) if errors else ''}")
+        counted = f"{len(own) / seconds:7.1f} answers/s, p50 {p50:7.1f} ms, p99 {p99:7.1f} ms"
+        print(f"{name:>14}: {counted}, {len(errors[name])} of {len(own)} errors {json.dumps(errors[name][:1])}")
+    print(f"{clients} clients, {seconds:g} s each")
     mine, theirs = rows["batches"], rows["one at a time"]
     faster = mine["queries_per_s"] / theirs["queries_per_s"]
     print(f"throughput {faster:.2f} times, p99 {mine['p99_ms'] / theirs['p99_ms']:.2f} times that of one at a time")
-    if errors:
+    if any(errors.values()):
         raise SystemExit(1)
 
 

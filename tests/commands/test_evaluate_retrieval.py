@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import pytrec_eval
+from sentence_transformers import CrossEncoder
 
 from dualenc.cli import main
-from dualenc.data.beir import read_qrels
+from dualenc.data.beir import read_beir, read_qrels
 from dualenc.evaluation.runs import read_per_query, read_trec
-from tests.commands.toy import text_model, write_beir
+from tests.commands.toy import cross_encoder, text_model, write_beir
 
 
 @pytest.fixture
@@ -69,6 +70,29 @@ def test_hybrid_is_the_fusion_of_the_runs_beside_it(model: Path, data: Path, tmp
     assert measured["systems"]["hybrid"]["mean"]["recall@10"] > 0.8
     assert (measured["hybrid"], measured["weight"]) == (how, 0.3)
     assert evaluate(model, data, "--hybrid", "rrf", "--weight", 1.5) == 2
+
+
+@pytest.mark.parametrize(("more", "folder"), [((), "."), (("--hybrid", "rrf"), "hybrid")])
+def test_reranked_is_the_best_of_a_run_in_the_order_of_the_library(
+    model: Path, data: Path, tmp_path: Path, more: tuple[str, ...], folder: str
+) -> None:
+    judge = cross_encoder(tmp_path / "judge")
+    words = ("--out", tmp_path / "out", "--rerank", judge, "--rerank-top", 12, *more)
+    assert evaluate(model, data, *words) == 0
+    first = read_trec(tmp_path / "out" / folder / "run.trec")
+    again = read_trec(tmp_path / "out" / "reranked" / "run.trec")
+    collection = read_beir(data)
+    texts = dict(zip(collection.corpus.ids, collection.corpus.items))
+    queries = dict(zip(collection.queries.ids, collection.queries.items))
+    theirs = CrossEncoder(str(judge))
+    assert again.keys() == first.keys() == queries.keys()
+    for query, documents in again.items():
+        best = sorted(first[query], key=lambda name: (first[query][name], name), reverse=True)[:12]
+        scores = theirs.predict([(queries[query], texts[name]) for name in best])
+        assert documents == pytest.approx(dict(zip(best, scores.tolist())), abs=1e-5)
+    measured = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert set(measured["systems"]) >= {"toy-text", "reranked"}
+    assert (measured["rerank"], measured["rerank_top"]) == (str(judge), 12)
 
 
 def test_several_folders_have_a_mean(model: Path, data: Path, tmp_path: Path) -> None:

@@ -30,13 +30,14 @@ def written(
     folder = tmp_path_factory.mktemp("two")
     beir = toy.write_beir(folder / "toy")
     toy.save_documents(folder / "docs.jsonl", 2100)
+    judge = toy.cross_encoder(folder / "judge")
     splits = save_splits(folder / "splits", test=3)
     corrupted: list[Any] = [image_model, splits, "--corruptions", "gaussian_noise,fog,pixelate"]
     measured: list[Any] = ["--objectives", "InfoNCE,SogCLR,NegativeCache,EMC2,ISIR", "--batch-size", 4]
     measured += ["--warm-up", 1, "--max-epochs", 1]
     commands: dict[str, list[Any]] = {
         "embed": ["embed", toy_text, folder / "docs.jsonl"],
-        "retrieval": ["evaluate", "retrieval", toy_text, beir],
+        "retrieval": ["evaluate", "retrieval", toy_text, beir, "--hybrid", "rrf", "--rerank", judge],
         "corrupted": ["evaluate", "corrupted", *corrupted, "--train", splits, "--severities", 3, "--num-workers", 0],
         "convergence": ["evaluate", "convergence", short_run, classes, "--pairs", 8],
         "objectives": ["evaluate", "objectives", short_run / "model", classes, *measured],
@@ -53,7 +54,7 @@ def written(
 @pytest.mark.parametrize(
     ("command", "names"),
     [
-        ("retrieval", ["run.trec", "per_query.ndjson", "metrics.json"]),
+        ("retrieval", ["run.trec", "per_query.ndjson", "metrics.json", "hybrid/run.trec", "reranked/run.trec"]),
         ("corrupted", ["metrics.json"]),
         ("convergence", ["metrics.json"]),
         ("objectives", ["metrics.json"]),

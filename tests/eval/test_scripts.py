@@ -124,3 +124,11 @@ def test_mined_negatives_and_scores_stand_with_the_pairs_of_their_query(tmp_path
     assert found.negatives.lengths.tolist() == [2, 1, 1, 0]
     np.testing.assert_allclose(found.scores, [0.7, 0.9, 0.8, np.nan])
     np.testing.assert_allclose(found.negative_scores, [0.6, 0.4, 0.5, 0.5])
+
+
+def test_filtered_searches_are_exact_where_everything_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    script = load_script("bench/filtered.py")
+    script.main(vectors=500, dim=8, queries=5, factories=("Flat", "HNSW8"), shares=(0.5, 0.05))
+    flat, hnsw = capsys.readouterr().out.split("HNSW8")
+    assert flat.count("recall@10 1.000") == 2
+    assert "5.0% kept: recall@10 1.000" in hnsw

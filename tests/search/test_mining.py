@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from hypothesis import strategies as st
 from dualenc.data import MinedPairs, PairDataset, VectorPairs
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings
-from dualenc.search.mining import Report, Rule, mine, open_cross_encoder
+from dualenc.search.mining import Report, Rule, mine
+from dualenc.search.rerank import open_cross_encoder
+from tests.commands import toy
 
 QUERIES, DOCUMENTS, DIM = 30, 60, 5
 
@@ -366,21 +367,7 @@ def test_what_cannot_be_mined_is_told(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tiny_judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cross-encoder with random weights."""
-    import torch
-    from sentence_transformers import CrossEncoder
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
-
-    folder = tmp_path_factory.mktemp("judge")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "query", "text", *map(str, range(60))]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = BertConfig(vocab_size=len(words), num_labels=1, max_position_embeddings=32, initializer_range=1.0, **sizes)
-    BertForSequenceClassification(config).save_pretrained(folder / "raw")
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "raw")
-    CrossEncoder(str(folder / "raw")).save_pretrained(str(folder / "judge"))
-    return folder / "judge"
+    return toy.cross_encoder(tmp_path_factory.mktemp("judge") / "judge")
 
 
 def test_a_cross_encoder_judges_as_sentence_transformers_does(tmp_path: Path, tiny_judge: Path) -> None:
@@ -394,12 +381,3 @@ def test_a_cross_encoder_judges_as_sentence_transformers_does(tmp_path: Path, ti
         for side in ("pos", "neg"):
             theirs = model.predict([(row["query"], text) for text in row[side]])
             np.testing.assert_allclose(row[f"{side}_scores"], theirs, atol=1e-5)
-
-
-def test_a_cross_encoder_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DualencError, match="empty: no cross-encoder that sentence-transformers reads"):
-        open_cross_encoder(str(tmp_path / "empty"))
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(DualencError, match=r"needs sentence-transformers; pip install 'dualenc\[mining\]'"):
-        open_cross_encoder("any")

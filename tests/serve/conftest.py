@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from dualenc.data.sources import open_corpus
+from dualenc.search.rerank import open_cross_encoder
 from dualenc.search.searcher import Searcher
 from dualenc.serve.app import create_app
 from dualenc.serve.metrics import Metrics
@@ -65,11 +66,20 @@ def serve() -> Iterator[Serve]:
     """Makes a client of a new service over an index."""
     clients: list[TestClient] = []
 
-    def start(folder: Path, *, images: Path | None = None, app: dict[str, Any] | None = None, **how: Any) -> TestClient:
+    def start(
+        folder: Path,
+        *,
+        images: Path | None = None,
+        judge: Path | None = None,
+        app: dict[str, Any] | None = None,
+        **how: Any,
+    ) -> TestClient:
         pictures = None if images is None else open_corpus(str(images), modality="image")
 
+        rescore = None if judge is None else open_cross_encoder(str(judge))[0]
+
         def open_searcher(before: Searcher | None) -> Searcher:
-            return Searcher.open(folder, before=before)
+            return Searcher.open(folder, before=before, judge=rescore)
 
         service = Service(open_searcher, pictures=pictures, metrics=Metrics(), **how)
         client = TestClient(create_app(service, watch=False, **(app or {})), base_url=URL)

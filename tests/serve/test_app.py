@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sentence_transformers import CrossEncoder
 
 from dualenc.encoders import load_model
 from dualenc.search import Index
@@ -96,7 +97,9 @@ def test_images_and_texts_search_images(serve: Serve, image_index: Path) -> None
         assert client.get("/images", params={"id": name}).status_code == 404
 
 
-def test_filters_where_an_engine_keeps_columns(serve: Serve, engine_index: Path, text_index: Path) -> None:
+def test_filters_where_columns_are_kept(
+    tmp_path: Path, serve: Serve, text_model: Path, engine_index: Path, text_index: Path
+) -> None:
     client = serve(engine_index)
     assert client.get("/info").json()["columns"] == {"year": "integer", "lang": "text"}
     wanted = {"text": "fox", "k": 30, "where": ["year>=2010", "lang=en"]}
@@ -107,6 +110,17 @@ def test_filters_where_an_engine_keeps_columns(serve: Serve, engine_index: Path,
     assert all(result["columns"]["lang"] == "en" for result in like.json()["results"])
     assert client.post("/search", json={"ids": ["nobody"]}).status_code == 404
     assert client.post("/search", json={"text": "fox", "where": ["year>=soon"]}).status_code == 400
+    rows = [{"_id": f"d{i}", "text": text, "year": 2000 + i} for i, text in enumerate(toy.texts(30))]
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--out", tmp_path / "index", "--columns", "year", "--bm25")
+    run("index", text_model, tmp_path / "docs.jsonl", *words)
+    faiss = serve(tmp_path / "index")
+    assert faiss.get("/info").json()["columns"] == {"year": "integer"}
+    for more in ({}, {"hybrid": "rrf"}):
+        answer = faiss.post("/search", json={"text": "fox", "k": 30, "where": ["year>=2025"], **more})
+        assert set(ids(answer)) == {f"d{i}" for i in range(25, 30)}
+        assert all(result["columns"]["year"] >= 2025 for result in answer.json()["results"])
+    assert "d28" not in ids(faiss.post("/search", json={"ids": ["d28"], "where": ["year>=2025"]}))
     assert "keeps no columns" in serve(text_index).post("/search", json={"text": "a", "where": ["a=b"]}).text
 
 
@@ -128,6 +142,33 @@ def test_hybrid_search(
     other = serve(text_index)
     assert other.get("/info").json()["hybrid"] is False
     assert "--bm25" in other.post("/search", json={"text": "fox", "hybrid": "rrf"}).json()["error"]["message"]
+
+
+def test_reranking(tmp_path: Path, serve: Serve, text_model: Path, text_index: Path) -> None:
+    toy.save_documents(tmp_path / "docs.jsonl", 60)
+    run("index", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "index", "--texts", "--bm25")
+    toy.cross_encoder(tmp_path / "judge")
+    client = serve(tmp_path / "index", judge=tmp_path / "judge", app={"rerank_top": 20})
+    assert client.get("/info").json()["rerank"] == 20
+    plain = {"text": "fox hen", "k": 20, "rerank": False}
+    names = ids(client.post("/search", json=plain))
+    texts = toy.texts(60)
+    ranked = CrossEncoder(str(tmp_path / "judge")).rank("fox hen", [texts[int(name[1:])] for name in names])
+    expected = [names[row["corpus_id"]] for row in ranked]
+    assert expected != names
+    for wanted in ({"text": "fox hen", "k": 20}, {"text": "fox hen", "k": 20, "rerank": True}):
+        for response in (client.post("/search", json=wanted), client.get("/search", params=wanted)):
+            assert ids(response) == expected
+            scores = [result["score"] for result in response.json()["results"]]
+            np.testing.assert_allclose(scores, [row["score"] for row in ranked], atol=1e-5)
+    fused = {"text": "fox hen", "k": 20, "hybrid": "rrf"}
+    assert set(ids(client.post("/search", json=fused))) == set(ids(client.post("/search", json=fused | plain)))
+    assert ids(client.post("/search", json={"ids": ["d3"], "k": 30}))
+    assert client.post("/search", json={"ids": ["d3"], "rerank": True}).status_code == 400
+    assert "20 are reranked" in client.post("/search", json={"text": "fox", "k": 21}).json()["error"]["message"]
+    other = serve(text_index)
+    assert other.get("/info").json()["rerank"] == 0
+    assert "--rerank" in other.post("/search", json={"text": "fox", "rerank": True}).json()["error"]["message"]
 
 
 def test_embeddings_in_openais_form(serve: Serve, text_index: Path, text_model: Path) -> None:

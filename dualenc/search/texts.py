@@ -1,0 +1,115 @@
+"""The whole texts of an index or an engine beside it, found by id: what a cross-encoder reads.
+
+    texts/    ids.txt, texts.jsonl (a JSON string a line), the arrays that find a line, and meta.json
+
+All are mapped: opening reads next to nothing, and a search the lines of its candidates. The folder lies inside that of
+the index, and its meta.json names the checksum of what it belongs to: it is never of other texts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dualenc.errors import DualencError
+from dualenc.files import atomic_path, checksums, read_json_object, sizes, verify_files, write_json
+from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
+
+if TYPE_CHECKING:
+    from dualenc.data import Corpus
+    from dualenc.search.engines import EngineIndex
+    from dualenc.search.index import Index
+
+FOLDER = "texts"
+AGAIN = "run dualenc index INDEX --texts"
+
+
+class KeptTexts:
+    """N texts on disk by their ids.
+
+    Args:
+        folder: of the index that they belong to.
+        of: checksum of that (`checksum_of`).
+
+    Raises:
+        DualencError: none are kept there, they are of another index, or damaged.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], of: str) -> None:
+        self.folder = Path(folder) / FOLDER
+        if not self.folder.is_dir():
+            raise DualencError(f"{folder}: keeps no texts for a cross-encoder to read; {AGAIN}")
+        meta = read_json_object(self.folder / "meta.json", {"count": int, "of": str, "files": dict})
+        if meta["of"] != of:
+            raise DualencError(f"{self.folder}: is of other texts than the index; {AGAIN}")
+        names = [file for name in ("ids.txt", "texts.jsonl") for file in lines_files(self.folder, name)]
+        verify_files(self.folder, names, meta, AGAIN, whole=False)
+        self.ids = MappedIds(self.folder / "ids.txt", meta["count"])
+        self.texts = Snippets(self.folder / "texts.jsonl", meta["count"])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def of(self, ids: Sequence[str]) -> list[str]:
+        """The texts of n ids.
+
+        Raises:
+            DualencError: one of them has none.
+        """
+        rows = self.ids.rows(ids).tolist()
+        if -1 in rows:
+            raise DualencError(f"{self.folder}: has no text of {ids[rows.index(-1)][:80]!r}; {AGAIN}")
+        return [self.texts[row] for row in rows]
+
+
+def checksum_of(index: Index | EngineIndex) -> str:
+    """What tells an index from one of other items: the checksum of its ids, or of what was pushed."""
+    from dualenc.search.engines import EngineIndex
+
+    return index.about.fingerprint if isinstance(index, EngineIndex) else str(index.meta["files"].get("ids.txt"))
+
+
+def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
+    """Put texts into the folder of an index or of a pushed collection.
+
+    Args:
+        folder: that `dualenc index` or `dualenc push` wrote.
+        corpus: the texts that it was made of, in any order; of an index only its own are kept.
+
+    Returns:
+        How many.
+
+    Raises:
+        DualencError: no texts, or not those of the index.
+    """
+    from dualenc.search.engines import EngineIndex, is_engine
+    from dualenc.search.index import Index
+
+    if corpus.modality != "text":
+        raise DualencError(
+            f"{folder}: its data holds {corpus.modality}s, and a cross-encoder reads texts; leave it out"
+        )
+    index: Index | EngineIndex = EngineIndex.open(folder) if is_engine(folder) else Index.open(folder)
+    ids: Sequence[str] = corpus.ids
+    row_of = {name: row for row, name in enumerate(corpus.ids)}
+    if isinstance(index, EngineIndex):  # which does not list its ids
+        index.engine.close()
+        if len(ids) < len(index):
+            told = f"the data has {len(ids):,} texts for {len(index):,} vectors"
+            raise DualencError(f"{folder}: {told}; name what the embeddings were made of")
+    else:
+        ids = index.ids
+        for name in ids:
+            if name not in row_of:
+                raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what the index was made of")
+    check_ids(ids)
+    with atomic_path(Path(folder) / FOLDER) as part:
+        part.mkdir()
+        write_ids(part / "ids.txt", ids)
+        write_snippets(part / "texts.jsonl", (corpus[row_of[name]] for name in ids))
+        files = checksums(part, sorted(path.name for path in part.iterdir()))
+        head = {"format": "dualenc texts", "version": 1, "count": len(ids), "of": checksum_of(index)}
+        write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
+    return len(ids)

@@ -1,0 +1,169 @@
+"""Filtered searches against brute force over the rows that are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualenc.encoders import load_model
+from dualenc.errors import DualencError
+from dualenc.search import Embeddings, Index, change
+from dualenc.search.filtered import SCANNED_BELOW
+from dualenc.search.searcher import Query, Searcher
+from tests.commands import toy
+from tests.commands.in_process import failure, run
+from tests.search.clusters import clustered, exact_rows
+from tests.search.engines.made import KINDS, met_by_pandas
+
+VECTORS, QUERIES = clustered(2000), clustered(20, seed=1)
+EXACT = ("Flat", "IVF16,Flat", "HNSW16", "IVF16,SQ8,Refine(Flat)", "OPQ16,IVF16,Flat")
+LANGUAGES = ("en", "de", None)
+
+
+def index_of(factory: str) -> Index:
+    index = Index.build(VECTORS, factory=factory, recall_queries=0, nprobe=16 if "IVF" in factory else None)
+    if "Refine" in factory:
+        index.faiss.k_factor = 200.0
+    return index
+
+
+INDEXES = {factory: index_of(factory) for factory in EXACT}
+
+
+@given(st.sampled_from(EXACT), st.integers(1, 150), st.integers(1, 20), st.integers(0, 9))
+def test_few_rows_are_searched_exactly(factory: str, count: int, k: int, seed: int) -> None:
+    assert count / len(VECTORS) < SCANNED_BELOW
+    some = np.sort(np.random.default_rng(seed).choice(len(VECTORS), count, replace=False))
+    kept = np.isin(np.arange(len(VECTORS)), some)
+    scores, rows = INDEXES[factory].search_rows(QUERIES, k, kept=kept)
+    expected = some[exact_rows(VECTORS[some], QUERIES, k)]
+    found = min(k, count)
+    np.testing.assert_array_equal(np.sort(rows[:, :found]), np.sort(expected))
+    assert (rows[:, found:] == -1).all()
+    slow = np.einsum("qkd,qd->qk", VECTORS[expected], QUERIES)
+    np.testing.assert_allclose(scores[:, :found], slow, atol=1e-5)
+
+
+@pytest.mark.parametrize(("factory", "settings"), [("HNSW16", {}), ("IVF16,Flat", {"nprobe": 2}), ("Flat", {})])
+@pytest.mark.parametrize("share", [0.5, 0.12])
+def test_many_rows_are_found_as_well_as_without_a_filter(factory: str, settings: dict[str, int], share: float) -> None:
+    index = Index.build(VECTORS, factory=factory, recall_queries=0)
+    kept = np.random.default_rng(5).random(len(VECTORS)) < share
+    some = np.flatnonzero(kept)
+
+    def recall(found: np.ndarray, expected: np.ndarray) -> float:
+        return float(np.mean([len(set(a) & set(b)) / 10 for a, b in zip(found.tolist(), expected.tolist())]))
+
+    whole = recall(index.search_rows(QUERIES, 10, **settings)[1], exact_rows(VECTORS, QUERIES, 10))
+    rows = index.search_rows(QUERIES, 10, kept=kept, **settings)[1]
+    assert kept[rows].all()
+    assert recall(rows, some[exact_rows(VECTORS[some], QUERIES, 10)]) >= whole - 0.05
+
+
+def test_nothing_kept_and_kinds_that_cannot_be_filtered() -> None:
+    nothing = np.zeros(len(VECTORS), bool)
+    assert (INDEXES["HNSW16"].search_rows(QUERIES, 5, kept=nothing)[1] == -1).all()
+    with pytest.raises(DualencError, match="FAISS cannot filter an IndexPQ"):
+        Index.build(VECTORS, factory="PQ4x4", recall_queries=0).search_rows(QUERIES, 5, kept=~nothing)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and an index, with BM25, of 60 texts with years, languages, weights and truth values."""
+    folder = tmp_path_factory.mktemp("filtered")
+    toy.text_model(folder / "model")
+    (folder / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents()))
+    words = ("--columns", "year,lang,weight,open", "--bm25")
+    run("index", folder / "model", folder / "docs.jsonl", "--out", folder / "index", *words)
+    return folder
+
+
+def documents() -> list[dict[str, Any]]:
+    rows = []
+    for i, text in enumerate(toy.texts(60)):
+        row = {"_id": f"d{i}", "text": text, "year": 2000 + i % 7, "lang": LANGUAGES[i % 3], "weight": i / 4}
+        rows.append(row | {"open": i % 5 == 0})
+    return rows
+
+
+WHERES = (["year>=2004"], ["lang=en,de", "open=false"], ["lang!=en"], ["weight<3.5", "year!=2001"], ["year>2100"])
+
+
+@pytest.mark.parametrize("where", WHERES)
+@pytest.mark.parametrize("hybrid", [None, "rrf", "weighted"])
+def test_conditions_hold_before_the_search(made: Path, where: list[str], hybrid: Any) -> None:
+    searcher = Searcher.open(made / "index")
+    assert searcher.columns == KINDS
+    frame = pd.DataFrame(documents(), columns=["_id", *KINDS])
+    frame["lang"] = frame["lang"].astype(object).where(frame["lang"].notna(), None)
+    kept = np.flatnonzero(met_by_pandas(frame, where))
+    query = "fox dog dog"
+    model = load_model(made / "model")
+    dense = (model.left(model.left.prepare([query])) @ model.right(model.right.prepare(toy.texts(60))).T).detach()
+    rankings = [[(f"d{row}", float(dense[0, row])) for row in kept[np.argsort(-dense[0, kept].numpy(), kind="stable")]]]
+    if hybrid:
+        assert searcher.lexical is not None
+        every = searcher.lexical.search(query, 60)
+        rankings.append([(f"d{row}", score) for row, score in every if row in kept])
+    expected: dict[str, float] = {}
+    for ranking in rankings:
+        for rank, (name, score) in enumerate(ranking, 1):
+            low, high = ranking[-1][1], ranking[0][1]
+            share = 1 / (60 + rank) if hybrid == "rrf" else (score - low) / (high - low) if hybrid else score
+            expected[name] = expected.get(name, 0) + share / len(rankings)
+    conditions = searcher.conditions(where)
+    hits = searcher.search([Query("left", query, k=60, where=conditions, hybrid=hybrid)])[0]
+    assert {hit.id: hit.score for hit in hits} == pytest.approx(expected, abs=1e-5)
+    for hit in hits:
+        row = documents()[int(hit.id[1:])]
+        assert hit.columns == {name: row[name] for name in KINDS if row[name] is not None}
+
+
+def test_the_command_shows_columns(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    run("search", made / "index", "fox", "--where", "year>=2005", "--where", "lang=de", "-k", 60, "--json")
+    told = json.loads(capsys.readouterr().out)["results"]
+    assert {row["id"] for row in told} == {
+        row["_id"] for row in documents() if row["year"] >= 2005 and row["lang"] == "de"
+    }
+    assert all(row["lang"] == "de" for row in told)
+    assert "no column 'yaer'; there are year, lang" in failure(
+        capsys, "search", made / "index", "a", "--where", "yaer=1"
+    )
+
+
+def test_columns_follow_what_is_appended_and_removed(made: Path, tmp_path: Path) -> None:
+    run("embed", made / "model", made / "docs.jsonl", "--columns", "year,lang", "--out", tmp_path / "emb")
+    whole = Embeddings.open(tmp_path / "emb")
+    assert whole.columns is not None
+
+    def part(rows: range, columns: Any) -> Embeddings:
+        taken = None if columns is None else columns.take(list(rows))
+        return Embeddings([whole.ids[row] for row in rows], whole.vectors[list(rows)], whole.meta, columns=taken)
+
+    folder = tmp_path / "index"
+    Index.build(part(range(20), whole.columns), folder=folder)
+    change.append(folder, part(range(20, 40), whole.columns.select(["lang"])))
+    change.append(folder, part(range(40, 60), None))
+    index = change.remove(folder, ["d0", "d25", "d59"])
+    assert index.columns is not None
+    for row, name in enumerate(index.ids):
+        number = int(name[1:])
+        expected = documents()[number]
+        there = {"year": expected["year"]} if number < 20 else {}
+        there |= {"lang": expected["lang"]} if number < 40 and expected["lang"] else {}
+        assert index.columns_of(row) == there
+    assert len(index) == len(index.columns) == 57
+    other = part(range(1), whole.columns.select(["year"]).rename_columns(["lang"]))
+    with pytest.raises(DualencError, match="column 'lang' holds text values in the index and integer values in what"):
+        change.append(folder, Embeddings(["new"], other.vectors, other.meta, columns=other.columns))
+    (folder / "columns.parquet").write_bytes(b"broken")
+    with pytest.raises(DualencError, match=r"columns\.parquet: truncated or corrupt"):
+        Index.open(folder)

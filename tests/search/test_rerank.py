@@ -1,0 +1,159 @@
+"""A cross-encoder's second look, against sentence-transformers' own `predict` and `rank`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sentence_transformers import CrossEncoder
+
+from dualenc.data import Corpus
+from dualenc.errors import DualencError
+from dualenc.search import Index
+from dualenc.search.rerank import open_cross_encoder, rerank
+from dualenc.search.searcher import Query, Searcher
+from dualenc.search.texts import KeptTexts, add_texts, checksum_of
+from tests.commands import toy
+from tests.commands.in_process import failure, run
+
+LONG = "fox " + "ant " * 100 + "hen"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, a judge, 60 texts, and an index with BM25 and the texts."""
+    folder = tmp_path_factory.mktemp("rerank")
+    toy.text_model(folder / "model")
+    toy.cross_encoder(folder / "judge")
+    toy.save_documents(folder / "docs.jsonl", 60)
+    run("index", folder / "model", folder / "docs.jsonl", "--out", folder / "index", "--bm25", "--texts")
+    return folder
+
+
+def ranked(judge: Path, query: str, names: list[str], texts: list[str]) -> list[tuple[str, float]]:
+    """Ids and scores of some documents as sentence-transformers ranks them."""
+    return [(names[row["corpus_id"]], float(row["score"])) for row in CrossEncoder(str(judge)).rank(query, texts)]
+
+
+@given(st.lists(st.lists(st.integers(-3, 3), max_size=5), max_size=4))
+def test_each_query_keeps_its_own_and_equal_scores_their_order(scores: list[list[int]]) -> None:
+    pairs = [[(f"q{q}", f"{q} {d} {own}") for d, own in enumerate(some)] for q, some in enumerate(scores)]
+    found = rerank(lambda texts: np.array([float(text.split()[2]) for _, text in texts]), pairs)
+    assert len(found) == len(scores)
+    for some, (order, own) in zip(scores, found):
+        assert [(-some[place], place) for place in order.tolist()] == sorted((-s, d) for d, s in enumerate(some))
+        assert own.tolist() == [some[place] for place in order.tolist()]
+
+
+def test_scores_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(DualencError, match="a score is not finite; check the weights"):
+        rerank(lambda texts: np.full(len(texts), np.nan), [[("a", "b")]])
+
+
+@pytest.mark.parametrize("hybrid", [None, "rrf"])
+def test_the_best_of_a_search_in_the_order_of_the_library(made: Path, hybrid: str | None) -> None:
+    judge = open_cross_encoder(str(made / "judge"))[0]
+    searcher = Searcher.open(made / "index", judge=judge)
+    texts = dict(zip([f"d{i}" for i in range(60)], toy.texts(60)))
+    asked = ["fox dog", "hen hen cat"]
+    how = {"hybrid": hybrid}
+    first = searcher.search([Query("left", text, k=20, **how) for text in asked])  # type: ignore[arg-type]
+    again = searcher.search([Query("left", text, k=7, rerank=20, **how) for text in asked])  # type: ignore[arg-type]
+    for query, before, after in zip(asked, first, again):
+        names = [hit.id for hit in before]
+        expected = ranked(made / "judge", query, names, [texts[name] for name in names])[:7]
+        assert [hit.id for hit in after] == [name for name, _ in expected]
+        np.testing.assert_allclose([hit.score for hit in after], [score for _, score in expected], atol=1e-5)
+        assert [hit.snippet for hit in after] == [texts[name] for name, _ in expected]
+        assert [hit.id for hit in after] != names[:7], "or nothing was tested"
+
+
+def test_the_command_shows_the_scores_of_the_cross_encoder(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    words = ("search", made / "index", "fox dog", "--rerank", made / "judge")
+    run(*words, "--rerank-top", 60, "-k", 60, "--json")
+    shown = json.loads(capsys.readouterr().out)["results"]
+    expected = ranked(made / "judge", "fox dog", [f"d{i}" for i in range(60)], toy.texts(60))
+    np.testing.assert_allclose([row["score"] for row in shown], [score for _, score in expected], atol=1e-5)
+    assert dict(expected) == pytest.approx({row["id"]: row["score"] for row in shown}, abs=1e-5)
+    assert "-k is 10 and --rerank-top 9" in failure(capsys, *words, "--rerank-top", 9)
+    told = failure(capsys, *words[:-1], made / "model")
+    assert "model: is a BertModel, whose scores of pairs would be random weights'" in told
+
+
+def test_the_whole_text_is_read_and_not_its_snippet(made: Path, tmp_path: Path) -> None:
+    rows = [{"_id": "long", "text": LONG}, {"_id": "fox", "text": "fox"}]
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run("index", made / "model", tmp_path / "docs.jsonl", "--out", tmp_path / "index", "--texts")
+    index = Index.open(tmp_path / "index")
+    assert KeptTexts(tmp_path / "index", checksum_of(index)).of(["fox", "long"]) == ["fox", LONG]
+    read: list[tuple[str, str]] = []
+
+    def judge(pairs: list[tuple[str, str]]) -> np.ndarray:
+        read.extend(pairs)
+        return np.zeros(len(pairs))
+
+    Searcher.open(tmp_path / "index", judge=judge).search([Query("left", "hen", rerank=2)])  # type: ignore[arg-type]
+    assert sorted(read) == [("hen", "fox"), ("hen", LONG)]
+
+
+def test_texts_beside_an_engine(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("embed", made / "model", made / "docs.jsonl", "--out", tmp_path / "emb")
+    run("push", tmp_path / "emb", tmp_path / "lake", "--to", "lancedb", "--out", tmp_path / "pushed")
+    words = ("search", tmp_path / "pushed", "fox dog", "--rerank", made / "judge", "--rerank-top", 60)
+    assert "keeps no texts for a cross-encoder to read" in failure(capsys, *words)
+    run("index", tmp_path / "pushed", "--texts")
+    assert "60 texts kept for cross-encoders" in capsys.readouterr().out
+    run(*words, "--json")
+    told = json.loads(capsys.readouterr().out)["results"]
+    expected = ranked(made / "judge", "fox dog", [f"d{i}" for i in range(60)], toy.texts(60))[:10]
+    np.testing.assert_allclose([row["score"] for row in told], [score for _, score in expected], atol=1e-5)
+    assert "searched by vectors alone" in failure(capsys, "index", tmp_path / "pushed", "--texts", "--bm25")
+
+
+def test_texts_are_never_those_of_another_index(made: Path, tmp_path: Path) -> None:
+    judge = open_cross_encoder(str(made / "judge"))[0]
+    folder = tmp_path / "index"
+    shutil.copytree(made / "index", folder)
+    (tmp_path / "gone.txt").write_text("d3\n")
+    run("index", folder, "--remove", tmp_path / "gone.txt")
+    with pytest.raises(DualencError, match=r"keeps no texts .*; run dualenc index INDEX --texts"):
+        Searcher.open(folder, made / "model", judge=judge)
+    shutil.copytree(made / "index" / "texts", folder / "texts")
+    with pytest.raises(DualencError, match="is of other texts than the index"):
+        Searcher.open(folder, made / "model", judge=judge)
+    run("index", folder, made / "docs.jsonl", "--texts")
+    assert (
+        len(Searcher.open(folder, made / "model", judge=judge).search([Query("left", "fox", k=5, rerank=59)])[0]) == 5
+    )
+    content = (folder / "texts" / "texts.jsonl").read_bytes()
+    (folder / "texts" / "texts.jsonl").write_bytes(content[:-9])
+    with pytest.raises(DualencError, match=r"texts\.jsonl: truncated or corrupt"):
+        Searcher.open(folder, made / "model", judge=judge)
+
+
+def test_mistakes(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DualencError, match="the data has no text 'd0'"):
+        add_texts(made / "index", Corpus(["x"], ["fox"]))
+    with pytest.raises(DualencError, match="its data holds vectors"):
+        add_texts(made / "index", Corpus(["d0"], [np.zeros(3)], "vector"))
+    with pytest.raises(DualencError, match="opened without a cross-encoder"):
+        Searcher.open(made / "index").search([Query("left", "fox", rerank=10)])
+    searcher = Searcher.open(made / "index", judge=lambda texts: np.zeros(len(texts)))
+    with pytest.raises(DualencError, match="a cross-encoder reads texts; search with a text"):
+        searcher.search([Query(ids=("d1",), rerank=10)])
+    assert searcher.texts is not None
+    with pytest.raises(DualencError, match="has no text of 'nobody'"):
+        searcher.texts.of(["d1", "nobody"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DualencError, match="empty: no cross-encoder that sentence-transformers reads"):
+        open_cross_encoder(str(tmp_path / "empty"))
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(DualencError, match=r"needs sentence-transformers; pip install 'dualenc\[mining\]'"):
+        open_cross_encoder("any")
