@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.batching.selector import BatchSelector
+from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.batchnorm import waits_for_others
 from dualenc.encoders.dual import DualEncoder
@@ -132,7 +133,10 @@ class Loop:
             skeleton=skeleton,
         )
         self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
-        self.meter = Meter(self.device)
+        # Chains do not know their loss in a large corpus; their batches still tell one.
+        told = "loss" if objective.reports_loss else "batch_estimate"
+        sources = pairs.sources if isinstance(pairs, Mixture) else {}
+        self.meter = Meter(self.device, [f"{told}/{name}" for name in sources])
         described = {name: part for name, part in recipe.items() if name not in ("trainer", "evaluator")}
         described["trainer"] = {name: value for name, value in asdict(settings).items() if name not in _FREE}
         # Checkpoints from before there were these options are still good.
@@ -335,6 +339,7 @@ class Loop:
                 self.gradients.expect()
             encoding.backward(loss if scaler is None else scaler.scale(loss))
             self.plan.observe(batch.indices, left, right, self.steps + 1)
+            self._note_sources(batch, output)
             outputs.append(output)
 
         values: dict[str, Tensor | float] = {}
@@ -365,6 +370,19 @@ class Loop:
         if self.averages is not None:
             self.averages.update()
         return loss, values
+
+    def _note_sources(self, batch: Batch, output: ObjectiveOutput) -> None:
+        """Of a mixture: the losses of each source's pairs; or estimates of them, at steps that are logged."""
+        if not isinstance(self.pairs, Mixture):
+            return
+        if self.objective.reports_loss:
+            of_anchors = output.of_anchors
+        elif self._logs_at(self.steps + 1):
+            of_anchors = getattr(output.metrics, "of_anchors", None)
+        else:
+            return
+        if of_anchors is not None:
+            self.meter.add_pairs(torch.from_numpy(self.pairs.source_of(batch.indices.numpy())), of_anchors)
 
     def _between_steps(self) -> None:
         """Log, evaluate, save, stop: whatever is due after a step."""
