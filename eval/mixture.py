@@ -3,8 +3,8 @@
     python eval/mixture.py "[PATH_TO_PAPERS, PATH_TO_MEDQUAD]" --epochs 2
 
 Each PATH is a BEIR folder with judgements of train and test. A one-layer transformer is trained from scratch, with one
-tokenizer of all sources, on each source alone and on all of them: in mixed batches, in batches of one source, and with a
-prompt before the queries of each source. A pair is seen `epochs` times in each of these runs, so that all sources
+tokenizer of all sources, on each source alone and on all of them: in mixed batches, in batches of one source, and with
+a prompt before the queries of each source. A pair is seen `epochs` times in each of these runs, so that all sources
 together take as many steps as each of them alone do in sum.
 """
 
