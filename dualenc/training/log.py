@@ -54,11 +54,11 @@ class Meter:
             self.sums[name] = self.sums[name] + scalar if name in self.sums else scalar
             self.counts[name] = self.counts.get(name, 0) + 1
 
-    def add_pairs(self, sources: Tensor, of_anchors: Tensor) -> None:
-        """Add what pairs of some sources, (b,) numbers on the CPU, have as left and as right anchors, (2b,)."""
-        of_pairs = of_anchors.detach().double().view(2, len(sources)).mean(dim=0)
-        self.source_sums.index_add_(0, upload(sources, of_pairs.device), of_pairs)
-        self.source_counts += torch.bincount(sources, minlength=len(self.by_source))
+    def add_pairs(self, numbers: Tensor, of_anchors: Tensor) -> None:
+        """Add what pairs have as left and as right anchors, (2b,), to the names with some numbers, (b,) on the CPU."""
+        of_pairs = of_anchors.detach().double().view(2, len(numbers)).mean(dim=0)
+        self.source_sums.index_add_(0, upload(numbers, of_pairs.device), of_pairs)
+        self.source_counts += torch.bincount(numbers, minlength=len(self.by_source))
 
     def bad_step(self, all_ranks: bool = True) -> int | None:
         """The first step whose loss was not finite, or None; on some rank, if all ranks call it together."""

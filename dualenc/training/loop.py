@@ -133,10 +133,8 @@ class Loop:
             skeleton=skeleton,
         )
         self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
-        # Chains do not know their loss in a large corpus; their batches still tell one.
-        told = "loss" if objective.reports_loss else "batch_estimate"
         sources = pairs.sources if isinstance(pairs, Mixture) else {}
-        self.meter = Meter(self.device, [f"{told}/{name}" for name in sources])
+        self.meter = Meter(self.device, [f"{kind}/{name}" for kind in ("loss", "batch_estimate") for name in sources])
         described = {name: part for name, part in recipe.items() if name not in ("trainer", "evaluator")}
         described["trainer"] = {name: value for name, value in asdict(settings).items() if name not in _FREE}
         # Checkpoints from before there were these options are still good.
@@ -372,17 +370,17 @@ class Loop:
         return loss, values
 
     def _note_sources(self, batch: Batch, output: ObjectiveOutput) -> None:
-        """Of a mixture: the losses of each source's pairs; or estimates of them, at steps that are logged."""
+        """Of a mixture: the losses of each source's pairs; of an objective that does not know them its batches'
+        estimates, at steps that are logged."""
         if not isinstance(self.pairs, Mixture):
             return
-        if self.objective.reports_loss:
-            of_anchors = output.of_anchors
-        elif self._logs_at(self.steps + 1):
-            of_anchors = getattr(output.metrics, "of_anchors", None)
-        else:
-            return
+        numbers, of_anchors = torch.from_numpy(self.pairs.source_of(batch.indices.numpy())), output.of_anchors
+        if not self.objective.reports_loss:
+            numbers, of_anchors = numbers + len(self.pairs.sources), None
+            if self._logs_at(self.steps + 1):
+                of_anchors = getattr(output.metrics, "of_anchors", None)
         if of_anchors is not None:
-            self.meter.add_pairs(torch.from_numpy(self.pairs.source_of(batch.indices.numpy())), of_anchors)
+            self.meter.add_pairs(numbers, of_anchors)
 
     def _between_steps(self) -> None:
         """Log, evaluate, save, stop: whatever is due after a step."""
