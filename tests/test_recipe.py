@@ -152,6 +152,62 @@ def test_mistakes_name_the_key_in_one_line(recipe, override, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.fixture
+def mixture(settings, folder):
+    def source():
+        return {"class_path": "BeirPairs", "init_args": {"path": str(folder)}}
+
+    sources = {"first": source(), "second": source()}
+    settings["data"] = {"class_path": "Mixture", "init_args": {"sources": sources, "weights": {"second": 2}}}
+    return settings
+
+
+def test_several_sources_in_one_recipe(mixture, tmp_path, folder):
+    path = tmp_path / "mixture.yaml"
+    path.write_text(yaml.safe_dump(mixture))
+    changes = [
+        f"data.sources.first.init_args.path={folder}",
+        "data.weights.first=0.5",
+        "data.left_prompts.second='q: '",
+        "objective.class_path=DCL",
+    ]
+    recipe = read_recipe(path, changes)
+    assert make_recipe(recipe.settings).settings == recipe.settings
+    parts = recipe.build()
+    assert parts.data.source_weights == {"first": 0.5, "second": 2.0}
+    assert parts.data[20].left.startswith("q: ")
+    assert (parts.objective.num_left, parts.objective.num_right) == (32, 32)
+    assert parts.trainer.fit(parts.model, parts.data, parts.objective).steps == (8 + 32) // 4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.wieghts={}", r"unknown key data\.init_args\.wieghts \(did you mean weights\?\)"),
+        ("data.weights.third=1", "data: Mixture: weights names 'third', which is no source; there are first, second"),
+        ("data.weights.first=0", "data: Mixture: the weight of first is 0; it must be a number above 0"),
+        ("data.weights.first=x", "data.weights.first is 'x'; it must be a number"),
+        ("data.sources={}", "data: Mixture: sources is empty; name at least one"),
+        ("data.sources=[]", r"data.sources is \[\]; it must be keys and values"),
+        (
+            "data.sources.third=x",
+            "data.sources.third is 'x'; it must name a class derived from dualenc.data.pairs.Pair",
+        ),
+        ("data.sources.first.path=x", r"unknown key data\.sources\.first\.path"),
+        ("data.sources.first.init_args.pth=x", r"unknown key data\.sources\.first\.init_args\.pth \(did you mean path"),
+        ("data.sources.first.class_path=BeerPairs", r"no class 'BeerPairs' in dualenc.data \(did you mean BeirPairs"),
+        ("data.sources.first.init_args.path=nowhere", "data.sources.first: nowhere: no such folder"),
+        ("data.batches=one", "data.batches is 'one'; it must be 'mixed' or 'one_source'"),
+    ],
+)
+def test_mistakes_in_a_mixture_are_told_in_one_line(mixture, tmp_path, override, message):
+    path = tmp_path / "mixture.yaml"
+    path.write_text(yaml.safe_dump(mixture))
+    with pytest.raises(DualencError, match=message) as raised:
+        read_recipe(path, [override]).build()
+    assert "\n" not in str(raised.value)
+
+
 def test_files_that_are_no_recipe(tmp_path):
     for text, message in (
         ("a: [", "not valid YAML"),

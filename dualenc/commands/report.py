@@ -78,7 +78,7 @@ def report(run: str, *others: str, out: str | None = None) -> None:
     runs = [read_run(Path(folder)) for folder in (run, *others)]
     if len({one.name for one in runs}) < len(runs):
         runs = [one._replace(name=folder.rstrip("/")) for one, folder in zip(runs, (run, *others), strict=True)]
-    tables = [table for table in (ends(runs), differences(runs)) if table.rows]
+    tables = [table for table in (ends(runs), ends_of_sources(runs), differences(runs)) if table.rows]
     facts = {one.name: f"{one.lines[-1]['step']:,} steps" for one in runs}
     target = Path(out) if out is not None else Path(run) / "report.html"
     for table in tables:
@@ -131,6 +131,19 @@ def ends(runs: list[RunFolder]) -> Table:
     return Table("Metrics on held-out data", rows)
 
 
+def ends_of_sources(runs: list[RunFolder]) -> Table:
+    """Of mixtures: the loss of each source, first and last, per run."""
+    from dualenc.evaluation.report import Table
+
+    rows: list[dict[str, object]] = []
+    for one in runs:
+        for name in _names([one], evaluated=False):
+            if source := _source(name):
+                _, values = one.curve(name)
+                rows.append({"run": one.name, "source": source, "first": values[0], "last": values[-1]})
+    return Table("Loss by source", rows)
+
+
 def differences(runs: list[RunFolder]) -> Table:
     """Settings that are not the same in all runs."""
     from dualenc.evaluation.report import Table
@@ -142,15 +155,22 @@ def differences(runs: list[RunFolder]) -> Table:
 
 
 def curves(runs: list[RunFolder]) -> list[Figure]:
-    """One plot per quantity, with a curve per run: evaluations first."""
+    """One plot per quantity, with a curve per run, or per run and source of a mixture: evaluations first."""
     from dualenc.evaluation.plots import lines
     from dualenc.evaluation.report import Figure
 
-    figures = []
+    figures: list[Figure] = []
+    of_sources: dict[str, dict[str, Any]] = {}
     for name in (*_names(runs, evaluated=True), *_names(runs, evaluated=False)):
         drawn = {one.name: one.curve(name) for one in runs if one.curve(name)[0]}
         short = name.removeprefix("evaluation/")
+        if source := _source(name):
+            found = {f"{run}: {source}" if len(runs) > 1 else source: curve for run, curve in drawn.items()}
+            of_sources.setdefault(name.split("/")[0], {}).update(found)
+            continue
         figures.append(Figure(f"{short}: {CAPTIONS[name]}" if name in CAPTIONS else short, lines(drawn, xlabel="step")))
+    for kind, of_kind in of_sources.items():
+        figures.append(Figure(f"{kind} by source: {CAPTIONS[kind]}", lines(of_kind, xlabel="step")))
     return figures
 
 
@@ -202,6 +222,12 @@ def _scores_in(runs: list[RunFolder], query: str, metric: str) -> dict[str, obje
         if scored:
             found |= {f"{name}before": scored[0], f"{name}after": scored[-1]}
     return found
+
+
+def _source(name: str) -> str:
+    """The source of a mixture whose loss is logged under a name, such as "loss/papers"; "" of anything else."""
+    kind, _, source = name.partition("/")
+    return source if kind in ("loss", "batch_estimate") else ""
 
 
 def _names(runs: list[RunFolder], evaluated: bool) -> list[str]:

@@ -3,6 +3,7 @@
 from dualenc.data.beir import BeirPairs, read_beir
 from dualenc.data.corpus import Corpus, RetrievalSet
 from dualenc.data.images import open_image
+from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import Items, Pair, PairDataset, Ragged
 from dualenc.data.sources import open_corpus, open_pairs
 from dualenc.data.table_pairs import ImageFolderPairs, ImageFolderViews, ImageViews, MinedPairs, TablePairs, TableViews
@@ -18,6 +19,7 @@ __all__ = [
     "ImageViews",
     "Items",
     "MinedPairs",
+    "Mixture",
     "Modality",
     "Pair",
     "PairDataset",

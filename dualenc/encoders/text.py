@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +128,16 @@ class TextEncoder(DualEncoder):
         super().__init__(towers[0], towers[1], kind="query-document")
         self.prompts = bases[0].says.prompts | bases[-1].says.prompts
 
+    def name_prompts(self, prompts: Mapping[str, tuple[str, str]]) -> None:
+        """Have saved folders know further prompts: of each name, `NAME_query` and `NAME_document`.
+
+        Args:
+            prompts: what was put before a query and before a document of a source, behind the model's own prompts.
+        """
+        own = [tower.prepare.prompt for tower in (self.left, self.right)]
+        for name, both in prompts.items():
+            self.prompts |= {f"{name}_{role}": first + then for role, first, then in zip(ROLES, own, both)}
+
     def write(self, folder: Path) -> None:
         """Write one sentence-transformers folder if the weights are shared, else one below for each side."""
         towers = dict(zip(ROLES, (self.left, self.right)))
@@ -138,7 +148,8 @@ class TextEncoder(DualEncoder):
         write_json(folder / DUALENC_FILE, {"kind": self.kind, "towers": list(ROLES)})
         for role, tower in towers.items():
             (folder / role).mkdir()
-            tower.write({role: prompts[role]}, role, folder / role)
+            further = {name: prompt for name, prompt in self.prompts.items() if name.endswith(f"_{role}")}
+            tower.write({**further, role: prompts[role]}, role, folder / role)
 
     @property
     def transformers_configs(self) -> list[Any]:

@@ -51,14 +51,21 @@ class Metrics(Mapping[str, Tensor]):
 
     NAMES = ("batch_estimate", "accuracy", "positive_similarity", "temperature")
 
-    def __init__(self, compute: Callable[[], dict[str, Tensor]]) -> None:
-        self._compute: Callable[[], dict[str, Tensor]] | None = compute
+    def __init__(self, compute: Callable[[], tuple[dict[str, Tensor], Tensor]]) -> None:
+        self._compute: Callable[[], tuple[dict[str, Tensor], Tensor]] | None = compute
         self._values: dict[str, Tensor] = {}
+        self._of_anchors: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         if self._compute is not None and name in self.NAMES:
-            self._values, self._compute = self._compute(), None
+            (self._values, self._of_anchors), self._compute = self._compute(), None
         return self._values[name]
+
+    @property
+    def of_anchors(self) -> Tensor | None:
+        """(A,) the `batch_estimate` of each anchor, in the order of `ObjectiveOutput.of_anchors`."""
+        self["batch_estimate"]
+        return self._of_anchors
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.NAMES)
@@ -77,10 +84,13 @@ class ObjectiveOutput(NamedTuple):
     objective's gradient. On several ranks the average over ranks of the loss (and of the gradients) is that of the
     global batch.
     `metrics` are detached scalars for logging, averaged over this rank's anchors, and computed when read.
+    `of_anchors` (A,) are the losses of this rank's anchors, first the left, then the right ones of its pairs; over all
+    ranks their mean is `loss`, without what a teacher adds. None where an objective does not tell.
     """
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
+    of_anchors: Tensor | None = None
 
 
 class AnchorLosses(NamedTuple):
@@ -358,10 +368,12 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
                     self._fail("weights", f"has shape {tuple(weights.shape)}; it must hold {len(left_id)} numbers")
                 weights = weights.to(like)
                 of_anchors = weights.repeat(2)  # anchors are first the left, then the right ones of all pairs
-            loss = (every if of_anchors is None else every * of_anchors).sum()
+            reported = every = every if of_anchors is None else every * of_anchors
+            loss = every.sum()
             if any(of.value is not None for of in losses):
                 values = joined([of.surrogate.detach() if of.value is None else of.value for of in losses])
-                loss = Reported.apply(loss, (values if of_anchors is None else values * of_anchors).sum())
+                reported = values if of_anchors is None else values * of_anchors
+                loss = Reported.apply(loss, reported.sum())
             loss = loss * scale
             if self.teacher is not None:
                 learned = self._learned(pairs, negatives, teacher_scores, teacher_rows, temperature, weights)
@@ -369,7 +381,7 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         for random, draws in sources:
             random.draws = draws
         watched, temperature = pairs.detached(*copies), temperature.detach()
-        return ObjectiveOutput(loss, Metrics(lambda: self._metrics(watched, temperature)))
+        return ObjectiveOutput(loss, Metrics(lambda: self._metrics(watched, temperature)), reported)
 
     def statistics(self, block: Anchors) -> tuple[Tensor, ...]:
         """(a,) each: what `update` needs to know of each of a block's rows; called without gradient."""
@@ -424,7 +436,8 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         """Tell how much of the training is done, in [0, 1]; objectives with schedules listen."""
 
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
-        """Tell how many pairs each left (num_left,) and right (num_right,) item is in.
+        """Tell how many pairs each left (num_left,) and right (num_right,) item is in; a pair that is trained on more
+        often than others counts as often.
 
         The corpus is the multiset of the pairs' items. Without this, every item stands in one pair.
 
@@ -438,7 +451,7 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             if counts.shape != (total,):
                 self._fail(f"{side}_counts", f"has shape {tuple(counts.shape)}; it must hold {total} counts")
             uneven = bool((counts != 1).any())
-            self.num_pairs = int(counts.sum())
+            self.num_pairs = round(float(counts.sum()))
             setattr(self, f"{side}_counts", counts.to(self.log_temperature.device, torch.float32) if uneven else None)
 
     def set_neighbors(self, side: Side, ids: Tensor) -> None:
@@ -509,24 +522,27 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         return (view_anchors if self.views else pair_anchors)(pairs, temperature)
 
     @torch.no_grad()
-    def _metrics(self, pairs: Pairs, temperature: Tensor) -> dict[str, Tensor]:
-        """The same for every objective, so that runs can be compared: in-batch estimates of L(θ) and accuracy."""
+    def _metrics(self, pairs: Pairs, temperature: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """The same for every objective, so that runs can be compared: in-batch estimates of L(θ) and accuracy; and (A,)
+        the estimate of each anchor."""
 
         def mean_and_hardest(block: Anchors) -> tuple[Tensor, ...]:
             logits = block.logits
             return block.log_mean_exp, logits.amax(dim=1) if logits.shape[1] else block.positive_logits
 
-        found = []
+        found, estimates = [], []
         with torch.autocast(pairs.left.device.type, enabled=False):
             for anchors in self._anchors(pairs, temperature):
                 positive, has_negatives = anchors.positive_logits, anchors.num_negatives > 0
                 log_mean, hardest = anchors.by_rows(mean_and_hardest)
                 estimate = torch.where(has_negatives, -positive + log_mean + self.log_corpus_size(anchors), 0.0)
+                estimates.append(estimate)
                 of_batch = estimate.sum() / has_negatives.sum().clamp(min=1)
                 accuracy = (positive > hardest).to(positive.dtype).mean().nan_to_num()
                 similarity = anchors.positive_similarities.mean().nan_to_num()
                 found.append(torch.stack([of_batch, accuracy, similarity, temperature]))
-        return dict(zip(Metrics.NAMES, torch.stack(found).mean(dim=0).unbind(), strict=True))
+        means = torch.stack(found).mean(dim=0).unbind()
+        return dict(zip(Metrics.NAMES, means, strict=True)), torch.cat(estimates)
 
     def _checked(
         self, embeddings: Mapping[str, Tensor | None], ids: Mapping[str, Tensor | None]

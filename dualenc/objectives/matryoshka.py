@@ -127,7 +127,9 @@ class Matryoshka(Objective):
                 **judged,
             )
         loss = torch.stack([output.loss for output in outputs.values()]).mean()
-        return ObjectiveOutput(loss, MetricsByDim({dim: output.metrics for dim, output in outputs.items()}))
+        told = [output.of_anchors.detach() for output in outputs.values() if output.of_anchors is not None]
+        of_anchors = torch.stack(told).mean(dim=0) if len(told) == len(outputs) else None
+        return ObjectiveOutput(loss, MetricsByDim({dim: output.metrics for dim, output in outputs.items()}), of_anchors)
 
 
 def prefix(vectors: Tensor, dim: int) -> Tensor:
@@ -172,6 +174,11 @@ class MetricsByDim(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         dim, inner = self.found[name]
         return self.by_dim[dim][inner]
+
+    @property
+    def of_anchors(self) -> Tensor | None:
+        """(A,) the `batch_estimate` of each anchor at the greatest length."""
+        return getattr(self.by_dim[max(self.by_dim)], "of_anchors", None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.found)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dualenc import distributed
+from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.card import Code, Results
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
+from dualenc.objectives.looks import upload
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,10 +31,17 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Sums scalars on a device, so that no step waits; `average` brings their means over steps and ranks to the CPU."""
+    """Sums scalars on a device, so that no step waits; `average` brings their means over steps and ranks to the CPU.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Args:
+        device: where the sums are.
+        by_source: names of what is averaged over the pairs of each source (`add_pairs`), such as "loss/papers".
+    """
+
+    def __init__(self, device: torch.device, by_source: Sequence[str] = ()) -> None:
+        self.device, self.by_source = device, list(by_source)
+        self.source_sums = torch.zeros(len(self.by_source), dtype=torch.float64, device=device)
+        self.source_counts = torch.zeros(len(self.by_source), dtype=torch.float64)
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self.first_bad_step = torch.zeros((), dtype=torch.float64, device=device)
@@ -46,6 +55,12 @@ class Meter:
             self.sums[name] = self.sums[name] + scalar if name in self.sums else scalar
             self.counts[name] = self.counts.get(name, 0) + 1
 
+    def add_pairs(self, numbers: Tensor, of_anchors: Tensor) -> None:
+        """Add what pairs have as left and as right anchors, (2b,), to the names with some numbers, (b,) on the CPU."""
+        of_pairs = of_anchors.detach().double().view(2, len(numbers)).mean(dim=0)
+        self.source_sums.index_add_(0, upload(numbers, of_pairs.device), of_pairs)
+        self.source_counts += torch.bincount(numbers, minlength=len(self.by_source))
+
     def bad_step(self, all_ranks: bool = True) -> int | None:
         """The first step whose loss was not finite, or None; on some rank, if all ranks call it together."""
         own = self.first_bad_step[None]
@@ -57,16 +72,26 @@ class Meter:
         if not self.sums:
             return {}
         names = sorted(self.sums)
-        sums = distributed.all_reduce(torch.stack([self.sums[name] for name in names]), "mean").tolist()
-        means = {name: total / self.counts[name] for name, total in zip(names, sums, strict=True)}
+        scalars = torch.stack([self.sums[name] for name in names])
+        everything = torch.cat([scalars, self.source_sums, self.source_counts.to(self.device)])
+        sums = distributed.all_reduce(everything, "mean").tolist()
+        means = {name: total / self.counts[name] for name, total in zip(names, sums)}
+        sums, counts = sums[len(names) :][: len(self.by_source)], sums[len(names) + len(self.by_source) :]
+        means |= {name: total / count for name, total, count in zip(self.by_source, sums, counts, strict=True) if count}
         self.sums, self.counts = {}, {}
+        self.source_sums.zero_()
+        self.source_counts.zero_()
         return means
 
     def state_dict(self) -> dict[str, Any]:
         """The sums over all ranks, so that a resumed run logs the same means; all ranks call it together."""
         names = sorted(self.sums)
         sums = {name: float(distributed.all_reduce(self.sums[name], "mean")) for name in names}
-        return {"sums": sums, "counts": dict(self.counts)}
+        state = {"sums": sums, "counts": dict(self.counts)}
+        if self.by_source:
+            both = torch.stack([self.source_sums, self.source_counts.to(self.device)])
+            state["by_source"] = distributed.all_reduce(both, "mean").cpu()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
@@ -74,6 +99,9 @@ class Meter:
         self.sums = {
             name: torch.tensor(value, dtype=torch.float64, device=self.device) for name, value in state["sums"].items()
         }
+        if self.by_source:
+            sums, counts = state["by_source"]
+            self.source_sums, self.source_counts = sums.to(self.device, copy=True), counts.clone()
 
 
 class RunLog:
@@ -146,6 +174,7 @@ class RunLog:
         self.accelerator.log({name: value for name, value in finite.items() if value is not None}, step=step)
         loss = "loss" if "loss" in values else "batch_estimate"
         names = {loss: loss, "learning_rate": "lr", "samples_per_second": "samples/s"}
+        names |= {name: name.removeprefix(f"{loss}/") for name in values if name.startswith(f"{loss}/")}
         shown = {short: f"{values[name]:.3g}" for name, short in names.items() if name in values}
         if shown:
             self.bar.set_postfix(shown, refresh=False)
@@ -222,12 +251,14 @@ def training_card(
     task: str = getattr(evaluator, "task", "")
     dims = getattr(objective, "dims", None)
     lengths = ", ".join(map(str, dims or []))
+    parts = f" Sources: {'; '.join(pairs.describe())}." if isinstance(pairs, Mixture) else ""
     return {
         "lengths": f"The first {lengths} components can be used alone, scaled to length one (`truncate_dim`)."
         if dims
         else None,
         "data": (
             f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
+            f"{parts}"
         ),
         "training": f"{type(objective).__name__}, {step} steps with batches of {settings['batch_size']}.",
         "metrics": rows or None,

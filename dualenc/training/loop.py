@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.batching.selector import BatchSelector
+from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.batchnorm import waits_for_others
 from dualenc.encoders.dual import DualEncoder
@@ -136,7 +137,8 @@ class Loop:
             skeleton=skeleton,
         )
         self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
-        self.meter = Meter(self.device)
+        sources = pairs.sources if isinstance(pairs, Mixture) else {}
+        self.meter = Meter(self.device, [f"{kind}/{name}" for kind in ("loss", "batch_estimate") for name in sources])
         described = {name: part for name, part in recipe.items() if name not in ("trainer", "evaluator")}
         described["trainer"] = {name: value for name, value in asdict(settings).items() if name not in _FREE}
         # Checkpoints from before there were these options are still good.
@@ -340,6 +342,7 @@ class Loop:
                 self.gradients.expect()
             encoding.backward(loss if scaler is None else scaler.scale(loss))
             self.plan.observe(batch.indices, left, right, self.steps + 1)
+            self._note_sources(batch, output)
             outputs.append(output)
 
         values: dict[str, Tensor | float] = {}
@@ -372,6 +375,19 @@ class Loop:
         if self.averages is not None:
             self.averages.update()
         return loss, values
+
+    def _note_sources(self, batch: Batch, output: ObjectiveOutput) -> None:
+        """Of a mixture: the losses of each source's pairs; of an objective that does not know them its batches'
+        estimates, at steps that are logged."""
+        if not isinstance(self.pairs, Mixture):
+            return
+        numbers, of_anchors = torch.from_numpy(self.pairs.source_of(batch.indices.numpy())), output.of_anchors
+        if not self.objective.reports_loss:
+            numbers, of_anchors = numbers + len(self.pairs.sources), None
+            if self._logs_at(self.steps + 1):
+                of_anchors = getattr(output.metrics, "of_anchors", None)
+        if of_anchors is not None:
+            self.meter.add_pairs(numbers, of_anchors)
 
     def _between_steps(self) -> None:
         """Log, evaluate, save, stop: whatever is due after a step."""

@@ -22,11 +22,14 @@ from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch.nn.modules.dropout import _DropoutNd
 
 from dualenc import distributed
+from dualenc.batching.mixture import MixtureBatches
 from dualenc.batching.selector import BatchSelector, RandomBatches
 from dualenc.cli import nearest
+from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.batchnorm import synchronise_statistics, waits_for_others
 from dualenc.encoders.dual import SIDES, DualEncoder
+from dualenc.encoders.text import TextEncoder
 from dualenc.errors import DualencError
 from dualenc.objectives.base import Objective
 from dualenc.training.checkpoint import claimed
@@ -229,7 +232,7 @@ class Trainer:
                 processes each holds a part.
             pairs: the training pairs.
             objective: the loss; its learnable parameters are trained too.
-            batching: who meets whom; by default random batches.
+            batching: who meets whom; by default random batches, of a `Mixture` as its weights and `batches` say.
             evaluator: measures the model before, during and after training.
             resume: continue, exactly, from the latest checkpoint in `output`; from the start if there is none.
             recipe: where all of this came from, for the model card and to recognise checkpoints of other recipes.
@@ -245,6 +248,8 @@ class Trainer:
         start = time.perf_counter()
         if self.batch_size > len(pairs):
             raise DualencError(f"batch_size is {self.batch_size} but there are {len(pairs)} pairs; make it smaller")
+        if isinstance(pairs, Mixture) and not pairs.is_plain:
+            batching = self._batches_of(pairs, batching)
         batching = batching or RandomBatches(len(pairs), self.batch_size, seed=self.seed)
         self._check_parts(model, pairs, objective, batching, evaluator)
         trackers = [name.strip() for name in (self.tracker or "").split(",") if name.strip()]
@@ -257,6 +262,8 @@ class Trainer:
             killed_worker_told(self.num_workers),
         ):
             freeze(model, self.freeze)
+            if isinstance(pairs, Mixture) and isinstance(model, TextEncoder):
+                model.name_prompts(pairs.prompts)
             skeleton = None
             if self.shard_model:
                 check_shardable(model, self.optimizer, self.mixed_precision, self.compile)
@@ -273,6 +280,8 @@ class Trainer:
                 )
             sides = ((pairs.left_id, pairs.num_left), (pairs.right_id, pairs.num_right))
             counts = [torch.from_numpy(np.bincount(ids, minlength=total)).to(device) for ids, total in sides]
+            if isinstance(pairs, Mixture):
+                counts = [torch.from_numpy(pairs.pair_counts(side)).to(device) for side in SIDES]
             objective.to(device).set_counts(*counts)
             loop = Loop(
                 self, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {}, skeleton
@@ -286,6 +295,22 @@ class Trainer:
         seconds = time.perf_counter() - start
         skipped = len(loop.all_bad())
         return TrainingResult(loop.best.folder, loop.steps, loss, loop.best.before, metrics, seconds, skipped)
+
+    def _batches_of(self, pairs: Mixture, batching: BatchSelector | None) -> BatchSelector:
+        """Batches as a mixture wants them, which no other selector makes."""
+        if batching is not None and not isinstance(batching, MixtureBatches):
+            raise DualencError(
+                f"data.weights and data.batches say what a batch is made of, which {type(batching).__name__} does not "
+                "know; leave batching out, or weigh all sources 1 in mixed batches"
+            )
+        return batching or MixtureBatches(
+            pairs.sizes,
+            list(pairs.source_weights.values()),
+            self.batch_size,
+            self.seed,
+            one_source=pairs.batches == "one_source",
+            names=list(pairs.sources),
+        )
 
     def _check_parts(
         self,
@@ -309,9 +334,12 @@ class Trainer:
             if ours != theirs:
                 raise DualencError(f"{name} is {ours} for {we} but {theirs} for batching; give both the same")
         if (remedy := objective.needs_uniform_batches) and not batching.uniform:
+            chooser, otherwise = type(batching).__name__, "leave batching out"
+            if isinstance(batching, MixtureBatches):
+                chooser, otherwise = "the mixture", "weigh all sources 1 in mixed batches"
             raise DualencError(
-                f"{type(batching).__name__} chooses who meets whom, but {type(objective).__name__} as set assumes "
-                f"random batches; give it {remedy}, or leave batching out"
+                f"{chooser} chooses who meets whom, but {type(objective).__name__} as set assumes random batches; give "
+                f"it {remedy}, or {otherwise}"
             )
         trained = {"left": pairs.left_modality, "right": pairs.right_modality}
         for what, given in (("the pairs", trained), ("the evaluator", getattr(evaluator, "modalities", {}))):

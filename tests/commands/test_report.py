@@ -119,6 +119,27 @@ def test_a_retrieval_run_tells_similarities_queries_and_chains(tmp_path: Path) -
     assert "share of chains that left their item" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_the_sources_of_a_mixture_share_a_plot_and_have_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, last in (("a", 1.0), ("b", 1.5)):
+        (tmp_path / name).mkdir()
+        values = (
+            {"loss": 3.0, "loss/one": 2.0, "selection/loss": 4.0},
+            {"loss": 2.0, "loss/one": last, "loss/two": 5.0},
+        )
+        lines = [json.dumps({"step": 10 * number, **of}) for number, of in enumerate(values, start=1)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["a", "one", "2.0000", "1.0000"] in rows
+    assert ["b", "one", "2.0000", "1.5000"] in rows
+    assert ["b", "two", "5.0000", "5.0000"] in rows
+    assert not any("selection/loss" in row or "loss" in row[1:2] for row in rows)
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", (tmp_path / "a" / "report.html").read_text())
+    assert [caption.split(":")[0] for caption in captions] == ["loss", "selection/loss", "loss by source"]
+
+
 def test_a_folder_without_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "no metrics.jsonl with metrics in it; name the trainer.output of a run" in capsys.readouterr().err

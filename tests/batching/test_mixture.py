@@ -1,0 +1,138 @@
+"""Batches of several sources: what is drawn of each, and that no batch holds a pair twice."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dualenc.batching.mixture import MixtureBatches, deal
+from dualenc.errors import DualencError
+
+SOURCES = st.lists(st.tuples(st.integers(8, 60), st.sampled_from([0.25, 0.5, 1.0, 1.7, 3.0])), min_size=1, max_size=4)
+
+
+def made(sources, batch_size, seed, **arguments):
+    """A selector, unless the sources are too small for it."""
+    try:
+        return MixtureBatches(*zip(*sources), batch_size, seed, **arguments)
+    except DualencError:
+        assume(False)
+
+
+def source_of(sizes, batches):
+    return np.searchsorted(np.cumsum(sizes), batches, side="right")
+
+
+@given(SOURCES, st.integers(1, 8), st.integers(0, 5), st.integers(0, 9), st.booleans())
+def test_no_batch_holds_a_pair_twice_and_every_pair_comes_as_often_as_its_weight_says(
+    sources, batch_size, seed, epoch, one_source
+):
+    selector = made(sources, batch_size, seed, one_source=one_source)
+    batches = selector.select(epoch)
+    assert batches.shape == (selector.num_batches, batch_size)
+    assert all(len(set(batch)) == batch_size for batch in batches.tolist())
+    sizes, weights = zip(*sources)
+    times = np.bincount(batches.ravel(), minlength=sum(sizes))
+    left_out = 0
+    for size, weight, of_source in zip(sizes, weights, np.split(times, np.cumsum(sizes)[:-1])):
+        drawn = round(weight * size)
+        assert of_source.max() <= -(-drawn // size)
+        assert of_source.sum() <= drawn
+        left_out += drawn - of_source.sum()
+        if one_source:
+            assert drawn - of_source.sum() < batch_size
+    assert one_source or left_out < batch_size
+
+
+@given(SOURCES, st.integers(0, 9))
+def test_what_is_drawn_of_a_source_is_its_size_times_its_weight(sources, epoch):
+    selector = made(sources, 1, 0)
+    for number, (size, weight) in enumerate(sources):
+        counts = selector.counts(number, epoch)
+        assert counts.sum() == round(weight * size)
+        assert set(counts.tolist()) <= {counts.min(), counts.min() + 1}
+
+
+@given(st.integers(8, 100), st.sampled_from([0.1, 0.25, 0.3, 0.5, 1.25]))
+def test_nearly_all_pairs_come_before_one_comes_again(size, weight):
+    selector = made([(size, weight)], 1, 3)
+    rest = round(weight * size) % size
+    assume(rest)
+    turn = size // rest
+    for first in (0, turn, 2 * turn):
+        more = sum(selector.counts(0, epoch) for epoch in range(first, first + turn)) - turn * int(weight)
+        assert set(more.tolist()) <= {0, 1}
+        assert size - more.sum() < rest
+
+
+def test_with_weights_of_one_every_pair_comes_once_but_for_what_fills_no_batch():
+    batches = MixtureBatches([30, 21], [1, 1], 8).select(4)
+    assert batches.size == 48
+    assert len(np.unique(batches)) == 48
+
+
+def test_shares_are_sizes_times_weights():
+    selector = MixtureBatches([1000, 400, 100], [1, 0.5, 3], 10)
+    drawn = np.concatenate([selector.select(epoch) for epoch in range(4)])
+    assert np.bincount(source_of([1000, 400, 100], drawn).ravel()).tolist() == [4000, 800, 1200]
+
+
+def test_a_batch_of_one_source_has_pairs_of_no_other_and_sources_come_in_random_order():
+    selector = MixtureBatches([100, 60], [1, 2], 10, seed=1, one_source=True)
+    sources = source_of([100, 60], selector.select(0))
+    assert (sources == sources[:, :1]).all()
+    order = sources[:, 0].tolist()
+    assert sorted(order) == [0] * 10 + [1] * 12
+    assert order != sorted(order)
+    assert order != source_of([100, 60], selector.select(1))[:, 0].tolist()
+
+
+def test_equal_seed_and_epoch_give_equal_batches_and_others_do_not():
+    def select(seed, epoch):
+        return MixtureBatches([50, 30], [1, 2.5], 8, seed).select(epoch)
+
+    assert np.array_equal(select(3, 2), select(3, 2))
+    assert not np.array_equal(select(3, 2), select(4, 2))
+    assert not np.array_equal(select(3, 2), select(3, 3))
+
+
+def test_any_two_pairs_meet_equally_often():
+    """Once each: the expected number of meetings of a random partition. Twice as often, a pair meets twice as many."""
+    size, batch_size, epochs = 12, 3, 6000
+    for counts in (np.ones(size, int), np.repeat([1, 2], size // 2)):
+        draw, met = np.random.default_rng(0), np.zeros((size, size))
+        num_batches = counts.sum() // batch_size
+        for _ in range(epochs):
+            for batch in deal(counts, num_batches, batch_size, draw):
+                met[np.ix_(batch, batch)] += 1
+        together = met / epochs
+        expected = np.outer(counts, counts) * (batch_size - 1) / (counts.sum() - 1)
+        off = ~np.eye(size, dtype=bool)
+        # A pair does not meet itself, so that copies meet the others a little more often.
+        slack = 0.03 if counts.max() == 1 else 0.15
+        assert np.abs(together - expected)[off].max() < slack
+        assert np.allclose(np.diag(together), counts)
+
+
+def test_even_a_pair_in_every_batch_comes_once_in_each():
+    for seed in range(50):
+        counts = np.array([5, 5, 5, 3, 2])
+        batches = deal(counts, 5, 4, np.random.default_rng(seed))
+        assert np.bincount(batches.ravel()).tolist() == counts.tolist()
+        assert all(len(set(batch)) == 4 for batch in batches.tolist())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "arguments", "message"),
+    [
+        ([100, 20], [1, 0.01], {}, "source 1 has 20 pairs, of which an epoch draws 0 at weight 0.01; raise its weight"),
+        ([100, 20], [1, 1], {"one_source": True}, "too few for a batch of 32 in batches of one source"),
+        ([20, 20], [0.5, 0.5], {}, "too few for a batch of 32 from all sources together"),
+        ([100, 10], [1, 100], {"names": ["a", "b"]}, "b has 10 pairs, .* 1000 at weight 100, in 34 batches: some pair"),
+        ([10, 5], [1, 1], {}, "batch_size 32 exceeds num_pairs 15"),
+    ],
+)
+def test_sources_too_small_are_told_in_one_line(sizes, weights, arguments, message):
+    with pytest.raises(DualencError, match=message) as told:
+        MixtureBatches(sizes, weights, 32, **arguments)
+    assert "\n" not in str(told.value)

@@ -1,0 +1,206 @@
+"""Several sources as one: ids, items, prompts and columns are those of the sources, one after the other."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualenc.data import BeirPairs, ImageViews, MinedPairs, Mixture, PairDataset, TablePairs, VectorPairs
+from dualenc.data.corpus import corpora
+from dualenc.data.identity import items_identity
+from dualenc.errors import DualencError
+from tests.data.make import picture, write_beir, write_jsonl
+
+
+def texts(name, count):
+    return [f"{name} {i}" for i in range(count)]
+
+
+def pairs_of(name, left, right, left_id=None, right_id=None, **columns):
+    return PairDataset(texts(f"{name} left", left), texts(f"{name} right", right), left_id, right_id, **columns)
+
+
+@pytest.fixture
+def one():
+    return pairs_of("one", 3, 5, [0, 0, 2, 1], [4, 3, 0, 0])
+
+
+@pytest.fixture
+def two():
+    return pairs_of("two", 2, 2)
+
+
+def test_pairs_of_a_source_follow_those_of_the_sources_before(one, two):
+    both = Mixture({"one": one, "two": two})
+    assert (len(both), both.num_left, both.num_right) == (6, 5, 7)
+    assert both.left_id.tolist() == [0, 0, 2, 1, 3, 4]
+    assert both.right_id.tolist() == [4, 3, 0, 0, 5, 6]
+    expected = [one[i] for i in range(4)] + [two[i] for i in range(2)]
+    for index, (pair, own) in enumerate(zip([both[i] for i in range(6)], expected, strict=True)):
+        assert (pair.index, pair.left, pair.right) == (index, own.left, own.right)
+        assert both.item("left", pair.left_id) == own.left
+        assert both.item("right", pair.right_id) == own.right
+    assert both.source_of(np.array([0, 3, 4, 5])).tolist() == [0, 0, 1, 1]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
+def test_positives_are_those_of_the_source_shifted(sizes, data):
+    sources, firsts, first = {}, [], 0
+    for number, size in enumerate(sizes):
+        ids = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=8))
+        others = data.draw(st.lists(st.integers(0, size - 1), min_size=len(ids), max_size=len(ids)))
+        sources[f"s{number}"] = pairs_of(f"{number}", size, size, ids, others)
+        firsts.append(first)
+        first += size
+    both = Mixture(sources)
+    for start, source in zip(firsts, sources.values(), strict=True):
+        every = np.arange(source.num_left)
+        for side in ("left", "right"):
+            own, shifted = source.positives(side, every), both.positives(side, every + start)
+            assert [[i + start for i in row if i >= 0] for row in own.tolist()] == [
+                [i for i in row if i >= 0] for row in shifted.tolist()
+            ]
+
+
+def test_prompts_are_put_before_the_texts_of_their_source_and_before_mined_negatives(one):
+    mined = pairs_of("mined", 2, 3, [0, 1], [0, 1], negatives=[[2], [2, 0]])
+    both = Mixture(
+        {"one": one, "mined": mined}, left_prompts={"mined": "query: "}, right_prompts={"mined": "passage: "}
+    )
+    assert both[0].left == "one left 0"
+    pair = both[5]
+    assert pair.left == "query: mined left 1"
+    assert pair.right == "passage: mined right 1"
+    assert pair.negatives == ("passage: mined right 2", "passage: mined right 0")
+    assert pair.negative_ids == (7, 5)
+    assert both.prompts == {"mined": ("query: ", "passage: ")}
+    assert both.item("right", pair.negative_ids[0]) == "passage: mined right 2"
+
+
+def test_columns_that_a_source_does_not_have_are_filled(one):
+    scored = pairs_of(
+        "scored", 2, 2, negatives=[[1], [0]], weights=[0.5, 2.0], scores=[1.5, 2.5], negative_scores=[0.1, 0.2]
+    )
+    both = Mixture({"one": one, "scored": scored})
+    assert both.weights.tolist() == [1, 1, 1, 1, 0.5, 2]
+    assert both.scores.tolist()[4:] == [1.5, 2.5]
+    assert np.isnan(both.scores[:4]).all()
+    assert [both[i].negative_ids for i in range(6)] == [(), (), (), (), (6,), (5,)]
+    assert both[5].negative_scores == pytest.approx((0.2,))
+    plain = Mixture({"one": one})
+    assert plain.weights is plain.scores is plain.negatives is plain.negative_scores is None
+
+
+def test_items_are_counted_as_often_as_their_pairs_come(one, two):
+    both = Mixture({"one": one, "two": two}, weights={"two": 2.5})
+    assert both.pair_counts("right").tolist() == [2, 0, 0, 1, 1, 2.5, 2.5]
+    assert both.pair_counts("left").tolist() == [2, 1, 1, 2.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("options", "plain"),
+    [({}, True), ({"weights": {"two": 1}}, True), ({"weights": {"two": 2}}, False), ({"batches": "one_source"}, False)],
+)
+def test_only_weights_and_batches_of_one_source_need_batches_of_their_own(one, two, options, plain):
+    assert Mixture({"one": one, "two": two}, **options).is_plain is plain
+
+
+def test_identities_tell_what_has_changed(one, two):
+    def of(**options):
+        return Mixture({"one": one, "two": two}, **options).identities()
+
+    def differ(first, second):
+        return {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
+
+    assert of() == of(weights={"one": 1.0})
+    assert differ(of(), of(weights={"two": 2})) == {"two.weight"}
+    assert differ(of(), of(left_prompts={"one": "q: "})) == {"one.prompts"}
+    assert differ(of(), of(batches="one_source")) == {"batches"}
+    other = pairs_of("two", 2, 2)
+    other.right_items[1] = "something else"
+    assert differ(of(), Mixture({"one": one, "two": other}).identities()) == {"two.right_items"}
+    assert "sources" in differ(of(), Mixture({"two": two, "one": one}).identities())
+
+
+def test_items_of_a_mixture_are_told_apart_by_source_and_prompt(one, two):
+    joined = Mixture({"one": one, "two": two})
+    same = [*one.left_items, *two.left_items]
+    assert items_identity(joined.left_items) == items_identity(same)
+    prompted = Mixture({"one": one, "two": two}, left_prompts={"two": "q: "})
+    assert items_identity(prompted.left_items) == items_identity(["q: " + t if "two" in t else t for t in same])
+
+
+def test_every_reader_can_be_a_source(tmp_path):
+    beir = tmp_path / "beir"
+    documents = [{"_id": f"d{i}", "text": f"document {i}"} for i in range(4)]
+    queries = [{"_id": f"q{i}", "text": f"query {i}"} for i in range(2)]
+    write_beir(beir, documents, queries, {"train": [["q0", "d2", 1], ["q1", "d0", 1], ["q1", "d3", 1]]})
+    table = write_jsonl(tmp_path / "table.jsonl", [{"q": "a", "d": "b"}, {"q": "c", "d": "b"}, {"q": "", "d": "b"}])
+    mined = write_jsonl(tmp_path / "mined.jsonl", [{"query": "x", "pos": ["y"], "neg": ["z", "w"]}])
+    both = Mixture(
+        {"beir": BeirPairs(beir), "table": TablePairs(table, "q", "d"), "mined": MinedPairs(mined)},
+        right_prompts={"table": "passage: "},
+    )
+    assert [(pair.left, pair.right) for pair in (both[i] for i in range(len(both)))] == [
+        *(("query 0", "document 2"), ("query 1", "document 0"), ("query 1", "document 3")),
+        *(("a", "passage: b"), ("c", "passage: b"), ("x", "y")),
+    ]
+    assert both.skipped == 1
+    assert both[5].negatives == ("z", "w")
+    left, right = corpora(both)
+    assert (len(left), len(right)) == (both.num_left, both.num_right) == (5, 8)
+    again = pickle.loads(pickle.dumps(both))  # as data workers that are spawned get it
+    assert [again[i] for i in range(6)] == [both[i] for i in range(6)]
+
+
+def test_vectors_and_views_can_be_mixed(tmp_path):
+    for name, count in (("a", 3), ("b", 4)):
+        np.save(tmp_path / f"{name}.npy", np.random.default_rng(count).normal(size=(count, 6)).astype(np.float32))
+    a, b = (VectorPairs(str(tmp_path / f"{name}.npy"), str(tmp_path / f"{name}.npy")) for name in "ab")
+    both = Mixture({"a": a, "b": b})
+    assert (both.left_dim, both.right_dim) == (6, 6)
+    assert np.array_equal(both[3].left, b[0].left)
+    images = Mixture({"dark": ImageViews([picture(1), picture(2)]), "light": ImageViews([picture(200)])})
+    assert images.views
+    assert (images.num_left, images.num_right) == (3, 3)
+    assert images[2].left is images[2].right
+
+
+IMAGES = PairDataset([picture(1)], ["a caption"], left_modality="image")
+VECTORS = [
+    PairDataset(np.ones((1, d)), np.ones((1, 4)), left_modality="vector", right_modality="vector") for d in (3, 4)
+]
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "message"),
+    [
+        ({}, {}, "sources is empty; name at least one"),
+        ({"a/b": "one"}, {}, "'a/b' is no name of a source; take letters, digits, _ and -"),
+        ({"a": ["x"]}, {}, "source a is a list; give pairs, such as TablePairs"),
+        ({"a": "one", "b": Mixture({"x": VECTORS[0]})}, {}, "source b is a mixture itself; name its sources"),
+        ({"a": "one", "b": "one"}, {"weights": {"c": 1}}, "weights names 'c', which is no source; there are a, b"),
+        ({"a": "one"}, {"left_prompts": {"c": ""}}, "left_prompts names 'c', which is no source; there are a"),
+        ({"a": "one"}, {"weights": {"a": 0}}, "the weight of a is 0; it must be a number above 0"),
+        ({"a": "one"}, {"weights": {"a": -1}}, "the weight of a is -1; it must be"),
+        ({"a": "one"}, {"weights": {"a": float("nan")}}, "the weight of a is nan"),
+        ({"a": "one"}, {"weights": {"a": float("inf")}}, "the weight of a is inf"),
+        ({"a": "one"}, {"batches": "single"}, "batches is 'single'; choose mixed or one_source"),
+        ({"a": "one", "b": IMAGES}, {}, "the left side of b is image, but that of a is text; mix sources of one kind"),
+        ({"a": VECTORS[0], "b": VECTORS[1]}, {}, "the left vectors of b have 4 numbers, but those of a 3"),
+        ({"a": VECTORS[0]}, {"left_prompts": {"a": "q: "}}, "left_prompts names a, whose left side is vector"),
+        ({"a": ImageViews([picture(1)]), "b": IMAGES}, {}, "a is images alone, in two views each, and b is pairs"),
+    ],
+)
+def test_what_does_not_fit_together_is_told_in_one_line(one, sources, options, message):
+    given_sources = {name: one if pairs == "one" else pairs for name, pairs in sources.items()}
+    with pytest.raises(DualencError, match=message) as told:
+        Mixture(given_sources, **options)
+    assert "\n" not in str(told.value)
+
+
+def test_sources_are_described_in_words(one, two):
+    both = Mixture({"one": one, "two": two}, weights={"two": 0.5}, left_prompts={"one": "q: "})
+    assert both.describe() == ["one (4 pairs, weight 1, left prompt 'q: ')", "two (2 pairs, weight 0.5)"]
