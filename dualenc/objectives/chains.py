@@ -367,6 +367,11 @@ class Visit:
         there, place = find_in_rows(self.items, state.view(len(self.items), -1))
         return there.view(-1, 1), place.view(-1, 1)
 
+    def column(self, state: Tensor) -> Tensor:
+        """(A, 1) the first position of an item (A,) among the C proposals to its direction, C where it is not there."""
+        there, place = find_in_rows(self.items, state.view(len(self.items), -1))
+        return place.masked_fill_(~there, self.items.shape[1]).view(-1, 1)
+
     def by_row(self, values: Tensor, some: Anchors) -> Tensor:
         """(a, C) of values (X, C) of each direction those for each of some rows of the anchors."""
         own = of_directions(values, some)

@@ -61,14 +61,14 @@ class EMC2(ChainObjective):
         visit = self.visit(anchors)
         state, num_proposals, fresh = visit.state, visit.items.shape[1], self.score == "fresh"
         score = torch.where(visit.usable, self.take("score", anchors).to(visit.told), visit.told)
-        there, place = visit.find(state)
+        of_state = visit.column(state)
         log_inverse_uniform = self.random.rows(anchors.num_rows, num_proposals)
         order = self.random.permutation(num_proposals, device=state.device)
         proposed: list[Tensor] = []
         # (A,) similarities of out-of-batch states, with gradient.
         outside: Tensor | None = None
         if fresh or self.proposals != "batch":
-            away = state.masked_fill(there[:, 0], NO_STATE)
+            away = state.masked_fill(of_state[:, 0] < num_proposals, NO_STATE)
             asked = away if fresh else None
             proposed, of_states = yield from self.embed_proposals(anchors, visit, asked, 1, encode)
             if fresh and of_states is not None:
@@ -80,13 +80,13 @@ class EMC2(ChainObjective):
             state_log_q = [self.log_density(anchors, visit, state.view(len(visit.items), -1)).view(-1, 1)]
 
         def walk_rows(
-            some: Anchors, there: Tensor, place: Tensor, score: Tensor, log_mean: Tensor, *state_log_q: Tensor
+            some: Anchors, of_state: Tensor, score: Tensor, log_mean: Tensor, *state_log_q: Tensor
         ) -> tuple[Tensor, ...]:
             scores, logits = self.compare(some, visit, proposed)
             with torch.no_grad():
                 if fresh:
-                    inside = scores.gather(1, place)[:, 0] * some.temperature
-                    score = torch.where(there[:, 0], inside, score)
+                    inside = scores.gather(1, of_state.clamp(max=num_proposals - 1))[:, 0] * some.temperature
+                    score = torch.where(of_state[:, 0] < num_proposals, inside, score)
                 # The chain compares s/τ − log q + log(1/uniform) of a proposal with s/τ − log q of its state.
                 start = score[:, None] / some.temperature
                 if log_q is not None:
@@ -95,8 +95,6 @@ class EMC2(ChainObjective):
                 in_order = logits[:, order]
                 thresholds = in_order + log_inverse_uniform(rows, logits)
                 node = walk(start, in_order, thresholds)
-                # Columns are the proposals, and last the state if it is none of them.
-                of_state = torch.where(there, place, num_proposals)
                 column = torch.cat([of_state, order.expand(len(node), -1)], dim=1).gather(1, node)
                 weights = logits.new_zeros(len(node), num_proposals + 1)
                 weights.scatter_add_(1, column, self._shares(some, thresholds))
@@ -110,7 +108,7 @@ class EMC2(ChainObjective):
             losses = self.losses_of(some, scores, weights[:, :num_proposals], log_mean)
             return losses, state_weight, moved, place, next_score
 
-        of_row = (there, place, score, visit.log_mean, *state_log_q)
+        of_row = (of_state, score, visit.log_mean, *state_log_q)
         losses, state_weight, moved, place, next_score = anchors.by_rows(
             walk_rows, *of_row, row_entries=4 * num_proposals
         )
@@ -187,16 +185,17 @@ def without_a_loop(start: Tensor, scores: Tensor, thresholds: Tensor) -> Tensor:
     num_runs = -(-num_proposals // RUN)
     if missing := num_runs * RUN - num_proposals:
         scores, thresholds = (pad(of, (0, missing), value=-torch.inf) for of in (scores, thresholds))
-    of_runs = thresholds.view(-1, num_runs, RUN)
-    inside = _first_kept(scores.view(-1, num_runs, RUN), of_runs)
-    last_score = scores.view(-1, num_runs, RUN).gather(2, inside[:, :, -1:])[:, :, 0]
+    scores, thresholds = (of.view(-1, num_runs, RUN) for of in (scores, thresholds))
+    inside = _first_kept(scores, thresholds)
+    last_score = scores.gather(2, inside[:, :, -1:])[:, :, 0]
     # Whoever comes into a run stays where it is until one of the thresholds is above its score.
-    came = pad(without_a_loop(start, last_score, of_runs.amax(dim=2)), (1, -1))
+    came = pad(without_a_loop(start, last_score, thresholds.amax(dim=2)), (1, -1))
     came_score = torch.cat([start, last_score], dim=1).gather(1, came)
-    stays = of_runs.cummax(dim=2).values <= came_score[:, :, None]
+    stays = thresholds.cummax(dim=2).values <= came_score[:, :, None]
     inside += torch.arange(1, num_proposals + 1, RUN, device=scores.device)[:, None]
     # No chain goes back: where it stays is the last place before that any was on.
-    return inside.masked_fill_(stays, 0).flatten(1).cummax(dim=1).values[:, :num_proposals]
+    where = inside.masked_fill_(stays, 0).flatten(1).cummax(dim=1).values
+    return where[:, :num_proposals] if missing else where
 
 
 def _first_kept(scores: Tensor, thresholds: Tensor) -> Tensor:
