@@ -141,7 +141,12 @@ class RecentItems(nn.Module):
 
     @torch.no_grad()
     def look(
-        self, anchors: Anchors, usable: Tensor, uniform: Tensor, beside: Literal["partner", "similarity"]
+        self,
+        anchors: Anchors,
+        usable: Tensor,
+        uniform: Tensor,
+        beside: Literal["partner", "similarity"],
+        never_nothing: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What anchors (A,) see here, where all items but their positives are negatives.
 
@@ -150,10 +155,12 @@ class RecentItems(nn.Module):
             usable: (A,) whether a chain needs no start.
             uniform: (A, 1) draws in (0, 1).
             beside: what to tell of an item besides.
+            never_nothing: it is known that a negative of every anchor is here.
 
         Returns:
             (A,) each: the item of a draw from the softmax, and its partner or its similarity, -1 and -1 or -inf for
-            none; and the log of the mean of exp(s/τ) over the negatives that are here, not finite without any.
+            none; and the log of the mean of exp(s/τ) over the negatives that are here, 0 for an anchor without any,
+            -inf where nothing is kept.
         """
 
         def nothing() -> tuple[Tensor, Tensor, Tensor]:
@@ -185,18 +192,22 @@ class RecentItems(nn.Module):
                 logits.masked_fill_(_taken_for_positives(some, of_directions(self.items, some)), -torch.inf)
             log_sum = torch.logsumexp(logits, dim=2)
             log_mean = (log_sum - torch.logsumexp(log_weights, dim=2)).view(-1)
+            if not never_nothing:
+                log_mean = log_mean.nan_to_num(neginf=0.0)
             if nothing_drawn:
                 return (log_mean,)
-            drawn, impossible = (
-                inverse_cdf(torch.softmax(logits, dim=2), uniform.view(num, -1, 1)),
-                log_sum == -torch.inf,
-            )
+            drawn = inverse_cdf(torch.softmax(logits, dim=2), uniform.view(num, -1, 1))
             slot = drawn[:, :, 0]
-            item = of_directions(self.items, some).gather(1, slot).masked_fill_(impossible, NO_STATE).view(-1)
+            item = of_directions(self.items, some).gather(1, slot).view(-1)
             if beside == "partner":
-                return item, of_directions(self.partners, some).gather(1, slot).view(-1), log_mean
-            similarity = similarities.gather(2, drawn)[:, :, 0].masked_fill(impossible, -torch.inf)
-            return item, similarity.view(-1), log_mean
+                told = of_directions(self.partners, some).gather(1, slot).view(-1)
+            else:
+                told = similarities.gather(2, drawn).view(-1)
+            if never_nothing:
+                return item, told, log_mean
+            impossible = log_sum.view(-1) == -torch.inf
+            none = NO_STATE if beside == "partner" else -torch.inf
+            return item.masked_fill_(impossible, NO_STATE), told.masked_fill_(impossible, none), log_mean
 
         *drawn, log_mean = anchors.by_rows(rows, uniform, row_entries=self.num_slots)
         item, told = drawn or nothing()[:2]
@@ -365,6 +376,11 @@ class Visit:
         there, place = find_in_rows(self.items, state.view(len(self.items), -1))
         return there.view(-1, 1), place.view(-1, 1)
 
+    def column(self, state: Tensor) -> Tensor:
+        """(A, 1) the first position of an item (A,) among the C proposals to its direction, C where it is not there."""
+        there, place = find_in_rows(self.items, state.view(len(self.items), -1))
+        return place.masked_fill_(~there, self.items.shape[1]).view(-1, 1)
+
     def by_row(self, values: Tensor, some: Anchors) -> Tensor:
         """(a, C) of values (X, C) of each direction those for each of some rows of the anchors."""
         own = of_directions(values, some)
@@ -519,7 +535,10 @@ class ChainObjective(Objective):
         state = self.take("state", anchors)
         usable = anchors.allows_each(state) & (state != NO_STATE)
         uniform = anchors.of_rank(self.random.uniform(anchors.num_rows, 1, like=anchors.embeddings))
-        item, told, log_mean = self.recent.look(anchors, usable, uniform, self.beside)
+        # The batch is there by now, and with a slot for every item nothing of it displaced another part.
+        every_slot = self.updates_state and self.recent.num_slots == self.recent.num_items
+        never_nothing = every_slot and anchors.all_have_negatives
+        item, told, log_mean = self.recent.look(anchors, usable, uniform, self.beside, never_nothing)
         found, num = (usable, torch.where(usable, state, item), told, log_mean), len(items)
         self._watch(anchors, *found[:2])
         if self.proposals == "batch":
@@ -693,7 +712,7 @@ class ChainObjective(Objective):
             weights = weights.scatter_(1, some.positive_place, -1.0) if in_batch else pad(weights, (0, 1), value=-1.0)
             if self.reports_loss:
                 positive = some.positive_scores if in_batch else some.positive_logits
-                value = log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(some) - positive
+                value = log_mean + self.log_corpus_size(some) - positive
             else:
                 value = (weights * scores).sum(dim=1)
         return WithGradient.apply(value, scores, weights)

@@ -61,14 +61,14 @@ class EMC2(ChainObjective):
         visit = self.visit(anchors)
         state, num_proposals, fresh = visit.state, visit.items.shape[1], self.score == "fresh"
         score = torch.where(visit.usable, self.take("score", anchors).to(visit.told), visit.told)
-        there, place = visit.find(state)
+        of_state = visit.column(state)
         log_inverse_uniform = self.random.rows(anchors.num_rows, num_proposals)
         order = self.random.permutation(num_proposals, device=state.device)
         proposed: list[Tensor] = []
         # (A,) similarities of out-of-batch states, with gradient.
         outside: Tensor | None = None
         if fresh or self.proposals != "batch":
-            away = state.masked_fill(there[:, 0], NO_STATE)
+            away = state.masked_fill(of_state[:, 0] < num_proposals, NO_STATE)
             asked = away if fresh else None
             proposed, of_states = yield from self.embed_proposals(anchors, visit, asked, 1, encode)
             if fresh and of_states is not None:
@@ -80,13 +80,13 @@ class EMC2(ChainObjective):
             state_log_q = [self.log_density(anchors, visit, state.view(len(visit.items), -1)).view(-1, 1)]
 
         def walk_rows(
-            some: Anchors, there: Tensor, place: Tensor, score: Tensor, log_mean: Tensor, *state_log_q: Tensor
+            some: Anchors, of_state: Tensor, score: Tensor, log_mean: Tensor, *state_log_q: Tensor
         ) -> tuple[Tensor, ...]:
             scores, logits = self.compare(some, visit, proposed)
             with torch.no_grad():
                 if fresh:
-                    inside = scores.gather(1, place)[:, 0] * some.temperature
-                    score = torch.where(there[:, 0], inside, score)
+                    inside = scores.gather(1, of_state.clamp(max=num_proposals - 1))[:, 0] * some.temperature
+                    score = torch.where(of_state[:, 0] < num_proposals, inside, score)
                 # The chain compares s/τ − log q + log(1/uniform) of a proposal with s/τ − log q of its state.
                 start = score[:, None] / some.temperature
                 if log_q is not None:
@@ -94,9 +94,7 @@ class EMC2(ChainObjective):
                 rows = None if some.num_own == anchors.num_rows else some.rows_on_cpu
                 in_order = logits[:, order]
                 thresholds = in_order + log_inverse_uniform(rows, logits)
-                node = walk(torch.cat([start, in_order], dim=1), thresholds)
-                # Columns are the proposals, and last the state if it is none of them.
-                of_state = torch.where(there, place, num_proposals)
+                node = walk(start, in_order, thresholds)
                 column = torch.cat([of_state, order.expand(len(node), -1)], dim=1).gather(1, node)
                 weights = logits.new_zeros(len(node), num_proposals + 1)
                 weights.scatter_add_(1, column, self._shares(some, thresholds))
@@ -110,7 +108,7 @@ class EMC2(ChainObjective):
             losses = self.losses_of(some, scores, weights[:, :num_proposals], log_mean)
             return losses, state_weight, moved, place, next_score
 
-        of_row = (there, place, score, visit.log_mean, *state_log_q)
+        of_row = (of_state, score, visit.log_mean, *state_log_q)
         losses, state_weight, moved, place, next_score = anchors.by_rows(
             walk_rows, *of_row, row_entries=4 * num_proposals
         )
@@ -122,7 +120,7 @@ class EMC2(ChainObjective):
             outside = yield from self.embed_states(anchors, state.masked_fill(state_weight <= 0, NO_STATE), encode)
         if outside is None:
             return AnchorLosses(losses)
-        surrogate = losses + state_weight * outside / anchors.temperature
+        surrogate = torch.addcmul(losses, state_weight, outside / anchors.temperature)
         return AnchorLosses(Reported.apply(surrogate, losses) if self.reports_loss else surrogate)
 
     def _shares(self, some: Anchors, thresholds: Tensor) -> Tensor:
@@ -140,12 +138,12 @@ class EMC2(ChainObjective):
         return (is_step & (number > skipped)).to(thresholds) / (total - skipped)
 
 
-def walk(scores: Tensor, thresholds: Tensor) -> Tensor:
+def walk(start: Tensor, scores: Tensor, thresholds: Tensor) -> Tensor:
     """Run each chain through its row of proposals.
 
     Args:
-        scores: (A, 1 + R) score of the state that each chain comes with, -inf if it accepts the first proposal, and of
-            each proposal (any increasing function of its log density).
+        start: (A, 1) score of the state that each chain comes with, -inf if it accepts the first proposal.
+        scores: (A, R) of each proposal (any increasing function of its log density).
         thresholds: (A, R) a chain whose score is below accepts the proposal; -inf is no proposal. None is below the
             score of its own proposal.
 
@@ -153,26 +151,25 @@ def walk(scores: Tensor, thresholds: Tensor) -> Tensor:
         (A, R) where the chain is after each proposal: 0 the state, r the r-th proposal.
     """
     if scores.device.type == "cpu":
-        return torch.from_numpy(_one_by_one(scores.numpy(), thresholds.numpy()))
-    # Every chain accepts what it comes with.
-    return accepted(scores, pad(thresholds, (1, 0), value=torch.inf))[:, 1:]
+        return torch.from_numpy(_one_by_one(start.numpy(), scores.numpy(), thresholds.numpy()))
+    return without_a_loop(start, scores, thresholds)
 
 
-def _one_by_one(scores: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
+def _one_by_one(start: np.ndarray, scores: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
     """What `walk` gives, by its definition: the least work, and on an accelerator a thousand small operations."""
     scores, thresholds = np.ascontiguousarray(scores.T), np.ascontiguousarray(thresholds.T)
     where = np.zeros(thresholds.shape, dtype=np.int64)
-    state, score = np.zeros(len(where.T), dtype=np.int64), scores[0].copy()
+    state, score = np.zeros(len(where.T), dtype=np.int64), start[:, 0].copy()
     for r, threshold in enumerate(thresholds):
         accepts = score < threshold
-        np.copyto(score, scores[r + 1], where=accepts)
+        np.copyto(score, scores[r], where=accepts)
         np.copyto(state, r + 1, where=accepts)
         where[r] = state
     return where.T
 
 
-def accepted(scores: Tensor, thresholds: Tensor) -> Tensor:
-    """(…, R) which proposal a chain is on after each of R, without a loop over them.
+def without_a_loop(start: Tensor, scores: Tensor, thresholds: Tensor) -> Tensor:
+    """What `walk` gives, in few operations on large tensors.
 
     Proposal i is left for the first later one whose threshold is above its score. All that comes by before has lower
     thresholds, so lower scores, and were it accepted, it would be left by then, too. Hence two things:
@@ -180,24 +177,34 @@ def accepted(scores: Tensor, thresholds: Tensor) -> Tensor:
     - After r a chain is on the first proposal i, accepted or not, for which none of i + 1, …, r would be left.
     - Where a chain is once it has moved does not depend on where it was before. So a run of proposals is to it as a
       single one, with the largest of their thresholds and the score of the one that the chain is on after them.
+    """
+    num_proposals = scores.shape[1]
+    if num_proposals <= AT_ONCE:
+        return _first_kept(torch.cat([start, scores], dim=1), thresholds)
+
+    num_runs = -(-num_proposals // RUN)
+    if missing := num_runs * RUN - num_proposals:
+        scores, thresholds = (pad(of, (0, missing), value=-torch.inf) for of in (scores, thresholds))
+    scores, thresholds = (of.view(-1, num_runs, RUN) for of in (scores, thresholds))
+    inside = _first_kept(scores, thresholds)
+    last_score = scores.gather(2, inside[:, :, -1:])[:, :, 0]
+    # Whoever comes into a run stays where it is until one of the thresholds is above its score.
+    came = pad(without_a_loop(start, last_score, thresholds.amax(dim=2)), (1, -1))
+    came_score = torch.cat([start, last_score], dim=1).gather(1, came)
+    stays = thresholds.cummax(dim=2).values <= came_score[:, :, None]
+    inside += torch.arange(1, num_proposals + 1, RUN, device=scores.device)[:, None]
+    # No chain goes back: where it stays is the last place before that any was on.
+    where = inside.masked_fill_(stays, 0).flatten(1).cummax(dim=1).values
+    return where[:, :num_proposals] if missing else where
+
+
+def _first_kept(scores: Tensor, thresholds: Tensor) -> Tensor:
+    """(…, R) after each of R proposals, the first for which no later one would be left.
 
     Args:
-        scores: (…, R) of the proposals.
-        thresholds: (…, R) see `walk`; the first is infinite, or what is before it counts as a first accepted proposal.
+        scores: (…, R) of the proposals, or (…, 1 + R) with that of a state in front, which then counts as the first.
+        thresholds: (…, R) of the proposals.
     """
-    size = scores.shape[-1]
-    if size <= AT_ONCE:
-        num_better = (thresholds[..., None, :] > scores[..., None]).triu_(1).cumsum(dim=-1, dtype=torch.uint8)
-        return num_better.argmin(dim=-2)
-
-    num_runs = -(-size // RUN)
-    scores, thresholds = (pad(of, (0, num_runs * RUN - size), value=-torch.inf) for of in (scores, thresholds))
-    of_runs = thresholds.unflatten(-1, (num_runs, RUN))
-    inside = accepted(scores.unflatten(-1, (num_runs, RUN)), of_runs)
-    inside += torch.arange(0, num_runs * RUN, RUN, device=scores.device)[:, None]
-    last = inside[..., -1]
-    after = last.gather(-1, accepted(scores.gather(-1, last), of_runs.amax(dim=-1)))
-    # Whoever comes into a run stays where it is until one of the thresholds is above its score; nobody into the first.
-    came = after.roll(1, dims=-1)
-    stays = of_runs.cummax(dim=-1).values <= scores.gather(-1, came)[..., None]
-    return torch.where(stays, came[..., None], inside).flatten(-2)[..., :size]
+    num_states = scores.shape[-1] - thresholds.shape[-1]
+    left = (thresholds[..., None, :] > scores[..., None]).triu_(1 - num_states)
+    return left.cumsum(dim=-1, dtype=torch.uint8).argmin(dim=-2)

@@ -27,8 +27,8 @@ AT_MOST: dict[str, tuple[int, int, int]] = {
     "SACLR": (140, 140, 1),
     "NegativeCache": (516, 516, 3),
     "GlobalCache": (570, 889, 3),
-    "EMC2": (208, 230, 3),
-    "ISIR": (197, 197, 3),
+    "EMC2": (200, 220, 3),
+    "ISIR": (193, 193, 3),
     "ExactGlobal": (193, 589, 2),
 }
 FURTHER_WAITS: list[tuple[str, dict[str, Any]]] = [
