@@ -313,6 +313,11 @@ class PairDataset:
             self._positives[side] = Ragged.from_pairs(*(left if side == "left" else right))
         return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
 
+    def pair_counts(self, side: Side) -> np.ndarray:
+        """(N,) in how many pairs of an epoch each item of a side stands."""
+        ids, total = (self.left_id, self.num_left) if side == "left" else (self.right_id, self.num_right)
+        return np.bincount(ids, minlength=total)
+
 
 def _given(*arrays: np.ndarray | None) -> list[np.ndarray]:
     return [array for array in arrays if array is not None]

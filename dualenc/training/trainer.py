@@ -278,10 +278,7 @@ class Trainer:
                     "mined negatives do not go with BatchNorm on several processes, some of which may have none of "
                     "them; use one process, or set chunk_size"
                 )
-            sides = ((pairs.left_id, pairs.num_left), (pairs.right_id, pairs.num_right))
-            counts = [torch.from_numpy(np.bincount(ids, minlength=total)).to(device) for ids, total in sides]
-            if isinstance(pairs, Mixture):
-                counts = [torch.from_numpy(pairs.pair_counts(side)).to(device) for side in SIDES]
+            counts = [torch.from_numpy(pairs.pair_counts(side)).to(device) for side in SIDES]
             objective.to(device).set_counts(*counts)
             loop = Loop(
                 self, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {}, skeleton
