@@ -198,6 +198,8 @@ class TextPrepare(Prepare):
 
     def join(self, parts: Sequence[Inputs]) -> Inputs:
         """Texts (n, T), each part with a T of its own, padded to the longest as the tokenizer pads."""
+        if not parts:
+            return {}
         longest = max(part["input_ids"].shape[1] for part in parts)
         padding = {"input_ids": self.tokenizer.pad_token_id, "token_type_ids": self.tokenizer.pad_token_type_id}
 

@@ -148,8 +148,10 @@ def walk(start: Tensor, scores: Tensor, thresholds: Tensor) -> Tensor:
             score of its own proposal.
 
     Returns:
-        (A, R) where the chain is after each proposal: 0 the state, r the r-th proposal.
+        (A, R) where the chain is after each proposal: 0 the state, r the r-th proposal; (A, 1) without proposals.
     """
+    if not scores.shape[1]:  # nobody is there to propose or to walk
+        return torch.zeros_like(start, dtype=torch.int64)
     if scores.device.type == "cpu":
         return torch.from_numpy(_one_by_one(start.numpy(), scores.numpy(), thresholds.numpy()))
     return without_a_loop(start, scores, thresholds)

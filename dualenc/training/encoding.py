@@ -79,12 +79,12 @@ class PlainEncoding:
         That makes fewer passes, and texts of like length on both sides are encoded together. BatchNorm layers see one
         part at a time.
         """
-        together = self.model.shares_weights and not self.in_step and all(inputs for _, inputs in parts)
-        if together and not uses_batch_statistics(self.model):
-            joined = self.model.left.prepare.join([inputs for _, inputs in parts])
-            if joined is not None:
-                sizes = [len(next(iter(inputs.values()))) for _, inputs in parts]
-                return list(self.encode("left", joined).split(sizes))
+        joined = None
+        if self.model.shares_weights and not uses_batch_statistics(self.model):
+            joined = self.model.left.prepare.join([inputs for _, inputs in parts if inputs])
+        if joined is not None:
+            sizes = [len(next(iter(inputs.values()))) if inputs else 0 for _, inputs in parts]
+            return list(self.encode("left", joined).split(sizes))
         return [self.encode(side, inputs) for side, inputs in parts]
 
     @distributed.lost_process_told()

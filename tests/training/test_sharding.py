@@ -235,14 +235,13 @@ def test_the_model_is_that_of_one_process(runs, name, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_frozen_weights_in_half_precision(runs, ranks):
-    """Their rounding follows the shape of a batch, which is of the number of processes; sharding adds nothing to it."""
+    """Their rounding follows the shape of a batch: unsharded, texts of like length are encoded together."""
     sharded, whole = (runs / str(ranks) / f"half precision{name}" for name in ("", ", whole"))
-    assert (embeddings(sharded) - embeddings(whole)).abs().max() < 1e-5
+    assert (embeddings(sharded) - embeddings(whole)).abs().max() < 5e-3
 
 
 @pytest.mark.slow
 def test_autocast_in_half_precision(runs):
-    """Unsharded, texts of like length are encoded together, which rounds otherwise."""
     sharded, whole = (runs / "2" / f"autocast in half precision{name}" for name in ("", ", whole"))
     assert (embeddings(sharded) - embeddings(whole)).abs().max() < 1e-3
 
