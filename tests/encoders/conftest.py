@@ -29,7 +29,7 @@ def texts() -> list[str]:
     return list(TEXTS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def tokenizer() -> PreTrainedTokenizerBase:
     """A tokenizer of all bytes and a few pieces more."""
     return train_tokenizer(TEXTS * 3, vocab_size=300)
