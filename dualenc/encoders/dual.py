@@ -206,6 +206,11 @@ def unit_norm(vectors: Tensor) -> Tensor:
     return nn.functional.normalize(vectors.to(torch.float32), dim=-1)
 
 
+def num_rows(inputs: Inputs) -> int:
+    """How many prepared items there are; {} is none."""
+    return len(next(iter(inputs.values()))) if inputs else 0
+
+
 def chunk_rows(inputs: Inputs, chunk_size: int) -> list[Tensor]:
     """Row numbers of each chunk: texts of like length together, longest first; images in their order.
 
@@ -217,7 +222,7 @@ def chunk_rows(inputs: Inputs, chunk_size: int) -> list[Tensor]:
     """
     mask = inputs.get("attention_mask")
     if mask is None:
-        return list(torch.arange(len(next(iter(inputs.values())))).split(chunk_size))
+        return list(torch.arange(num_rows(inputs)).split(chunk_size))
     return list(torch.argsort(mask.sum(dim=1), descending=True, stable=True).split(chunk_size))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from dualenc.encoders.dual import take, unit_norm
+from dualenc.encoders.dual import num_rows, take, unit_norm
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
 from dualenc.search.embed import tower_checksum
@@ -313,9 +313,8 @@ def _hit(index: Index, name: str, row: int, score: float) -> Hit:
 def _even_chunks(inputs: Inputs) -> list[torch.Tensor]:
     """Row numbers of texts of like length: none is padded to more than twice its tokens, and sixteen."""
     mask = inputs.get("attention_mask")
-    count = len(next(iter(inputs.values())))
     if mask is None:
-        return [torch.arange(count)]
+        return [torch.arange(num_rows(inputs))]
     lengths = mask.sum(dim=1)
     order = torch.argsort(lengths, descending=True, stable=True)
     chunks: list[list[int]] = [[]]

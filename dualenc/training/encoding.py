@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualenc import distributed
 from dualenc.encoders.batchnorm import BatchStatistics, waits_for_others
-from dualenc.encoders.dual import DualEncoder, chunk_rows, placeholder, take
+from dualenc.encoders.dual import DualEncoder, chunk_rows, num_rows, placeholder, take
 from dualenc.errors import DualencError
 from dualenc.types import Inputs, Side
 
@@ -83,8 +83,7 @@ class PlainEncoding:
         if self.model.shares_weights and not uses_batch_statistics(self.model):
             joined = self.model.left.prepare.join([inputs for _, inputs in parts if inputs])
         if joined is not None:
-            sizes = [len(next(iter(inputs.values()))) if inputs else 0 for _, inputs in parts]
-            return list(self.encode("left", joined).split(sizes))
+            return list(self.encode("left", joined).split([num_rows(inputs) for _, inputs in parts]))
         return [self.encode(side, inputs) for side, inputs in parts]
 
     @distributed.lost_process_told()
@@ -98,8 +97,7 @@ class PlainEncoding:
 
     def _encode_in_step(self, side: Side, inputs: Inputs) -> Tensor:
         """To a leaf: the passes back through the tower follow those of the loss, in the same order on all ranks."""
-        number = len(next(iter(inputs.values()))) if inputs else 0
-        encoded = self._forward(side, inputs or placeholder(self.model.tower(side)))[:number]
+        encoded = self._forward(side, inputs or placeholder(self.model.tower(side)))[: num_rows(inputs)]
         if not encoded.requires_grad:
             return encoded
         leaf = encoded.detach().requires_grad_()
@@ -132,7 +130,7 @@ def length_groups(inputs: Inputs, cost_of_a_forward: int) -> list[Tensor]:
     """
     mask = inputs.get("attention_mask")
     if mask is None:
-        return [torch.arange(len(next(iter(inputs.values()))))]
+        return [torch.arange(num_rows(inputs))]
     lengths, rows = mask.sum(dim=1).sort(descending=True, stable=True)
 
     def cost(count: int) -> int:
