@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,20 @@ from dualenc.objectives.state import SharedRandom, first_rows
 from dualenc.types import Side
 
 NO_STATE = -1
+
+
+class ChainNumbers(NamedTuple):
+    """Which chains some anchors have.
+
+    Attributes:
+        own: (A,) those of this rank's anchors.
+        known, all_known: the same, and those of all ranks' anchors in the order of ranks, on the CPU; None where the
+            host does not know them.
+    """
+
+    own: Tensor
+    known: Tensor | None
+    all_known: Tensor | None
 
 
 class Chains(ItemState):
@@ -45,32 +59,27 @@ class Chains(ItemState):
         for name, value in self.before.items():
             self.register_buffer(name, torch.full((num_chains,), value))
 
-    def store(
-        self, anchors: Anchors, chains: Tensor, known: Tensor | None, state: Tensor, **remembered: Tensor
-    ) -> None:
-        """Write where the chains (A,) of all ranks' anchors are now; of several rows of a chain the first counts.
-
-        Args:
-            known: the chains of all ranks on the CPU, where the host knows them.
-        """
-        chains = distributed.gather(chains, anchors.sizes)
-        values = {"state": state, **remembered}
-        new = {name: distributed.gather(of, anchors.sizes) for name, of in values.items()}
+    def store(self, anchors: Anchors, numbers: ChainNumbers, **values: Tensor) -> None:
+        """Write the state (A,) that the anchors' chains are on now and what they remember with it (A,), of the anchors
+        of all ranks; of several rows of a chain the first counts."""
+        sizes = [len(anchors.directions) * size for size in anchors.sizes]
+        chains = distributed.gather(numbers.own, sizes)
+        new = {name: distributed.gather(of, sizes) for name, of in values.items()}
         # Whoever has a negative has a state.
         some = None if anchors.all_have_negatives else new["state"] != NO_STATE
         if not anchors.distinct_rows:
             # Rows without a state stand behind all others.
-            rows, some = distributed.gather(anchors.rows, anchors.sizes), new["state"] != NO_STATE
-            in_order = torch.where(some, rows, anchors.num_global + rows).argsort()
+            rows, some = distributed.gather(anchors.rows, sizes), new["state"] != NO_STATE
+            in_order = torch.where(some, rows, anchors.num_rows + rows).argsort()
             chosen = in_order[first_rows(chains[in_order])][in_order.argsort()]
             some, new = some[chosen], {name: values[chosen] for name, values in new.items()}
-        self.put(chains, known, some, **new)
+        self.put(chains, numbers.all_known, some, **new)
 
-    def forget(self) -> None:
+    def forget(self, some: slice) -> None:
         """Back to before the first step."""
         self.settle()
         for name, value in self.before.items():
-            getattr(self, name).fill_(value)
+            getattr(self, name)[some] = value
 
 
 class RecentItems(nn.Module):
@@ -347,6 +356,7 @@ class Visit:
     Shapes: X directions that these anchors are of, A anchors, A/X of each direction, C proposals to each direction.
 
     Attributes:
+        chains: which they are.
         usable: (A,) whether the chain is on a negative of the anchor; else it starts anew.
         state: (A,) the item that each chain comes with, -1 for none.
         told: (A,) of what starts anew, the partner or the similarity of its item; see `RecentItems.look`.
@@ -357,6 +367,7 @@ class Visit:
             there are any, each as likely as it is often listed; None where all are uniform.
     """
 
+    chains: ChainNumbers
     usable: Tensor
     state: Tensor
     told: Tensor
@@ -477,8 +488,9 @@ class ChainObjective(Objective):
         self.shared_chain = shared_chain or not self.views
         num_left, num_right = self.num_left or 1, self.num_right or 1
         on_cpu = self.state_on_cpu
-        self.left_chains = Chains(num_left if self.shared_chain else 2 * num_left, self.remembers, on_cpu)
-        self.right_chains = self.left_chains if self.views else Chains(num_right, self.remembers, on_cpu)
+        # Of left items first, then of right ones; or of images, or of views.
+        num_chains = (num_left if self.shared_chain else 2 * num_left) if self.views else num_left + num_right
+        self.chains = Chains(num_chains, self.remembers, on_cpu)
         self.left_neighbors, self.right_neighbors = Neighbors(on_cpu), Neighbors(on_cpu)
         # Of right items for the chains of left anchors, and the other way round; with views both are the same.
         num_views = 2 if self.views else 1
@@ -531,16 +543,17 @@ class ChainObjective(Objective):
             for of, enough in zip(anchors.directions, self.recent.enough, strict=True):
                 if seen < enough <= self.recent.num_seen:
                     # All of a small corpus or most slots have come: chains that began before that begin anew.
-                    self._chains(of).forget()
-        state = self.take("state", anchors)
+                    self.chains.forget(self.chains_of(of.side))
+        chains = self._numbers(anchors)
+        state = self.take("state", chains)
         usable = anchors.allows_each(state) & (state != NO_STATE)
         uniform = anchors.of_rank(self.random.uniform(anchors.num_rows, 1, like=anchors.embeddings))
         # The batch is there by now, and with a slot for every item nothing of it displaced another part.
         every_slot = self.updates_state and self.recent.num_slots == self.recent.num_items
         never_nothing = every_slot and anchors.all_have_negatives
         item, told, log_mean = self.recent.look(anchors, usable, uniform, self.beside, never_nothing)
-        found, num = (usable, torch.where(usable, state, item), told, log_mean), len(items)
-        self._watch(anchors, *found[:2])
+        found, num = (chains, usable, torch.where(usable, state, item), told, log_mean), len(items)
+        self._watch(anchors, *found[1:3])
         if self.proposals == "batch":
             return Visit(*found, items, partners, [], [None] * num)
         proposals = [self._draw(of) for of in anchors.directions]
@@ -548,23 +561,13 @@ class ChainObjective(Objective):
         drawn, near = zip(*proposals, strict=True)
         return Visit(*found, items, torch.full_like(items, NO_STATE), list(drawn), list(near))
 
-    def take(self, name: str, anchors: Anchors) -> Tensor:
-        """(A,) what the anchors' chains remember."""
+    def take(self, name: str, chains: ChainNumbers) -> Tensor:
+        """(A,) what chains remember."""
+        return self.chains.take(name, chains.own, chains.known)
 
-        def rows(of: Anchors) -> Tensor:
-            own, known, _ = self._numbers(of)
-            return self._chains(of).take(name, own, known)
-
-        return anchors.by_direction(rows)
-
-    def store(self, anchors: Anchors, state: Tensor, **remembered: Tensor) -> None:
+    def store(self, anchors: Anchors, chains: ChainNumbers, state: Tensor, **remembered: Tensor) -> None:
         """Write where the anchors' chains are now (A,), and what they remember with it (A,)."""
-
-        def rows(of: Anchors, state: Tensor, *values: Tensor) -> None:
-            own, _, everyone = self._numbers(of)
-            self._chains(of).store(of, own, everyone, state, **dict(zip(remembered, values, strict=True)))
-
-        anchors.by_direction(rows, state, *remembered.values())
+        self.chains.store(anchors, chains, state=state, **remembered)
         side = anchors.directions[0].side
         self.watched[side] = (*self.watched[side][:2], state)
 
@@ -578,21 +581,36 @@ class ChainObjective(Objective):
         moved = ((before != NO_STATE) & (after != before)).sum() / number
         return {"chains_moved": moved, "chains_begun": (~usable).sum() / max(len(usable), 1)}
 
-    def _chains(self, anchors: Anchors) -> Chains:
-        return self.left_chains if anchors.side == "left" else self.right_chains
+    def chains_of(self, side: Side) -> slice:
+        """Which chains a side's items have; with views all."""
+        if self.views:
+            return slice(None)
+        return slice(self.num_left) if side == "left" else slice(self.num_left, None)
 
-    def _numbers(self, of: Anchors) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(A,) the numbers of the anchors' chains; and where the host knows them, these on the CPU, and those of all
-        ranks."""
-        known = of.known
-        if self.shared_chain:
-            return of.ids, known and known.own, known and known.all_anchors
-        # The second views are the second half of all anchors.
-        half = of.num_global // 2
-        own = 2 * of.ids + (of.rows >= half)
-        if known is None:
-            return own, None, None
-        return own, 2 * known.own + (of.rows_on_cpu >= half), 2 * known.all_anchors + (known.all_rows >= half)
+    def _numbers(self, anchors: Anchors) -> ChainNumbers:
+        """Which chains the anchors have."""
+        known = [of.known for of in anchors.directions if of.known is not None]
+        if not self.shared_chain:
+            # The second views are the second half of all anchors.
+            half = anchors.num_global // 2
+            own = 2 * anchors.ids + (anchors.rows >= half)
+            if not known:
+                return ChainNumbers(own, None, None)
+            (of,) = known
+            return ChainNumbers(
+                own, 2 * of.own + (anchors.rows_on_cpu >= half), 2 * of.all_anchors + (of.all_rows >= half)
+            )
+        first = [self.chains_of(of.side).start or 0 for of in anchors.directions]
+
+        def numbers(ids: Sequence[Tensor]) -> list[Tensor]:
+            return [of + start if start else of for of, start in zip(ids, first, strict=True)]
+
+        own = joined(numbers([of.ids for of in anchors.directions]))
+        if not known:
+            return ChainNumbers(own, None, None)
+        by_rank = zip(*(of.split(anchors.sizes) for of in numbers([of.all_anchors for of in known])), strict=True)
+        everyone = torch.cat([part for of_rank in by_rank for part in of_rank])
+        return ChainNumbers(own, joined(numbers([of.own for of in known])), everyone)
 
     def _draw(self, anchors: Anchors) -> tuple[Tensor, Tensor | None]:
         """(C,) proposals from the corpus to the anchors of a direction, and what is near (L,): see `Visit`."""

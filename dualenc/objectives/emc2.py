@@ -60,7 +60,7 @@ class EMC2(ChainObjective):
         assert encode is not None
         visit = self.visit(anchors)
         state, num_proposals, fresh = visit.state, visit.items.shape[1], self.score == "fresh"
-        score = torch.where(visit.usable, self.take("score", anchors).to(visit.told), visit.told)
+        score = torch.where(visit.usable, self.take("score", visit.chains).to(visit.told), visit.told)
         of_state = visit.column(state)
         log_inverse_uniform = self.random.rows(anchors.num_rows, num_proposals)
         order = self.random.permutation(num_proposals, device=state.device)
@@ -114,7 +114,7 @@ class EMC2(ChainObjective):
         )
         if self.updates_state:
             (next_state,) = visit.after(moved, place, (visit.items, state))
-            self.store(anchors, next_state, score=next_score)
+            self.store(anchors, visit.chains, next_state, score=next_score)
         if not fresh:
             # Only states outside the batch that outlived burn-in are encoded.
             outside = yield from self.embed_states(anchors, state.masked_fill(state_weight <= 0, NO_STATE), encode)

@@ -48,7 +48,7 @@ class ISIR(ChainObjective):
         state, num_views, num_proposals = visit.state, 2 if self.views else 1, visit.items.shape[1]
         if self.views:
             state = torch.where(state < 0, state, state // 2 * 2)
-        partner = torch.where(visit.usable, self.take("partner", anchors), visit.told)
+        partner = torch.where(visit.usable, self.take("partner", visit.chains), visit.told)
         there, place = visit.find(state)
         # (A, S) the state's item, with views S = 2: where it is among the proposals, and how similar it is elsewhere.
         places = place
@@ -103,7 +103,7 @@ class ISIR(ChainObjective):
         if self.updates_state:
             moved, place = column < num_proposals, column.clamp(max=num_proposals - 1)
             next_state, next_partner = visit.after(moved, place, (visit.items, visit.state), (visit.partners, partner))
-            self.store(anchors, next_state, partner=next_partner)
+            self.store(anchors, visit.chains, next_state, partner=next_partner)
         return AnchorLosses(losses)
 
     def _stands_for_state(

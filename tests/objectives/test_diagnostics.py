@@ -38,10 +38,10 @@ def test_moves_of_chains_are_counted(kind: type[ChainObjective]) -> None:
     found = criterion.diagnostics()
     assert float(found["chains_begun"]) == 1
     assert float(found["chains_moved"]) == 0, "who begins has not moved"
-    chains = (criterion.left_chains, criterion.right_chains)
-    before = torch.cat([of.state[ids] for of in chains])
+    states = [criterion.chains.state[criterion.chains_of(side)] for side in ("left", "right")]
+    before = torch.cat([of[ids] for of in states])
     frozen.loss(criterion, ids)
-    after = torch.cat([of.state[ids] for of in chains])
+    after = torch.cat([of[ids] for of in states])
     found = criterion.diagnostics()
     assert float(found["chains_begun"]) == 0
     assert float(found["chains_moved"]) == pytest.approx(float((before != after).float().mean()))

@@ -61,7 +61,7 @@ def test_equals_the_loop(
         expected = slow.surrogate(case, corpus)
         torch.testing.assert_close(gradients(out.loss, case, corpus), gradients(expected, case, corpus))
     for (side, anchor), chain in slow.chains.items():
-        state = int((criterion.left_chains if side == "left" else criterion.right_chains).state[anchor])
+        state = int(criterion.chains.state[criterion.chains_of(side)][anchor])
         assert (state // 2 if views else state) == chain.item.id
 
 
@@ -97,8 +97,8 @@ def test_a_state_that_outlives_burn_in_gets_all_the_weight(setting: str, burn_in
     """Also at burn-in 0.5 and more: the state counts like any other, and is encoded with gradient."""
     corpus, hard = hard_corpus()
     criterion = build(setting, burn_in, temperature=0.01).double()
-    criterion.left_chains.state[:] = hard
-    criterion.left_chains.score[:] = 1.0
+    criterion.chains.state[criterion.chains_of("left")] = hard
+    criterion.chains.score[criterion.chains_of("left")] = 1.0
     out = criterion(**batch_of(corpus, [0, 1, 2, 3]), encode=corpus.encode)
     (gradient,) = torch.autograd.grad(out.loss, corpus.right)
     # Half the loss is this direction; each of 4 anchors puts weight 1 on the state, at s/τ with s = ⟨left, right⟩.
@@ -110,8 +110,8 @@ def test_stored_encodes_only_the_states_that_weigh_and_fresh_all_of_them() -> No
     asked = {}
     for score in ("stored", "fresh"):
         criterion = EMC2(num_left=20, temperature=0.01, score=score).double()
-        criterion.left_chains.state[:] = torch.tensor([hard] * 2 + [10] * 18)
-        criterion.left_chains.score[:] = torch.tensor([1.0] * 2 + [-1.0] * 18)
+        criterion.chains.state[criterion.chains_of("left")] = torch.tensor([hard] * 2 + [10] * 18)
+        criterion.chains.score[criterion.chains_of("left")] = torch.tensor([1.0] * 2 + [-1.0] * 18)
         criterion(**batch_of(corpus, [0, 1, 2, 3]), encode=corpus.encode)
         asked[score], corpus.asked = corpus.asked, []
     assert asked == {"stored": [("right", hard)], "fresh": [("right", 10), ("right", hard)]}
@@ -120,7 +120,7 @@ def test_stored_encodes_only_the_states_that_weigh_and_fresh_all_of_them() -> No
 def test_a_state_in_the_batch_is_not_encoded_again() -> None:
     corpus, hard = hard_corpus()
     criterion = ISIR(num_left=20, temperature=0.01).double()
-    criterion.left_chains.state[:] = hard
+    criterion.chains.state[criterion.chains_of("left")] = hard
     criterion(**batch_of(corpus, [0, 1, hard]), encode=corpus.encode)
     assert corpus.asked == []
 
@@ -129,7 +129,7 @@ def test_a_new_chain_accepts_its_first_proposal() -> None:
     corpus, _ = hard_corpus()
     criterion = EMC2(num_left=20, temperature=0.01, burn_in=0.0, recent=0).double()
     criterion(**batch_of(corpus, [0, 1]), encode=corpus.encode)
-    assert criterion.left_chains.state[:3].tolist() == [1, 0, -1]
+    assert criterion.chains.state[:3].tolist() == [1, 0, -1]
 
 
 def test_views_share_a_chain_and_the_first_view_moves_it() -> None:
@@ -137,8 +137,8 @@ def test_views_share_a_chain_and_the_first_view_moves_it() -> None:
     criterion = ISIR(num_left=20, views=True, temperature=0.5, shared_chain=True).double()
     for _ in range(20):
         criterion(**batch_of(corpus, [3, 5, 8]), encode=corpus.encode)
-    assert criterion.left_chains is criterion.right_chains
-    states = criterion.left_chains.state
+    states = criterion.chains.state
+    assert len(states) == 20
     assert set((states[[3, 5, 8]] // 2).tolist()) <= {3, 5, 8}
     assert (states != -1).sum() == 3
 
@@ -165,9 +165,9 @@ def test_single_precision_and_bf16_agree_with_double(setting: str, views: bool, 
             corpus.left.copy_(corpus.left.bfloat16())
             corpus.right.copy_(corpus.right.bfloat16())
         criterion = build(setting, temperature=tau, views=views, seed=2)
-        criterion.left_chains.state[:] = criterion.right_chains.state[:] = 18
+        criterion.chains.state[:] = 18
         if isinstance(criterion, EMC2):
-            criterion.left_chains.score[:] = criterion.right_chains.score[:] = 0.5
+            criterion.chains.score[:] = 0.5
         batch = {
             name: v.to(dtype) if v.is_floating_point() else v for name, v in batch_of(corpus, list(range(9))).items()
         }
@@ -200,7 +200,7 @@ def test_bad_arguments_are_told() -> None:
     criterion = ISIR(num_left=20).double()
     with pytest.raises(DualencError, match="encode is missing"):
         criterion(**batch_of(corpus, [1, 2]))
-    criterion.left_chains.state[:] = 9
+    criterion.chains.state[criterion.chains_of("left")] = 9
     with pytest.raises(DualencError, match=r"encode gave shape \(1, 3\) for 1 ids; it must be \(1, 5\)"):
         criterion(**batch_of(corpus, [1, 2]), encode=lambda side, ids: torch.zeros(len(ids), 3))
     with pytest.raises(DualencError, match="encode gave NaN"):

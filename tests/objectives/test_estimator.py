@@ -43,17 +43,17 @@ def states_as_quantiles(
     Items are ordered by probability, so that too flat and too peaked laws both show.
     """
     laws = {side: frozen.softmax(side) for side in ("left", "right")}
-    chains = {"left": criterion.left_chains, "right": criterion.right_chains}
+    states = {side: criterion.chains.state[criterion.chains_of(side)] for side in ("left", "right")}
     draw, quantiles = torch.Generator().manual_seed(1), []
     for epoch, order in enumerate(batches(N, B, 10 * (num_records + 2))):
         for ids in order:
             if forget:
-                criterion.left_chains.state[:] = criterion.right_chains.state[:] = -1
+                criterion.chains.state[:] = -1
             frozen.loss(criterion, ids)
             # Chains ten epochs apart, and far from the start: nearly independent.
             if epoch % 10 == 9 and epoch >= 20:
                 for side in ("left", "right"):
-                    law, state = laws[side][ids], chains[side].state[ids]
+                    law, state = laws[side][ids], states[side][ids]
                     own = law.gather(1, state[:, None])
                     below = torch.where(law < own, law, 0.0).sum(dim=1, keepdim=True)
                     quantiles.append(below + torch.rand(len(ids), 1, generator=draw) * own)
@@ -113,7 +113,7 @@ def test_proposals_from_neighbors_reach_the_law_in_fewer_steps(kind: type[ChainO
         for order in batches(N, 4, 3):
             for ids in order:
                 frozen.loss(criterion, ids)
-        mass = law.gather(1, criterion.left_chains.state[:, None])[:, 0]
+        mass = law.gather(1, criterion.chains.state[criterion.chains_of("left"), None])[:, 0]
         # Under the law itself, the mean probability of the state is Σ p².
         distances.append(float((law.pow(2).sum(dim=1) - mass).mean()))
     assert abs(distances[1]) < 0.5 * abs(distances[0])
@@ -157,8 +157,8 @@ def transition(frozen: Frozen) -> tuple[torch.Tensor, torch.Tensor]:
     following = torch.zeros(len(pairs), 3, dtype=torch.float64)
     for start, others in product(pairs, combinations(pairs, 2)):
         criterion = frozen.build(ISIR, recent=0).double()
-        criterion.left_chains.state[0] = right_id[start]
-        criterion.left_chains.partner[0] = start
+        criterion.chains.state[0] = right_id[start]
+        criterion.chains.partner[0] = start
         moves.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("dualenc.objectives.isir.iterated_sir", recorded)
@@ -279,7 +279,7 @@ def test_chains_start_by_the_law_as_soon_as_every_item_was_seen(kind: type[Chain
         for order in batches(N, 4, 2):
             for ids in order:
                 frozen.loss(criterion, ids)
-        state = criterion.left_chains.state
+        state = criterion.chains.state[criterion.chains_of("left")]
         state = state[0::2] // 2 if views else state
         mass = law.gather(1, state[:, None])[:, 0]
         # Under the law itself, the mean probability of the state is Σ p².

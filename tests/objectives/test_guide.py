@@ -228,13 +228,13 @@ def test_no_chain_is_ever_on_what_the_guide_mistrusts(
     frozen = Guided.make(N_FROZEN)
     criterion = chains_for(frozen, kind, arguments, recent=recent)
     worst = {side: frozen.softmax(side).masked_fill(~frozen.mistrusted(side), -1.0) for side in ("left", "right")}
-    chains = {"left": criterion.left_chains, "right": criterion.right_chains}
-    for side, of in chains.items():
-        of.state[::2] = worst[side].argmax(dim=1)[::2]
+    states = {side: criterion.chains.state[criterion.chains_of(side)] for side in ("left", "right")}
+    for side, of in states.items():
+        of[::2] = worst[side].argmax(dim=1)[::2]
     for ids in next(iter(batches(N_FROZEN, B_FROZEN, 1))) * 2:
         frozen.loss(criterion, ids)
-        for side, of in chains.items():
-            state = of.state[ids]
+        for side, of in states.items():
+            state = of[ids]
             on_it = frozen.mistrusted(side)[ids].gather(1, state.clamp(min=0)[:, None])[:, 0] & (state >= 0)
             assert not bool(on_it.any())
 
@@ -252,9 +252,10 @@ def test_chains_follow_the_softmax_over_what_the_guide_leaves(
         for ids in order:
             frozen.loss(criterion, ids)
             if epoch % 5 == 4 and epoch >= 20:
-                for side, chains in (("left", criterion.left_chains), ("right", criterion.right_chains)):
+                for side in ("left", "right"):
+                    state = criterion.chains.state[criterion.chains_of(side)][ids]
                     for law, into in ((laws[side][ids], quantiles), (frozen.softmax(side)[ids], without)):
-                        own = law.gather(1, chains.state[ids][:, None])
+                        own = law.gather(1, state[:, None])
                         below = torch.where(law < own, law, 0.0).sum(dim=1, keepdim=True)
                         into.append(below + torch.rand(len(ids), 1, generator=draw) * own)
     guided, plain = (
