@@ -290,7 +290,10 @@ class Anchors:
     def allows_each(self, items: Tensor) -> Tensor:
         """(A,) whether items (A,), one of each anchor, are negatives; of -1, which stands for none, anything."""
         ids = items // 2 if self.views else items
-        allowed = (ids[:, None] != self.positive_ids).all(dim=1)
+        if self.positive_ids.shape[1] == 1:
+            allowed = ids != self.positive_ids[:, 0]
+        else:
+            allowed = (ids[:, None] != self.positive_ids).all(dim=1)
         if self.directions[0].guide is None:
             return allowed
 
@@ -431,7 +434,7 @@ def weighted_sum(weights: Tensor, scores: Tensor) -> Tensor:
 
 class WithGradient(torch.autograd.Function):
     """`WithGradient.apply(value, scores, weights)`: losses (A,) with a value (A,) of their own, whose gradient with
-    respect to scores (A, C) is weights (A, C); neither value nor weights are differentiated."""
+    respect to scores (A, C) or (A,) is weights of that shape, besides that of the value; weights are constants."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
@@ -439,9 +442,9 @@ class WithGradient(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None]:
-        (weights,) = ctx.saved_tensors
-        return None, grad_outputs[0][:, None] * weights, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        (weights,), (of_loss,) = ctx.saved_tensors, grad_outputs
+        return of_loss, (of_loss if weights.dim() == 1 else of_loss[:, None]) * weights, None
 
 
 @dataclass(frozen=True)

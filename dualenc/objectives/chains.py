@@ -45,7 +45,7 @@ class Chains(ItemState):
     """The item that each chain is on, -1 before the first step, and what an objective wants to remember with it.
 
     Args:
-        num_chains: m.
+        num_left, num_right: chains of left anchors, which stand first, and of right ones.
         remembers: name of each further value, and what it is before the first step.
     """
 
@@ -53,11 +53,13 @@ class Chains(ItemState):
     score: Tensor
     partner: Tensor
 
-    def __init__(self, num_chains: int, remembers: Mapping[str, float], on_cpu: bool = False) -> None:
+    def __init__(self, num_left: int, num_right: int, remembers: Mapping[str, float], on_cpu: bool = False) -> None:
         super().__init__(on_cpu)
+        # Holds nothing, but its shape tells a saved state of other sizes, even of the same sum.
+        self.register_buffer("sides", torch.zeros(num_left, num_right, 0))
         self.before = {"state": NO_STATE, **remembers}
         for name, value in self.before.items():
-            self.register_buffer(name, torch.full((num_chains,), value))
+            self.register_buffer(name, torch.full((num_left + num_right,), value))
 
     def store(self, anchors: Anchors, numbers: ChainNumbers, **values: Tensor) -> None:
         """Write the state (A,) that the anchors' chains are on now and what they remember with it (A,), of the anchors
@@ -162,7 +164,7 @@ class RecentItems(nn.Module):
         Args:
             anchors: those of this rank.
             usable: (A,) whether a chain needs no start.
-            uniform: (A, 1) draws in (0, 1).
+            uniform: (A, 1) draws in [0, 1).
             beside: what to tell of an item besides.
             never_nothing: it is known that a negative of every anchor is here.
 
@@ -253,10 +255,11 @@ def of_directions(values: Tensor, some: Anchors) -> Tensor:
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """(…, 1) a column drawn from each row of weights (…, C) ≥ 0, which need not sum to 1; any for rows of zeros or NaN.
 
-    Draws (…, 1) of `uniform` in (0, 1) never lead to a column of weight 0.
+    Draws (…, 1) of `uniform` in [0, 1 − 2⁻²⁴] never lead to a column of weight 0: no product with the sum rounds to it.
     """
     cumulative = weights.cumsum(dim=-1)
-    return torch.searchsorted(cumulative, uniform * cumulative[..., -1:]).clamp_(max=weights.shape[-1] - 1)
+    drawn = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True)
+    return drawn.clamp_(max=weights.shape[-1] - 1)
 
 
 def ids_of(items: Tensor, views: bool) -> Tensor:
@@ -488,9 +491,8 @@ class ChainObjective(Objective):
         self.shared_chain = shared_chain or not self.views
         num_left, num_right = self.num_left or 1, self.num_right or 1
         on_cpu = self.state_on_cpu
-        # Of left items first, then of right ones; or of images, or of views.
-        num_chains = (num_left if self.shared_chain else 2 * num_left) if self.views else num_left + num_right
-        self.chains = Chains(num_chains, self.remembers, on_cpu)
+        of_left = num_left if self.shared_chain else 2 * num_left
+        self.chains = Chains(of_left, 0 if self.views else num_right, self.remembers, on_cpu)
         self.left_neighbors, self.right_neighbors = Neighbors(on_cpu), Neighbors(on_cpu)
         # Of right items for the chains of left anchors, and the other way round; with views both are the same.
         num_views = 2 if self.views else 1

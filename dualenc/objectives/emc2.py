@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.base import AnchorLosses, Encode, Reported
+from dualenc.objectives.anchors import Anchors, WithGradient
+from dualenc.objectives.base import AnchorLosses, Encode
 from dualenc.objectives.chains import NO_STATE, ChainObjective
 from dualenc.objectives.looks import Asking
 
@@ -120,13 +120,15 @@ class EMC2(ChainObjective):
             outside = yield from self.embed_states(anchors, state.masked_fill(state_weight <= 0, NO_STATE), encode)
         if outside is None:
             return AnchorLosses(losses)
-        surrogate = torch.addcmul(losses, state_weight, outside / anchors.temperature)
-        return AnchorLosses(Reported.apply(surrogate, losses) if self.reports_loss else surrogate)
+        outside = outside / anchors.temperature
+        if self.reports_loss:
+            return AnchorLosses(WithGradient.apply(losses, outside, state_weight))
+        return AnchorLosses(torch.addcmul(losses, state_weight, outside))
 
     def _shares(self, some: Anchors, thresholds: Tensor) -> Tensor:
         """(a, R) which share of the steps of some anchors that count each proposal is; 0 before, and if it is none."""
         is_step = thresholds > -torch.inf
-        number = is_step.cumsum(dim=1)
+        number = is_step.cumsum(dim=1, dtype=thresholds.dtype)
         if self.proposals == "batch" and some.all_have_negatives:
             total: int | Tensor = thresholds.shape[1] - (2 if some.views else 1)
             # The small term keeps a product such as 0.29·100 from falling short of its integer.
@@ -135,7 +137,7 @@ class EMC2(ChainObjective):
             total = number[:, -1:]
             skipped = (total.double() * self.burn_in + 1e-9).long()
             total = total.clamp(min=1)
-        return (is_step & (number > skipped)).to(thresholds) / (total - skipped)
+        return number.gt_(skipped).mul_(is_step).div_(total - skipped)
 
 
 def walk(start: Tensor, scores: Tensor, thresholds: Tensor) -> Tensor:

@@ -194,7 +194,7 @@ class FeatureCache(ItemState):
         Args:
             attention: of this rank.
             num_draws: how many; all are -1 where all shares are 0.
-            uniform: (1,) a draw in (0, 1), the same on every rank.
+            uniform: (1,) a draw in [0, 1), the same on every rank.
         """
         cumulative = attention.shares.double().cumsum(dim=0)
         if not len(cumulative):

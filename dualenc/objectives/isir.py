@@ -137,7 +137,7 @@ def iterated_sir(
     Args:
         proposed: (A, C) log weights of the proposals; -inf where one is no negative.
         outside: (A, S) log weights of what the state stands for; -inf where a proposal stands for it.
-        uniform: (A, 1) draws in (0, 1).
+        uniform: (A, 1) draws in [0, 1).
         never_nothing: it is known that no row is -inf everywhere.
 
     Returns:

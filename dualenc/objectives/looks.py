@@ -28,7 +28,7 @@ class Looks:
         """Have embeddings (n, D) checked at the next look."""
         # A norm is finite when all entries are, and takes one pass.
         with torch.no_grad():
-            self._norms.append(torch.linalg.vector_norm(embeddings, dtype=torch.float64))
+            self._norms.append(torch.linalg.vector_norm(embeddings, dim=0, dtype=torch.float64))
 
     def together(self, works: Sequence[Result | Asking[Result]]) -> list[Result]:
         """The results of all works. Those that ask go on in step with one another, so that all questions that are open
@@ -55,16 +55,18 @@ class Looks:
 
     def _look(self, questions: list[Tensor]) -> list[Tensor]:
         """The questions (n,) on the CPU, in one transfer, together with the noted norms."""
-        norms, self._norms = self._norms, []
+        noted, self._norms = self._norms, []
+        norms = None if not noted else noted[0] if len(noted) == 1 else torch.cat(noted)
         asked = [question for question in questions if len(question)]
         if not asked:
-            _check(torch.stack(norms).cpu() if norms else torch.zeros(0))
+            if norms is not None:
+                _check(norms.cpu())
             return [question.cpu() for question in questions]
-        if norms:
+        if norms is not None:
             # Norms travel as the integers that their bits are.
-            asked = [torch.stack(norms).view(torch.long), *asked]
+            asked = [norms.view(torch.long), *asked]
         values = (torch.cat(asked) if len(asked) > 1 else asked[0]).cpu()
-        if norms:
+        if norms is not None:
             _check(values[: len(norms)].view(torch.double))
             values = values[len(norms) :]
         return list(values.split([len(question) for question in questions])) if len(questions) > 1 else [values]

@@ -71,7 +71,7 @@ class NegativeCache(Objective):
             rows = distributed.gather(anchors.rows, anchors.sizes)
             uniform = self.random.uniform(cache.num_blocks + 1, anchors.num_global, like=embeddings)[:, rows]
             first = sum(anchors.sizes[: distributed.rank()])
-            gumbels, of_rank = -(-uniform[1:].log()).log(), slice(first, first + len(anchors.rows))
+            gumbels, of_rank = -(-uniform[1:].clamp(min=2**-24).log()).log(), slice(first, first + len(anchors.rows))
             drawn, log_mean = (v[of_rank] for v in cache.draw(embeddings, barred, gumbels, uniform[0], guide))
         # What is drawn from the batch has an embedding already; the rest is encoded, and remembered.
         column = find(items, drawn)

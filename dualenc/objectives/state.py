@@ -35,10 +35,8 @@ class SharedRandom(nn.Module):
         self.draws = 0
 
     def uniform(self, *shape: int, like: Tensor) -> Tensor:
-        """Draws in the open interval (0, 1) of the given shape, with the device and precision of `like`."""
-        draws = torch.rand(shape, generator=self._next(like.device), device=like.device)
-        tiny = 2.0**-24  # log(0) and 1.0 must not appear; float32 is drawn whatever the precision
-        return draws.clamp_(tiny, 1 - tiny).to(like.dtype)
+        """Draws in [0, 1), multiples of 2⁻²⁴ whatever the precision, of the given shape and like `like`."""
+        return torch.rand(shape, generator=self._next(like.device), device=like.device).to(like.dtype)
 
     def exponential(self, *shape: int, like: Tensor) -> Tensor:
         """Draws of log(1/u) with u uniform in (0, 1), of the given shape, with the device and precision of `like`."""

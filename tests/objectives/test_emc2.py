@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dualenc.errors import DualencError
 from dualenc.objectives import DCL, EMC2, ISIR
+from dualenc.objectives.chains import inverse_cdf
 from dualenc.objectives.emc2 import AT_ONCE, RUN, walk, without_a_loop
 from tests.objectives.every import Dispatched
 from tests.objectives.slow import GuideTable, gradients, make_case
@@ -205,6 +206,21 @@ def test_bad_arguments_are_told() -> None:
         criterion(**batch_of(corpus, [1, 2]), encode=lambda side, ids: torch.zeros(len(ids), 3))
     with pytest.raises(DualencError, match="encode gave NaN"):
         criterion(**batch_of(corpus, [1, 2]), encode=lambda side, ids: torch.full((len(ids), 5), torch.nan))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_draw_never_leads_to_a_weight_of_zero(dtype: torch.dtype) -> None:
+    """Not even the least and the greatest one, whatever the sum of the weights."""
+    ends, random = (
+        torch.tensor([[0.0], [2.0**-24], [0.5], [1 - 2.0**-24]], dtype=dtype),
+        torch.Generator().manual_seed(0),
+    )
+    for _ in range(300):
+        scale = 10 ** (torch.rand(4, 1, generator=random, dtype=dtype) * 8 - 4)
+        weights = torch.rand(4, 17, generator=random, dtype=dtype) * scale
+        weights[:, (torch.rand(17, generator=random) < 0.5).nonzero()[:, 0]] = 0
+        weights[:, [0, 16]], weights[:, 8] = 0, 1
+        assert bool((weights.gather(1, inverse_cdf(weights, ends)) > 0).all())
 
 
 def slow_walk(start: list[float], scores: list[float], thresholds: list[float]) -> list[int]:

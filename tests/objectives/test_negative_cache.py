@@ -176,7 +176,7 @@ Query = tuple[Tensor, Tensor]
 
 def draw(cache: FeatureCache, query: Query, seed: int = 0) -> tuple[Tensor, Tensor]:
     uniform = SharedRandom(seed).uniform(cache.num_blocks + 1, len(query[0]), like=query[0])
-    return cache.draw(*query, -(-uniform[1:].log()).log(), uniform[0])
+    return cache.draw(*query, -(-uniform[1:].clamp(min=2**-24).log()).log(), uniform[0])
 
 
 def same_query(num_anchors: int, barred: list[int]) -> Query:

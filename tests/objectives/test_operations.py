@@ -25,11 +25,11 @@ AT_MOST: dict[str, tuple[int, int, int]] = {
     "SogCLR": (74, 74, 1),
     "ISogCLR": (107, 107, 1),
     "SACLR": (140, 140, 1),
-    "NegativeCache": (516, 516, 3),
-    "GlobalCache": (570, 889, 3),
-    "EMC2": (200, 220, 3),
-    "ISIR": (193, 193, 3),
-    "ExactGlobal": (193, 589, 2),
+    "NegativeCache": (515, 515, 3),
+    "GlobalCache": (563, 870, 3),
+    "EMC2": (189, 208, 3),
+    "ISIR": (184, 184, 3),
+    "ExactGlobal": (177, 519, 2),
 }
 FURTHER_WAITS: list[tuple[str, dict[str, Any]]] = [
     ("EMC2", {"score": "fresh"}),
