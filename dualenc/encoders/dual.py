@@ -66,6 +66,15 @@ class Tower(nn.Module):
     feature_dim: int
     prepare: Prepare
 
+    @property
+    def packs(self) -> bool:
+        """Whether `pack` leaves no padding worth mentioning."""
+        return False
+
+    def pack(self, inputs: Inputs) -> Inputs:
+        """B prepared items, on the CPU, in the form that takes least to encode; it has no row per item."""
+        return inputs
+
     def forward(self, inputs: Inputs) -> Tensor:
         """Encode B prepared items to (B, D) unit-norm float32, also under autocast."""
         raise TypeError(f"{type(self).__name__} does not define forward")

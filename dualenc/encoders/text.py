@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dualenc.encoders.dense import Dense, Normalize, read_dense
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.load import first_line, model_folder
+from dualenc.encoders.packing import first_position, pack, run_packed
 from dualenc.encoders.sentence_folder import SentenceFolder, read_sentence_folder, write_sentence_files
 from dualenc.encoders.tokenizer import load_tokenizer, lower_casing, save_tokenizer
 from dualenc.errors import DualencError
@@ -253,10 +254,22 @@ class TextTower(Tower):
         self.dim = self.feature_dim = dim if truncate_dim is None else truncate_dim
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """Encode B tokenized texts, each (B, T), to (B, D) unit-norm float32."""
-        hidden = self.backbone(**inputs).last_hidden_state
+        """Encode B tokenized texts, each (B, T), or what `pack` made of them, to (B, D) unit-norm float32."""
+        hidden = run_packed(self.backbone, inputs) if "place" in inputs else self.backbone(**inputs).last_hidden_state
         vectors = self.head(pool(hidden, inputs["attention_mask"], self.pooling))
         return unit_norm(vectors[:, : self.dim])
+
+    @property
+    def packs(self) -> bool:
+        """Whether the transformer takes several texts in a row."""
+        # Padding on the left shifts positions that are counted from zero.
+        padded_behind = self.prepare.tokenizer.padding_side == "right"
+        return padded_behind and first_position(self.backbone.config) is not None
+
+    def pack(self, inputs: Inputs) -> Inputs:
+        """Several texts in a row, where the transformer takes them so."""
+        first = first_position(self.backbone.config) if self.packs else None
+        return inputs if first is None else pack(inputs, first)
 
     def layers(self) -> list[str]:
         """What stands between pooling and normalisation, in words."""

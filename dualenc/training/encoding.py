@@ -66,9 +66,10 @@ class PlainEncoding:
                     "batch_size larger or mend the samples that cannot be read"
                 )
             return self._no_rows()
-        groups = length_groups(inputs, COST_OF_A_FORWARD.get(self.device.type, 4096))
-        with self.statistics.of_batch(self.model.tower(side), out_of_batch):
-            if len(groups) == 1:
+        tower = self.model.tower(side)
+        with self.statistics.of_batch(tower, out_of_batch):
+            groups = [] if tower.packs else length_groups(inputs, COST_OF_A_FORWARD.get(self.device.type, 4096))
+            if len(groups) <= 1:
                 return self._forward(side, inputs)
             encoded = torch.cat([self._forward(side, take(inputs, rows)) for rows in groups])
         return encoded[torch.cat(groups).argsort().to(encoded.device)]
@@ -106,7 +107,8 @@ class PlainEncoding:
 
     @distributed.lost_process_told()
     def _forward(self, side: Side, inputs: Inputs) -> Tensor:
-        on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
+        packed = self.model.tower(side).pack(inputs)
+        on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in packed.items()}
         with self.autocast():
             return self.model.encode(side, on_device)
 
