@@ -42,7 +42,8 @@ def mine(
     Known positives are left out by their ids, and with them documents of the same text. What scores too close to its
     positive is left out as likely relevant: by default above 95 % of the positive's score (Moreira et al. 2024); of
     several limits the lowest counts. Each row keeps the scores of its positives and negatives, as a teacher's. The same
-    command again resumes an interrupted run; with other limits it embeds nothing anew.
+    command again resumes an interrupted run; with other limits it embeds nothing anew. The processes of `accelerate
+    launch` share the work, and write what one writes.
 
     Args:
         model: model folder or name, of kind query-document or vector.
@@ -124,18 +125,18 @@ def mine(
     kept = Path(embeddings or target.with_name(f"{target.name}-embeddings"))
     queries = embed_into(kept / "queries", encoder.left, left, batch_size, side="left", model=model, dtype=dtype)
     documents = embed_into(kept / "documents", encoder.right, right, batch_size, side="right", model=model, dtype=dtype)
+    report = mine_negatives(
+        queries,
+        documents,
+        pairs,
+        target,
+        rule=rule,
+        rescore=rescore,
+        rescored_by=rescored_by,
+        form=form,
+        factory=factory,
+    )
     if distributed.is_main():
-        report = mine_negatives(
-            queries,
-            documents,
-            pairs,
-            target,
-            rule=rule,
-            rescore=rescore,
-            rescored_by=rescored_by,
-            form=form,
-            factory=factory,
-        )
         edges, counts = report.histogram()
         rows = [
             {"score": f"{low:.2f} to {high:.2f}", **{name: int(counted[place]) for name, counted in counts.items()}}

@@ -176,7 +176,7 @@ class TextPrepare(Prepare):
     """Add the side's prompt, tokenize, truncate, pad to the longest of the batch.
 
     Args:
-        tokenizer: a transformers tokenizer.
+        tokenizer: a transformers tokenizer that pads behind the text, as `load_tokenizer` gives it.
         prompt: put before every text as it is, without a space between.
         max_length: longest input in tokens, special ones and prompt included.
     """
@@ -198,16 +198,14 @@ class TextPrepare(Prepare):
         )
 
     def join(self, parts: Sequence[Inputs]) -> Inputs:
-        """Texts (n, T), each part with a T of its own, padded to the longest as the tokenizer pads."""
+        """Texts (n, T), each part with a T of its own, padded to the longest."""
         if not parts:
             return {}
         longest = max(part["input_ids"].shape[1] for part in parts)
         padding = {"input_ids": self.tokenizer.pad_token_id, "token_type_ids": self.tokenizer.pad_token_type_id}
 
         def padded(name: str, tensor: Tensor) -> Tensor:
-            missing = longest - tensor.shape[1]
-            where = (missing, 0) if self.tokenizer.padding_side == "left" else (0, missing)
-            return nn.functional.pad(tensor, where, value=padding.get(name) or 0)
+            return nn.functional.pad(tensor, (0, longest - tensor.shape[1]), value=padding.get(name) or 0)
 
         return {name: torch.cat([padded(name, part[name]) for part in parts]) for name in parts[0]}
 
@@ -262,13 +260,11 @@ class TextTower(Tower):
     @property
     def packs(self) -> bool:
         """Whether the transformer takes several texts in a row."""
-        # Padding on the left shifts positions that are counted from zero.
-        padded_behind = self.prepare.tokenizer.padding_side == "right"
-        return padded_behind and first_position(self.backbone.config) is not None
+        return first_position(self.backbone.config) is not None
 
     def pack(self, inputs: Inputs) -> Inputs:
         """Several texts in a row, where the transformer takes them so."""
-        first = first_position(self.backbone.config) if self.packs else None
+        first = first_position(self.backbone.config)
         return inputs if first is None else pack(inputs, first)
 
     def layers(self) -> list[str]:

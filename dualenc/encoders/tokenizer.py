@@ -86,10 +86,18 @@ def train_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=max_length, **SPECIAL_TOKENS)
 
 
-def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    source: str | os.PathLike[str] | PreTrainedTokenizerBase, stored_side: bool = False
+) -> PreTrainedTokenizerBase:
     """A tokenizer of our own to configure: loaded from a folder or hub name, or a copy of the one given.
 
-    A tokenizer without padding token pads with its end token, as is usual for decoder-only models.
+    A tokenizer without padding token pads with its end token, as is usual for decoder-only models. Padding comes behind
+    the text: in front of it, it would move the positions of BERT, CLIP and others by as much as the longest text of the
+    batch is longer, while behind it a text has the vector that it has alone.
+
+    Args:
+        source: where it is.
+        stored_side: pad on the side that is stored with the tokenizer, for models whose texts all have one length.
 
     Raises:
         DualencError: there is no tokenizer at the source, or it cannot pad.
@@ -118,6 +126,8 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase) -> 
         if tokenizer.eos_token is None:
             raise DualencError(f"tokenizer {source} has no padding token: set its pad_token and save it again")
         tokenizer.pad_token = tokenizer.eos_token
+    if not stored_side:
+        tokenizer.padding_side = "right"
     return tokenizer
 
 
@@ -133,6 +143,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, max_length:
     """Write a tokenizer without the padding and truncation that its last call left in it."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.model_max_length = max_length
+    tokenizer.init_kwargs["padding_side"] = tokenizer.padding_side  # some classes pad on the left unless told
     if tokenizer.is_fast:
         tokenizer.backend_tokenizer.no_padding()
         tokenizer.backend_tokenizer.no_truncation()

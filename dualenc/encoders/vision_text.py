@@ -71,8 +71,9 @@ class VisionTextEncoder(DualEncoder):
         folder = model_folder(name)
         folder = two_towers_in(folder) or folder
         model, processor = load_two_towers(folder)
-        tokenizer = load_tokenizer(folder)
         config = model.config
+        full = MODEL_TYPES[config.model_type]
+        tokenizer = load_tokenizer(folder, stored_side=full)
         if len(tokenizer) > config.text_config.vocab_size:
             raise DualencError(
                 f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model {config.text_config.vocab_size}; "
@@ -90,7 +91,7 @@ class VisionTextEncoder(DualEncoder):
             adapt(model, lora_rank, lora_alpha, targets=lora_targets)
         super().__init__(
             VisionTower(model, VisionPrepare(processor, crop_scale)),
-            CaptionTower(model, CaptionPrepare(tokenizer, length, MODEL_TYPES[config.model_type])),
+            CaptionTower(model, CaptionPrepare(tokenizer, length, full)),
             kind="image-text",
         )
         self.config = config

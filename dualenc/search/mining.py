@@ -19,6 +19,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from tqdm.auto import tqdm
 
+from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, open_regular, read_json, remove, removed_if_refused, save_array, write_json
 from dualenc.search.rerank import Rescore, finite_scores, rerank
@@ -204,7 +206,8 @@ def mine(
     """Write each query with its positives and hard negatives, one JSON object a line, and the scores of all of them.
 
     Documents are searched where they lie, a block of a mapped file at a time. An interrupted call goes on after the
-    last block of queries that it had finished; `out` appears at the end, whole.
+    last block of queries that it had finished; `out` appears at the end, whole. Several processes that all call it, and
+    see the same folder, share the blocks; the main one puts them together.
 
         {"query", "pos": [text], "neg": [text], "pos_scores", "neg_scores", "query_id", "pos_id", "neg_id"}
         {"query_id", "query", "positive_passages": [{"docid", "text", "score"}], "negative_passages": …}
@@ -226,7 +229,7 @@ def mine(
         progress: show a bar.
 
     Returns:
-        What was counted.
+        What was counted, on every process.
 
     Raises:
         DualencError: images, dimensions that differ, a factory string that FAISS refuses, scores that are not finite,
@@ -257,16 +260,21 @@ def mine(
     settings |= {"data": [pairs.identity(), digest_of(left.ids), digest_of(right.ids)], "embeddings": made}
     settings |= {"ids": [digest_of(queries.ids), digest_of(documents.ids)], "rescored": rescore is not None}
     begun = {"settings": digest_of(json.dumps(settings, sort_keys=True))}
-    if (folder / "settings.json").exists() and read_json(folder / "settings.json") != begun:
+    main, processes = distributed.is_main(), distributed.world_size()
+    if main and (folder / "settings.json").exists() and read_json(folder / "settings.json") != begun:
         remove(folder)
-    with removed_if_refused(folder, "positives-*.npy"):
-        write_json(folder / "settings.json", begun)
+    with removed_if_refused(folder, "positives-*.npy") if main else nullcontext():
+        if main:
+            write_json(folder / "settings.json", begun)
+        distributed.barrier()
         miner = _Miner(queries, documents, pairs, left, right, rule, rescore, form, folder)
         find = miner.searcher(factory, metric)
-        blocks = range(0, len(miner.asked), QUERIES_PER_BLOCK)
-        with tqdm(total=len(miner.asked), desc="mine", unit=" queries", disable=not progress) as bar:
-            for number, start in enumerate(blocks):
-                block = miner.asked[start : start + QUERIES_PER_BLOCK]
+        starts = range(0, len(miner.asked), QUERIES_PER_BLOCK)
+        blocks = {number: miner.asked[start : start + QUERIES_PER_BLOCK] for number, start in enumerate(starts)}
+        own = {number: block for number, block in blocks.items() if number % processes == distributed.rank()}
+        total = sum(map(len, own.values()))
+        with tqdm(total=total, desc="mine", unit=" queries", disable=not (progress and main)) as bar:
+            for number, block in own.items():
                 counted = folder / f"rows-{number:05d}.json"
                 if not counted.exists():
                     part = Report()
@@ -278,15 +286,20 @@ def mine(
                             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
                     write_json(counted, vars(part))
                 bar.update(len(block))
+        distributed.barrier()
     report = Report(queries=len(np.unique(pairs.left_id)))
     report.without_vectors = report.queries - len(miner.asked)
     report.count("positives", miner.pair_scores[np.isfinite(miner.pair_scores)])
-    with atomic_path(target) as path, open(path, "wb") as stream:
-        for number in range(len(blocks)):
-            report.add(read_json(folder / f"rows-{number:05d}.json"))
-            with open(folder / f"rows-{number:05d}.jsonl", "rb") as rows:
-                shutil.copyfileobj(rows, stream)
-    remove(folder)
+    for number in blocks:
+        report.add(read_json(folder / f"rows-{number:05d}.json"))
+    distributed.barrier()  # all have read it
+    if main:
+        with atomic_path(target) as path, open(path, "wb") as stream:
+            for number in blocks:
+                with open(folder / f"rows-{number:05d}.jsonl", "rb") as rows:
+                    shutil.copyfileobj(rows, stream)
+        remove(folder)
+    distributed.barrier()
     return report
 
 
@@ -363,7 +376,6 @@ class _Miner:
 
     def searcher(self, factory: str, metric: Metric) -> Callable[[np.ndarray, int], np.ndarray]:
         """From queries (n, D) and k to rows (n, k) of the documents, best first, -1 where fewer are found."""
-        from dualenc import distributed
         from dualenc.evaluation.exact import exact_search
         from dualenc.search.index import Index, is_index
 
@@ -374,12 +386,12 @@ class _Miner:
                     return exact_search(vectors, self.documents.vectors, k)[1]
 
             return find
-        if is_index(self.folder / "index"):
-            index = Index.open(self.folder / "index")
-        else:
+        if distributed.is_main() and not is_index(self.folder / "index"):
             vectors = self.queries.vectors[self.left_row[self.asked[:500]]]
-            how: dict[str, Any] = {"queries": vectors, "folder": self.folder / "index"}
-            index = Index.build(self.documents, None, factory, metric=metric, **how)
+            with distributed.alone():
+                Index.build(self.documents, None, factory, metric=metric, queries=vectors, folder=self.folder / "index")
+        distributed.barrier()
+        index = Index.open(self.folder / "index")
         return lambda vectors, k: index.search_rows(vectors, k)[1]
 
     def rows(self, block: np.ndarray, find: Callable[[np.ndarray, int], np.ndarray], report: Report) -> Iterator[Any]:
@@ -457,9 +469,11 @@ class _Miner:
 
     def _score_pairs(self) -> np.ndarray:
         """The score of each known pair (M,), NaN where a vector is missing; kept block by block."""
-        pairs, parts = self.pairs, []
-        for number, start in enumerate(range(0, len(pairs), PAIRS_PER_BLOCK)):
-            path = self.folder / f"positives-{number:05d}.npy"
+        pairs = self.pairs
+        blocks = list(enumerate(range(0, len(pairs), PAIRS_PER_BLOCK)))
+        paths = [self.folder / f"positives-{number:05d}.npy" for number, _ in blocks]
+        for number, start in blocks[distributed.rank() :: distributed.world_size()]:
+            path = paths[number]
             if not path.exists():
                 left, right = (ids[start : start + PAIRS_PER_BLOCK] for ids in (pairs.left_id, pairs.right_id))
                 scores = np.full(len(left), np.nan, np.float32)
@@ -474,8 +488,8 @@ class _Miner:
                     scores[there] = finite_scores(self.rescore(texts))
                 with atomic_path(path) as part:
                     save_array(part, scores)
-            parts.append(np.load(path))
-        return np.concatenate(parts)
+        distributed.barrier()
+        return np.concatenate([np.load(path) for path in paths])
 
 
 def _contents(corpus: Corpus) -> np.ndarray:

@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualenc.distributed import local_part
+
 
 class AveragedWeights:
     """An exponential moving average of all weights and running statistics of a model.
 
     θ̄ ← δ·θ̄ + (1 − δ)·θ after each step (Polyak and Juditsky 1992; as an exponential average Tarvainen and Valpola 2017,
     arXiv:1703.01780), where δ = min(decay, (1 + t)/(10 + t)) at step t, so that the first weights are soon forgotten.
-    Integers, such as a count of batches, are taken over.
+    Integers, such as a count of batches, are taken over. Of a sharded model each rank averages its part.
 
     Args:
-        model: whose weights; the average has a copy of them.
+        model: whose weights, already sharded if they are to be; the average has a copy of them.
         decay: δ of many steps, in (0, 1).
     """
 
@@ -32,8 +34,8 @@ class AveragedWeights:
         self.steps += 1
         share = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
         for name, tensor in self.model.state_dict().items():
-            kept = self.average[name]
-            kept.lerp_(tensor, share) if kept.is_floating_point() else kept.copy_(tensor)
+            kept, now = local_part(self.average[name]), local_part(tensor)
+            kept.lerp_(now, share) if kept.is_floating_point() else kept.copy_(now)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -48,7 +50,7 @@ class AveragedWeights:
     @torch.no_grad()
     def _give(self, weights: Mapping[str, Tensor]) -> None:
         for name, tensor in self.model.state_dict().items():
-            tensor.copy_(weights[name])
+            local_part(tensor).copy_(local_part(weights[name]))
 
     def state_dict(self) -> dict[str, Any]:
         """The average and the number of steps in it."""

@@ -22,7 +22,7 @@ from dualenc.data.table_pairs import ImageViews
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.seeds import random_state_kept
-from dualenc.training.sharding import assembled, join_state
+from dualenc.training.sharding import assembled, join_evaluated
 from dualenc.types import Modality, OnError, Side
 
 if TYPE_CHECKING:
@@ -356,8 +356,8 @@ class BestModel:
                 parts = (("model", self.model), ("objective", self.objective))
                 latest = {name: {key: tensor.clone() for key, tensor in p.state_dict().items()} for name, p in parts}
                 if "shards" in state:
-                    join_state(self.model, None, state, state["shards"])
-                if "averages" in state:  # what was measured then
+                    join_evaluated(self.model, state, state["shards"])
+                elif "averages" in state:  # what was measured then
                     state["model"] = state["averages"]["average"]
                 for name, part in parts if "shards" not in state else parts[1:]:
                     part.load_state_dict(state[name])

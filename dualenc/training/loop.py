@@ -211,14 +211,15 @@ class Loop:
         scaler = self.accelerator.scaler
         divided: dict[str, Any] = {}
         if self.settings.shard_model:
-            divided, divided["shards"] = split_state(self.model, self.optimizer)
+            divided, divided["shards"] = split_state(self.model, self.optimizer, self.averages)
+        elif self.averages is not None:
+            divided["averages"] = self.averages.state_dict()
         return {
             "position": {name: getattr(self, name) for name in _POSITION},
             **{name: getattr(self, name).state_dict() for name in _STATEFUL if name not in divided},
             **divided,
             "scaler": None if scaler is None else scaler.state_dict(),
             "bad": self.all_bad(),
-            **({} if self.averages is None else {"averages": self.averages.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -226,12 +227,12 @@ class Loop:
         for name in _POSITION:
             setattr(self, name, state["position"][name])
         if "shards" in state:
-            join_state(self.model, self.optimizer, state, state["shards"])
+            join_state(self.model, self.optimizer, self.averages, state, state["shards"])
+        elif self.averages is not None:
+            self.averages.load_state_dict(state["averages"])
         for name in _STATEFUL:
             if "shards" not in state or name not in ("model", "optimizer"):
                 getattr(self, name).load_state_dict(state[name])
-        if self.averages is not None:
-            self.averages.load_state_dict(state["averages"])
         self.objective.to(self.device)  # a table whose size only the checkpoint knows comes from the CPU
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])

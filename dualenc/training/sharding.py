@@ -1,6 +1,7 @@
 """A model divided among ranks: in which modules, how it is put together to be saved, and what its checkpoints hold.
 
-    shards/shard-00001-….safetensors      of each rank its part of the weights and of what the optimizer keeps of them
+    shards/shard-00001-….safetensors      of each rank its part of the weights, of what the optimizer keeps of them, and
+                                          of their moving average
 
 Everything smaller is in `state.pt`, see `dualenc.training.checkpoint`.
 """
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from dualenc import distributed
 from dualenc.encoders.dual import DualEncoder, Tower
 from dualenc.errors import DualencError
+from dualenc.training.averages import AveragedWeights
 from dualenc.training.encoding import uses_batch_statistics
 
 SHARDED_OPTIMIZERS = (
@@ -122,8 +124,10 @@ def assembled(model: DualEncoder, skeleton: DualEncoder) -> Iterator[DualEncoder
         skeleton.load_state_dict(empty, assign=True, strict=False)
 
 
-def split_state(model: DualEncoder, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a checkpoint keeps of a model and its optimizer, in two parts.
+def split_state(
+    model: DualEncoder, optimizer: Optimizer, averages: AveragedWeights | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a checkpoint keeps of a model, its optimizer and its averaged weights, in two parts.
 
     Returns:
         What is small: buffers, scalars, settings; and tensors by name, of each of which a rank may hold a part.
@@ -139,15 +143,27 @@ def split_state(model: DualEncoder, optimizer: Optimizer) -> tuple[dict[str, Any
                 states[number][key] = str(value.dtype).removeprefix("torch.")
             else:
                 states[number][key] = value
-    return {"model": rest, "optimizer": {"state": states, "param_groups": kept["param_groups"]}}, large
+    small = {"model": rest, "optimizer": {"state": states, "param_groups": kept["param_groups"]}}
+    if averages is not None:
+        rest = dict(averages.average)
+        large |= {f"average.{name}": rest.pop(name) for name in divisible}
+        small["averages"] = {"steps": averages.steps, "average": rest}
+    return small, large
 
 
-def join_state(model: DualEncoder, optimizer: Optimizer | None, small: dict[str, Any], folder: Path) -> None:
+def join_state(
+    model: DualEncoder,
+    optimizer: Optimizer,
+    averages: AveragedWeights | None,
+    small: dict[str, Any],
+    folder: Path,
+) -> None:
     """Take over what `split_state` gave on any number of ranks; all ranks call it together.
 
     Args:
         model: whose weights are replaced.
-        optimizer: likewise; None leaves it out.
+        optimizer: likewise its state.
+        averages: likewise.
         small: the first part.
         folder: where `dualenc.distributed.save_shards` has written the second.
 
@@ -158,18 +174,28 @@ def join_state(model: DualEncoder, optimizer: Optimizer | None, small: dict[str,
     large = {f"model.{name}": weights[name] for name in _divisible(model)}
     for name, tensor in small["model"].items():
         weights[name].copy_(tensor)
+    if averages is not None:
+        averages.load_state_dict(small["averages"])
+        large |= {f"average.{name}": averages.average[name] for name in _divisible(model)}
     states: dict[int, dict[str, Any]] = {}
-    if optimizer is not None:
-        for number, parameter in enumerate(_parameters(optimizer)):
-            states[number] = dict(small["optimizer"]["state"].get(number, {}))
-            for key, value in states[number].items():
-                if isinstance(value, str):
-                    states[number][key] = torch.zeros_like(parameter, dtype=getattr(torch, value), requires_grad=False)
-                    large[f"optimizer.{number}.{key}"] = states[number][key]
+    for number, parameter in enumerate(_parameters(optimizer)):
+        states[number] = dict(small["optimizer"]["state"].get(number, {}))
+        for key, value in states[number].items():
+            if isinstance(value, str):
+                states[number][key] = torch.zeros_like(parameter, dtype=getattr(torch, value), requires_grad=False)
+                large[f"optimizer.{number}.{key}"] = states[number][key]
     distributed.load_shards(folder, large)
-    if optimizer is not None:
-        groups = small["optimizer"]["param_groups"]
-        optimizer.load_state_dict({"state": {n: s for n, s in states.items() if s}, "param_groups": groups})
+    groups = small["optimizer"]["param_groups"]
+    optimizer.load_state_dict({"state": {n: s for n, s in states.items() if s}, "param_groups": groups})
+
+
+def join_evaluated(model: DualEncoder, small: dict[str, Any], folder: Path) -> None:
+    """Take over only the weights that were evaluated, averaged ones if there are any; else as `join_state`."""
+    kind, rest = ("average", small["averages"]["average"]) if "averages" in small else ("model", small["model"])
+    weights = model.state_dict()
+    for name, tensor in rest.items():
+        weights[name].copy_(tensor)
+    distributed.load_shards(folder, {f"{kind}.{name}": weights[name] for name in _divisible(model)})
 
 
 def _divisible(model: DualEncoder) -> list[str]:

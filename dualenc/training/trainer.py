@@ -205,8 +205,6 @@ class Trainer:
         self.freeze = (self.freeze,) if isinstance(self.freeze, str) else tuple(self.freeze)
         if self.weight_average is not None and not 0 < self.weight_average < 1:
             raise DualencError(f"weight_average is {self.weight_average}; it must be between 0 and 1, such as 0.999")
-        if self.weight_average is not None and self.shard_model:
-            raise DualencError("weight_average does not go with shard_model; leave one out")
         if self.patience is not None and (self.evaluate_every is None or not self.keep_best):
             raise DualencError("patience counts evaluations; set evaluate_every, and leave keep_best true")
         check_optimizer(

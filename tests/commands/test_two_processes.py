@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ def written(
     beir = toy.write_beir(folder / "toy")
     toy.save_documents(folder / "docs.jsonl", 2100)
     judge = toy.cross_encoder(folder / "judge")
+    mined: list[Any] = ["mine", toy_text, toy.write_beir(folder / "many", 900, 300, "train")]
+    mined += ["--last-rank", 10, "--relative", "null"]
     splits = save_splits(folder / "splits", test=3)
     corrupted: list[Any] = [image_model, splits, "--corruptions", "gaussian_noise,fog,pixelate"]
     measured: list[Any] = ["--objectives", "InfoNCE,SogCLR,NegativeCache,EMC2,ISIR", "--batch-size", 4]
@@ -42,6 +45,8 @@ def written(
         "convergence": ["evaluate", "convergence", short_run, classes, "--pairs", 8],
         "objectives": ["evaluate", "objectives", short_run / "model", classes, *measured],
         "probe": ["evaluate", "probe", image_model, splits, "--shots", 1, "--num-workers", 0],
+        "judged.jsonl": [*mined, "--cross-encoder", judge, "--percentile", 60],
+        "indexed.jsonl": [*mined, "--factory", "IVF4,Flat"],
     }
 
     def into(out: Path) -> list[list[str]]:
@@ -65,6 +70,17 @@ def test_an_evaluation_finds_the_same(written: Written, command: str, names: lis
     one, two, _ = written
     for name in names:
         assert (two / command / name).read_bytes() == (one / command / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("name", ["judged.jsonl", "indexed.jsonl"])
+def test_the_mined_negatives_are_the_same_file_and_nothing_else_is_left(written: Written, name: str) -> None:
+    one, two, done = written
+    assert (two / name).read_bytes() == (one / name).read_bytes()
+    asked = [int(json.loads(line)["query_id"].removeprefix("d")) for line in (two / name).read_text().splitlines()]
+    assert min(asked) < 256 <= max(asked)  # of both blocks
+    assert sorted(path.name for path in two.iterdir()) == sorted(path.name for path in one.iterdir())
+    assert "256/256" in done.stderr, "the main process has the first block, the other the second"
+    assert done.stdout.count("negatives → ") == 2, "only the first of the two says so"
 
 
 @pytest.mark.parametrize("folder", ["corrupted/finished/versions", "convergence/finished", "objectives/finished"])

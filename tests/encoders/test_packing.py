@@ -108,13 +108,6 @@ def test_only_with_an_attention_that_takes_such_a_mask(tokenizer: PreTrainedToke
     assert not other.left.packs
 
 
-def test_not_where_padding_stands_in_front(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Most architectures count their positions from the padding then, so that texts in a row are not the same."""
-    model = small_model("bert", tokenizer)
-    model.left.prepare.tokenizer.padding_side = "left"
-    assert not model.left.packs
-
-
 def test_texts_of_one_length_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
     model = small_model("bert", tokenizer)
     padded = model.left.prepare(["words words"] * 5)

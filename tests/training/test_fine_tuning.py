@@ -171,7 +171,6 @@ def test_it_stops_when_nothing_gets_better_and_stays_stopped(tmp_path: Path) -> 
         ({"layer_decay": 0.0}, "layer_decay is 0.0"),
         ({"layer_decay": 1.1}, "layer_decay is 1.1"),
         ({"weight_average": 1.0}, "weight_average is 1.0"),
-        ({"weight_average": 0.9, "shard_model": True}, "does not go with shard_model"),
         ({"patience": 2}, "set evaluate_every"),
         ({"patience": 0, "evaluate_every": 1}, "patience is 0"),
     ],

@@ -75,6 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ranks without items": {"batch_size": 2, "epochs": 1},
     "ISIR, cached": {"objective": ISIR, "chunk_size": 2},
     "evaluated": {"evaluate_every": 3},
+    "averaged": {"evaluate_every": 3, "weight_average": 0.7},
     "half precision": {"encoder": {**ADAPTED, "dtype": "bfloat16"}, **ADAM},
     "half precision, whole": {"encoder": {**ADAPTED, "dtype": "bfloat16"}, **ADAM, "shard_model": False},
 }
@@ -102,6 +103,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "autocast in half precision, whole": {"mixed_precision": "bf16", "shard_model": False},
     "CLIP": {"model": "clip"},
     "views": {"model": "vit", "objective": ISIR, "views": True, "evaluate_every": 3},
+    "two towers, averaged": {"encoder": {"shared": False}, "weight_average": 0.9, **ADAM},
 }
 OF_ONE = [(name, ranks) for ranks, cases in ((2, CASES | ON_TWO), (3, CASES)) for name in cases if "half" not in name]
 OF_RANKS = ("samples_per_second", "items_encoded")
@@ -124,7 +126,9 @@ SETTINGS = {
     "save_every": None,
     "progress": False,
 }
-TO_RESUME = {"objective": ISIR, "encoder": ADAPTED, "evaluate_every": 3, "save_every": 2, **ADAM}
+TO_RESUME = {
+    **{"objective": ISIR, "encoder": ADAPTED, "evaluate_every": 3, "save_every": 2, "weight_average": 0.7, **ADAM}
+}
 
 
 def text_pairs(bad: Sequence[int] = (), **arguments: Any) -> PairDataset:
@@ -247,7 +251,7 @@ def test_autocast_in_half_precision(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks"), [("evaluated", 2), ("evaluated", 3), ("views", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [("evaluated", 2), ("evaluated", 3), ("views", 2), ("averaged", 2)])
 def test_log_and_evaluations_are_those_of_one_process(runs, name, ranks):
     logs = [read_metrics(runs / str(number) / name / "metrics.jsonl") for number in (1, ranks)]
     assert any("evaluation" in key for line in logs[0] for key in line)
@@ -261,11 +265,18 @@ def test_training_moves_the_model(runs):
     assert (embeddings(runs / "2" / "InfoNCE") - embedded(text_encoder())).abs().max() > 0.1
 
 
+@pytest.mark.slow
+def test_averages_are_saved_and_other_than_the_last_weights(runs):
+    for averaged, last in (("averaged", "evaluated"), ("two towers, averaged", "two towers")):
+        assert (embeddings(runs / "2" / averaged) - embeddings(runs / "2" / last)).abs().max() > 1e-3
+
+
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
     """An unbroken run, and one killed at its seventh batch, on one process and on two."""
     folder = tmp_path_factory.mktemp("broken")
     one_case(folder / "whole", **TO_RESUME)
+    all_end(launch(folder, one_case, folder / "whole on 2", ranks=2, shard_model=True, **TO_RESUME))
     for ranks in (1, 2):
         named = {"die_at_batch": 7, "shard_model": True, **TO_RESUME}
         all_end(launch(folder, one_case, folder / f"on {ranks}", ranks=ranks, **named), code=-signal.SIGKILL)
@@ -278,6 +289,9 @@ def test_killed_and_resumed_on_any_number_of_processes(broken, tmp_path, before,
     shutil.copytree(broken / f"on {before}", tmp_path / "run")
     all_end(launch(tmp_path, one_case, tmp_path / "run", ranks=after, resume=True, shard_model=True, **TO_RESUME))
     assert (embeddings(tmp_path / "run") - embeddings(broken / "whole")).abs().max() < 1e-6
+    if before == after:
+        whole = broken / ("whole" if after == 1 else "whole on 2")
+        assert torch.equal(embeddings(tmp_path / "run"), embeddings(whole))
     logs = [read_metrics(run / "metrics.jsonl") for run in (broken / "whole", tmp_path / "run")]
     assert [line["step"] for line in logs[0]] == [line["step"] for line in logs[1]]
     assert logs[0][-1] == pytest.approx(logs[1][-1], rel=1e-5)
@@ -296,9 +310,10 @@ def test_a_lost_process_is_told_in_one_line(tmp_path):
     assert "Traceback" not in written
 
 
-def lose_the_model_folder(output: Path) -> None:
+def lose_the_model_folder(output: Path, weight_average: float | None) -> None:
     """The best weights come from a checkpoint then; the run itself goes on with the last ones."""
     settings = {**TO_RESUME, "shard_model": True, "save_every": 1, "keep_checkpoints": 20, "evaluate_every": 1}
+    settings["weight_average"] = weight_average
     one_case(output, **settings)
     kept = embeddings(output)
     distributed.barrier()
@@ -310,8 +325,9 @@ def lose_the_model_folder(output: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_model_folder_is_written_again(tmp_path):
-    all_end(launch(tmp_path, lose_the_model_folder, tmp_path / "run", ranks=2))
+@pytest.mark.parametrize("weight_average", [None, 0.7])
+def test_a_lost_model_folder_is_written_again(tmp_path, weight_average):
+    all_end(launch(tmp_path, lose_the_model_folder, tmp_path / "run", weight_average, ranks=2))
     assert (tmp_path / "moved" / "README.md").exists()
 
 
