@@ -153,13 +153,14 @@ def _read_token(path: str | None) -> str | None:
         try:
             with open_regular(path) as file:
                 token = file.read(LONGEST_TOKEN + 3).decode("ascii").strip()  # and the end of its line
-        except (OSError, ValueError) as error:
-            raise DualencError(f"{path}: cannot be read as a token ({error}); write one line of ASCII") from None
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no ASCII"
+            raise DualencError(f"{path}: cannot be read as a token ({reason}); write one line of ASCII") from None
     if token is None:
         return None
     if not SHORTEST_TOKEN <= len(token) <= LONGEST_TOKEN or not re.fullmatch(r"[!-~]+", token):
         raise DualencError(
-            f"{where}: a token has {SHORTEST_TOKEN} printable ASCII characters or more, up to {LONGEST_TOKEN:,}, and no "
+            f"{where}: a token has {SHORTEST_TOKEN} to {LONGEST_TOKEN:,} printable ASCII characters and no "
             "spaces; write such a one"
         )
     return token
