@@ -159,17 +159,23 @@ class Recipe:
         from dualenc.seeds import seed_everything
         from dualenc.training.trainer import Trainer
 
+        told: list[DualencError] = []
+
         def make(found: type, *positional: Any, **arguments: Any) -> Any:
             try:
                 return found(*positional, **arguments)
             except (DualencError, OSError) as error:
                 place = _place(self.settings, found.__name__, arguments) or found.__name__.lower()
                 problem = error if isinstance(error, DualencError) else f"{type(error).__name__}: {error}"
-                raise DualencError(f"{self.source}: {place}: {problem}") from error
+                told.append(DualencError(f"{self.source}: {place}: {problem}"))
+                raise told[-1] from error
 
         make(Trainer, **self.config.trainer.as_dict())  # its mistakes are told before data and models are read
         seed_everything(self.config.trainer.seed)
-        built = _parser().instantiate(self.config, instantiators=[(make, object, True)])
+        try:
+            built = _parser().instantiate(self.config, instantiators=[(make, object, True)])
+        except ValueError as error:  # where null is another choice, jsonargparse tells of all that it tried
+            raise told[0] if told else error from None
         return Parts(**{name: built[name] for name in Parts._fields})
 
     def train(self, resume: bool = False) -> TrainingResult:
@@ -190,7 +196,10 @@ def _place(value: Any, name: str, arguments: Mapping[str, Any], place: str = "")
         return None
     if "class_path" in value:
         given = value.get("init_args") or {}
-        same = (given.get(key, item) == item for key, item in arguments.items() if isinstance(item, (str, int, float)))
+        # Parts that are made by now are not compared; of several by name the names are.
+        same = [given.get(key, item) == item for key, item in arguments.items() if isinstance(item, (str, int, float))]
+        named = {key: item for key, item in arguments.items() if isinstance(item, Mapping)}
+        same += [list(given.get(key) or ()) == list(item) for key, item in named.items()]
         if value["class_path"].endswith(f".{name}") and all(same):
             return place
         value = given

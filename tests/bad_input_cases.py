@@ -36,6 +36,7 @@ def make_toys(toys: Path) -> None:
     os.chdir(toys)
     toy.text_model(toys / "text")
     toy.image_text_model(toys / "clip")
+    toy.cross_encoder(toys / "judge")
     save_image_model(toys / "image")
     beir = toy.write_beir(toys / "beir", documents=24, queries=6)
     shutil.copy(beir / "qrels" / "test.tsv", beir / "qrels" / "train.tsv")
@@ -316,7 +317,8 @@ def all_cases(toys: Path) -> list[Case]:
         vectors(),
         trees(toys),
     ]
-    return [case for group in groups for case in group] + list(recipe_keys(toys)) + list(evaluations(toys))
+    later = (recipe_keys(toys), mixtures(toys), filters(toys), serving(toys), evaluations(toys))
+    return [case for group in (*groups, *later) for case in group]
 
 
 RETRIEVAL = "evaluate retrieval {text} {beir} --out out"
@@ -1121,6 +1123,194 @@ def recipe_keys(toys: Path) -> Iterator[Case]:
     for name in ("beir/corpus.jsonl", "beir/queries.jsonl", "beir/qrels/train.tsv"):
         for way, how in {**NOT_A_FILE, **NOT_TEXT}.items():
             yield Case(f"train on {name}: {way}", "train {recipe.yaml} data.path={beir}", spoil(name, how))
+
+
+def mixtures(toys: Path) -> Iterator[Case]:
+    """Sources of pairs that do not go together, and what else a mixture may be told wrongly."""
+
+    def of(name: str, /, **arguments: Any) -> dict[str, Any]:
+        return {"class_path": name, "init_args": arguments}
+
+    beir, mined = of("BeirPairs", path=str(toys / "beir")), of("MinedPairs", path=str(toys / "mined.jsonl"))
+    columns = {"left_column": "q", "right_column": "d"}
+    vectors = of("TablePairs", path=str(toys / "vectors.jsonl"), **columns)
+    captions = {"left_column": "image", "right_column": "captions"}
+    captioned = of("TablePairs", path=str(toys / "captioned" / "test.jsonl"), **captions)
+    classes = of("ImageFolderViews", path=str(toys / "classes" / "train"))
+
+    def mixture(recipe: str = "recipe.yaml", more: dict[str, Any] | None = None, **given: Any) -> Change:
+        """A recipe of two sources; `given` are other arguments of the mixture, `more` other parts of the recipe."""
+
+        def write(box: Box) -> None:
+            settings = json.loads(json.dumps(recipes(toys)[recipe]))
+            settings["data"] = of("Mixture", **{"sources": {"first": beir, "second": mined}, **given})
+            settings["objective"] = of("InfoNCE", temperature=0.1)
+            (box.folder / "recipe.yaml").write_text(yaml.safe_dump(settings | (more or {}), sort_keys=False))
+
+        return write
+
+    yield Case("sound: mixture", "train recipe.yaml", mixture(), "works")
+    weights = {"first": 2, "second": 0.5}
+    yield Case(
+        "sound: mixture with weights", "train recipe.yaml", mixture(weights=weights, batches="one_source"), "works"
+    )
+    arguments: dict[str, tuple[Any, ...]] = {
+        "sources": (
+            {},
+            [],
+            [beir, mined],
+            "x",
+            3,
+            None,
+            {"first": None},
+            {"first": str(toys / "beir")},
+            {"first": [beir]},
+        ),
+        "weights": ([1, 2], 3, "x", {"third": 1}, {"first": "x"}, {"first": [1]}, {"first": None}, {3: 1}),
+        "left_prompts": ("q: ", ["q: "], 3, {"third": "q: "}, {"first": 3}, {"first": ["q: "]}, {"first": None}),
+        "right_prompts": (True, {"first": {"a": "b"}}, {"first": 1.5}),
+        "batches": ("one", 3, None, ["mixed"]),
+        "wieghts": ({"first": 1},),
+    }
+    for key, values in arguments.items():
+        for value in values:
+            yield Case(f"mixture {key}={str(value)[:60]!r}", "train recipe.yaml", mixture(**{key: value}))
+    for weight in (0, -1, float("nan"), float("inf"), 1e-300, 1e300, 10**400, True):
+        change, fine = mixture(weights={"first": weight}), weight is True
+        yield Case(f"mixture with a weight of {str(weight)[:8]}", "train recipe.yaml", change, may(fine))
+    for name in ("", "a b", "a/b", "..", "a.b", "é\n", "x" * 5000, 3):
+        change, fine = mixture(sources={name: beir, "second": mined}), name == "x" * 5000
+        yield Case(f"mixture with a source called {str(name)[:9]!r}", "train recipe.yaml", change, may(fine))
+    others = {
+        "of another class": of("TextEncoder", name=str(toys / "text")),
+        "of no class": of("BeerPairs"),
+        "that runs code": of("os.system", command="x"),
+        "without a path": of("BeirPairs"),
+        "with an unknown key": of("BeirPairs", path=str(toys / "beir"), pth="x"),
+        "with an unknown split": of("BeirPairs", path=str(toys / "beir"), split="nope"),
+        "that is nowhere": of("MinedPairs", path="/nope"),
+        "that is a mixture": of("Mixture", sources={"inner": beir}),
+        "of vectors": vectors,
+        "of captioned images": captioned,
+        "of images alone": classes,
+        "of mined ids without vectors": of("MinedPairs", path=str(toys / "mined-ids.jsonl")),
+    }
+    for what, other in others.items():
+        fine = what == "of mined ids without vectors"  # ids are texts
+        yield Case(
+            f"mixture with a source {what}",
+            "train recipe.yaml",
+            mixture(sources={"first": beir, "other": other}),
+            may(fine),
+        )
+        first = mixture(sources={"other": other, "first": beir})
+        yield Case(f"mixture that begins with a source {what}", "train recipe.yaml", first, may(fine))
+    for name in ("empty", "noise", "Latin-1", "missing", "a folder", "a pipe", "an endless device"):
+        spoil_one = {**NOT_A_FILE, **NOT_TEXT}[name]
+
+        def spoiled(box: Box, spoil_one: Spoil = spoil_one) -> None:
+            spoil_one(box["mined.jsonl"])
+            mixture(sources={"first": beir, "second": of("MinedPairs", path=str(box["mined.jsonl"]))})(box)
+
+        yield Case(f"mixture with a file of a source: {name}", "train recipe.yaml", spoiled)
+
+    def without_pairs(box: Box) -> None:
+        holding("query-id\tcorpus-id\tscore\n")(box["beir/qrels/train.tsv"])
+        mixture(sources={"first": of("BeirPairs", path=str(box["beir"])), "second": mined})(box)
+
+    yield Case("mixture with a source without pairs", "train recipe.yaml", without_pairs)
+    shorter = of("TablePairs", path="short.jsonl", **columns)
+
+    def two_dimensions(box: Box) -> None:
+        (box.folder / "short.jsonl").write_text(json.dumps({"q": [1.0, 2.5], "d": [[2.5, 1.0]]}) + "\n")
+        mixture("vectors-recipe.yaml", sources={"first": vectors, "second": shorter})(box)
+
+    yield Case("mixture of vectors of two dimensions", "train recipe.yaml", two_dimensions)
+    prompted = mixture("clip-recipe.yaml", sources={"first": captioned}, left_prompts={"first": "a: "})
+    yield Case("mixture with prompts for images", "train recipe.yaml", prompted)
+    for model, source in {"recipe.yaml": captioned, "clip-recipe.yaml": beir, "image-recipe.yaml": beir}.items():
+        yield Case(f"mixture for the model of {model}", "train recipe.yaml", mixture(model, sources={"first": source}))
+    objectives = ("GlobalCache", {}), ("ISIR", {"proposals": "batch"}), ("EMC2", {"proposals": "batch"})
+    for name, given in objectives:
+        other = {"objective": of(name, temperature=0.1, **given)}
+        change = mixture(more=other, weights=weights)
+        yield Case(f"mixture with weights under {name}", "train recipe.yaml", change)
+    batching = {"batching": of("SpectralBatches")}
+    for given in ({"weights": weights}, {"batches": "one_source"}):
+        yield Case(f"mixture with {given} in selected batches", "train recipe.yaml", mixture(more=batching, **given))
+    for words in ("data.sources=3", "data.sources.first=3", "data.sources.third.init_args.path=x", "data.weights=3"):
+        yield Case(f"mixture with {words}", f"train recipe.yaml {words}", mixture())
+    evaluator = {"evaluator": of("RetrievalEvaluator", pairs=of("Mixture", sources={}))}
+    yield Case("evaluation on an empty mixture", "train recipe.yaml", mixture(more=evaluator))
+    evaluator = {"evaluator": of("RetrievalEvaluator", pairs=of("BeirPairs", path="nowhere"))}
+    yield Case("evaluation on pairs that are nowhere", "train recipe.yaml", mixture(more=evaluator))
+    for where in ("title=a", ["year>1"], ["title"], [3], {"a": 1}, ["title=nothing"]):
+        evaluator = {"evaluator": of("RetrievalEvaluator", path=str(toys / "beir"), where=where)}
+        yield Case(f"evaluation where {where}", "train recipe.yaml", mixture(more=evaluator))
+
+
+def filters(toys: Path) -> Iterator[Case]:
+    """Conditions on columns in an evaluation without an engine."""
+    del toys
+    for words in ("year>1", "year", "", "=", "title=", "title>a", "_id=d1", "text=nothing", ",", "title=a,b=", "é=1"):
+        fine = may(not words)
+        yield Case(f"retrieval --where={words!r}", f"{RETRIEVAL} --where={words}", expected=fine)
+    yield Case("sound: retrieval --where", f"{RETRIEVAL} --where=title!=none --bm25", expected="works")
+    yield Case("retrieval of an engine --where", f"{ENGINE} --where=year>1")
+    yield Case("retrieval on vectors --where", "evaluate retrieval {adapter} {emb} --out out --where=year>1")
+    nested = json.dumps({"_id": "d1", "text": "wing", "year": {"a": [1]}}) + "\n"
+    where = "evaluate retrieval {text} {beir} --out out --where=year>1"
+    yield Case("retrieval --where a column holds records", where, spoil("beir/corpus.jsonl", holding(nested)))
+
+
+def serving(toys: Path) -> Iterator[Case]:
+    """What `dualenc serve` refuses to start with; tests/serve/test_hostile.py has the requests."""
+    del toys
+    serve = "serve {idx} --port=0"
+    for place in ("text", "emb", "run", "beir", "docs.jsonl", "pictures", "judge", "retrieval"):
+        yield Case(f"serve {place}", f"serve {{{place}}} --port=0")
+    for place in ("nowhere", "/dev/null", "/dev/zero", "/", "␣", "a" * 300):
+        yield Case(f"serve {place[:20]!r}", f"serve {place} --port=0")
+    yield Case("serve without arguments", "serve")
+    yield Case("serve --no-such-option", f"{serve} --no-such-option 3")
+    for name, values in {
+        "port": ("-1", "65536", "99999999999999999999", "x", "1.5", ""),
+        "batch-size": ("0", "-1", "4097", "x"),
+        "wait-ms": ("-1", "1001", "nan", "inf", "x"),
+        "queue": ("0", "-1", "99999999999999999999", "x"),
+        "timeout": ("0", "-1", "nan", "inf", "x"),
+        "max-body": ("0", "1", "-1GiB", "nan", "", "2␣apples", "1e400GiB"),
+        "rerank-top": ("0", "-1", "1001", "x"),
+        "nprobe": ("0", "-1", "99999999999999999999", "x"),
+        "ef-search": ("0", "-1", "99999999999999999999", "x"),
+        "device": ("foo", "cuda:9", "meta"),
+        "watch": ("perhaps",),
+        "host": ("0.0.0.0", "::", "no.such.host.invalid", "999.1.1.1", "127.0.0.1:80", "http://127.0.0.1", "a" * 300),
+        "model": ("nowhere", "{image}", "{clip}", "{run}", "{judge}", "{docs.jsonl}", "/dev/zero"),
+        "images": ("{pictures}", "nowhere"),
+        "rerank": ("nowhere", "{text}", "{image}", "{clip}", "{docs.jsonl}", "{idx}", "{judge}", "/dev/zero"),
+    }.items():
+        for value in values:
+            yield Case(
+                f"serve --{name}={value[:20]!r}",
+                f"serve {{idx}} --{'' if name == 'port' else 'port=0 --'}{name}={value}",
+            )
+    for place in ("nowhere", "{docs.jsonl}", "{text}", "/dev/zero"):
+        yield Case(f"serve images from {place}", f"serve {{image-idx}} --port=0 --images={place}")
+    for index in ("image-idx", "engine"):
+        yield Case(f"serve {index} with a cross-encoder", f"serve {{{index}}} --port=0 --rerank={{judge}}")
+    gone = {"model gone": saying(model="/gone/model"), "no model": saying(model=None), "a number": saying(model=3)}
+    for way, how in {**gone, **NOT_A_FILE, **NOT_TEXT, **NOT_JSON}.items():
+        yield Case(f"serve with meta.json: {way}", serve, spoil("idx/meta.json", how))
+    tokens = {
+        "short": holding("x" * 15),
+        "two lines": holding("x" * 16 + "\n" + "y" * 16),
+        "spaces": holding("x y " * 9),
+    }
+    for way, how in {**tokens, **NOT_A_FILE, **NOT_TEXT, "one huge line": huge}.items():
+        for host in ("127.0.0.1", "0.0.0.0"):
+            words = f"{serve} --host={host} --token-file={{names.txt}}"
+            yield Case(f"serve at {host} with a token file: {way}", words, spoil("names.txt", how))
 
 
 def evaluations(toys: Path) -> Iterator[Case]:

@@ -198,6 +198,11 @@ def test_several_sources_in_one_recipe(mixture, tmp_path, folder):
         ("data.sources.first.class_path=BeerPairs", r"no class 'BeerPairs' in dualenc.data \(did you mean BeirPairs"),
         ("data.sources.first.init_args.path=nowhere", "data.sources.first: nowhere: no such folder"),
         ("data.batches=one", "data.batches is 'one'; it must be 'mixed' or 'one_source'"),
+        (
+            "evaluator={class_path: RetrievalEvaluator, "
+            "init_args: {pairs: {class_path: Mixture, init_args: {sources: {}}}}}",
+            r"mixture\.yaml: evaluator\.pairs: Mixture: sources is empty; name at least one",
+        ),
     ],
 )
 def test_mistakes_in_a_mixture_are_told_in_one_line(mixture, tmp_path, override, message):

@@ -177,8 +177,7 @@ def open_images(data: str, split: str, *, label_column: str | None = None, limit
     `data` may also be a folder of images with a subfolder for each split; without such a subfolder it is taken whole.
     `limit` takes so many images, chosen at random, always the same ones.
     """
-    from dualenc.data import Corpus, open_corpus
-    from dualenc.data.columns import Picked
+    from dualenc.data import open_corpus
     from dualenc.data.sources import is_image_folder
 
     folder = Path(data) / split
@@ -190,10 +189,7 @@ def open_images(data: str, split: str, *, label_column: str | None = None, limit
         raise DualencError(f"{data}: holds {images.modality}; give images")
     if limit is None or limit >= len(images):
         return images
-    rows = random_rows(len(images), limit)
-    labels = None if images.labels is None else images.labels[rows]
-    ids = [images.ids[row] for row in rows]
-    return Corpus(ids, Picked(images.items, rows), "image", labels=labels, class_names=images.class_names)
+    return images.take(random_rows(len(images), limit))
 
 
 def require_labels(corpus: Corpus, what: str, *, for_training: bool = False) -> np.ndarray:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 from tqdm.auto import tqdm
 
 from dualenc import distributed
@@ -99,11 +100,14 @@ def retrieval(
             number, with and without a second scoring of the best in float32.
         dims: lengths to cut to, such as 256,128,64; by default the whole length and its halves down to 32.
         engine: folder that `dualenc push` wrote for the documents: ask that engine, too, and compare with exact search.
-        where: with an engine, search only what meets this: year>=2020, lang=en,de, lang!=en; may be repeated.
+        where: search only documents that meet this: year>=2020, lang=en,de, lang!=en; may be repeated. Judgements of
+            others, and queries without a relevant document among them, are left out. The columns are fields of
+            corpus.jsonl or what embeddings have kept (`--columns`), with an engine those that were pushed.
         batch_size: texts encoded at once.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc.data.beir import read_beir
+    from dualenc.search.engines import named_columns, rows_that_meet
 
     check_range(1, MOST_ITEMS, depth=depth, batch_size=batch_size, rerank_top=rerank_top)
     check_range(0, 1, weight=weight)
@@ -116,7 +120,11 @@ def retrieval(
         name = Path(folder).resolve().name
         if name in collections:
             raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
-        collections[name] = read_beir(folder, split, titles=titles)
+        columns = named_columns(where or ()) if engine is None else []
+        collections[name] = read_beir(folder, split, titles=titles, columns=columns)
+        if where and engine is None:
+            met = rows_that_meet(where, collections[name].corpus.columns)
+            collections[name] = _among(collections[name], met, name)
         if (bm25 or rerank) and collections[name].corpus.modality != "text":
             needs, option = ("BM25 needs", "bm25") if bm25 else ("a cross-encoder reads", "rerank")
             raise DualencError(f"{folder}: {needs} texts, and it holds vectors; leave {option} out")
@@ -130,9 +138,11 @@ def retrieval(
     if engine is not None:
         if more or distributed.world_size() > 1:
             raise DualencError("--engine is asked about one BEIR folder, by one process; evaluate them one by one")
-        asked = ask_engine(engine, where or (), encoder.right, next(iter(collections.values())).corpus.ids)
-    elif where:
-        raise DualencError("--where is for an engine, which knows the columns; name its folder with --engine")
+        name, collection = next(iter(collections.items()))
+        asked = ask_engine(engine, where or (), encoder.right, collection.corpus.ids)
+        if where:
+            names = set(asked.embeddings.ids)
+            collections[name] = _among(collection, np.array([one in names for one in collection.corpus.ids]), name)
     lengths = _lengths(dims, encoder.dim) if small_vectors or dims is not None else []
     small: dict[str, dict[Size, Scores]] = {}  # by collection and how vectors are kept
     places = {name: target / name if more else target for name in collections}
@@ -209,6 +219,7 @@ def retrieval(
             "retrieval",
             f"Retrieval: {display_name(model)} on {', '.join(collections)}",
             {"model": model, "split": split, "depth": depth, "keep_self_matches": keep_self_matches}
+            | ({"where": ",".join(where)} if where else {})
             | ({} if hybrid is None else {"hybrid": hybrid, "weight": weight})
             | ({} if rerank is None else {"rerank": rerank, "rerank_top": rerank_top}),
             {"systems": metrics_document(results)}
@@ -226,6 +237,20 @@ def retrieval(
             wrote="metrics, run files and report.html",
         )
     distributed.barrier()
+
+
+def _among(collection: RetrievalSet, kept: np.ndarray, name: str) -> RetrievalSet:
+    """The collection among the documents that meet --where; tells what is left of it."""
+    try:
+        some = collection.among(kept)
+    except DualencError as error:
+        raise DualencError(f"--where, {name}: {error}") from None
+    if distributed.is_main():
+        documents = f"{len(some.corpus):,} of {len(collection.corpus):,} documents meet --where"
+        before = len(collection.queries)
+        queries = f"{before - len(some.queries):,} of {before:,} queries have no relevant one among them"
+        print(printable(f"{name}: {documents}; {queries} and are left out"))
+    return some
 
 
 def _reranked(judge: Rescore, run: Run, collection: RetrievalSet, top: int) -> dict[str, dict[str, float]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import os
+import re
 import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualenc.errors import BadSample, DualencError
+from dualenc.files import open_regular
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ NEEDED = {
 }
 TOKEN = "DUALENC_SERVE_TOKEN"
 SHORTEST_TOKEN = 16
+LONGEST_TOKEN = 4096
 MOST_CONNECTIONS = 1024
 
 
@@ -148,13 +151,18 @@ def _read_token(path: str | None) -> str | None:
     if path is not None:
         where = path
         try:
-            token = Path(path).read_text(encoding="ascii").strip()
+            with open_regular(path) as file:
+                token = file.read(LONGEST_TOKEN + 3).decode("ascii").strip()  # and the end of its line
         except (OSError, UnicodeDecodeError) as error:
-            raise DualencError(f"{path}: cannot be read as a token ({error}); write one line of ASCII") from None
+            reason = error.strerror if isinstance(error, OSError) else "no ASCII"
+            raise DualencError(f"{path}: cannot be read as a token ({reason}); write one line of ASCII") from None
     if token is None:
         return None
-    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-        raise DualencError(f"{where}: a token has {SHORTEST_TOKEN} printable ASCII characters or more, without spaces")
+    if not SHORTEST_TOKEN <= len(token) <= LONGEST_TOKEN or not re.fullmatch(r"[!-~]+", token):
+        raise DualencError(
+            f"{where}: a token has {SHORTEST_TOKEN} to {LONGEST_TOKEN:,} printable ASCII characters and no "
+            "spaces; write such a one"
+        )
     return token
 
 

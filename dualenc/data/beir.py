@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dualenc.data.columns import Picked
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.lines import read_text_lines
 from dualenc.data.pairs import PairDataset, Skips
@@ -72,7 +71,7 @@ class BeirPairs(PairDataset):
         on_error: OnError = "skip",
     ) -> None:
         skips = Skips(path, on_error)
-        file, self.corpus, queries = _open(Path(path), split, titles, skips)
+        file, self.corpus, queries = _open(Path(path), split, titles, (), skips)
         query_row = {name: row for row, name in enumerate(queries.ids)}
         document_row = {name: row for row, name in enumerate(self.corpus.ids)}
         if weigh_grades and min_grade < 1:
@@ -91,7 +90,7 @@ class BeirPairs(PairDataset):
                 grades.append(grade)
         skips.demand(len(right_id), "pair")
         used, left_id = np.unique(query_rows, return_inverse=True)
-        self.queries = _subset(queries, used)
+        self.queries = queries.take(used)
         super().__init__(
             self.queries.items,
             self.corpus.items,
@@ -105,7 +104,12 @@ class BeirPairs(PairDataset):
 
 
 def read_beir(
-    folder: str | Path, split: str = "test", *, titles: bool = True, on_error: OnError = "skip"
+    folder: str | Path,
+    split: str = "test",
+    *,
+    titles: bool = True,
+    columns: Sequence[str] = (),
+    on_error: OnError = "skip",
 ) -> RetrievalSet:
     """Read a BEIR folder for evaluation.
 
@@ -117,14 +121,15 @@ def read_beir(
             stand in place of texts, as for `BeirPairs`.
         split: the qrels file to read, without `.tsv`.
         titles: join a document's title to its text.
+        columns: further fields of the documents, for `corpus.columns`, to filter by.
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
 
     Raises:
-        DualencError: a missing file or split, nothing usable.
+        DualencError: a missing file, split or column, nothing usable.
         BadSample: what `BeirPairs` raises, under on_error="raise".
     """
     skips = Skips(folder, on_error)
-    file, corpus, queries = _open(Path(folder), split, titles, skips)
+    file, corpus, queries = _open(Path(folder), split, titles, columns, skips)
     row_of = {name: row for row, name in enumerate(queries.ids)}
     known = set(corpus.ids)
     qrels: dict[str, dict[str, int]] = {}
@@ -139,7 +144,7 @@ def read_beir(
     skips.demand(len(qrels), "judgement")
     corpus.skipped = skips.report()
     rows = np.array(sorted(row_of[query] for query in qrels))
-    return RetrievalSet(_subset(queries, rows), corpus, qrels)
+    return RetrievalSet(queries.take(rows), corpus, qrels)
 
 
 def is_beir(path: str | Path) -> bool:
@@ -231,7 +236,7 @@ def read_qrels(file: str | Path) -> dict[str, dict[str, int]]:
     return qrels
 
 
-def _open(folder: Path, split: str, titles: bool, skips: Skips) -> tuple[Path, Corpus, Corpus]:
+def _open(folder: Path, split: str, titles: bool, columns: Sequence[str], skips: Skips) -> tuple[Path, Corpus, Corpus]:
     """The qrels file of a split, the documents and all queries."""
     if not folder.is_dir():
         raise DualencError(f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/")
@@ -239,9 +244,5 @@ def _open(folder: Path, split: str, titles: bool, skips: Skips) -> tuple[Path, C
     if split not in splits:
         there = f"there are: {', '.join(splits)}" if splits else "there is no qrels/*.tsv at all"
         raise DualencError(f"{folder}: no split {split!r}; {there}")
-    corpus = read_corpus(folder, "corpus", titles=titles, skips=skips)
+    corpus = read_corpus(folder, "corpus", titles=titles, columns=columns, skips=skips)
     return folder / "qrels" / f"{split}.tsv", corpus, read_corpus(folder, "queries", skips=skips)
-
-
-def _subset(corpus: Corpus, rows: np.ndarray) -> Corpus:
-    return Corpus([corpus.ids[row] for row in rows], Picked(corpus.items, rows), corpus.modality)

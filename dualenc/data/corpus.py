@@ -91,6 +91,15 @@ class Corpus:
             parts += [digest_of(self.labels), digest_of(self.class_names or [])]
         return digest_of(parts)
 
+    def take(self, rows: Sequence[int] | np.ndarray) -> Corpus:
+        """The items of some rows, in that order, with what is known of them."""
+        rows = np.asarray(rows, dtype=np.int64)
+        ids = [self.ids[row] for row in rows.tolist()]
+        labels = None if self.labels is None else self.labels[rows]
+        columns = None if self.columns is None else self.columns.take(rows)
+        how: dict[str, Any] = {"labels": labels, "class_names": self.class_names, "columns": columns}
+        return Corpus(ids, Picked(self.items, rows), self.modality, **how)
+
     def text(self, index: int) -> str:
         """The beginning of a text in one line, to show with a search result; "" for an image or a vector."""
         if self.modality != "text":
@@ -111,6 +120,29 @@ class RetrievalSet(NamedTuple):
     queries: Corpus
     corpus: Corpus
     qrels: dict[str, dict[str, int]]
+
+    def among(self, kept: np.ndarray) -> RetrievalSet:
+        """The test among some of its documents, as a search with a filter has it.
+
+        Judgements of all others are left out, and with them queries to which no document is relevant any more.
+
+        Args:
+            kept: (N,) bool, of the documents.
+
+        Raises:
+            DualencError: no document is kept, or none that is relevant to a query.
+        """
+        corpus = self.corpus.take(np.flatnonzero(kept))
+        if not len(corpus):
+            raise DualencError(f"none of {len(self.corpus):,} documents is kept; ask for less")
+        known = set(corpus.ids)
+        qrels = {query: {d: grade for d, grade in own.items() if d in known} for query, own in self.qrels.items()}
+        qrels = {query: own for query, own in qrels.items() if any(grade > 0 for grade in own.values())}
+        if not qrels:
+            count = f"{len(corpus):,} of {len(self.corpus):,} documents"
+            raise DualencError(f"{count} are kept, and none is relevant to a query; ask for less")
+        rows = [row for row, name in enumerate(self.queries.ids) if name in qrels]
+        return RetrievalSet(self.queries.take(rows), corpus, qrels)
 
 
 def table_corpus(

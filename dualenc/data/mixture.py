@@ -69,11 +69,11 @@ class Mixture(PairDataset):
                 raise DualencError(
                     f"Mixture: {argument} names {unknown[0]!r}, which is no source; there are {', '.join(self.sources)}"
                 )
-        self.source_weights = {name: float(given_weights.get(name, 1.0)) for name in self.sources}
+        self.source_weights = {name: _weight(name, given_weights.get(name, 1.0)) for name in self.sources}
         if batches not in get_args(SourceBatches):
             raise DualencError(f"Mixture: batches is {batches!r}; choose mixed or one_source")
         self.batches = batches
-        _check_sources(self.sources, self.source_weights, prompts)
+        _check_sources(self.sources, prompts)
         parts = list(self.sources.values())
         self.views = parts[0].views
         self.skipped = sum(part.skipped for part in parts)
@@ -175,9 +175,19 @@ class _Joined:
         return found
 
 
-def _check_sources(
-    sources: Mapping[str, PairDataset], weights: Mapping[str, float], prompts: Mapping[str, Mapping[str, str]]
-) -> None:
+def _weight(name: str, given: Any) -> float:
+    """The weight of a source, which must be a number above 0."""
+    try:
+        weight = float(given)
+        told = f"{weight:g}"
+    except (TypeError, ValueError, OverflowError):
+        weight, told = math.nan, repr(given)[:40]
+    if not 0 < weight < math.inf:
+        raise DualencError(f"Mixture: the weight of {name} is {told}; it must be a number above 0")
+    return weight
+
+
+def _check_sources(sources: Mapping[str, PairDataset], prompts: Mapping[str, Mapping[str, str]]) -> None:
     """Raise what does not fit together."""
     first_name, first = next(iter(sources.items()))
     for name, pairs in sources.items():
@@ -187,8 +197,6 @@ def _check_sources(
             raise DualencError(f"Mixture: source {name} is a mixture itself; name its sources in this one")
         if not isinstance(pairs, PairDataset):
             raise DualencError(f"Mixture: source {name} is a {type(pairs).__name__}; give pairs, such as TablePairs")
-        if not 0 < weights[name] < math.inf:
-            raise DualencError(f"Mixture: the weight of {name} is {weights[name]:g}; it must be a number above 0")
         if pairs.views != first.views:
             with_views, without = (name, first_name) if pairs.views else (first_name, name)
             raise DualencError(
@@ -207,6 +215,10 @@ def _check_sources(
                 raise DualencError(
                     f"Mixture: the {side} vectors of {name} have {dim} numbers, but those of {first_name} {first_dim}; "
                     "embed both with one model"
+                )
+            if not isinstance(prompt := prompts[side].get(name, ""), str):
+                raise DualencError(
+                    f"Mixture: {side}_prompts gives {name} a {type(prompt).__name__}; give a text, or leave it out"
                 )
             if kind != "text" and name in prompts[side]:
                 raise DualencError(

@@ -120,6 +120,8 @@ class Searcher:
         recorded, side = index.meta.get("model_checksum"), index.meta.get("side", "right")
         how: dict[str, Any] = {"nprobe": nprobe, "ef_search": ef_search, "judge": judge}
         if judge is not None:
+            if index.meta.get("modality") == "image":
+                raise DualencError(f"{folder}: holds images, and a cross-encoder reads texts; leave reranking out")
             how["texts"] = KeptTexts(folder, checksum_of(index))
         if hybrid and isinstance(index, EngineIndex):
             raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")

@@ -67,6 +67,8 @@ class RetrievalEvaluator(Evaluator):
         split: its judgements, qrels/SPLIT.tsv.
         pairs: held-out pairs; the right items that they bring are the corpus.
         titles: put a document's title in front of its text.
+        where: with path, search only documents that meet these conditions, such as year>=2020: fields of corpus.jsonl.
+            Judgements of others, and queries without a relevant document among them, are left out.
         max_queries: measure on the first so many queries only.
         batch_size: items encoded at once.
         primary: the metric to keep the best weights by: ndcg, recall, mrr, map, precision or hit at 1, 3, 5, 10 or 100.
@@ -82,27 +84,35 @@ class RetrievalEvaluator(Evaluator):
         split: str = "test",
         pairs: PairDataset | None = None,
         titles: bool = True,
+        where: Sequence[str] = (),
         max_queries: int | None = None,
         batch_size: int = 64,
         primary: str = "ndcg@10",
     ) -> None:
         from dualenc.evaluation.metrics import CUTOFFS
+        from dualenc.search.engines import named_columns, rows_that_meet
 
         if (path is None) == (pairs is None):
             raise DualencError("RetrievalEvaluator: give either path, a BEIR folder, or held-out pairs")
         if max_queries is not None and max_queries < 1:
             raise DualencError(f"RetrievalEvaluator: max_queries is {max_queries}; it must be at least 1")
-        whole = read_beir(str(path), split, titles=titles) if pairs is None else held_out(pairs)
+        if pairs is None:
+            whole = read_beir(str(path), split, titles=titles, columns=named_columns(where))
+        elif where:
+            raise DualencError("RetrievalEvaluator: where is for fields of a BEIR folder; give path in place of pairs")
+        else:
+            whole = held_out(pairs)
+        if where:
+            whole = whole.among(rows_that_meet(where, whole.corpus.columns))
         self.collection = whole
         self.task = "image-text" if "image" in (whole.queries.modality, whole.corpus.modality) else "retrieval"
         name = "held-out pairs" if path is None else Path(path).resolve().name
+        name += f" where {' and '.join(where)}" if where else ""
         name += "" if max_queries is None else f" (first {max_queries} queries)"
         self.data = (name, None if path is None else split)
         if max_queries is not None:
-            kept = whole.queries.ids[:max_queries]
-            items = Picked(whole.queries.items, np.arange(len(kept)))
-            queries = Corpus(kept, items, whole.queries.modality)
-            self.collection = RetrievalSet(queries, whole.corpus, {name: whole.qrels[name] for name in kept})
+            queries = whole.queries.take(range(min(max_queries, len(whole.queries))))
+            self.collection = RetrievalSet(queries, whole.corpus, {name: whole.qrels[name] for name in queries.ids})
         self.batch_size, self.primary = batch_size, primary
         kinds = ("ndcg", "recall", "mrr", "map", "precision", "hit")
         self.metric_names = tuple(f"{kind}@{k}" for k in CUTOFFS for kind in kinds)

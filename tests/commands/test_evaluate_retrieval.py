@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytrec_eval
 from sentence_transformers import CrossEncoder
@@ -13,6 +14,7 @@ from sentence_transformers import CrossEncoder
 from dualenc.cli import main
 from dualenc.data.beir import read_beir, read_qrels
 from dualenc.evaluation.runs import read_per_query, read_trec
+from dualenc.search.engines import rows_that_meet
 from tests.commands.toy import cross_encoder, text_model, write_beir
 
 
@@ -148,6 +150,101 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(
         assert evaluate(*words, "--out", out) == 2  # type: ignore[arg-type]
         error = capsys.readouterr().err.strip().splitlines()
         assert message in error[-1], error
+        assert not out.exists()
+
+
+@pytest.fixture(scope="module")
+def dated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 documents, each with a language and all but the last with a year; a query's relevant one, and a second one."""
+    folder = write_beir(tmp_path_factory.mktemp("dated") / "toy")
+    rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row |= {"lang": ("en", "de", "no")[number % 3]} | ({"year": 1990 + number} if number < 39 else {})
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with (folder / "qrels" / "test.tsv").open("a") as file:
+        file.writelines(f"d{number}\td{number + 9}\t{number % 3}\n" for number in range(6))
+        file.write("d0\td999\t1\n")  # of a document that is not there
+    return folder
+
+
+@pytest.mark.parametrize("words", [("year>=2005",), ("year<2021", "lang=en,no")])
+def test_a_filter_is_the_collection_without_the_others(
+    model: Path, dated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    """Dense, BM25, both fused, and reranked: as of a folder written by hand, with trec_eval as the witness."""
+    rows = [json.loads(line) for line in (dated / "corpus.jsonl").read_text().splitlines()]
+    if len(words) == 1:
+        kept = [row for row in rows if row.get("year", 0) >= 2005]
+    else:
+        kept = [row for row in rows if row.get("year", 9999) < 2021 and row["lang"] in ("en", "no")]
+    names = {row["_id"] for row in kept}
+    head, *lines = (dated / "qrels" / "test.tsv").read_text().splitlines()
+    judged = [line.split("\t") for line in lines]
+    answered = {query for query, document, grade in judged if document in names and int(grade) > 0}
+    assert 0 < len(answered) < 8
+    by_hand = tmp_path / "by-hand" / "toy"
+    (by_hand / "qrels").mkdir(parents=True)
+    shutil.copy(dated / "queries.jsonl", by_hand)
+    (by_hand / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    left = ["\t".join(line) for line in judged if line[0] in answered and line[1] in names]
+    (by_hand / "qrels" / "test.tsv").write_text("\n".join([head, *left]) + "\n")
+
+    judge = cross_encoder(tmp_path / "judge")
+    how = ("--hybrid", "rrf", "--rerank", judge, "--rerank-top", 7)
+    where = [part for word in words for part in ("--where", word)]
+    assert evaluate(model, dated, "--out", tmp_path / "filtered", *how, *where) == 0
+    told = f"toy: {len(kept)} of 40 documents meet --where; {8 - len(answered)} of 8 queries have no relevant one"
+    assert told in capsys.readouterr().out
+    assert evaluate(model, by_hand, "--out", tmp_path / "whole", *how) == 0
+    assert "--where" not in capsys.readouterr().out
+    filtered, whole = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("filtered", "whole"))
+    assert filtered["where"] == ",".join(words)
+    assert set(filtered["systems"]) == {"toy-text", "BM25", "hybrid", "reranked"}
+    assert filtered["systems"] == whole["systems"]
+    qrels = read_qrels(by_hand / "qrels" / "test.tsv")
+    for folder, system in ((".", "toy-text"), ("bm25", "BM25"), ("hybrid", "hybrid"), ("reranked", "reranked")):
+        run = read_trec(tmp_path / "filtered" / folder / "run.trec")
+        assert {document for found in run.values() for document in found} <= names
+        assert run == read_trec(tmp_path / "whole" / folder / "run.trec")
+        scores = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.10"}).evaluate(run)
+        mean = sum(query["ndcg_cut_10"] for query in scores.values()) / len(answered)
+        assert filtered["systems"][system]["mean"]["ndcg@10"] == pytest.approx(mean), system
+
+
+def test_a_filter_by_columns_that_embeddings_have_kept(model: Path, dated: Path, tmp_path: Path) -> None:
+    """Vectors in place of texts give the same, with the columns that `embed --columns` has kept."""
+    for name, words in (("corpus", ["--columns", "year,lang"]), ("queries", ["--side", "left"])):
+        assert main(["embed", str(model), str(dated), *words, "--out", str(tmp_path / "v" / name)]) == 0
+    shutil.copytree(dated / "qrels", tmp_path / "v" / "qrels")
+    collection = read_beir(tmp_path / "v", columns=["year", "lang"])
+    assert collection.corpus.columns.column("year").to_pylist() == [*range(1990, 2029), None]
+    some = collection.among(rows_that_meet(["year>=2005", "lang!=de"], collection.corpus.columns))
+    rows = [row for row in range(15, 39) if row % 3 != 1]
+    assert some.corpus.ids == [f"d{row}" for row in rows]
+    np.testing.assert_array_equal(some.corpus[3], collection.corpus[rows[3]])
+    assert some.corpus.columns.column("year").to_pylist() == [1990 + row for row in rows]
+    texts = read_beir(dated, columns=["lang", "year"])
+    assert texts.among(rows_that_meet(["year>=2005", "lang!=de"], texts.corpus.columns)).qrels == some.qrels
+
+
+def test_filters_that_cannot_be_applied_are_told_in_one_line(
+    model: Path, data: Path, dated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    for folder, words, message in [
+        (dated, ["yaer>2000"], "corpus.jsonl: no column 'yaer'; did you mean 'year'?"),
+        (data, ["year>2000"], "no column 'year'; did you mean"),
+        (dated, ["id=3"], "no column 'id'; did you mean '_id'?"),
+        (dated, ["recent"], "'recent' is no condition; write for example year>=2020"),
+        (dated, ["year>soon"], "column 'year' is compared with 'soon'; give a whole number"),
+        (dated, ["lang>en"], "orders a column of text values"),
+        (dated, ["year>3000"], "--where, toy: none of 40 documents is kept; ask for less"),
+        (dated, ["year=1990"], "1 of 40 documents are kept, and none is relevant to a query; ask for less"),
+    ]:
+        assert evaluate(model, folder, "--out", out, *(p for word in words for p in ("--where", word))) == 2
+        error = capsys.readouterr().err.strip().splitlines()
+        assert len(error) == 1, error
+        assert message in error[0], error
         assert not out.exists()
 
 

@@ -75,7 +75,7 @@ def test_what_cannot_be_served(
         assert "set a token by --token-file" in failure(capsys, "serve", index, "--host", host)
     (tmp_path / "token").write_text("too short\n")
     told = failure(capsys, "serve", index, "--host", "0.0.0.0", "--token-file", tmp_path / "token")
-    assert "16 printable ASCII characters" in told
+    assert "16 to 4,096 printable ASCII characters" in told
     assert "cannot be read as a token" in failure(capsys, "serve", index, "--token-file", tmp_path / "none")
     assert "is no address" in failure(capsys, "serve", index, "--host", "no.such.host.invalid")
     assert "--port is 65536" in failure(capsys, "serve", index, "--port", 65536)

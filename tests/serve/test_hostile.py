@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 import zlib
 from collections.abc import Iterator
@@ -16,10 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from dualenc.search.rerank import open_cross_encoder
 from dualenc.search.searcher import Searcher
 from dualenc.serve.app import create_app
 from dualenc.serve.metrics import Metrics
 from dualenc.serve.service import Service
+from tests.commands import toy
+from tests.commands.in_process import run
 from tests.serve.conftest import URL, Serve
 
 JSON = st.recursive(
@@ -28,7 +32,20 @@ JSON = st.recursive(
     max_leaves=12,
 )
 NAMES = st.sampled_from(
-    ["text", "hybrid", "weight", "ids", "k", "where", "image", "input", "encoding_format", "dimensions", "model"]
+    [
+        "text",
+        "hybrid",
+        "weight",
+        "rerank",
+        "ids",
+        "k",
+        "where",
+        "image",
+        "input",
+        "encoding_format",
+        "dimensions",
+        "model",
+    ]
 )
 LIKELY = st.dictionaries(NAMES, JSON | st.sampled_from(["fox", ["d1"], ["d1", ""], 5, 0, -1, 10**30, "5", [], ["a=b"]]))
 many = settings(max_examples=150, suppress_health_check=list(HealthCheck))
@@ -119,6 +136,148 @@ def test_any_link(client: TestClient, words: list[tuple[str, str]]) -> None:
 )
 def test_known_traps(client: TestClient, path: str, body: bytes) -> None:
     check(client.post(path, content=body, headers={"content-type": "application/json"}))
+
+
+@pytest.fixture(scope="module")
+def judging(tmp_path_factory: pytest.TempPathFactory, text_model: Path) -> Iterator[TestClient]:
+    """All that may be asked for: texts, BM25, a column, and a cross-encoder for the best five."""
+    folder = tmp_path_factory.mktemp("judging")
+    rows = [{"_id": f"d{i}", "text": text, "year": 2000 + i} for i, text in enumerate(toy.texts(20))]
+    (folder / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--texts", "--bm25", "--columns", "year")
+    run("index", text_model, folder / "docs.jsonl", "--out", folder / "index", *words)
+    judge = open_cross_encoder(str(toy.cross_encoder(folder / "judge")))[0]
+    service = Service(lambda before: Searcher.open(folder / "index", before=before, judge=judge), metrics=Metrics())
+    with TestClient(create_app(service, watch=False, rerank_top=5), base_url=URL) as made:
+        yield made
+
+
+SEARCH: list[tuple[Any, str]] = [
+    ({}, "search with one of text, image and ids"),
+    ([], "Input should be an object"),
+    ("fox", "Input should be an object"),
+    (None, "Input should be an object"),
+    ({"text": ""}, "the text is empty"),
+    ({"text": " \n"}, "the text is empty"),
+    ({"text": 3}, "text: Input should be a valid string"),
+    ({"text": ["fox"]}, "text: Input should be a valid string"),
+    ({"text": "fox", "ids": ["d1"]}, "search with one of text, image and ids"),
+    ({"text": "fox" * 20_000}, "text: String should have at most 32768 characters"),
+    ({"text": "fox", "k": 0}, "k: Input should be greater than or equal to 1"),
+    ({"text": "fox", "k": -1}, "k: Input should be greater than or equal to 1"),
+    ({"text": "fox", "k": 1001}, "k: Input should be less than or equal to 1000"),
+    ({"text": "fox", "k": 10**30}, "k: "),
+    ({"text": "fox", "k": 1.5}, "k: Input should be a valid integer"),
+    ({"text": "fox", "k": "many"}, "k: Input should be a valid integer"),
+    ({"text": "fox", "k": None}, "k: Input should be a valid integer"),
+    ({"text": "fox", "k": 6}, "k is 6, and 5 are reranked; ask for fewer, or with rerank=false"),
+    ({"text": "fox", "rerank": "perhaps"}, "rerank: Input should be a valid boolean"),
+    ({"text": "fox", "rerank": [True]}, "rerank: Input should be a valid boolean"),
+    ({"ids": ["d1"], "rerank": True}, "reranking needs a text"),
+    ({"text": "fox", "hybrid": "bm25"}, "hybrid: Input should be 'rrf' or 'weighted'"),
+    ({"text": "fox", "hybrid": True}, "hybrid: Input should be 'rrf' or 'weighted'"),
+    ({"ids": ["d1"], "hybrid": "rrf"}, "hybrid search needs a text"),
+    ({"text": "fox", "hybrid": "rrf", "weight": 1.01}, "weight: Input should be less than or equal to 1"),
+    ({"text": "fox", "hybrid": "rrf", "weight": -1}, "weight: Input should be greater than or equal to 0"),
+    ({"text": "fox", "hybrid": "rrf", "weight": float("nan")}, "weight: "),
+    ({"text": "fox", "hybrid": "rrf", "weight": "half"}, "weight: Input should be a valid number"),
+    ({"ids": "d1"}, "ids: Input should be a valid"),
+    ({"ids": [1]}, "ids.0: Input should be a valid string"),
+    ({"ids": ["d1"] * 101}, "ids: List should have at most 100 items"),
+    ({"ids": ["x" * 5000]}, "ids.0: String should have at most 4096 characters"),
+    ({"text": "fox", "where": "year>1"}, "where: Input should be a valid"),
+    ({"text": "fox", "where": ["recent"]}, "'recent' is no condition; write for example year>=2020"),
+    ({"text": "fox", "where": ["yaer>1"]}, "no column 'yaer'; there are year"),
+    ({"text": "fox", "where": ["year>soon"]}, "give a whole number"),
+    ({"text": "fox", "where": [{"year": 1}]}, "where.0: Input should be a valid string"),
+    ({"text": "fox", "where": ["year>1"] * 33}, "where: List should have at most 32 items"),
+    ({"text": "fox", "top": 5}, "top: Extra inputs are not permitted"),
+    ({"image": "AAAA"}, "image: Extra inputs are not permitted"),
+]
+EMBED: list[tuple[Any, str]] = [
+    ({}, "input: Field required"),
+    ([], "valid dictionary"),
+    ({"input": None}, "input"),
+    ({"input": 3}, "input"),
+    ({"input": [1, 2, 3]}, "input"),
+    ({"input": []}, "input has 0 texts; send 1 to 256"),
+    ({"input": ["a"] * 257}, "input has 257 texts; send 1 to 256"),
+    ({"input": ["a", " "]}, "input[1] is empty or has more than 32,768 characters"),
+    ({"input": "a" * 32_769}, "input[0] is empty or has more than 32,768 characters"),
+    ({"input": "a", "encoding_format": "hex"}, "encoding_format: Input should be 'float' or 'base64'"),
+    ({"input": "a", "dimensions": 7}, "dimensions is 7; the model gives 32"),
+    ({"input": "a", "dimensions": "all"}, "dimensions: Input should be a valid integer"),
+    ({"input": "a", "input_type": "passage"}, "input_type: Input should be 'query' or 'document'"),
+    ({"input": "a", "model": 3}, "model: Input should be a valid string"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted", "message"),
+    [("/search", *case) for case in SEARCH] + [("/v1/embeddings", *case) for case in EMBED],
+    ids=lambda value: str(value)[:40] if isinstance(value, (dict, list)) else None,
+)
+def test_what_is_wrong_is_told_in_one_line(judging: TestClient, path: str, wanted: Any, message: str) -> None:
+    response = judging.post(path, content=json.dumps(wanted), headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    told = response.json()["error"]["message"]
+    assert message in told
+    assert "\n" not in told
+    assert len(told) < 600
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ("text=fox&k=0", "k: "),
+        ("text=fox&k=many", "k: "),
+        ("text=fox&k=", "k: "),
+        ("text=fox&weight=2&hybrid=rrf", "weight: "),
+        ("text=fox&weight=nan&hybrid=rrf", "weight: "),
+        ("text=fox&rerank=perhaps", "rerank: "),
+        ("text=fox&k=6&rerank=true", "5 are reranked"),
+        ("text=fox&hybrid=both", "hybrid: "),
+        ("text=fox&where=", "is no condition"),
+        ("text=fox&id=d1", "search with one of text"),
+        ("", "search with one of text"),
+    ],
+)
+def test_what_is_wrong_in_a_link_is_told_likewise(judging: TestClient, parameters: str, message: str) -> None:
+    response = judging.get(f"/search?{parameters}")
+    assert response.status_code == 400, response.text
+    assert message in response.json()["error"]["message"]
+    # With what was wrong put right, the same service answers.
+    assert judging.get("/search?text=fox&k=5&hybrid=rrf&weight=1&where=year>=2003").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b'{"text": "fox"', b"{'text': 'fox'}", b'{"text": fox}', b"\xff", b"", b"null,"]
+)
+def test_what_is_no_json(judging: TestClient, body: bytes) -> None:
+    for path in ("/search", "/v1/embeddings"):
+        response = judging.post(path, content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400, response.text
+        assert re.search("JSON|required|parsing the body", response.json()["error"]["message"])
+
+
+@many
+@given(
+    value=LIKELY
+    | st.fixed_dictionaries(
+        {"text": st.just("fox")},
+        optional={
+            "k": JSON | st.integers(-1, 7),
+            "rerank": JSON,
+            "hybrid": JSON | st.just("rrf"),
+            "weight": JSON | st.floats(),
+            "where": st.lists(
+                st.sampled_from(["year>=2003", "year", "=", "year=x", "a=b"]) | st.text(max_size=9), max_size=3
+            ),
+        },
+    )
+)
+def test_any_json_where_everything_can_be_asked_for(judging: TestClient, value: Any) -> None:
+    check(judging.post("/search", content=json.dumps(value), headers={"content-type": "application/json"}))
 
 
 def bomb(side: int) -> bytes:

@@ -20,10 +20,13 @@ import pytest
 import uvicorn
 
 from dualenc.data.sources import open_corpus
+from dualenc.search.rerank import open_cross_encoder
 from dualenc.search.searcher import Searcher
 from dualenc.serve.app import create_app
 from dualenc.serve.metrics import Metrics
 from dualenc.serve.service import Service
+from tests.commands import toy
+from tests.commands.in_process import run
 from tests.serve.conftest import Serve
 
 PAGE = resources.files("dualenc.serve").joinpath("page.html").read_text(encoding="utf-8")
@@ -80,11 +83,14 @@ def live() -> Iterator[Live]:
     """Starts a server over an index and gives its URL."""
     stop: list[Callable[[], None]] = []
 
-    def start(folder: Path, images: Path | None = None, token: str | None = None) -> str:
+    def start(folder: Path, images: Path | None = None, judge: Path | None = None, **app: Any) -> str:
         pictures = None if images is None else open_corpus(str(images), modality="image")
-        service = Service(lambda before: Searcher.open(folder, before=before), pictures=pictures, metrics=Metrics())
+        rescore = None if judge is None else open_cross_encoder(str(judge))[0]
+        service = Service(
+            lambda before: Searcher.open(folder, before=before, judge=rescore), pictures=pictures, metrics=Metrics()
+        )
         listening = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(create_app(service, watch=False, token=token), log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(create_app(service, watch=False, **app), log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         while not server.started:
@@ -171,6 +177,81 @@ def test_searching_texts_in_a_browser(browser: Any, live: Live, engine_index: Pa
     assert not wrong
 
 
+@pytest.fixture(scope="session")
+def judged_index(tmp_path_factory: pytest.TempPathFactory, text_model: Path) -> Path:
+    """60 texts, which are kept and can be searched by words; the cross-encoder `judge` lies beside."""
+    folder = tmp_path_factory.mktemp("judged")
+    toy.save_documents(folder / "docs.jsonl", 60)
+    run("index", text_model, folder / "docs.jsonl", "--out", folder / "index", "--texts", "--bm25")
+    toy.cross_encoder(folder / "judge")
+    return folder / "index"
+
+
+def shown(page: Any) -> list[str]:
+    """The ids on the page, best first."""
+    return [text.split(". ")[1] for text in page.locator("#results h2").all_text_contents()]
+
+
+@pytest.mark.parametrize("hybrid", ["", "rrf"])
+def test_the_switches_of_hybrid_search_and_reranking(browser: Any, live: Live, judged_index: Path, hybrid: str) -> None:
+    url = live(judged_index, judge=judged_index.parent / "judge", rerank_top=20)
+    page, wrong = opened(browser, url, viewport={"width": 360, "height": 740})
+    page.wait_for_selector("#rerank-field:not([hidden])")
+    assert page.is_checked("#rerank"), "as the server does by default"
+    switch = page.get_by_role("switch", name="Rerank")
+    assert min(switch.bounding_box()[side] for side in ("width", "height")) >= 44, "a finger hits it"
+    sent: list[dict[str, Any]] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
+    page.get_by_label("By").select_option(hybrid)
+    page.fill("#text", "fox hen")
+    page.press("#text", "Enter")
+    page.wait_for_selector("#results li")
+    judged = shown(page)
+    # Off, and back, from the keyboard: from the field for the text along the page to the switch.
+    page.locator("#text").focus()
+    reached = [(page.keyboard.press("Tab"), page.evaluate("document.activeElement.id"))[1] for _ in range(3)]
+    assert reached == ["k", "hybrid", "rerank"]
+    page.keyboard.press("Space")
+    assert not page.is_checked("#rerank")
+    page.press("#text", "Enter")
+    until(page, "location.search.includes('rerank=false')")
+    until(page, "!document.getElementById('results').hasAttribute('aria-busy')")
+    plain = shown(page)
+    assert ["rerank" in body for body in sent] == [False, True]
+    assert sent[1]["rerank"] is False
+    assert [body.get("hybrid", "") for body in sent] == [hybrid, hybrid]
+    asked = {"text": "fox hen", "k": 10} | ({"hybrid": hybrid} if hybrid else {})
+    for found, more in ((judged, {}), (plain, {"rerank": False})):
+        answer = page.request.post(url + "search", data=asked | more).json()
+        assert found == [result["id"] for result in answer["results"]]
+    assert judged != plain
+    # A link says it, and the way back turns the switch on again.
+    other, _ = opened(browser, page.url)
+    other.wait_for_selector("#results li")
+    assert (shown(other), other.is_checked("#rerank")) == (plain, False)
+    page.go_back()
+    until(page, "document.getElementById('rerank').checked")
+    until(page, "!document.getElementById('results').hasAttribute('aria-busy')")
+    assert shown(page) == judged
+    # More than are reranked: the server says what to do about it.
+    page.fill("#k", "21")
+    page.press("#text", "Enter")
+    until(page, "document.getElementById('status').textContent.includes('20 are reranked')")
+    page.uncheck("#rerank")
+    page.press("#text", "Enter")
+    until(page, "document.querySelectorAll('#results li').length == 21")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than a phone"
+    assert [line for line in wrong if "400" not in line] == []
+
+
+def test_what_a_server_lacks_has_no_switch(browser: Any, live: Live, text_index: Path) -> None:
+    page, wrong = opened(browser, live(text_index) + "?text=fox&rerank=false")
+    page.wait_for_selector("#results li")
+    for name in ("rerank", "hybrid", "image", "filters"):
+        assert not page.is_visible(f"#{name}"), name
+    assert not wrong
+
+
 def test_searching_images_in_a_browser(browser: Any, live: Live, image_index: Path) -> None:
     page, wrong = opened(browser, live(image_index, image_index.parent / "pictures"), color_scheme="dark")
     page.wait_for_selector("#drop:not([hidden])")
@@ -195,9 +276,17 @@ def test_the_token_is_asked_for(browser: Any, live: Live, text_index: Path) -> N
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_accessibility_by_axe(browser: Any, live: Live, engine_index: Path, scheme: str) -> None:
+@pytest.mark.parametrize("kind", ["filters", "switches"])
+def test_accessibility_by_axe(
+    browser: Any, live: Live, engine_index: Path, judged_index: Path, scheme: str, kind: str
+) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    page, _ = opened(browser, live(engine_index) + "?text=fox&where=year%3E%3D2001", color_scheme=scheme)
+    if kind == "filters":
+        url = live(engine_index) + "?text=fox&where=year%3E%3D2001"
+    else:
+        url = live(judged_index, judge=judged_index.parent / "judge") + "?text=fox&hybrid=rrf"
+    page, _ = opened(browser, url, color_scheme=scheme)
     page.wait_for_selector("#results li")
+    assert page.is_visible("#filters" if kind == "filters" else "#rerank")
     found = axe.Axe().run(page).response["violations"]
     assert not [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found]

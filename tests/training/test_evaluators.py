@@ -108,6 +108,33 @@ def test_a_beir_folder_and_its_first_queries(model, tmp_path):
     assert {"ndcg@10", "hit@1"} < evaluator(model).keys()
 
 
+def test_a_filter_makes_the_corpus_smaller(model, tmp_path):
+    (tmp_path / "qrels").mkdir()
+    rows = [" ".join(f"{x:.3f}" for x in row) for row in np.random.default_rng(0).normal(size=(6, 6))]
+    queries = [json.dumps({"_id": f"q{i}", "text": row}) for i, row in enumerate(rows)]
+    (tmp_path / "queries.jsonl").write_text("\n".join(queries))
+    documents = [json.dumps({"_id": f"d{i}", "text": row, "year": 2000 + i}) for i, row in enumerate(rows)]
+    (tmp_path / "qrels" / "dev.tsv").write_text("".join(f"q{i}\td{(i + 1) % 6}\t1\n" for i in range(6)))
+    measured = []
+    for lines, how in ((documents, {"where": ["year>=2001", "year<2005"]}), (documents[1:5], {})):
+        (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
+        evaluator = RetrievalEvaluator(tmp_path, split="dev", **how)
+        measured.append(evaluator(model) if how else evaluator)
+        if how:
+            assert evaluator.data == (f"{tmp_path.name} where year>=2001 and year<2005", "dev")
+            assert evaluator.collection.queries.ids == ["q0", "q1", "q2", "q3"]
+            assert evaluator.collection.corpus.ids == ["d1", "d2", "d3", "d4"]
+    # Of the small corpus the judgements of what is missing would count as never found.
+    by_hand = measured[1]
+    by_hand.collection = by_hand.collection._replace(
+        queries=by_hand.collection.queries.take([0, 1, 2, 3]),
+        qrels={f"q{i}": {f"d{i + 1}": 1} for i in range(4)},
+    )
+    assert measured[0] == by_hand(model)
+    with pytest.raises(DualencError, match="fields of a BEIR folder"):
+        RetrievalEvaluator(pairs=tiny_pairs(), where=["year>2000"])
+
+
 def test_one_source_of_queries_is_needed():
     for arguments in ({}, {"path": "x", "pairs": tiny_pairs()}):
         with pytest.raises(DualencError, match="give either path, a BEIR folder, or held-out pairs"):

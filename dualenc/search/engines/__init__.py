@@ -2,7 +2,7 @@
 
 from dualenc.search.engines.contract import About, Engine, Hit
 from dualenc.search.engines.push import EngineIndex, is_engine, open_engine, push
-from dualenc.search.engines.where import Condition, column_kinds, parse_conditions
+from dualenc.search.engines.where import Condition, column_kinds, named_columns, parse_conditions, rows_that_meet
 
 __all__ = [
     "About",
@@ -12,7 +12,9 @@ __all__ = [
     "Hit",
     "column_kinds",
     "is_engine",
+    "named_columns",
     "open_engine",
     "parse_conditions",
     "push",
+    "rows_that_meet",
 ]

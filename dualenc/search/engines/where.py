@@ -47,23 +47,48 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
         DualencError: no condition, no such column, a value that does not fit the column, or an order of texts.
     """
     conditions: list[Condition] = []
-    for word in ",".join(words).split(",") if words else ():
-        match = _CONDITION.fullmatch(word)
-        if match is None:
-            if not conditions or conditions[-1].operator not in ("=", "!="):
-                raise DualencError(f"--where: {word!r} is no condition; write for example year>=2020 or lang=en,de")
-            last = conditions[-1]
-            conditions[-1] = last._replace(values=(*last.values, _value(last.column, kinds[last.column], word)))
-            continue
-        name, text = match["column"], match["value"]
-        sign = cast(Operator, match["operator"].replace("==", "="))
+    for name, sign, texts in _split(words):
         if name not in kinds:
             there = f"there are {', '.join(kinds)}" if kinds else "none were kept; embed with --columns"
             raise DualencError(f"--where: no column {name!r}; {there}")
         if sign in _ORDERS and kinds[name] not in ("integer", "number"):
+            word = f"{name}{sign}{texts[0]}"
             raise DualencError(f"--where: {word!r} orders a column of {kinds[name]} values; only = and != apply to it")
-        conditions.append(Condition(name, sign, (_value(name, kinds[name], text),)))
+        conditions.append(Condition(name, sign, tuple(_value(name, kinds[name], text) for text in texts)))
     return conditions
+
+
+def named_columns(words: Sequence[str]) -> list[str]:
+    """The columns that conditions are about, each once, to read them.
+
+    Raises:
+        DualencError: no condition.
+    """
+    return list(dict.fromkeys(name for name, _, _ in _split(words)))
+
+
+def rows_that_meet(words: Sequence[str], columns: pa.Table | None) -> np.ndarray:
+    """Which rows of a table meet all conditions, as they are written: (N,) bool.
+
+    Raises:
+        DualencError: what `parse_conditions` raises.
+    """
+    conditions = parse_conditions(words, column_kinds(columns))
+    return np.ones(0, dtype=bool) if columns is None else meets(conditions, columns)
+
+
+def _split(words: Sequence[str]) -> list[tuple[str, Operator, list[str]]]:
+    """Conditions as column, operator and values, before anything is known of the column."""
+    found: list[tuple[str, Operator, list[str]]] = []
+    for word in ",".join(words).split(",") if words else ():
+        match = _CONDITION.fullmatch(word)
+        if match is not None:
+            found.append((match["column"], cast(Operator, match["operator"].replace("==", "=")), [match["value"]]))
+        elif found and found[-1][1] in ("=", "!="):
+            found[-1][2].append(word)
+        else:
+            raise DualencError(f"--where: {word!r} is no condition; write for example year>=2020 or lang=en,de")
+    return found
 
 
 def _value(name: str, kind: Kind, word: str) -> Value:
