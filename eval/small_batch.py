@@ -56,6 +56,7 @@ from dualenc.objectives import (
     GlobalCache,
     NegativeCache,
     Objective,
+    SigLIP,
     SogCLR,
 )
 from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator, Trainer
@@ -65,7 +66,9 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     **COMPARED,
     "NegativeCache": lambda **common: NegativeCache(refresh=0.001, **common),
     "SACLR": SACLR,
+    "SigLIP": SigLIP,
     "GlobalCache": GlobalCache,
+    "GlobalCache, no control": lambda **common: GlobalCache(control=0.0, **common),
     "GlobalCache 0.5": lambda **common: GlobalCache(extra_encodes=0.5, **common),
     "GlobalCache 2": lambda **common: GlobalCache(extra_encodes=2.0, **common),
     "GlobalCache+": lambda **common: GlobalCache(positive_in_softmax=True, **common),
