@@ -201,7 +201,7 @@ COMMANDS: Commands = {
         "corrupted": Command("corrupted", "corrupted", "retrieval under image corruptions"),
         "convergence": Command("convergence", "convergence", "learning curves of several runs"),
         "objectives": Command("objectives", "objectives", "which objective misses how much of the gradient"),
-        "compare": Command("retrieval", "compare", "metrics of several models side by side"),
+        "compare": Command("compare", "compare", "metrics of several models side by side"),
     },
 }
 
