@@ -22,7 +22,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -244,11 +244,7 @@ def make_recipe(settings: dict[str, Any], source: str = "recipe", allow_modules:
     try:
         return Recipe(_parser().parse_object(checked, env=False), source)
     except Exception as error:  # argparse's errors have no common class of their own
-        # What is left to find are arguments without a default; jsonargparse tells them among all types that it tried.
-        place = ".".join(re.findall(r'Parser key "([^"]+)"', str(error)))
-        required = re.search("the following arguments are required: .*", str(error))
-        problem = required[0] if required else " ".join(str(error).split())
-        raise DualencError(f"{source}: {place + ': ' if place else ''}{problem}") from error
+        raise DualencError(f"{source}: {' '.join(str(error).split())}") from error
 
 
 class _Loader(yaml.SafeLoader):
@@ -411,6 +407,9 @@ class _Check:
             if key in filled:
                 raise self._refused(f"{prefix}{key}", "is filled in by the training; leave it out")
             self._check_known(key, [name for name in hints if name not in filled], f"unknown key {prefix}")
+        missing = [p.name for p, _ in _parameters(found) if p.default is p.empty and p.name not in (*given, *filled)]
+        if missing:
+            raise self._refused(place, f"{found.__name__} needs {', '.join(missing)}; add {prefix}{missing[0]}")
         return {key: self._value(value, hints[key], f"{place}.{key}") for key, value in given.items()}
 
     def _resolve(self, path: Any, base: Any, place: str, default: str) -> tuple[str, type]:
@@ -530,17 +529,22 @@ class _Check:
 
 def argument_types(found: type) -> dict[str, Any]:
     """Types of the arguments that a class takes, those behind `**arguments` of its base classes included."""
-    hints: dict[str, Any] = {}
+    return {parameter.name: hint for parameter, hint in _parameters(found)}
+
+
+def _parameters(found: type) -> Iterator[tuple[inspect.Parameter, Any]]:
+    """The same as parameters with their types; of several of one name that of the most derived class."""
+    seen = set()
     for constructor in [vars(c)["__init__"] for c in inspect.getmro(found) if "__init__" in vars(c)]:
         own = _type_hints(constructor)
         parameters = list(inspect.signature(constructor).parameters.values())[1:]
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         for parameter in parameters:
-            if parameter.kind in named:
-                hints.setdefault(parameter.name, own.get(parameter.name, Any))
+            by_name = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            if by_name and parameter.name not in seen:
+                seen.add(parameter.name)
+                yield parameter, own.get(parameter.name, Any)
         if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
             break
-    return hints
 
 
 class _AnyName(type):

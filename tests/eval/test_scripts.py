@@ -24,6 +24,19 @@ def test_estimator_bias_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "drawn" / "bias.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("name", ["both roles", "both roles, corrected"])
+def test_both_roles_have_no_error_while_embeddings_stand_still(name: str) -> None:
+    script = load_script("moving_embeddings.py")
+
+    def measured(drift: float) -> dict[str, float]:
+        path = script.Path(num_pairs=24, dimension=4, drift=drift)
+        return script.measure(path, name, temperature=0.1, batch_size=8, warm_up=1, runs=3)
+
+    still, moving = measured(0.0), measured(0.3)
+    assert max(still["step error"], still["epoch error"]) < 1e-5
+    assert min(moving["step error"], moving["epoch error"]) > 0.05
+
+
 @pytest.mark.slow
 def test_objectives_are_timed_against_info_nce(capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script("bench/objectives.py")
