@@ -142,7 +142,10 @@ def test_the_resolved_recipe_makes_the_same_recipe(recipe):
         ("data.path=", "data"),
         ("trainer.epochs", "is no override; write section.key=value"),
         ("data=null", "section 'data' is missing"),
-        ("data.class_path=TablePairs", "data: TablePairs needs path, left_column, right_column; add data.init_args.path"),
+        (
+            "data.class_path=TablePairs",
+            "data: TablePairs needs path, left_column, right_column; add data.init_args.path",
+        ),
         (
             "data={class_path: Mixture, init_args: {sources: {faq: {class_path: BeirPairs}}}}",
             "data.sources.faq: BeirPairs needs path; add data.sources.faq.init_args.path",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -103,30 +103,15 @@ def retrieval(
         batch_size: texts encoded at once.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
-    from dualenc.data.beir import read_beir
-    from dualenc.search.engines import named_columns, rows_that_meet
-
     check_range(1, MOST_ITEMS, depth=depth, batch_size=batch_size, rerank_top=rerank_top)
     check_range(0, 1, weight=weight)
     bm25 = bm25 or hybrid is not None
     if depth < max(CUTOFFS):
         raise DualencError(f"depth={depth}: the metrics look at {max(CUTOFFS)} documents; retrieve that many or more")
     target, device_to_use = begin("retrieval", model, data, out, device)
-    collections: dict[str, RetrievalSet] = {}  # by the name of their folder
-    for folder in (data, *more):
-        name = Path(folder).resolve().name
-        if name in collections:
-            raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
-        columns = named_columns(where or ()) if engine is None else []
-        collections[name] = read_beir(folder, split, titles=titles, columns=columns)
-        if where and engine is None:
-            met = rows_that_meet(where, collections[name].corpus.columns)
-            collections[name] = _among(collections[name], met, name)
-        if (bm25 or rerank) and collections[name].corpus.modality != "text":
-            needs, option = ("BM25 needs", "bm25") if bm25 else ("a cross-encoder reads", "rerank")
-            raise DualencError(f"{folder}: {needs} texts, and it holds vectors; leave {option} out")
-        check_trec_names(collections[name].queries.ids, f"{folder}: query id")
-        check_trec_names(collections[name].corpus.ids, f"{folder}: document id")
+    conditions = where or []
+    reader = "bm25" if bm25 else "rerank" if rerank else None
+    collections = _open_collections((data, *more), split, titles, conditions if engine is None else [], reader)
     encoder = open_model(model, ("query-document", "vector"), device_to_use)
     judge = None
     if rerank is not None:
@@ -136,8 +121,8 @@ def retrieval(
         if more or distributed.world_size() > 1:
             raise DualencError("--engine is asked about one BEIR folder, by one process; evaluate them one by one")
         name, collection = next(iter(collections.items()))
-        asked = ask_engine(engine, where or (), encoder.right, collection.corpus.ids)
-        if where:
+        asked = ask_engine(engine, conditions, encoder.right, collection.corpus.ids)
+        if conditions:
             names = set(asked.embeddings.ids)
             collections[name] = _among(collection, np.array([one in names for one in collection.corpus.ids]), name)
     lengths = _lengths(dims, encoder.dim) if small_vectors or dims is not None else []
@@ -179,18 +164,10 @@ def retrieval(
             run = asked.run(left, depth + 1)
             runs[name][asked.system] = first_documents(run, depth, keep_self_matches=keep_self_matches)
         if bm25 and distributed.is_main():
-            texts = [queries[row] for row in range(len(queries))]
-            documents = [corpus[row] for row in range(len(corpus))]
-            run = bm25_run(queries.ids, texts, corpus.ids, documents, depth + 1)
-            runs[name][BM25] = first_documents(run, depth, keep_self_matches=keep_self_matches)
+            words = bm25_run(queries.ids, _texts(queries), corpus.ids, _texts(corpus), depth + 1)
+            runs[name][BM25] = first_documents(words, depth, keep_self_matches=keep_self_matches)
             if hybrid is not None:
-                both = (found, runs[name][BM25])
-                runs[name][HYBRID] = {
-                    query: dict(
-                        fuse([_ranking(own[query]) for own in both], hybrid, weights=[weight, 1 - weight])[:depth]
-                    )
-                    for query in queries.ids
-                }
+                runs[name][HYBRID] = _fused((found, runs[name][BM25]), hybrid, [weight, 1 - weight], depth)
         if judge is not None:
             first = HYBRID if hybrid is not None else display_name(model) if asked is None else asked.system
             runs[name][RERANKED] = _reranked(
@@ -216,7 +193,7 @@ def retrieval(
             "retrieval",
             f"Retrieval: {display_name(model)} on {', '.join(collections)}",
             {"model": model, "split": split, "depth": depth, "keep_self_matches": keep_self_matches}
-            | ({"where": ",".join(where)} if where else {})
+            | ({"where": ",".join(conditions)} if conditions else {})
             | ({} if hybrid is None else {"hybrid": hybrid, "weight": weight})
             | ({} if rerank is None else {"rerank": rerank, "rerank_top": rerank_top}),
             {"systems": metrics_document(results)}
@@ -236,6 +213,33 @@ def retrieval(
     distributed.barrier()
 
 
+def _open_collections(
+    folders: Sequence[str], split: str, titles: bool, where: Sequence[str], reader: str | None
+) -> dict[str, RetrievalSet]:
+    """The collections by the names of their folders, among the documents that meet `where`.
+
+    Args:
+        reader: the option that needs texts, if there is one.
+    """
+    from dualenc.data.beir import read_beir
+    from dualenc.search.engines import named_columns, rows_that_meet
+
+    collections: dict[str, RetrievalSet] = {}
+    for folder in folders:
+        name = Path(folder).resolve().name
+        if name in collections:
+            raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
+        collection = read_beir(folder, split, titles=titles, columns=named_columns(where))
+        if where:
+            collection = _among(collection, rows_that_meet(where, collection.corpus.columns), name)
+        if reader is not None and collection.corpus.modality != "text":
+            raise DualencError(f"{folder}: --{reader} needs texts, and it holds vectors; leave it out")
+        check_trec_names(collection.queries.ids, f"{folder}: query id")
+        check_trec_names(collection.corpus.ids, f"{folder}: document id")
+        collections[name] = collection
+    return collections
+
+
 def _among(collection: RetrievalSet, kept: np.ndarray, name: str) -> RetrievalSet:
     """The collection among the documents that meet --where; tells what is left of it."""
     try:
@@ -250,6 +254,19 @@ def _among(collection: RetrievalSet, kept: np.ndarray, name: str) -> RetrievalSe
     return some
 
 
+def _texts(corpus: Corpus) -> list[str]:
+    return [corpus[row] for row in range(len(corpus))]
+
+
+def _fused(runs: Sequence[Run], how: Literal["rrf", "weighted"], weights: Sequence[float], depth: int) -> Run:
+    """The best of what several systems found for the same queries."""
+    fused = {}
+    for query in runs[0]:
+        rankings = [[(name, run[query][name]) for name in ranked(run[query])] for run in runs]
+        fused[query] = dict(fuse(rankings, how, weights=weights)[:depth])
+    return fused
+
+
 def _reranked(judge: Rescore, run: Run, collection: RetrievalSet, top: int) -> dict[str, dict[str, float]]:
     """The best of a run in the scores of a cross-encoder; each process asks it about its share of the queries."""
     queries, corpus = collection.queries, collection.corpus
@@ -261,11 +278,6 @@ def _reranked(judge: Rescore, run: Run, collection: RetrievalSet, top: int) -> d
         order, scores = rerank_pairs(judge, [[(queries[row], corpus[row_of[name]]) for name in names]])[0]
         own[queries.ids[row]] = {names[place]: score for place, score in zip(order.tolist(), scores.tolist())}
     return {query: found for part in distributed.gather_objects(own) for query, found in part.items()}
-
-
-def _ranking(documents: Mapping[str, float]) -> list[tuple[str, float]]:
-    """The documents of one query with their scores, best first."""
-    return [(name, documents[name]) for name in ranked(documents)]
 
 
 def _lengths(dims: str | None, whole: int) -> list[int]:

@@ -119,7 +119,7 @@ def test_mistakes_are_one_line_each(trained: Path, tmp_path: Path, capsys: pytes
     assert "dimension 3" in failure(capsys, "evaluate", "retrieval", model, _narrow(tmp_path / "narrow"))
     words = write_recipe(tmp_path, _texts(tmp_path / "beir"))
     assert "holds no vectors" in failure(capsys, "train", *words)
-    assert "BM25 needs texts" in failure(capsys, "evaluate", "retrieval", model, data, "--bm25")
+    assert "--bm25 needs texts" in failure(capsys, "evaluate", "retrieval", model, data, "--bm25")
 
 
 def _narrow(folder: Path) -> Path:
