@@ -34,8 +34,6 @@ class AskedEngine:
         self.index, self.pushed, self.where = index, embeddings, where
         self.system = f"{index.engine.kind} {index.engine.collection}"
         self.embeddings = embeddings_that_meet(embeddings, where)
-        if not len(self.embeddings):
-            raise DualencError(f"--where: none of {len(embeddings):,} documents is kept; ask for less")
         self.measured: dict[str, Any] = {}
 
     def run(self, queries: Embeddings, depth: int) -> dict[str, dict[str, float]]:
