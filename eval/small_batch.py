@@ -53,6 +53,7 @@ from dualenc.evaluation.report import Table, print_table
 from dualenc.evaluation.retrieval import Result, retrieve
 from dualenc.objectives import (
     SACLR,
+    ExactGlobal,
     GlobalCache,
     NegativeCache,
     Objective,
@@ -69,6 +70,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "SigLIP": SigLIP,
     "GlobalCache": GlobalCache,
     "GlobalCache, no control": lambda **common: GlobalCache(control=0.0, **common),
+    "ExactGlobal": lambda **common: ExactGlobal(corpus_chunk_size=4096, **common),
     "GlobalCache 0.5": lambda **common: GlobalCache(extra_encodes=0.5, **common),
     "GlobalCache 2": lambda **common: GlobalCache(extra_encodes=2.0, **common),
     "GlobalCache+": lambda **common: GlobalCache(positive_in_softmax=True, **common),
@@ -445,6 +447,7 @@ def run(
     seeds: int = 3,
     equal: Literal["pairs", "passes"] = "pairs",
     rates: Sequence[float] = RATES,
+    temperatures: Sequence[float] | None = None,
     tune_at: int | None = None,
     tune_epochs: float | None = None,
     tune_pairs: int | None = None,
@@ -464,6 +467,7 @@ def run(
         seeds: how many.
         equal: what is the same for all.
         rates: factors of the task's learning rate to choose from, the first of them while τ is chosen.
+        temperatures: τ to choose from, where not the task's own.
         tune_at, tune_epochs, tune_pairs: batch size, epochs and pairs at which to tune, where not those of the runs.
         model: name or folder of the model that minilm starts from.
         processes: trainings at once.
@@ -497,7 +501,9 @@ def run(
             return {cell: value for _, (cell, value) in ranked}
 
         cells: list[Cell] = list(itertools.product(batch_sizes, objectives))
-        tau = best({(c, t): settings(c, rates[0], t, tuning=True) for c in cells for t in opened.temperatures})
+        tau = best(
+            {(c, t): settings(c, rates[0], t, tuning=True) for c in cells for t in temperatures or opened.temperatures}
+        )
         rate = best({(c, r): settings(c, r, tau[c], tuning=True) for c in cells for r in rates})
         final = [(cell, seed) for cell in cells for seed in range(seeds)]
         found = runs.get([settings(c, rate[c], tau[c], seed) for c, seed in final], compute)
