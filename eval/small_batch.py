@@ -31,6 +31,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
@@ -254,7 +255,7 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
         "extra_encodes": passes.count / (steps * batch_size) - 2,
         "seconds": curve.points[-1][1],
         "curve": [(seen, round(seconds, 1), round(value, 4)) for seen, seconds, value in curve.points],
-        "scores": base64.b64encode(scores).decode(),
+        "scores": base64.b64encode(zlib.compress(scores.tobytes(), 9)).decode(),
         **measured,
     }
     return settings, outcome | ({"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
@@ -562,7 +563,8 @@ class Row:
     @property
     def per_query(self) -> np.ndarray:
         """(Q,) mean over the seeds of each query's quality."""
-        decoded = [np.frombuffer(base64.b64decode(one["scores"]), np.uint8) for one in self.seeds]
+        packed = (base64.b64decode(one["scores"]) for one in self.seeds)
+        decoded = [np.frombuffer(zlib.decompress(some), np.uint8) for some in packed]
         return np.mean(decoded, axis=0) / 255
 
 
