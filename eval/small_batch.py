@@ -86,6 +86,8 @@ POINTS = 4
 RESULTS = Path("eval/results/small_batch.jsonl")
 GAPS_IN, GAPS_OF = "vectors papers", ("GlobalCache", "ISIR", "SogCLR", "DCL")
 """The task and the objectives of the figure that shows where the gap to InfoNCE opens and closes."""
+DRAWN = (*GAPS_OF, "InfoNCE", "SogCLR+", "GlobalCache+", "NegativeCache")
+"""The objectives of the other figures: as many as can be told apart."""
 
 
 Cell = tuple[int, str]
@@ -627,6 +629,7 @@ def draw(task: str, rows: Sequence[Row], folder: Path) -> None:
     """Quality by batch size; and at the ordinary batch size by pairs seen and by seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{task}_{rows[0].pairs_seen}".replace(" ", "_").replace(",", "")
+    rows = [row for row in rows if row.objective in DRAWN]
     by_size: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         by_size.setdefault(row.objective, []).append((row.batch_size, row.mean("test")))
