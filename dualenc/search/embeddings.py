@@ -436,8 +436,10 @@ class EmbeddingWriter:
         return bool(found["complete"])
 
     def _tidy_up(self) -> None:
-        for shown in self.folder.glob("shard-*.shown"):
-            remove(shown)
+        """Remove what a finished folder needs no more, such as claims of workers that were killed behind a shard."""
+        for pattern in ("shard-*.shown", "shard-*.claim"):
+            for left in self.folder.glob(pattern):
+                remove(left)
 
     def _completed_by_another(self) -> bool:
         """Whether the folder has been finished since this worker began."""

@@ -237,6 +237,16 @@ def test_a_stale_claim_of_another_host_is_taken_over(tmp_path: Path, alone: dict
     assert contents(folder) == alone
 
 
+def test_a_worker_that_is_killed_behind_its_shard_leaves_no_claim(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    """It has written the shard, and has not given its claim back."""
+    folder = tmp_path / "emb"
+    with worker(folder, 0.05):
+        wait_for(lambda: (folder / "shard-00001.json").exists())
+    claim(folder, "shard-00000")
+    work(folder)
+    assert contents(folder) == alone
+
+
 def test_a_fresh_claim_of_another_host_is_respected_until_it_is_stale(tmp_path: Path, alone: dict[str, bytes]) -> None:
     folder = tmp_path / "emb"
     with worker(folder, 0.05):
