@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
 import torch
@@ -40,7 +41,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
 BOTH_ROLES = {"both roles": False, "both roles, corrected": True}
 
 
-class Path:
+class Drift:
     """Unit vectors of M pairs, each on a great circle of its own."""
 
     def __init__(self, num_pairs: int, dimension: int, drift: float) -> None:
@@ -72,7 +73,7 @@ class BothRoles:
             remembered embeddings is taken away (as SAGA does: Defazio, Bach and Lacoste-Julien 2014, arXiv:1407.0202).
     """
 
-    def __init__(self, path: Path, temperature: float, corrected: bool) -> None:
+    def __init__(self, path: Drift, temperature: float, corrected: bool) -> None:
         self.left, self.right = (side.clone() for side in path.start)
         self.temperature, self.corrected = temperature, corrected
 
@@ -94,36 +95,43 @@ class BothRoles:
         return gradient.flatten(0, 1)
 
 
+def gradient_by(criterion: Objective, now: FrozenPairs, rows: Tensor) -> Tensor:
+    """(2N, D) likewise, of an objective."""
+    return now.dense(now.step(criterion, rows)[0])
+
+
 def measure(
-    path: Path, name: str, temperature: float, batch_size: int, warm_up: int, runs: int
+    path: Drift, name: str, temperature: float, batch_size: int, warm_up: int, runs: int
 ) -> dict[str, float | str]:
     """Of the epoch that follows a warm-up, the same for all runs."""
-    num_pairs = path.start.shape[1]
-    oracle = path.at(0).build(ExactGlobal, temperature)
-    everyone, exact = torch.arange(num_pairs), 0.0
+    num_pairs, dimension = path.start.shape[1:]
+    exact = torch.zeros(2 * num_pairs, dimension, dtype=torch.float64)
+    oracle, has_both_roles = path.at(0).build(ExactGlobal, temperature), name in BOTH_ROLES
     epoch_gradients, step_errors = [], []
     for run in range(runs):
-        roles = BothRoles(path, temperature, BOTH_ROLES[name]) if name in BOTH_ROLES else None
-        criterion = path.at(0).build(OBJECTIVES.get(name, DCL), temperature, seed=run)
-        mean = torch.zeros(2 * num_pairs, path.start.shape[2], dtype=torch.float64)
+        if has_both_roles:
+            gradient_of: Callable[[FrozenPairs, Tensor], Tensor] = BothRoles(path, temperature, BOTH_ROLES[name])
+        else:
+            gradient_of = partial(gradient_by, path.at(0).build(OBJECTIVES[name], temperature, seed=run))
+        mean = torch.zeros_like(exact)
         for epoch, batches in zip(range(warm_up + 1), epochs(num_pairs, batch_size, seed=run)):
             for step, rows in enumerate(batches):
                 now = path.at(epoch + step / len(batches))
-                gradient = now.dense(now.step(criterion, rows)[0]) if roles is None else roles(now, rows)
+                gradient = gradient_of(now, rows)
                 if epoch < warm_up:
                     continue
                 share = len(rows) / num_pairs
                 mean += share * gradient
                 if run == 0:
-                    exact = exact + share * now.exact(temperature)[0]
+                    exact += share * now.exact(temperature)[0]
                 if step % (1 + len(batches) // 8) == 0:
-                    wanted = now.dense(now.step(oracle, rows if roles is None else everyone)[0])
-                    if roles is not None:
+                    if has_both_roles:
                         of_others = torch.ones(num_pairs, dtype=torch.bool).index_fill(0, rows, False).repeat(2)
-                        wanted = wanted.masked_fill(of_others[:, None], 0.0) / share
+                        wanted = now.exact(temperature)[0].masked_fill(of_others[:, None], 0.0) / share
+                    else:
+                        wanted = gradient_by(oracle, now, rows)
                     step_errors.append(float((gradient - wanted).norm() / wanted.norm()))
         epoch_gradients.append(mean)
-    assert isinstance(exact, Tensor)
     bias = bias_of(torch.stack(epoch_gradients), exact)
     errors = [float((one - exact).norm() / exact.norm()) for one in epoch_gradients]
     return {
@@ -156,7 +164,7 @@ def main(
     rows = []
     cells = list(product(drifts, temperatures, batch_sizes, [*OBJECTIVES, *BOTH_ROLES]))
     for drift, temperature, batch_size, name in tqdm(cells):
-        found = measure(Path(num_pairs, dimension, drift), name, temperature, batch_size, warm_up, runs)
+        found = measure(Drift(num_pairs, dimension, drift), name, temperature, batch_size, warm_up, runs)
         rows.append({"ω": drift, "τ": temperature, "B": batch_size, "objective": name, **found})
     print_table(Table(f"N = {num_pairs}, D = {dimension}, the epoch after {warm_up}, {runs} runs", rows))
 

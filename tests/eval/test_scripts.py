@@ -29,7 +29,7 @@ def test_both_roles_have_no_error_while_embeddings_stand_still(name: str) -> Non
     script = load_script("moving_embeddings.py")
 
     def measured(drift: float) -> dict[str, float]:
-        path = script.Path(num_pairs=24, dimension=4, drift=drift)
+        path = script.Drift(num_pairs=24, dimension=4, drift=drift)
         return script.measure(path, name, temperature=0.1, batch_size=8, warm_up=1, runs=3)
 
     still, moving = measured(0.0), measured(0.3)
