@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from dualenc import __version__
 from dualenc.errors import DualencError
-from dualenc.terminal import printable
+from dualenc.terminal import printable, without_credentials
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -275,8 +275,9 @@ def _one_line(error: BaseException) -> str:
     """The message of an error with line breaks folded; what to do where Python's own message does not tell.
 
     File names and values in it are a stranger's: control characters, which a terminal would obey, are spelled out.
+    URLs lose their passwords and queries, wherever a reader or a library put them into the message.
     """
-    message = printable(" ".join(str(error).split()))
+    message = printable(without_credentials(" ".join(str(error).split())))
     if isinstance(error, ModuleNotFoundError):
         return f"{message}; install the package that brings it (pip install {error.name})"
     return message

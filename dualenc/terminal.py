@@ -16,6 +16,15 @@ _COMMANDING = re.compile(
 )
 
 
+_USER = re.compile(r"(?<=:/)(/?)[^/?#\s]*@")
+_QUERY = re.compile(r"(\b[A-Za-z][\w+.-]+:/[^\s?#]*)[?#]\S*?(?=[:;,.)\]'\"]*(?:\s|$))")
+
+
+def without_credentials(text: str) -> str:
+    """A text with the user names, passwords, queries and fragments of all URLs in it left out: they may hold keys."""
+    return _QUERY.sub(r"\1", _USER.sub(r"\1", text))
+
+
 def printable(text: object) -> str:
     """A text in one line with every control character escaped as Python writes it, `\\x1b` or `\\u202e`.
 

@@ -22,12 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar, cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from tqdm import tqdm
 
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
+from dualenc.terminal import without_credentials
 
 SCHEMES = {"https": "aiohttp", "http": "aiohttp", "s3": "s3fs", "hf": "huggingface_hub"}
 """What is opened, and the package behind it."""
@@ -59,15 +60,24 @@ def is_url(source: object) -> bool:
 
 def shown(source: object) -> str:
     """A source as it may be printed and written down: a URL without password and query, which may hold a key."""
-    if not is_url(source):
-        return str(source)
-    parts = urlsplit(str(source))
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    return without_credentials(re.split(r"[?#]", str(source))[0]) if is_url(source) else str(source)
+
+
+def split_url(url: str) -> SplitResult:
+    """The parts of a URL.
+
+    Raises:
+        DualencError: it has none, such as `http://[::1/x`.
+    """
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise DualencError(f"{shown(url)}: cannot be read as a URL ({error}); mend it") from None
 
 
 def url_suffix(url: str) -> str:
     """The suffix of the file that a URL names, in lower case, `.gz` put aside."""
-    path = PurePosixPath(urlsplit(url).path)
+    path = PurePosixPath(split_url(url).path)
     return PurePosixPath(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
 
 
@@ -297,7 +307,7 @@ class _Stream(io.RawIOBase):
 
 def _check(url: str) -> None:
     """Refuse what is not opened, before anything is imported or connected."""
-    scheme = urlsplit(url).scheme
+    scheme = split_url(url).scheme
     if "::" in url or scheme not in SCHEMES:
         allowed = ", ".join(f"{name}://" for name in SCHEMES)
         raise DualencError(f"{shown(url)}: not a URL that is opened; give a file of this machine, or one of {allowed}")
@@ -370,7 +380,11 @@ def _tried(name: str, action: Callable[[], Result]) -> Result:
             status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
             # aiohttp names the whole URL, of which the query may hold a key.
             text = f"HTTP {status}: {getattr(error, 'message', '')}" if isinstance(status, int) else str(error)
+            # It also names where redirects lead, without a scheme if they do.
+            text = re.sub(r"\?\S*|(?<=//)[^/\s]*@", "", without_credentials(text))
             reason = " ".join(text.split())[:200] or type(error).__name__
+            if type(error).__name__ == "TooManyRedirects":
+                raise DualencError(f"{name}: the server redirects without end; give the URL of the file") from None
             no_key = type(error).__name__ == "NoCredentialsError"
             if status in (401, 403) or isinstance(error, PermissionError) or no_key:
                 raise DualencError(f"{name}: not allowed ({reason}); check the URL and your credentials") from None

@@ -78,7 +78,9 @@ def open_corpus(
         raise DualencError(f"{shown(path)}: .npy files are read from this machine only; download it and give the file")
     check_column_names(columns)
     if columns and (is_tars(path) or (is_image_folder(path) and not (is_beir(path) or is_vectors(path)))):
-        raise DualencError(f"{path}: has no columns to keep; give a table that names the images and their columns")
+        raise DualencError(
+            f"{shown(path)}: has no columns to keep; give a table that names the images and their columns"
+        )
     if is_tars(path):
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
     if is_image_folder(path) and not (is_beir(path) or is_vectors(path)):

@@ -23,6 +23,7 @@ from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.images import ImageFiles, find_images
 from dualenc.data.lines import read_text_lines
 from dualenc.data.pairs import Items, PairDataset, Ragged, Skips
+from dualenc.data.remote import shown
 from dualenc.data.tables import TABLE_FORMATS, ColumnKind, DataTable, open_table, peek_columns, peek_lines
 from dualenc.data.vectors import (
     Faults,
@@ -356,7 +357,7 @@ class MinedPairs(ColumnPairs):
         scores: bool = False,
     ) -> None:
         if (queries is None) != (documents is None):
-            raise DualencError(f"{path}: queries and documents are given together; name the vectors of both")
+            raise DualencError(f"{shown(path)}: queries and documents are given together; name the vectors of both")
         skips = Skips(path, on_error)
         left, right = (_named(source, skips) for source in (queries, documents))
         columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}

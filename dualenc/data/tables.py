@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,6 +120,8 @@ def open_table(
         DualencError: no such file, column or split; a broken file.
     """
     source = str(source)
+    if limit is not None and not 1 <= limit <= sys.maxsize:
+        raise DualencError(f"{shown(source)}: limit is {limit}; give the number of rows to read, from 1 on")
     files = find_files(source, split)
     required = [name for name in columns if name not in optional]
     if not files:
@@ -223,7 +226,7 @@ def check_columns(source: str, available: Iterable[str], wanted: Iterable[str]) 
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
             hint = f"did you mean {nearest[0]!r}? (columns: {', '.join(names)})" if nearest else "it has no columns"
-            raise DualencError(f"{source}: no column {name!r}; {hint}")
+            raise DualencError(f"{shown(source)}: no column {name!r}; {hint}")
 
 
 def cache_folder() -> Path:

@@ -12,6 +12,7 @@ from dualenc.data.columns import Column, Picked, number_distinct
 from dualenc.data.corpus import Corpus
 from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import Items, PairDataset, Skips
+from dualenc.data.remote import shown
 from dualenc.data.tables import ColumnKind, DataTable, check_columns, open_table, peek_columns
 from dualenc.errors import DualencError
 from dualenc.types import OnError
@@ -256,7 +257,7 @@ class VectorColumn:
             )
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
         if dim is None:
-            dim = int(np.bincount(lengths[lengths > 0], minlength=2).argmax())
+            dim = max(1, int(np.bincount(lengths[lengths > 0], minlength=2).argmax()))  # 1 if there is no vector at all
         fits = lengths == dim
         shards, start = [np.zeros((0, dim), np.float32)], 0
         for chunk in array.chunks:
@@ -314,7 +315,8 @@ def _usual_column(source: str, split: str, subset: str | None) -> str:
     lists = [name for name, kind in kinds.items() if kind == "vector"]
     found = next((name for name in VECTOR_NAMES if name in kinds), lists[0] if len(lists) == 1 else None)
     if found is None:
-        raise DualencError(f"{source}: no telling which column holds vectors; name it (columns: {', '.join(kinds)})")
+        told = f"no telling which column holds vectors; name it (columns: {', '.join(kinds)})"
+        raise DualencError(f"{shown(source)}: {told}")
     return found
 
 

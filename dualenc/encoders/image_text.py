@@ -20,7 +20,7 @@ from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.image import ImagePrepare, Seeded, checked_crop_scale
 from dualenc.encoders.load import first_line, model_folder, no_foreign_code
 from dualenc.encoders.lora import adapt, merged_state
-from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
+from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
 from dualenc.encoders.vision_text import two_towers_in
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
@@ -200,7 +200,7 @@ class ClipTextPrepare(Prepare):
         self.end: End = end
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
-        tokens = self.tokenizer(list(items))
+        tokens = self.tokenizer(check_texts(items))
         if self.end is None:
             return {"text": tokens}
         at_end = tokens.argmax(1) if self.end == "max" else tokens.eq(self.end).int().argmax(1)

@@ -19,7 +19,7 @@ from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, uni
 from dualenc.encoders.load import first_line, model_folder
 from dualenc.encoders.packing import first_position, pack, run_packed
 from dualenc.encoders.sentence_folder import SentenceFolder, read_sentence_folder, write_sentence_files
-from dualenc.encoders.tokenizer import load_tokenizer, lower_casing, save_tokenizer
+from dualenc.encoders.tokenizer import check_texts, load_tokenizer, lower_casing, save_tokenizer
 from dualenc.errors import DualencError
 from dualenc.files import write_json
 from dualenc.types import Inputs, Pooling
@@ -192,7 +192,7 @@ class TextPrepare(Prepare):
         if torch.utils.data.get_worker_info() is not None:
             # Workers are parallel already; this also spares tokenizers' warning about forked threads.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        texts = [self.prompt + text for text in items]
+        texts = [self.prompt + text for text in check_texts(items)]
         return dict(
             self.tokenizer(texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt")
         )

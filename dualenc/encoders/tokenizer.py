@@ -6,12 +6,12 @@ import copy
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualenc.encoders.load import first_line
-from dualenc.errors import DualencError
+from dualenc.errors import BadSample, DualencError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,6 +29,20 @@ SMALLEST = len(SPECIAL_TOKENS) + 256
 
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 """One of these is in every folder that has a tokenizer."""
+
+
+def check_texts(texts: Sequence[str]) -> list[str]:
+    """The texts, all of them valid Unicode; tokenizers would raise a TypeError that does not say so, or panic.
+
+    Raises:
+        BadSample: one holds half a surrogate pair, as a word of the command line does that is not UTF-8.
+    """
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise BadSample(f"the text {text[:40]!r} is not valid Unicode; write it in UTF-8") from None
+    return list(texts)
 
 
 def train_tokenizer(

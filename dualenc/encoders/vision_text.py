@@ -19,7 +19,7 @@ from dualenc.encoders.load import first_line, model_folder
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.sentence_folder import whole_module
 from dualenc.encoders.text import quiet_transformers
-from dualenc.encoders.tokenizer import load_tokenizer, save_tokenizer
+from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object
 from dualenc.types import Inputs
@@ -185,7 +185,7 @@ class CaptionPrepare(Prepare):
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
         padding = "max_length" if self.full else True
         inputs = self.tokenizer(
-            list(items), padding=padding, truncation=True, max_length=self.max_length, return_tensors="pt"
+            check_texts(items), padding=padding, truncation=True, max_length=self.max_length, return_tensors="pt"
         )
         # "attention_mask" would say that columns of padding alone may be cut.
         return {"mask" if self.full and name == "attention_mask" else name: t for name, t in inputs.items()}

@@ -205,6 +205,15 @@ class TestRefused:
         server.redirects["/x.jsonl"] = there
         failure(lambda: open_corpus(f"{server.url}/x.jsonl"))
 
+    @pytest.mark.parametrize("there", ["/x.jsonl?key=secret", "http://[::1/x?key=secret", "//me:secret@[/x?secret"])
+    def test_a_redirect_in_a_circle_or_to_nowhere_shows_no_key(
+        self, server: Server, there: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(remote, "ATTEMPTS", 2)
+        server.redirects["/x.jsonl"] = there
+        assert "secret" not in failure(lambda: open_corpus(f"{server.url}/x.jsonl?key=secret"))
+        assert len(server.requests) < 50
+
     def test_a_redirect_within_the_web_is_followed(self, server: Server) -> None:
         server.redirects["/latest.jsonl"] = server.put("x.jsonl", jsonl())
         assert open_corpus(f"{server.url}/latest.jsonl").ids == [f"d{i}" for i in range(5)]
@@ -262,6 +271,8 @@ class TestRefused:
     def test_passwords_and_keys_are_not_shown(self) -> None:
         assert shown("https://me:word@host/a/b.tar?X-Amz-Signature=1#f") == "https://host/a/b.tar"
         assert shown("s3://bucket/a") == "s3://bucket/a"
+        assert shown("http://me:word@[::1/x?key") == "http://[::1/x"
+        assert shown("simplecache::https://me:word@h/x?key=a b") == "simplecache::https://h/x"
         assert shown("C:/data") == "C:/data"
         assert not is_url("a/b")
         assert not is_url("user/name")

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dualenc.data import TablePairs
 from dualenc.data import tables as arrow_cache
 from dualenc.data.pairs import Skips
 from dualenc.data.tables import FILE, LINE, ColumnKind, DataTable, open_table, peek_columns, table_of_lines
@@ -234,6 +235,13 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, on_disk: Path, m
     path = write_jsonl(tmp_path / "x.jsonl", [{"text": "a"}])
     with pytest.raises(DualencError, match="set HF_DATASETS_CACHE"):
         read_text(path)
+
+
+@pytest.mark.parametrize("limit", [-1, 0, 10**30])
+def test_a_limit_that_is_no_number_of_rows(tmp_path: Path, limit: int) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"left": "a", "right": "b"}\n')
+    with pytest.raises(DualencError, match=f"limit is {limit}; give the number of rows"):
+        TablePairs(tmp_path / "pairs.jsonl", "left", "right", limit=limit)
 
 
 def test_limit_stops_early(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def _split(words: Sequence[str]) -> list[tuple[str, Operator, list[str]]]:
 def _value(name: str, kind: Kind, word: str) -> Value:
     word = word.strip()
     try:
-        if kind == "integer":
+        if kind == "integer" and abs(int(word)) < 1 << 63:
             return int(word)
         if kind == "number" and np.isfinite(float(word)):
             return float(word)
@@ -104,8 +104,8 @@ def _value(name: str, kind: Kind, word: str) -> Value:
         pass
     if kind == "text" and word:
         return word
-    wanted = {"integer": "a whole number", "number": "a number", "truth": "true or false", "text": "a text"}[kind]
-    raise DualencError(f"--where: column {name!r} is compared with {word!r}; give {wanted}")
+    wanted = {"integer": "a whole number of 64 bits", "number": "a number", "truth": "true or false", "text": "a text"}
+    raise DualencError(f"--where: column {name!r} is compared with {word[:200]!r}; give {wanted[kind]}")
 
 
 def column_kinds(columns: pa.Table | None) -> dict[str, Kind]:
