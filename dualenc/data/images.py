@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import os
 import re
+import subprocess
+import sys
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -26,16 +29,32 @@ MOST_PIXELS = 89_478_485
 """Images with more pixels are not decoded (a quarter of a GB in memory), unless `PIL.Image.MAX_IMAGE_PIXELS` is set."""
 
 _ORIENTATION = 0x0112  # EXIF tag
-_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-"""What is decoded. Other plugins of Pillow start programs (Ghostscript, for EPS) or read no images of a data set."""
+_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+"""What is decoded in data. Other plugins of Pillow start programs (Ghostscript, for EPS), read no images of a data set,
+or do not report the true size (an ICO file holds a PNG of any size)."""
+UPLOAD_FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
+"""What strangers may send: decoded in little more memory than the pixels need, without holding Python's lock."""
+UPLOAD_MEMORY = 1 << 30
+"""Bytes that the process may use that decodes an upload."""
+UPLOAD_SECONDS = 10.0
+MAX_UPLOAD_SIDE = 4096
+"""Pixels; larger uploads are made smaller before they leave the process."""
+MAX_UPLOAD_RATIO = 64
+"""Of an upload's sides: models scale the shorter one to theirs, and the longer one would take gigabytes."""
 
 
-def decode_image(data: bytes, where: str) -> Image.Image:
-    """Decode a whole image file to an upright RGB image; `where` names it in errors.
+def decode_image(data: bytes, where: str, formats: tuple[str, ...] | None = None) -> Image.Image:
+    """Decode a whole image file to an upright RGB image.
+
+    Args:
+        data: contents of the file.
+        where: names it in errors.
+        formats: what Pillow calls the formats that are allowed; by default those of `_FORMATS` that it was built with.
 
     Raises:
-        BadSample: the bytes are not a complete image of a known format, or the image has more than 89,478,485 pixels.
+        BadSample: the bytes are not a complete image of such a format, or the image has more than 89,478,485 pixels.
     """
+    formats = _formats() if formats is None else formats
     if len(data) > MOST_BYTES:
         raise BadSample(
             f"{where}: image of {len(data):,} bytes, where {MOST_BYTES:,} are allowed; replace or remove it"
@@ -43,7 +62,7 @@ def decode_image(data: bytes, where: str) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # counted below, without a second bound
-            image: Image.Image = Image.open(io.BytesIO(data), formats=_formats())
+            image: Image.Image = Image.open(io.BytesIO(data), formats=formats)
             most = Image.MAX_IMAGE_PIXELS or MOST_PIXELS
             if image.width * image.height > most:
                 raise ValueError(f"{image.width} x {image.height} pixels are more than {most:,}")
@@ -51,11 +70,48 @@ def decode_image(data: bytes, where: str) -> Image.Image:
                 image = ImageOps.exif_transpose(image)
             return image.convert("RGB")
     except UnidentifiedImageError:
-        reason = f"it is no image of a known format: {', '.join(_formats())}"
+        reason = f"it is no image of a known format: {', '.join(formats)}"
     except Exception as error:  # Pillow's plugins raise many kinds on broken files
         # In one line, without the address of the buffer that Pillow read from.
         reason = re.sub(r"<_io\.[^>]*>", "it", " ".join(str(error).split())) or type(error).__name__
     raise BadSample(f"{where}: image cannot be decoded ({reason}); replace or remove it")
+
+
+def decode_upload(data: bytes, where: str) -> Image.Image:
+    """Decode an image that a stranger has sent, in a process of its own with bounds on formats, memory, time and shape.
+
+    Raises:
+        BadSample: what `decode_image` raises, or a bound is exceeded.
+    """
+    script = "import sys; from dualenc.data import images; images._decode_upload(sys.argv[1], int(sys.argv[2]))"
+    command = [sys.executable, "-c", script, where, str(UPLOAD_MEMORY)]
+    # The math libraries would reserve memory for each processor.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        run = subprocess.run(command, input=data, capture_output=True, env=environment, timeout=UPLOAD_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise BadSample(f"{where}: image is not decoded within {UPLOAD_SECONDS:g} s; send a smaller one") from None
+    if run.returncode:
+        told = run.stderr.decode(errors="replace").strip().splitlines()
+        is_known = run.returncode == 1 and told and told[-1].startswith(where)
+        raise BadSample(told[-1] if is_known else f"{where}: image cannot be decoded; replace it")
+    return decode_image(run.stdout, where, ("PPM",))
+
+
+def _decode_upload(where: str, memory: int) -> None:
+    """The process of `decode_upload`: an image file on stdin, PPM on stdout, the reason of a refusal on stderr."""
+    with suppress(ImportError):  # not on Windows
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    try:
+        image = decode_image(sys.stdin.buffer.read(), where, UPLOAD_FORMATS)
+    except BadSample as error:
+        sys.exit(str(error))
+    if max(image.size) > MAX_UPLOAD_RATIO * min(image.size):
+        sys.exit(f"{where}: image of {image.width} x {image.height} pixels is too narrow to search with; crop it")
+    image.thumbnail((MAX_UPLOAD_SIDE, MAX_UPLOAD_SIDE))
+    image.save(sys.stdout.buffer, "PPM")
 
 
 @cache

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dualenc.data import images, open_image
-from dualenc.data.images import ImageFiles, decode_image, find_images
+from dualenc.data.images import ImageFiles, decode_image, decode_upload, find_images
 from dualenc.errors import BadSample, DualencError
 
 from .make import encoded, picture, shade_of
@@ -169,3 +169,20 @@ def test_links_between_folders_are_followed_once(tmp_path: Path) -> None:
     elsewhere.mkdir()
     (elsewhere / "class").symlink_to(tmp_path / "a")
     assert find_images(elsewhere) == ["class/1.png"], "a link to a class folder is followed"
+
+
+def test_an_upload_is_decoded_as_other_images_are_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(picture(90), "JPEG")
+    assert np.array_equal(np.asarray(decode_upload(data, "x")), np.asarray(decode_image(data, "x")))
+    narrow = io.BytesIO()
+    Image.new("L", (6500, 100)).save(narrow, "PNG")
+    with pytest.raises(BadSample, match="x: image of 6500 x 100 pixels is too narrow"):
+        decode_upload(narrow.getvalue(), "x")
+    large = io.BytesIO()
+    Image.new("L", (8000, 6000)).save(large, "PNG", compress_level=1)
+    monkeypatch.setattr(images, "UPLOAD_MEMORY", 300 << 20)
+    with pytest.raises(BadSample, match="x: image cannot be decoded"):
+        decode_upload(large.getvalue(), "x")
+    monkeypatch.setattr(images, "UPLOAD_SECONDS", 0.01)
+    with pytest.raises(BadSample, match="not decoded within"):
+        decode_upload(data, "x")
