@@ -18,5 +18,9 @@ class UnknownId(DualencError):
     """An id that an index or engine does not hold."""
 
 
+class Unsupported(DualencError):
+    """A request that this kind of index cannot answer, whatever it holds."""
+
+
 class DiskFull(DualencError):
     """No room to write a file: the disk is full, or a quota or limit reached; what stood there before still does."""

@@ -88,7 +88,7 @@ def serve(
     from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher
     from dualenc.serve.app import MOST_RESULTS, create_app
-    from dualenc.serve.gate import TimedProtocol
+    from dualenc.serve.gate import SECURITY_HEADERS, TimedProtocol
     from dualenc.serve.metrics import Metrics
     from dualenc.serve.service import Service
 
@@ -136,12 +136,20 @@ def serve(
         limit_concurrency=MOST_CONNECTIONS,
         timeout_graceful_shutdown=int(timeout) + 1,
         server_header=False,
+        headers=SECURITY_HEADERS,
     )
-    listening.listen(MOST_CONNECTIONS)  # whoever reads the next line may connect at once
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux drops clients that do not read what is sent to them
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout))
+    listening.listen(MOST_CONNECTIONS)
     at = listening.getsockname()
     shown = f"[{at[0]}]" if ":" in at[0] else at[0]
-    print(printable(f"{len(searcher):,} vectors of {index} at http://{shown}:{at[1]}/"), flush=True)
-    uvicorn.Server(config).run(sockets=[listening])
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)  # sets the handler of SIGHUP, which would end the process before
+            print(printable(f"{len(searcher):,} vectors of {index} at http://{shown}:{at[1]}/"), flush=True)
+
+    Server(config).run(sockets=[listening])
 
 
 def _read_token(path: str | None) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import faiss
 import numpy as np
 
-from dualenc.errors import DualencError
+from dualenc.errors import Unsupported
 from dualenc.search.build import reason
 
 _faiss: Any = faiss
@@ -37,7 +37,7 @@ def search_among(index: Any, queries: np.ndarray, k: int, kept: np.ndarray) -> t
         Scores (Q, k) and rows (Q, k); -1 where fewer are found.
 
     Raises:
-        DualencError: FAISS cannot filter an index of this kind.
+        Unsupported: FAISS cannot filter an index of this kind.
     """
     share = float(kept.mean())
     if not share:
@@ -50,7 +50,7 @@ def search_among(index: Any, queries: np.ndarray, k: int, kept: np.ndarray) -> t
         return index.search(queries, k, params=_parameters(index, selector, share, k))
     except RuntimeError as error:
         kind = type(index).__name__
-        raise DualencError(
+        raise Unsupported(
             f"FAISS cannot filter an {kind} ({reason(error)}); build the index as Flat, IVF or HNSW"
         ) from None
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import faiss
 import numpy as np
 
-from dualenc.errors import DualencError, UnknownId
+from dualenc.errors import DualencError, UnknownId, Unsupported
 from dualenc.files import atomic_path, checksums, read_json_object, recover, sizes, verify_files, write_json
 from dualenc.search.build import (
     METRICS,
@@ -347,7 +347,7 @@ class Index:
 
         Raises:
             UnknownId: an id that is not there.
-            DualencError: FAISS cannot give the vectors of such an index back.
+            Unsupported: FAISS cannot give the vectors of such an index back.
         """
         if isinstance(self.ids, MappedIds):
             rows = self.ids.rows(ids).tolist()
@@ -367,7 +367,7 @@ class Index:
             return np.stack([self.faiss.reconstruct(row) for row in rows])
         except RuntimeError as error:
             kind = self.meta.get("factory", "?")
-            raise DualencError(
+            raise Unsupported(
                 f"an index of kind {kind} gives no vectors back ({reason(error)}); search by text"
             ) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import logging
 import re
 import signal
 import threading
@@ -24,12 +25,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from starlette.exceptions import HTTPException
 
 from dualenc import __version__
-from dualenc.errors import DualencError, UnknownId
+from dualenc.encoders.tokenizer import check_texts
+from dualenc.errors import BadSample, DualencError, UnknownId, Unsupported
 from dualenc.search import searcher as searching
-from dualenc.search.index import Index
 from dualenc.serve.batching import QueueFull
 from dualenc.serve.gate import Gate, Refused
 from dualenc.serve.service import Service
+from dualenc.terminal import printable
+
+log = logging.getLogger("dualenc.serve")
 
 MOST_RESULTS = 1000
 MOST_IDS = 100
@@ -144,10 +148,6 @@ def create_app(
             return await asyncio.wait_for(waiting, timeout_s)
         except asyncio.TimeoutError:
             raise Refused(504, f"no answer within {timeout_s:g} s; the server is busy, try again later") from None
-        except UnknownId as error:
-            raise Refused(404, str(error)) from None
-        except DualencError as error:
-            raise Refused(400 if isinstance(service.searcher.index, Index) else 503, str(error)) from None
 
     def busy() -> Refused:
         return Refused(429, f"{service.queue_size} queries wait already; try again", {"retry-after": "1"})
@@ -156,6 +156,8 @@ def create_app(
         begin, searcher, generation = time.perf_counter(), service.searcher, service.generation
         if (wanted.text is not None) + bool(wanted.ids) + (image is not None) != 1:
             raise Refused(400, "search with one of text, image and ids")
+        if wanted.where and not searcher.columns:
+            raise Refused(400, "the index keeps no columns to filter by; leave where out")
         try:
             where = searcher.conditions(wanted.where)
             if image is not None:
@@ -194,7 +196,9 @@ def create_app(
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        """Whether the service lives."""
+        """Whether the service lives, and its thread that searches."""
+        if not service.is_alive:
+            raise Refused(503, "the thread that searches has ended; start the server again")
         return {"status": "ok", "generation": service.generation}
 
     @app.get("/info")
@@ -258,14 +262,17 @@ def create_app(
     async def embeddings(wanted: EmbeddingsRequest) -> dict[str, Any]:
         """Vectors of texts, in OpenAI's form; `model` may be anything, there is one."""
         searcher = service.searcher
-        texts = [wanted.input] if isinstance(wanted.input, str) else wanted.input
+        texts = check_texts([wanted.input] if isinstance(wanted.input, str) else wanted.input)
         most = service.queue_size
         if not 1 <= len(texts) <= most:
             raise Refused(400, f"input has {len(texts)} texts; send 1 to {most}")
         for place, text in enumerate(texts):
             if not text.strip() or len(text) > MOST_CHARACTERS:
                 raise Refused(400, f"input[{place}] is empty or has more than {MOST_CHARACTERS:,} characters; mend it")
-        side = searcher.query_side("text") if wanted.input_type == "query" else _document_side(searcher)
+        try:
+            side = searcher.query_side("text") if wanted.input_type == "query" else _document_side(searcher)
+        except DualencError as error:
+            raise Refused(400, str(error)) from None
         try:
             found = await answered(service.embed(searcher, side, texts))
         except QueueFull:
@@ -288,8 +295,8 @@ def create_app(
             raise Refused(403, "the server has no token, and reloads on SIGHUP or when the index is written anew")
         try:
             return {"generation": await asyncio.to_thread(service.reload)}
-        except DualencError as error:
-            raise Refused(409, f"not reloaded, the old index goes on: {error}") from None
+        except DualencError:
+            raise Refused(409, "not reloaded, the old index goes on; the server's log says why") from None
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -302,7 +309,16 @@ def create_app(
 
     @app.exception_handler(DualencError)
     async def refuse_mistake(request: Request, error: DualencError) -> Response:
-        return Refused(400, str(error)).response()
+        if isinstance(error, UnknownId):
+            return Refused(404, str(error)).response()
+        if isinstance(error, (BadSample, Unsupported)):
+            return Refused(400, str(error)).response()
+        log.error("%s", printable(error))  # of the index and not of the request; it names files
+        return Refused(503, "the index cannot answer; the server's log says why").response()
+
+    @app.exception_handler(Exception)
+    async def refuse_unforeseen(request: Request, error: Exception) -> Response:
+        return Refused(500, "unexpected error; the server's log says more").response()
 
     @app.exception_handler(HTTPException)
     async def refuse_plainly(request: Request, error: HTTPException) -> Response:
@@ -327,7 +343,6 @@ def create_app(
         max_body=max_body,
         max_held=max(256 << 20, 2 * max_body),
         body_timeout_s=timeout_s,
-        headers={"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "x-frame-options": "DENY"},
     )
     return app
 

@@ -26,7 +26,7 @@ class Batcher:
     A batch begins when an item waits and the thread is free. It is complete with `batch_size` items, or once its first
     item has waited for `wait_s`: under load, when items wait for the thread anyway, nobody waits for the sake of it.
     An item whose future was cancelled is left out. If a batch fails, its items are tried one by one, so that one
-    that cannot be worked on costs the others time and nothing else.
+    that cannot be worked on costs the others time and nothing else. Whatever `work` raises, the thread goes on.
 
     Args:
         work: gives an answer for each item of a batch, in order; an answer that is an exception is raised.
@@ -56,6 +56,11 @@ class Batcher:
     def __len__(self) -> int:
         """How many items wait."""
         return len(self._waiting)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread is there to work."""
+        return self._thread.is_alive()
 
     def submit(self, items: Sequence[Any]) -> list[Future[Any]]:
         """Put items into the queue, all of them or none; the futures bring their answers.
@@ -101,15 +106,16 @@ class Batcher:
 
     def _answer(self, batch: list[_Job]) -> None:
         try:
-            answers = self.work([job.item for job in batch])
-        except Exception as error:
+            pairs = list(zip(batch, self.work([job.item for job in batch]), strict=True))
+        except BaseException as error:  # a panic of Rust, as in tokenizers, is no Exception
             if len(batch) == 1:
-                batch[0].answer.set_exception(error)
+                known = isinstance(error, Exception)
+                batch[0].answer.set_exception(error if known else RuntimeError(f"{type(error).__name__}: {error}"))
                 return
             for job in batch:
                 self._answer([job])
             return
-        for job, answer in zip(batch, answers, strict=True):
+        for job, answer in pairs:
             if isinstance(answer, Exception):
                 job.answer.set_exception(answer)
             else:

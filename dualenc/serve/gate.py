@@ -6,9 +6,12 @@ import asyncio
 import hmac
 import time
 from collections.abc import Collection, MutableMapping
+from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
+import h11
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -19,6 +22,12 @@ OPEN_PATHS = ("/", "/health")
 """Need no token: the page holds no data, and whoever watches over the service asks only whether it lives."""
 DISCARDED = 4
 """So many times the largest body is read and forgotten, that a client which sends too much hears why."""
+SECURITY_HEADERS = [
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+    ("x-frame-options", "DENY"),
+]
+"""For uvicorn, which puts them on every response, its own and those to errors that nobody foresaw, too."""
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -57,7 +66,6 @@ class Gate:
         max_body: bytes of one body.
         max_held: bytes of all bodies at one time.
         body_timeout_s: seconds that a body may take to arrive.
-        headers: put on every response.
     """
 
     def __init__(
@@ -71,12 +79,10 @@ class Gate:
         max_body: int = 16 << 20,
         max_held: int = 256 << 20,
         body_timeout_s: float = 10.0,
-        headers: dict[str, str] | None = None,
     ) -> None:
         self.app, self.metrics, self.paths, self.hosts = app, metrics, frozenset(paths), hosts
         self.token = None if token is None else token.encode()
         self.max_body, self.max_held, self.body_timeout_s = max_body, max_held, body_timeout_s
-        self.headers = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
         self.held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +99,6 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *self.headers]
             await send(message)
 
         try:
@@ -206,5 +211,19 @@ class TimedProtocol(H11Protocol):
     def _give_up(self) -> None:
         self._timer = None
         if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
-            self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
-            self.transport.close()
+            self._refuse(Refused(408, f"no complete request arrived within {self.head_timeout_s:g} s; send it faster"))
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, as uvicorn does, but as other errors look."""
+        self._refuse(Refused(400, msg))
+
+    def _refuse(self, refused: Refused) -> None:
+        response = refused.response()
+        headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
+        head = h11.Response(status_code=refused.status, headers=headers, reason=HTTPStatus(refused.status).phrase)
+        with suppress(h11.LocalProtocolError):  # an answer was begun already
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # so that it answers nothing more
+        self.transport.close()

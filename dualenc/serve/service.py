@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from dualenc.data.images import decode_image
+from dualenc.data.images import decode_upload
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.lexical import FOLDER as LEXICAL
 from dualenc.search.searcher import Query, Searcher
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("dualenc.serve")
 
 DECODED_AT_ONCE = 2
-"""Images; one may take a quarter of a GB while it is decoded."""
+"""Images; one may take a GiB while it is decoded."""
 THUMBNAIL_PIXELS = 384
 KEPT_THUMBNAILS = 512
 WATCH_EVERY_S = 2.0
@@ -96,6 +96,11 @@ class Service:
         """How many texts or queries may wait."""
         return self._batcher.queue_size
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread that answers is running."""
+        return self._batcher.is_alive
+
     def search(self, searcher: Searcher, query: Query) -> Future[list[Hit]]:
         """Search; the future brings the results.
 
@@ -116,12 +121,12 @@ class Service:
         """Decode an uploaded image to a query, which is small whatever the image was; for any thread.
 
         Raises:
-            BadSample: no image, or one of too many pixels.
+            BadSample: what `decode_upload` raises.
             DualencError: the model encodes no images.
         """
         side = searcher.query_side("image")
         with self._decoding:
-            image = decode_image(data, "the upload")
+            image = decode_upload(data, "the upload")
             return Query(side, inputs=searcher.encoder.tower(side).prepare([image]))
 
     def thumbnail(self, name: str) -> bytes | None:
@@ -159,10 +164,13 @@ class Service:
         with self._reloading:
             try:
                 self.searcher = self._open(self.searcher)
-            except DualencError as error:
+            except BaseException as error:  # with panics of Rust, which are no Exception
                 self.metrics.reloads.labels("failed").inc()
-                log.error("not reloaded: %s", printable(error))
-                raise
+                is_known = isinstance(error, DualencError)
+                log.error("not reloaded: %s", printable(error), exc_info=not is_known)
+                if is_known:
+                    raise
+                raise DualencError(f"the index does not open ({type(error).__name__}); see the log") from error
             self.generation += 1
             self.changed = time.time()
             self.metrics.reloads.labels("done").inc()

@@ -14,11 +14,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from dualenc.commands.serve import serve
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
@@ -67,6 +68,21 @@ def said(port: int, *parts: bytes, pause: float = 0.0, wait: float = 20.0) -> by
         return answer
 
 
+def check_dropped(port: int) -> None:
+    """A client that asks and never reads loses its connection, here after a second."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(1)
+        client.connect(("127.0.0.1", port))
+        with suppress(TimeoutError):
+            while True:  # until nothing more goes in, because no answer goes out
+                client.send(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 1000)
+        time.sleep(4)
+        with pytest.raises(ConnectionError):
+            while client.recv(1 << 20):
+                pass
+
+
 def test_what_cannot_be_served(
     index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,12 +118,22 @@ def test_slow_large_and_broken_requests_are_the_clients_fault(index: Path) -> No
         chunks = [b"4000\r\n" + b"x" * 0x4000 + b"\r\n" for _ in range(40)]
         answer = said(port, head + b"Transfer-Encoding: chunked\r\n\r\n", *chunks)
         assert answer.startswith(b"HTTP/1.1 413"), answer[:100]
+        close = b"Host: 127.0.0.1\r\nConnection: close\r\n\r\n"
         for broken in (
             b"\x16\x03\x01\x02\x00\x01\x00",
             b"GET\r\n\r\n",
             b"GET / HTTP/1.1\r\nA" + b"a" * 100_000 + b"\r\n\r\n",
+            b"GET /health HT",
+            b"GET /search?text=%FF&where=a HTTP/1.1\r\n" + close,
+            b"FOO /search HTTP/1.1\r\n" + close,
+            b"POST /search HTTP/1.1\r\nHost: evil\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
         ):
-            assert re.match(rb"HTTP/1\.1 4\d\d", said(port, broken))
+            answer = said(port, broken)
+            assert re.match(rb"HTTP/1\.1 4\d\d", answer)
+            assert b"x-content-type-options: nosniff" in answer
+            assert b"application/json" in answer
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            check_dropped(port)
         assert get(port, "/health")["status"] == "ok"
         assert process.poll() is None
 
@@ -148,6 +174,22 @@ def test_a_new_index_drops_no_request(tmp_path: Path) -> None:
             thread.join()
     assert not errors
     assert set(answers) == {20, 30}
+
+
+def test_sighup_is_obeyed_before_the_url_is_printed(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Printed(Exception):
+        """Raised in place of printing, to end the server."""
+
+    handlers = []
+
+    def note(*words: str, **how: bool) -> None:
+        handlers.append(signal.getsignal(signal.SIGHUP))
+        raise Printed
+
+    monkeypatch.setattr("dualenc.commands.serve.print", note, raising=False)
+    with pytest.raises(Printed):
+        serve(str(index), port=0)
+    assert handlers != [signal.SIG_DFL]
 
 
 def test_the_page_is_part_of_the_package_and_the_server_ends_when_told(index: Path) -> None:

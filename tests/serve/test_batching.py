@@ -106,3 +106,22 @@ def test_each_gets_its_own_answer_or_its_own_error(items: list[int], batch_size:
         else:
             assert future.result(5) == item * item
     batcher.close()
+
+
+def test_the_thread_goes_on_whatever_the_work_raises() -> None:
+    class PanicException(BaseException):
+        """As pyo3 raises it for a panic of Rust."""
+
+    def work(batch: list[str]) -> list[Any]:
+        if "panic" in batch:
+            raise PanicException("called `Option::unwrap()` on a `None` value")
+        return [] if "short" in batch else batch
+
+    batcher = Batcher(work, batch_size=8, wait_s=0)
+    for item, kind in (("panic", RuntimeError), ("short", ValueError)):
+        bad, good = (batcher.submit([word])[0] for word in (item, "fox"))
+        assert type(bad.exception(5)) is kind
+        assert good.result(5) == "fox"
+        assert batcher.is_alive
+    batcher.close()
+    assert not batcher.is_alive

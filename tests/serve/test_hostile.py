@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import threading
 import zlib
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from dualenc.errors import DualencError
 from dualenc.search.rerank import open_cross_encoder
 from dualenc.search.searcher import Searcher
 from dualenc.serve.app import create_app
@@ -189,6 +191,8 @@ SEARCH: list[tuple[Any, str]] = [
     ({"text": "fox", "where": ["recent"]}, "'recent' is no condition; write for example year>=2020"),
     ({"text": "fox", "where": ["yaer>1"]}, "no column 'yaer'; there are year"),
     ({"text": "fox", "where": ["year>soon"]}, "give a whole number"),
+    ({"text": "fox", "where": ["year>=99999999999999999999"]}, "give a whole number of 64 bits"),
+    ({"text": "fox", "where": ["year!=1,-9223372036854775808"]}, "give a whole number of 64 bits"),
     ({"text": "fox", "where": [{"year": 1}]}, "where.0: Input should be a valid string"),
     ({"text": "fox", "where": ["year>1"] * 33}, "where: List should have at most 32 items"),
     ({"text": "fox", "top": 5}, "top: Extra inputs are not permitted"),
@@ -204,6 +208,8 @@ EMBED: list[tuple[Any, str]] = [
     ({"input": ["a"] * 257}, "input has 257 texts; send 1 to 256"),
     ({"input": ["a", " "]}, "input[1] is empty or has more than 32,768 characters"),
     ({"input": "a" * 32_769}, "input[0] is empty or has more than 32,768 characters"),
+    ({"input": "\ud800"}, "is not valid Unicode"),
+    ({"input": ["a", "b \udfff"]}, "the text 'b \\udfff' is not valid Unicode"),
     ({"input": "a", "encoding_format": "hex"}, "encoding_format: Input should be 'float' or 'base64'"),
     ({"input": "a", "dimensions": 7}, "dimensions is 7; the model gives 32"),
     ({"input": "a", "dimensions": "all"}, "dimensions: Input should be a valid integer"),
@@ -314,6 +320,15 @@ def test_images_that_are_none_or_too_many_pixels(client: TestClient) -> None:
     assert client.post("/search", files={"image": ("x.png", whole.getvalue())}).status_code == 200
 
 
+@pytest.mark.parametrize("kind", ["JPEG2000", "ICO", "TIFF", "BMP", "PPM", "AVIF"])
+def test_uploads_are_of_formats_whose_size_is_known_before_they_are_decoded(client: TestClient, kind: str) -> None:
+    data = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(data, kind)
+    response = client.post("/search", files={"image": ("x.jpg", data.getvalue())})
+    assert response.status_code == 400
+    assert "no image of a known format: GIF, JPEG, PNG, WEBP" in response.json()["error"]["message"]
+
+
 def test_too_large(client: TestClient) -> None:
     assert client.post("/search", content=b"x" * ((1 << 20) + 1)).status_code == 413
     assert client.post("/search", json={"text": "a" * 40_000}).status_code == 400
@@ -351,3 +366,57 @@ def test_bodies_together_have_a_bound(serve: Serve, text_index: Path) -> None:
     gate.held = 0
     assert client.post("/search", json={"text": "fox " * 100}).status_code == 200
     assert gate.held == 0, "what was held is given back"
+
+
+def test_a_panic_of_the_tokenizer_costs_one_answer(serve: Serve, text_index: Path) -> None:
+    class PanicException(BaseException):
+        """As pyo3 raises it for a panic of Rust."""
+
+    def panic(*arguments: Any) -> None:
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    client = serve(text_index)
+    plain = TestClient(client.app, base_url=URL, raise_server_exceptions=False)
+    service: Any = client.service  # type: ignore[attr-defined]
+    encode, service.searcher.encode = service.searcher.encode, panic
+    response = plain.post("/search", json={"text": "fox"})
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+    assert "Option" not in response.text
+    service.searcher.encode = encode
+    assert plain.get("/health").status_code == plain.post("/search", json={"text": "fox"}).status_code == 200
+    service.close()
+    assert plain.get("/health").status_code == 503
+
+
+def test_no_error_names_a_path_of_the_server(
+    tmp_path: Path, serve: Serve, text_index: Path, engine_index: Path
+) -> None:
+    home = str(text_index.parent.parent)
+    no_columns = serve(text_index).post("/search", json={"text": "fox", "where": ["year>=2000"]})
+    assert (no_columns.status_code, "keeps no columns" in no_columns.text) == (400, True)
+    unknown = serve(engine_index).post("/search", json={"ids": ["nobody"]})
+    assert (unknown.status_code, "'nobody'" in unknown.text) == (404, True)
+    for name in ("lake", "pushed"):
+        shutil.copytree(engine_index.parent / name, tmp_path / name)
+    meta = (tmp_path / "pushed" / "meta.json").read_text()
+    (tmp_path / "pushed" / "meta.json").write_text(meta.replace(str(engine_index.parent), str(tmp_path)))
+    client = serve(tmp_path / "pushed", app={"token": "a-token-of-some-length"})
+    client.headers["authorization"] = "Bearer a-token-of-some-length"
+    shutil.rmtree(tmp_path / "lake")
+    vanished, reload = client.post("/search", json={"text": "fox"}), client.post("/reload")
+    assert (vanished.status_code, reload.status_code) == (503, 409)
+    for response in (no_columns, unknown, vanished, reload):
+        assert response.json()["error"]["code"] == response.status_code
+        assert home not in response.text
+        assert str(tmp_path) not in response.text
+
+
+def test_a_reload_that_panics_is_a_failed_one(serve: Serve, text_index: Path) -> None:
+    service: Any = serve(text_index).service  # type: ignore[attr-defined]
+
+    def panic(before: Any) -> None:
+        raise SystemError("no DualencError")
+
+    service._open = panic
+    with pytest.raises(DualencError, match="SystemError"):
+        service.reload()

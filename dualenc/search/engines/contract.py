@@ -204,7 +204,7 @@ def import_extra(module: str, package: str, extra: str) -> ModuleType:
         raise DualencError(f"this engine needs the package {package}: pip install 'dualenc[{extra}]'") from None
 
 
-def in_order(ids: Sequence[str], found: Mapping[str, Any], place: str) -> np.ndarray:
+def in_order(ids: Sequence[str], found: Mapping[str, Any]) -> np.ndarray:
     """The vectors that an engine has found for ids, in their order: (n, D) float32.
 
     Raises:
@@ -212,7 +212,7 @@ def in_order(ids: Sequence[str], found: Mapping[str, Any], place: str) -> np.nda
     """
     for name in ids:
         if name not in found:
-            raise UnknownId(f"{place}: has no item {name[:200]!r}; give an id that it has returned")
+            raise UnknownId(f"the collection has no item {name[:200]!r}; give an id that it has returned")
     return np.array([found[name] for name in ids], dtype=np.float32)
 
 

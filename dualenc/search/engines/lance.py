@@ -143,7 +143,7 @@ class Lance(Engine):
         named = f"id IN ({', '.join(map(_literal, ids))})"
         with self._told():
             rows = self.table.search().where(named).select(["id", "vector"]).limit(len(ids)).to_list()
-        return in_order(ids, {row["id"]: row["vector"] for row in rows}, self.place)
+        return in_order(ids, {row["id"]: row["vector"] for row in rows})
 
     def query(
         self,

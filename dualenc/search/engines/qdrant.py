@@ -150,7 +150,7 @@ class Qdrant(Engine):
         names = {_point(name): name for name in ids}
         with self._told():
             records = self.client.retrieve(self.collection, list(names), with_payload=False, with_vectors=True)
-        return in_order(ids, {names[str(record.id)]: record.vector for record in records}, self.place)
+        return in_order(ids, {names[str(record.id)]: record.vector for record in records})
 
     def query(
         self,
