@@ -100,7 +100,7 @@ def decode_upload(data: bytes, where: str) -> Image.Image:
 
 def _decode_upload(where: str, memory: int) -> None:
     """The process of `decode_upload`: an image file on stdin, PPM on stdout, the reason of a refusal on stderr."""
-    with suppress(ImportError):  # not on Windows
+    with suppress(ImportError, ValueError):  # Windows has none, and macOS may refuse
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
