@@ -1,23 +1,20 @@
-"""What all objectives share: checking, precision, both directions or views, scaling over ranks, metrics.
+"""The base of all objectives: check, gather, plan, encode, compute losses, average over the global batch.
 
-An objective's own file holds its equation. Large batches are cut into blocks of rows, so that (A, C) matrices exist
-for one block at a time, forward and backward; an objective sees a block, and what it keeps:
+An objective is its equation, in one file:
 
-    statistics(block)            without gradient, per block: what the state needs to know
-    update(anchors, *found)      once for all anchors of this rank: collectives and state, in `anchors.by_direction`
-    losses(block, *known)        with gradient, per block: the equation
+    plan(anchors) -> Plan | None               # no gradient; `Plan.outside` (X, n): items to embed, -1 for none
+    losses(anchors, plan, outside) -> (X, A)   # the equation, and the update of the objective's memory
 
-Shapes: b pairs of this rank, A its anchors of one direction, C candidates, D dimension, K known positives, N items.
+Shapes: see `anchors`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,110 +22,38 @@ from torch.nn.functional import softplus
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import PADDING, Anchors, BothDirections, Pairs, joined, pair_anchors, view_anchors
-from dualenc.objectives.guide import LookUp, PairGuide, limits
-from dualenc.objectives.item_state import ItemState
-from dualenc.objectives.looks import Asking, Looks
-from dualenc.objectives.state import SharedRandom
-from dualenc.objectives.teacher import teacher_loss
-from dualenc.types import Side
-
-Encode = Callable[[Side, Tensor], Tensor]
-"""`encode(side, ids)` embeds n items by id to (n, D). With several processes each of them calls it equally often and in
-the same order, also for no items: the passes through a sharded model are made by all of them together."""
-
-MIN_TEMPERATURE = 1e-3
-# Rounding to bfloat16 moves the norm of a unit vector by 0.4 % at most, normalising in bfloat16 by twice that.
-NORM_TOLERANCE = 0.01
-
-
-class Metrics(Mapping[str, Tensor]):
-    """Detached scalars for logging, computed when the first of them is read.
-
-    Until then this holds the batch's embeddings without their graph, and nothing of the size of a similarity matrix.
-    No other process is asked, so one may read them and another not.
-    """
-
-    NAMES = ("batch_estimate", "accuracy", "positive_similarity", "temperature")
-
-    def __init__(self, compute: Callable[[], tuple[dict[str, Tensor], Tensor]]) -> None:
-        self._compute: Callable[[], tuple[dict[str, Tensor], Tensor]] | None = compute
-        self._values: dict[str, Tensor] = {}
-        self._of_anchors: Tensor | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if self._compute is not None and name in self.NAMES:
-            (self._values, self._of_anchors), self._compute = self._compute(), None
-        return self._values[name]
-
-    @property
-    def of_anchors(self) -> Tensor | None:
-        """(A,) the `batch_estimate` of each anchor, in the order of `ObjectiveOutput.of_anchors`."""
-        self["batch_estimate"]
-        return self._of_anchors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.NAMES)
-
-    def __len__(self) -> int:
-        return len(self.NAMES)
-
-    def __repr__(self) -> str:
-        return repr({name: float(value) for name, value in self.items()})
+from dualenc.objectives.anchors import PADDING, Anchors, Batch, two_towers, two_views, with_mined
+from dualenc.objectives.checks import (
+    MIN_TEMPERATURE,
+    check_counts,
+    check_shapes,
+    check_sizes,
+    check_temperature,
+    check_values,
+    fail,
+)
+from dualenc.objectives.draws import SharedRandom
+from dualenc.objectives.guide import Guide, GuideVectors, similarity_limits
+from dualenc.objectives.items import Encode, ItemEncoder
+from dualenc.objectives.metrics import Metrics, batch_metrics
 
 
 class ObjectiveOutput(NamedTuple):
     """What an objective returns.
 
-    `loss` is a scalar: its value is the objective's estimate of the loss (if `reports_loss`), its gradient the
-    objective's gradient. On several ranks the average over ranks of the loss (and of the gradients) is that of the
-    global batch.
-    `metrics` are detached scalars for logging, averaged over this rank's anchors, and computed when read.
-    `of_anchors` (A,) are the losses of this rank's anchors, first the left, then the right ones of its pairs; over all
-    ranks their mean is `loss`, without what a teacher adds. None where an objective does not tell.
+    Attributes:
+        loss: scalar. Its value is the objective's estimate of L(θ) (if `reports_loss`), its gradient the objective's.
+            The mean over ranks, of losses and of gradients, is that of the global batch.
+        metrics: detached scalars for logging, computed when read.
+        per_anchor: (2b,) the losses of this rank's anchors, left ones first; over all ranks their mean is `loss`.
     """
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
-    of_anchors: Tensor | None = None
+    per_anchor: Tensor
 
 
-class AnchorLosses(NamedTuple):
-    """Per anchor (A,): `surrogate` carries the gradient, `value` (no gradient) is reported, or else the surrogate."""
-
-    surrogate: Tensor
-    value: Tensor | None = None
-
-    def with_positive(self) -> AnchorLosses:
-        """Of −log(e⁺/(e⁺ + Z)) where these are of L = −log(e⁺/Z): log(1 + exp L), whose gradient is σ(L)·∇L."""
-        value = self.surrogate.detach() if self.value is None else self.value
-        return AnchorLosses(value.sigmoid() * self.surrogate, softplus(value))
-
-
-class Reported(torch.autograd.Function):
-    """`Reported.apply(surrogate, value)`: the value of one tensor with the gradient of another of its shape."""
-
-    @staticmethod
-    def forward(ctx: Any, surrogate: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return grad_outputs[0], None
-
-
-class _OfAnyLength(type):
-    """Makes of `SogCLR(dims=[64, 128], …)` a `Matryoshka` of two objectives of the class."""
-
-    def __call__(cls, *args: Any, dims: Sequence[int] | None = None, **arguments: Any) -> Any:
-        if dims is None:
-            return super().__call__(*args, **arguments)
-        from dualenc.objectives.matryoshka import Matryoshka
-
-        return Matryoshka([cls(*args, **arguments) for _ in dims], list(dims))
-
-
-class Objective(nn.Module, metaclass=_OfAnyLength):
+class Objective(nn.Module):
     """Base of all objectives of the global contrastive loss; usable in any training loop.
 
         criterion = SogCLR(num_left=m, temperature=0.07)
@@ -138,62 +63,36 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
     Args:
         num_left: size of the left id space; needed by objectives that keep state per item.
         num_right: size of the right id space (the corpus); defaults to num_left.
-        temperature: τ ≥ 0.001 of the softmax over cosine similarities, a number.
+        temperature: τ ≥ 0.001 of the softmax over cosine similarities.
         learnable_temperature: learn log τ with the model.
         views: left and right are two views of one image (unimodal training): 2B anchors, one shared id space.
-        seed: of the objective's own random generator.
-        state_device: where state per item is: "auto" is where the objective is, "cpu" the CPU's memory, pinned where
-            there is a GPU, whatever device the objective is moved to; the rows of a step travel.
+        seed: of the objective's own random draws.
         positive_in_softmax: minimise −log(e⁺/(e⁺ + Z)) over the whole corpus, as InfoNCE does over the batch, where Z
-            sums the negatives only: the gradient of −log(e⁺/Z) times an anchor's chance to miss its positive. For
-            encoders that find most positives already, where the ratio alone never stops to push. Of objectives that
-            know Z.
-        teacher: learn from a teacher's scores of each pair's positive and its own mined negatives, too: "margin_mse"
-            or "kl" (`dualenc.objectives.teacher`). Not with views.
-        teacher_weight: what that loss is multiplied by before it is added.
-        teacher_temperature: the teacher's scores are divided by it, as the encoder's cosines are by τ: 1 for the logits
-            of a cross-encoder, for a teacher of cosines its own temperature.
-        own_weight: what the objective's own loss is multiplied by; 0 leaves the teacher alone.
-        guide_margin, guide_relative: with a guide (`trainer.guide_left`), no negative is what it finds more alike to
-            the anchor than s⁺ − (1 − guide_relative)·|s⁺| − guide_margin, where s⁺ is how alike it finds the positive:
-            a likely false negative (Solatorio 2024, arXiv 2402.16829, GISTEmbed: 0 and 1). What it leaves out has
-            weight 0 wherever negatives come from: see `dualenc.objectives.guide`.
-        dims: lengths at which the first components of the embeddings are trained, such as [64, 128, 256], so that they
-            can be used alone: what is made is then a `Matryoshka` of as many objectives. By default the whole
-            embeddings only.
+            sums the negatives only. Its gradient is that of −log(e⁺/Z) times the anchor's chance to miss its positive:
+            for encoders that find most positives already. Of objectives that estimate Z.
+        guide_margin, guide_relative: with a guide, a negative may be at most s⁺ − (1 − guide_relative)·|s⁺| −
+            guide_margin similar to the anchor, s⁺ being the guide's similarity with the positive (Solatorio 2024,
+            arXiv:2402.16829: 0 and 1). Of objectives of the batch alone.
 
     Raises:
         DualencError: an argument out of range; in `forward`, shapes or ids that do not fit, embeddings that are not
             finite or not of norm 1; in `load_state_dict`, the state of another objective or of other sizes.
     """
 
-    left_counts: Tensor | None
-    right_counts: Tensor | None
+    pair_counts: Tensor | None
 
     needs_num_left = False
     needs_encode = False
-
-    both_at_once = False
-    """Whether `anchor_losses` may get the anchors of both directions as one (`BothDirections`)."""
     takes_mined = True
     """Whether mined negatives are candidates."""
-    knows_partition = False
-    """Whether every anchor's `AnchorLosses.value` is its loss, so that `positive_in_softmax` can be had."""
-
-    @property
-    def needs_uniform_batches(self) -> str | None:
-        """What to set where some pairs meet more than others, for an objective that is right only if none do."""
-        return None
-
-    @property
-    def reports_loss(self) -> bool:
-        """Whether the value of `loss` is an estimate of the loss; else only its gradient is, and logs leave it out."""
-        return True
-
-    num_neighbors = 0
-    """How many neighbours of each item the objective wants to be told (`set_neighbors`) at the start of every epoch."""
+    estimates_partition = False
+    """Whether every loss is −log(e⁺/Z) with Z estimated, so that `positive_in_softmax` can be had."""
     corpus_of_pairs = True
-    """Whether an item of the corpus weighs as often as it stands in a pair (`set_counts`), or once."""
+    """Whether an item of the corpus weighs as often as it is in a pair (`set_counts`), or once."""
+    encodes_in_backward = False
+    """Whether `encode` is called again in the backward pass."""
+    needs_teacher = False
+    """Whether `forward` takes a teacher's scores; see `Distilled`."""
 
     def __init__(
         self,
@@ -204,78 +103,56 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         learnable_temperature: bool = False,
         views: bool = False,
         seed: int = 0,
-        state_device: Literal["auto", "cpu"] = "auto",
         positive_in_softmax: bool = False,
-        teacher: Literal["margin_mse", "kl"] | None = None,
-        teacher_weight: float = 1.0,
-        teacher_temperature: float = 1.0,
-        own_weight: float = 1.0,
         guide_margin: float = 0.0,
         guide_relative: float = 1.0,
-        dims: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        if teacher not in (None, "margin_mse", "kl"):
-            self._fail("teacher", f"is {teacher!r}; it must be one of margin_mse, kl, or null")
-        if teacher is not None and views:
-            self._fail("teacher", "scores pairs with mined negatives, and views=True has none; leave it out")
-        for argument, factor in (("teacher_weight", teacher_weight), ("own_weight", own_weight)):
-            if not 0 <= factor < math.inf:
-                self._fail(argument, f"is {factor}; it must be 0 or more")
-        if not 0 < teacher_temperature < math.inf:
-            self._fail("teacher_temperature", f"is {teacher_temperature}; it must be above 0")
-        if teacher is None and own_weight != 1:
-            self._fail("own_weight", f"is {own_weight} without a teacher to weigh it against; set teacher or leave it")
-        self.teacher, self.teacher_weight, self.own_weight = teacher, teacher_weight, own_weight
-        self.teacher_temperature = teacher_temperature
-        if not math.isfinite(guide_margin):
-            self._fail("guide_margin", f"is {guide_margin}; it must be a number such as 0 or 0.05")
-        if not 0 <= guide_relative <= 1:
-            self._fail("guide_relative", f"is {guide_relative}; it must lie in [0, 1], such as 1 or 0.95")
-        self.guide_margin, self.guide_relative = guide_margin, guide_relative
-        if positive_in_softmax and not self.knows_partition:
+        check_sizes(self, num_left, num_right, self.needs_num_left)
+        check_temperature(self, temperature)
+        if positive_in_softmax and not self.estimates_partition:
             able = "SogCLR, ISogCLR, GlobalCache, NegativeCache or ExactGlobal"
-            self._fail("positive_in_softmax", f"does not apply; leave it out, or take {able}")
-        self.positive_in_softmax = positive_in_softmax
-        if state_device not in ("auto", "cpu"):
-            self._fail("state_device", f"is {state_device!r}; it must be one of auto, cpu")
-        self.state_on_cpu = state_device == "cpu"
-        if isinstance(temperature, Tensor):
-            self._fail("temperature", "is a tensor; pass a number, and learnable_temperature=True to have it learned")
-        if not (temperature >= MIN_TEMPERATURE and math.isfinite(temperature)):
-            least = f"it must be a number such as 0.07, at least {MIN_TEMPERATURE}"
-            self._fail("temperature", f"is {temperature}; {least}")
-        if self.needs_num_left and num_left is None:
-            self._fail("num_left", "is missing; pass the number of left items, e.g. len(pairs)")
-        for argument, value in (("num_left", num_left), ("num_right", num_right)):
-            if value is not None and value < 1:
-                self._fail(argument, f"is {value}; it must be at least 1")
+            fail(self, "positive_in_softmax", f"does not apply; leave it out, or take {able}")
+        if not math.isfinite(guide_margin):
+            fail(self, "guide_margin", f"is {guide_margin}; it must be a number such as 0 or 0.05")
+        if not 0 <= guide_relative <= 1:
+            fail(self, "guide_relative", f"is {guide_relative}; it must lie in [0, 1], such as 1 or 0.95")
         self.num_left = num_left
         self.num_right = num_left if num_right is None or views else num_right
         self.views = views
         self.seed = seed
+        self.positive_in_softmax = positive_in_softmax
+        self.guide_margin = guide_margin
+        self.guide_relative = guide_relative
         log_temperature = torch.tensor(math.log(temperature), dtype=torch.float64).float()
         self.log_temperature = nn.Parameter(log_temperature, requires_grad=learnable_temperature)
-        # Facts about the data, told anew in every run, and no state; absent where every item stands in one pair.
-        self.register_buffer("left_counts", None, persistent=False)
-        self.register_buffer("right_counts", None, persistent=False)
+        # A fact about the data, set anew in every run; None where every item is in one pair.
+        self.register_buffer("pair_counts", None, persistent=False)
         self.num_pairs: int | None = None
-        # What the last call left for `diagnostics`, by the side of its anchors: tensors that were there anyway.
-        self.watched: dict[Side, tuple[Tensor, ...]] = {}
+        self.updates_state = False
+        """Whether the present call is training, and may write memory: not in eval mode or without gradient."""
+        self._watched: dict[str, list[Tensor]] = {}
 
-    @property
-    def updates_state(self) -> bool:
-        """Whether this call is part of training, and so may write state: tables, caches, chains, random positions.
+    def plan(self, anchors: Anchors) -> Any:
+        """Decide, without gradient, which items outside the batch to embed: `Plan.outside`; None for nothing."""
+        return None
 
-        Evaluation, which is a call in eval mode or under `torch.no_grad()`, leaves all state as it is. Ask before
-        entering a `no_grad` block of your own.
+    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
+        """(X, A) losses of this rank's anchors; writes the objective's memory if `updates_state`.
+
+        Args:
+            anchors: see `Anchors`; large batches go through `anchors.by_blocks`.
+            plan: what `plan` returned.
+            outside: (X, n, D) embeddings of `plan.outside` with gradient, zeros where that is -1.
         """
-        return self.training and torch.is_grad_enabled()
+        raise TypeError(f"{type(self).__name__} does not define losses")
 
-    @property
-    def temperature(self) -> Tensor:
-        """Scalar τ, never below 1e-3 however far a learned one drifts."""
-        return self.log_temperature.exp().clamp(min=MIN_TEMPERATURE)
+    def anchor_losses(self, anchors: Anchors, encoder: ItemEncoder | None) -> Tensor:
+        """(X, A) losses: plan, encode, compute."""
+        with torch.no_grad():
+            plan = self.plan(anchors)
+        outside = None if plan is None or encoder is None else encoder(plan.outside, anchors.directions)
+        return self.losses(anchors, plan, outside)
 
     def forward(
         self,
@@ -290,12 +167,7 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         negatives: Tensor | None = None,
         negative_id: Tensor | None = None,
         weights: Tensor | None = None,
-        teacher_scores: Tensor | None = None,
-        teacher_rows: Tensor | None = None,
-        guide_left: Tensor | None = None,
-        guide_right: Tensor | None = None,
-        guide_negatives: Tensor | None = None,
-        guide: LookUp | None = None,
+        guide: GuideVectors | None = None,
     ) -> ObjectiveOutput:
         """The loss of this rank's part of a batch.
 
@@ -303,431 +175,281 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             left, right: (b, D) unit-norm embeddings of the pairs; b may differ between ranks.
             left_id, right_id: (b,) integer ids in [0, num_left) and [0, num_right); without right_id pairs share
                 one index. Items with equal ids are never negatives of one another's partners.
-            encode: `encode(side, ids (n,)) -> (n, D)`, asked for items outside the batch by objectives that need
-                them, with ids on the CPU; honours `torch.is_grad_enabled()`. With views, "left" and "right" are an
-                image's two views.
+            encode: `encode(side, ids (n,)) -> (n, D)` embeds items outside the batch, with ids on the CPU; honours
+                `torch.is_grad_enabled()`. With views, "left" and "right" are an image's two views.
             left_positives: (b, K) right ids known to be relevant to each left item, padded with -1.
             right_positives: (b, K) left ids known to be relevant to each right item, padded with -1.
             negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of left anchors; not
                 with views.
-            weights: (b,) what the loss of each pair, in both directions, is multiplied by, 0 or more; its part in other
-                pairs' losses, as their negative, stays. On average 1, or the learning rate changes with them.
-            teacher_scores: (b, 1 + K) with `teacher`: its scores of each pair's positive and of K of this rank's
-                `negatives`; NaN where it has none.
-            teacher_rows: (b, K) which rows of `negatives` these are, padded with -1.
-            guide_left, guide_right: (b, G) a guide's unit vectors of the pairs; NaN where it has none.
-            guide_negatives: (n, G) likewise of this rank's `negatives`, if there are any.
-            guide: `guide(side, ids (n,)) -> (n, G)` looks such vectors up by id, on the device of the ids; in place of
-                the three above, or besides them. Needed by objectives that compare with items outside the batch.
+            weights: (b,) factors of the losses of each pair, 0 or more; with a mean other than 1 the learning rate
+                changes with them. A pair's part in other pairs' losses, as their negative, stays.
+            guide: another model's vectors of the same items, by which likely false negatives are left out.
         """
-        ids = {
-            "left_id": left_id,
-            "right_id": left_id if right_id is None else right_id,
-            "left_positives": left_positives,
-            "right_positives": right_positives,
-            "negative_id": negative_id,
-        }
-        pairs, copies = self._checked({"left": left, "right": right, "negatives": negatives}, ids)
-        if guide is not None or guide_left is not None or guide_right is not None:
-            pairs = self._guided(pairs, guide, guide_left, guide_right, guide_negatives, negatives)
+        batch = self._checked_batch(
+            {"left": left, "right": right, "negatives": negatives},
+            {
+                "left_id": left_id,
+                "right_id": left_id if right_id is None else right_id,
+                "left_positives": left_positives,
+                "right_positives": right_positives,
+                "negative_id": negative_id,
+            },
+            weights,
+        )
+        if guide is not None:
+            batch = replace(batch, guide=self._guides(batch, guide))
         if self.needs_encode and encode is None:
-            self._fail("encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
-        like, device = pairs.left, left.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        looks = Looks()
+            fail(self, "encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
+        encoder = None if encode is None else ItemEncoder(encode, self.views, batch.left)
+        self._watched = {}
+        self.updates_state = self.training and torch.is_grad_enabled()
+        with torch.autocast(left.device.type, enabled=False), self._draws_counted_in_training():
+            temperature = self.temperature.to(batch.left.dtype)
+            directions = self._directions(batch, temperature)
+            losses = torch.cat([self.anchor_losses(anchors, encoder).flatten() for anchors in directions])
+        if self.positive_in_softmax:
+            # Of L = log(Z/e⁺): log((e⁺ + Z)/e⁺), whose gradient is σ(L)·∇L.
+            losses = softplus(losses)
+        if weights is not None:
+            losses = losses * weights.to(losses).repeat(2)
+        # Over all anchors of the global batch, so that the mean over ranks is the global loss.
+        loss = losses.sum() * distributed.world_size() / max(2 * sum(batch.sizes), 1)
+        return ObjectiveOutput(loss, self._metrics(batch, temperature.detach()), losses.detach())
 
-        def ask(side: Side, ids: Tensor) -> Tensor:
-            assert encode is not None
-            # Objectives compute in full precision, encoders in the caller's.
-            with nullcontext() if autocast is None else torch.autocast(device, dtype=autocast):
-                found = encode(side, ids)
-            if found.shape != (expected := (len(ids), like.shape[1])):
-                raise DualencError(f"encode gave shape {tuple(found.shape)} for {len(ids)} ids; it must be {expected}")
-            looks.note(found)
-            return found.to(like)
+    @property
+    def temperature(self) -> Tensor:
+        """Scalar τ, never below 1e-3 however far a learned one drifts."""
+        return self.log_temperature.exp().clamp(min=MIN_TEMPERATURE)
 
-        # Outside of training, random draws are made but not counted.
-        sources = [] if self.updates_state else [(m, m.draws) for m in self.modules() if isinstance(m, SharedRandom)]
-        with torch.autocast(device, enabled=False):
-            temperature = self.temperature.to(like.dtype)
-            asked = None if encode is None else ask
-            # Both directions at once, or one after the other, or, if they ask the device, in step.
-            compared = pairs if self.takes_mined else pairs.without_mined()
-            directions = list(self._anchors(compared, temperature))
-            if self.both_at_once and len(directions) == 2 and not len(compared.negative_id):
-                directions = [BothDirections(*directions)]
-            losses = looks.together([self.anchor_losses(of, asked) for of in directions])
-            if self.positive_in_softmax:
-                losses = [of.with_positive() for of in losses]
-            # Over all anchors of the global batch, so that the average over ranks is the global loss.
-            scale = distributed.world_size() / max(2 * sum(pairs.sizes), 1)
-            every = joined([of.surrogate for of in losses])
-            of_anchors = None
-            if weights is not None:
-                if weights.shape != left_id.shape:
-                    self._fail("weights", f"has shape {tuple(weights.shape)}; it must hold {len(left_id)} numbers")
-                weights = weights.to(like)
-                of_anchors = weights.repeat(2)  # anchors are first the left, then the right ones of all pairs
-            reported = every = every if of_anchors is None else every * of_anchors
-            loss = every.sum()
-            if any(of.value is not None for of in losses):
-                values = joined([of.surrogate.detach() if of.value is None else of.value for of in losses])
-                reported = values if of_anchors is None else values * of_anchors
-                loss = Reported.apply(loss, reported.sum())
-            loss = loss * scale
-            if self.teacher is not None:
-                learned = self._learned(pairs, negatives, teacher_scores, teacher_rows, temperature, weights)
-                loss = self.own_weight * loss + self.teacher_weight * learned
-        for random, draws in sources:
-            random.draws = draws
-        watched, temperature = pairs.detached(*copies), temperature.detach()
-        return ObjectiveOutput(loss, Metrics(lambda: self._metrics(watched, temperature)), reported)
+    @property
+    def reports_loss(self) -> bool:
+        """Whether the value of `loss` is an estimate of L(θ); else only its gradient is, and logs leave it out."""
+        return True
 
-    def statistics(self, block: Anchors) -> tuple[Tensor, ...]:
-        """(a,) each: what `update` needs to know of each of a block's rows; called without gradient."""
-        return ()
-
-    def update(self, anchors: Anchors, *found: Tensor) -> tuple[Tensor, ...]:
-        """(A, …) each: what `losses` needs to know of each anchor, from its statistics (A,) and the state.
-
-        Called once with all rows of a direction, or of both; writes state if `updates_state`.
-        """
-        return ()
-
-    def losses(self, block: Anchors, *known: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """(a,) losses of a block's rows, or what carries their gradient and what is reported.
-
-        Pure: a block may be worked off again in the backward pass, and each row's result is its own.
-        """
-        raise TypeError(f"{type(self).__name__} does not define losses")
-
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses | Asking[AnchorLosses]:
-        """One loss per anchor. Objectives that ask for out-of-batch items define this instead of the three above.
-
-        `encode` wants ids on the CPU. One that computes them on the device learns them by `ids = yield ids_on_device`:
-        a look at the device that both directions share.
-        """
-        with torch.no_grad():
-            found = anchors.by_rows(self.statistics)
-        losses = anchors.by_rows(self.losses, *self.update(anchors, *found))
-        return AnchorLosses(losses) if isinstance(losses, Tensor) else AnchorLosses(*losses)
+    @property
+    def needs_uniform_batches(self) -> str | None:
+        """What to set instead where some pairs meet more than others, of an objective that is only right if none do."""
+        return None
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """Scalars that tell how an objective's memory does as of its last call, averaged over this rank's anchors, such
-        as moves of chains and logs of partition functions. They cost nothing until asked; all ranks ask together."""
+        """Scalars about the objective's memory as of the last call, averaged over this rank's anchors, such as logs of
+        partition functions. They cost nothing until asked; all ranks ask together."""
         return {}
 
-    def _watch(self, anchors: Anchors, *values: Tensor) -> None:
-        """Keep tensors of this call for `diagnostics`."""
-        self.watched[anchors.directions[0].side] = values
-
-    def _spread(self, name: str, number: int = 0) -> dict[str, Tensor]:
-        """Mean and standard deviation over anchors of what was kept at a place, as far as it is finite."""
-        if not self.watched:
-            return {}
-        values = torch.cat([kept[number].detach() for kept in self.watched.values()]).double()
-        some = torch.isfinite(values)
-        count = some.sum().clamp(min=1)
-        mean = torch.where(some, values, 0.0).sum() / count
-        variance = torch.where(some, (values - mean).square(), 0.0).sum() / count
-        return {name: mean, f"{name}_spread": variance.sqrt()}
-
     def set_progress(self, fraction: float) -> None:
-        """Tell how much of the training is done, in [0, 1]; objectives with schedules listen."""
+        """Set the share of the training that is done, in [0, 1], for objectives with schedules."""
 
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
-        """Tell how many pairs each left (num_left,) and right (num_right,) item is in; a pair that is trained on more
-        often than others counts as often.
+        """Set how many pairs each left (num_left,) and right (num_right,) item is in.
 
-        The corpus is the multiset of the pairs' items. Without this, every item stands in one pair.
+        The corpus is the multiset of the pairs' items. Without this, every item is in one pair. A pair that is trained
+        on more often than others counts as often.
 
         Raises:
-            DualencError: another number of items.
+            DualencError: another number of items, counts that are negative, or sums that differ.
         """
-        for side, counts in (("left", left_counts), ("right", left_counts if self.views else right_counts)):
-            total = self.num_left if side == "left" else self.num_right
-            if total is None:
-                continue
-            if counts.shape != (total,):
-                self._fail(f"{side}_counts", f"has shape {tuple(counts.shape)}; it must hold {total} counts")
-            uneven = bool((counts != 1).any())
-            self.num_pairs = round(float(counts.sum()))
-            setattr(self, f"{side}_counts", counts.to(self.log_temperature.device, torch.float32) if uneven else None)
+        if self.num_left is None or self.num_right is None:
+            return
+        counts = [left_counts] if self.views else [left_counts, right_counts]
+        for side, values, size in zip(("left", "right"), counts, (self.num_left, self.num_right)):
+            check_counts(self, side, values, size)
+        sums = [float(values.double().sum()) for values in counts]
+        if not math.isclose(sums[0], sums[-1], rel_tol=1e-6):
+            fail(self, "left_counts", f"sum to {sums[0]:g} and right_counts to {sums[1]:g}; both sum to the pairs")
+        self.num_pairs = round(sums[0])
+        together = torch.cat([values.float() for values in counts]).to(self.log_temperature.device)
+        self.pair_counts = together if bool((together != 1).any()) else None
 
-    def set_neighbors(self, side: Side, ids: Tensor) -> None:
-        """Tell which of the other side's items are near each item of a side, (m, k); chains listen."""
+    @property
+    def num_rows(self) -> int:
+        """Rows of a table with one per item: left items first, then right ones; with views one per image."""
+        return (self.num_left or 0) + (0 if self.views else self.num_right or 0)
 
-    def num_items(self, side: Side) -> int | None:
-        """Size of a side's id space."""
-        return self.num_left if side == "left" else self.num_right
+    @property
+    def directions(self) -> tuple[int, ...]:
+        """All directions of `Anchors`: 0 for left anchors, and for views; 1 for right ones."""
+        return (0,) if self.views else (0, 1)
 
-    def counts(self, side: Side) -> Tensor | None:
-        """(N,) how often each item of a side stands in the corpus; None where every one stands there once."""
-        if not self.corpus_of_pairs:
+    def num_candidates(self, direction: int) -> int | None:
+        """N, the ids of a direction's candidates; None if unknown."""
+        return self.num_right if direction == 0 else self.num_left
+
+    def corpus_size(self, direction: int) -> int:
+        """N, a direction's candidates, each as often as it is in the corpus; 1 if unknown."""
+        is_counted = self.candidate_counts(direction) is not None
+        return (self.num_pairs if is_counted else self.num_candidates(direction)) or 1
+
+    def candidate_counts(self, direction: int) -> Tensor | None:
+        """(N,) how often each candidate id is in the corpus; None where each is in it once."""
+        if self.pair_counts is None or not self.corpus_of_pairs:
             return None
-        return self.left_counts if side == "left" else self.right_counts
+        if direction == 0 and not self.views:
+            return self.pair_counts[self.num_left :]
+        return self.pair_counts[: self.num_left]
 
-    def corpus_size(self, side: Side) -> int | None:
-        """N, a side's items, each as often as it stands in the corpus; None if unknown."""
-        return self.num_items(side) if self.counts(side) is None else self.num_pairs
+    def item_counts(self, direction: int) -> Tensor | None:
+        """(N,) or with views (2N,) likewise of items, see `anchors`."""
+        counts = self.candidate_counts(direction)
+        return counts.repeat_interleave(2) if counts is not None and self.views else counts
 
-    def log_corpus_size(self, anchors: Anchors) -> Tensor | float:
-        """(A,) log of the number of negatives an anchor has in the whole corpus, or in the batch, if N is unknown; one
-        number for all of them where it is the same."""
-        if isinstance(anchors, BothDirections):
-            left, right = (self.log_corpus_size(half) for half in anchors.directions)
-            if isinstance(left, float) and isinstance(right, float) and left == right:
-                return left
-            ones = torch.ones_like(anchors.directions[0].ids, dtype=anchors.temperature.dtype)
-            return torch.cat([ones * left, ones * right])
-        total, counts = self.corpus_size(anchors.candidate_side), self.counts(anchors.candidate_side)
-        positives, num_views = anchors.positive_ids, 2 if anchors.views else 1
-        if total is None:
-            number = anchors.num_negatives
-        elif counts is not None:
-            number = total - counts[positives.clamp(min=0)].masked_fill(positives == PADDING, 0.0).sum(dim=1)
-        elif positives.shape[1] == 1:
-            return math.log(num_views * max(total - 1, 1))
-        else:
-            number = total - (positives != PADDING).sum(dim=1)
-        number = number if total is None else num_views * number
-        return number.clamp(min=1).to(anchors.embeddings.dtype).log()
+    def log_num_negatives(self, anchors: Anchors) -> Tensor:
+        """(X, A) log of the number of negatives that each anchor has in the corpus, or in the batch if N is unknown."""
+        known = anchors.positive_ids != PADDING
+        numbers = []
+        for x, direction in enumerate(anchors.directions):
+            total, counts = self.num_candidates(direction), self.candidate_counts(direction)
+            if total is None:
+                numbers.append(anchors.of_direction(x).by_blocks(lambda block: block.num_negatives)[0])
+            elif counts is None:
+                numbers.append((total - known[x].sum(dim=-1)) * (2 if self.views else 1))
+            else:
+                positives = counts[anchors.positive_ids[x].clamp(min=0)] * known[x]
+                numbers.append((counts.sum() - positives.sum(dim=-1)) * (2 if self.views else 1))
+        return torch.stack(numbers).clamp(min=1).to(anchors.embeddings.dtype).log()
+
+    def watch(self, **values: Tensor) -> None:
+        """Keep tensors of this call for `diagnostics`."""
+        for name, value in values.items():
+            self._watched.setdefault(name, []).append(value.detach())
+
+    def spread(self, name: str) -> dict[str, Tensor]:
+        """Mean and standard deviation over anchors of what was watched, as far as it is finite."""
+        if name not in self._watched:
+            return {}
+        values = torch.cat([value.flatten() for value in self._watched[name]]).double()
+        finite = values.isfinite()
+        count = finite.sum().clamp(min=1)
+        mean = values.where(finite, 0.0).sum() / count
+        variance = (values - mean).square().where(finite, 0.0).sum() / count
+        return {name: mean, f"{name}_spread": variance.sqrt()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of `torch.nn.Module`; what does not fit is told before anything is taken over.
+        """Restore from `state_dict()`.
 
         Raises:
-            DualencError: a table has another size, or is missing.
+            DualencError: a table has another size, or is missing; nothing is changed then.
         """
         for prefix, module in self.named_modules():
-            if isinstance(module, ItemState):
-                module.settle()
-            # Modules with a way of their own to load know their sizes themselves.
             if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
-                continue
-            for key, here in [*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)]:
+                continue  # tables of a size that only the state knows check it themselves
+            for key, own in [*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)]:
                 saved = state_dict.get(key)
-                if saved is not None and saved.shape != here.shape:
-                    self._fail(
+                if saved is not None and saved.shape != own.shape:
+                    fail(
+                        self,
                         key,
-                        f"has shape {tuple(saved.shape)} in the saved state, {tuple(here.shape)} here; "
+                        f"has shape {tuple(saved.shape)} in the saved state, {tuple(own.shape)} here; "
                         "load it into an objective with the same num_left, num_right, views and options",
                     )
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except RuntimeError as error:
-            raise DualencError(f"{type(self).__name__}: {' '.join(str(error).split())}") from error
+            advice = "the state is of another objective, or of another version of dualenc"
+            raise DualencError(f"{type(self).__name__}: {' '.join(str(error).split())}; {advice}") from error
 
-    def _anchors(self, pairs: Pairs, temperature: Tensor) -> Iterator[Anchors]:
-        return (view_anchors if self.views else pair_anchors)(pairs, temperature)
+    def _apply(self, fn: Any, recurse: bool = True) -> Objective:
+        """Move and convert, but never to half precision: temperatures and averages would lose theirs."""
 
-    @torch.no_grad()
-    def _metrics(self, pairs: Pairs, temperature: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """The same for every objective, so that runs can be compared: in-batch estimates of L(θ) and accuracy; and (A,)
-        the estimate of each anchor."""
+        def keep_precision(tensor: Tensor) -> Tensor:
+            converted = fn(tensor)
+            if converted.dtype in (torch.float16, torch.bfloat16):
+                return tensor.to(converted.device)
+            return converted
 
-        def mean_and_hardest(block: Anchors) -> tuple[Tensor, ...]:
-            logits = block.logits
-            return block.log_mean_exp, logits.amax(dim=1) if logits.shape[1] else block.positive_logits
+        return super()._apply(keep_precision, recurse)
 
-        found, estimates = [], []
-        with torch.autocast(pairs.left.device.type, enabled=False):
-            for anchors in self._anchors(pairs, temperature):
-                positive, has_negatives = anchors.positive_logits, anchors.num_negatives > 0
-                log_mean, hardest = anchors.by_rows(mean_and_hardest)
-                estimate = torch.where(has_negatives, -positive + log_mean + self.log_corpus_size(anchors), 0.0)
-                estimates.append(estimate)
-                of_batch = estimate.sum() / has_negatives.sum().clamp(min=1)
-                accuracy = (positive > hardest).to(positive.dtype).mean().nan_to_num()
-                similarity = anchors.positive_similarities.mean().nan_to_num()
-                found.append(torch.stack([of_batch, accuracy, similarity, temperature]))
-        means = torch.stack(found).mean(dim=0).unbind()
-        return dict(zip(Metrics.NAMES, means, strict=True)), torch.cat(estimates)
+    def _directions(self, batch: Batch, temperature: Tensor) -> list[Anchors]:
+        """The anchors, both directions at once where they have the same number of candidates."""
+        if self.views:
+            return [two_views(batch, temperature)]
+        if self.takes_mined and len(batch.negative_id):
+            return with_mined(batch, self.num_left or 0, temperature)
+        return [two_towers(batch, self.num_left or 0, temperature)]
 
-    def _checked(
-        self, embeddings: Mapping[str, Tensor | None], ids: Mapping[str, Tensor | None]
-    ) -> tuple[Pairs, tuple[Tensor, Tensor]]:
-        """The pairs of all ranks, once all shapes, types and values are right; and copies of this rank's embeddings
-        that nobody changes later."""
+    def _checked_batch(
+        self, embeddings: Mapping[str, Tensor | None], ids: Mapping[str, Tensor | None], weights: Tensor | None
+    ) -> Batch:
+        """Check arguments of `forward`, and gather them over ranks."""
         given = {name: tensor for name, tensor in embeddings.items() if tensor is not None}
-        left, right, negatives = given["left"], given["right"], given.get("negatives")
-        for name, tensor in given.items():
-            if tensor.dim() != 2 or not tensor.is_floating_point():
-                what = f"has shape {tuple(tensor.shape)} ({tensor.dtype})"
-                self._fail(name, f"{what}; it must be a float (b, D) tensor")
-        if left.shape != right.shape or any(tensor.shape[1] != left.shape[1] for tensor in given.values()):
-            self._fail("left, right", f"have shapes {tuple(left.shape)}, {tuple(right.shape)}; both must be (b, D)")
-        if self.views and negatives is not None:
-            self._fail("negatives", "do not go with views=True, where every other image is a negative; leave them out")
-        if (negatives is None) != (ids["negative_id"] is None):
-            self._fail("negatives", "and negative_id must be given together, (n, D) and (n,)")
-        known: dict[str, Tensor] = {}
-        for name, some in ids.items():
-            if some is None:
-                continue
-            of = negatives if name == "negative_id" and negatives is not None else left
-            lists = name.endswith("positives")
-            fits = some.shape[:1] == of.shape[:1] and some.dim() == (2 if lists else 1)
-            if not fits or some.is_floating_point() or some.is_complex() or some.dtype == torch.bool:
-                what = f"({len(of)}, K) integer ids" if lists else f"{len(of)} integer ids"
-                self._fail(name, f"has shape {tuple(some.shape)} ({some.dtype}); it must hold {what}")
-            if some.device != of.device:
-                self._fail(name, f"is on {some.device}, the embeddings are on {of.device}; move it there")
-            known[name] = some.long()
-        left_id, right_id = known["left_id"], known["right_id"]
-        alone, sizes = not distributed.is_initialized(), distributed.rank_sizes(len(left), left.device)
-        with torch.no_grad():
-            both = torch.stack([left_id, right_id])
-            both = both if alone else distributed.gather(both.T, sizes).T.contiguous()
-            rows = torch.cat(list(given.values()))
-            left_copies, right_copies, *on_cpu = self._look(given, rows, both, known)
-            parts = rows.split([len(tensor) for tensor in given.values()])
-        precision = torch.float64 if left.dtype == torch.float64 else torch.float32
-        left, right = left.to(precision), right.to(precision)
-        negatives = right[:0] if negatives is None else negatives.to(precision)
-        negative_id = known.get("negative_id", right_id[:0])
-        mined = distributed.rank_sizes(len(negatives), left.device)
-        pairs = Pairs(
+        given_ids = {name: values for name, values in ids.items() if values is not None}
+        check_shapes(self, given, given_ids, weights, self.views)
+        given_ids = {name: values.long() for name, values in given_ids.items()}
+        left_id, right_id = given_ids["left_id"], given_ids["right_id"]
+        sizes = distributed.rank_sizes(len(left_id), left_id.device)
+        all_ids = distributed.gather(torch.stack([left_id, right_id], dim=1), sizes).T
+        num_items = {"left": self.num_left, "right": self.num_right}
+        most_copies = check_values(self, given, given_ids, weights, all_ids, num_items, self.views)
+
+        precision = torch.float64 if given["left"].dtype == torch.float64 else torch.float32
+        left, right = given["left"].to(precision), given["right"].to(precision)
+        negatives = given["negatives"].to(precision) if "negatives" in given else right[:0]
+        num_mined = distributed.rank_sizes(len(negatives), negatives.device)
+        return Batch(
             left=left,
             right=right,
             left_id=left_id,
             right_id=right_id,
-            left_positives=known.get("left_positives"),
-            right_positives=known.get("right_positives"),
+            left_positives=given_ids.get("left_positives"),
+            right_positives=given_ids.get("right_positives"),
             all_left=distributed.gather_with_grad(left, sizes),
             all_right=distributed.gather_with_grad(right, sizes),
-            all_left_id=left_id if alone else both[0],
-            all_right_id=right_id if alone else both[1],
-            negatives=distributed.gather_with_grad(negatives, mined) if any(mined) else negatives,
-            negative_id=distributed.gather(negative_id, mined) if any(mined) else negative_id,
+            all_left_id=all_ids[0],
+            all_right_id=all_ids[1],
+            negatives=distributed.gather_with_grad(negatives, num_mined),
+            negative_id=distributed.gather(given_ids.get("negative_id", right_id[:0]), num_mined),
             sizes=sizes,
-            left_copies=left_copies,
-            right_copies=right_copies,
-            on_cpu=(on_cpu[0], on_cpu[1]) if on_cpu else None,
+            most_copies=most_copies,
         )
-        return pairs, (parts[0].to(precision), parts[1].to(precision))
 
-    def _learned(
-        self,
-        pairs: Pairs,
-        negatives: Tensor | None,
-        scores: Tensor | None,
-        rows: Tensor | None,
-        temperature: Tensor,
-        weights: Tensor | None,
-    ) -> Tensor:
-        """What the teacher's scores of this rank's pairs teach; arguments are those of `forward`."""
-        like = pairs.left
-        if scores is None or rows is None:
-            self._fail("teacher_scores", "and teacher_rows are missing; pass what the teacher says of the pairs")
-        if scores.shape != (len(like), 1 + rows.shape[-1]) or len(rows) != len(like):
-            shapes = f"{tuple(scores.shape)}, teacher_rows {tuple(rows.shape)}"
-            self._fail("teacher_scores", f"has shape {shapes}; they must be ({len(like)}, 1 + K) and (…, K)")
-        given = like[:0] if negatives is None else negatives.to(like)
-        scores = scores.to(like) / self.teacher_temperature
-        assert self.teacher is not None
-        return teacher_loss(self.teacher, like, pairs.right, given, rows, scores, temperature, weights)
+    def _guides(self, batch: Batch, vectors: GuideVectors) -> list[Guide]:
+        """A guide's judgement of the anchors of each direction, or of all views."""
+        if self.needs_encode:
+            able = "InfoNCE, DCL, HCL, SogCLR, ISogCLR, SACLR or SigLIP"
+            fail(self, "guide", f"judges candidates of the batch only; leave it out, or take {able}")
+        left, right = vectors.left.to(batch.left), vectors.right.to(batch.left)
+        num_own = len(batch.left)
+        if left.shape != right.shape or len(left) != num_own or left.dim() != 2:
+            shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
+            fail(self, "guide", f"has vectors of shapes {shapes}; give a vector for each of {num_own} pairs")
+        limits = similarity_limits(left, right, self.guide_margin, self.guide_relative)
+        all_left, all_right = distributed.gather(left, batch.sizes), distributed.gather(right, batch.sizes)
+        if self.views:
+            views = Guide(torch.cat([left, right]), torch.cat([all_left, all_right]), limits.repeat(2))
+            return [views]
+        mined = right[:0] if vectors.negatives is None else vectors.negatives.to(right)
+        all_mined = distributed.gather(mined)
+        candidates = all_right
+        if self.takes_mined and len(batch.negative_id):
+            if len(all_mined) != len(batch.negative_id) or all_mined.shape[1:] != right.shape[1:]:
+                shape = f"{tuple(all_mined.shape)} of {len(batch.negative_id)} mined negatives"
+                fail(self, "guide", f"has vectors {shape}; give one for each")
+            candidates = torch.cat([all_right, all_mined])
+        return [Guide(left, candidates, limits), Guide(right, all_left, limits)]
 
-    def _guided(
-        self,
-        pairs: Pairs,
-        look_up: LookUp | None,
-        left: Tensor | None,
-        right: Tensor | None,
-        mined: Tensor | None,
-        negatives: Tensor | None,
-    ) -> Pairs:
-        """The pairs with what a guide says of those of all ranks; its arguments are those of `forward`."""
-        if self.needs_encode and look_up is None:
-            self._fail("guide", "is missing; pass guide(side, ids) -> (n, G) that looks up a guide's vectors by id")
-        num_mined, num_pairs = 0 if negatives is None else len(negatives), len(pairs.left)
-        if left is None and right is None and look_up is not None:
-            left, right = look_up("left", pairs.left_id), look_up("right", pairs.right_id)
-            start = sum(distributed.rank_sizes(num_mined, left.device)[: distributed.rank()])
-            mined = look_up("right", pairs.negative_id[start : start + num_mined])
-        if left is None or right is None or (num_mined and mined is None):
-            self._fail("guide_left,", "guide_right and, with negatives, guide_negatives are given together")
-        mined = right[:0] if mined is None else mined
-        left, right, mined = (vectors.to(pairs.left) for vectors in (left, right, mined))
-        given = [tuple(vectors.shape) for vectors in (left, right, mined)]
-        if given != [(number, left.shape[-1]) for number in (num_pairs, num_pairs, num_mined)]:
-            shapes = ", ".join(map(str, given))
-            self._fail("guide_left,", f"guide_right and guide_negatives have shapes {shapes}; give a vector per item")
-        sizes = distributed.rank_sizes(num_mined, mined.device)
-        guide = PairGuide(
+    def _metrics(self, batch: Batch, temperature: Tensor) -> Metrics:
+        # Copies, as the loop may change embeddings in place before anybody reads.
+        left, right = batch.left.detach().clone(), batch.right.detach().clone()
+        is_alone = batch.all_left is batch.left
+        detached = replace(
+            batch,
             left=left,
             right=right,
-            all_left=distributed.gather(left, pairs.sizes),
-            all_right=distributed.gather(right, pairs.sizes),
-            mined=distributed.gather(mined, sizes) if any(sizes) else mined,
-            limits=limits(left, right, self.guide_margin, self.guide_relative),
-            look_up=look_up,
+            all_left=left if is_alone else batch.all_left.detach(),
+            all_right=right if is_alone else batch.all_right.detach(),
+            negatives=batch.negatives.detach(),
         )
-        return replace(pairs, guide=guide)
 
-    def _look(
-        self, embeddings: dict[str, Tensor], rows: Tensor, both: Tensor, ids: dict[str, Tensor]
-    ) -> tuple[Any, ...]:
-        """Check all values in one look: on a GPU each look waits for the work before it.
+        def compute() -> tuple[dict[str, Tensor], Tensor]:
+            with torch.autocast(left.device.type, enabled=False):
+                return batch_metrics(self._directions(detached, temperature), self.log_num_negatives)
 
-        Args:
-            embeddings: by name.
-            rows: (n, D) all of them.
-            both: (2, P) left and right ids of the pairs of all ranks.
-            ids: by name, this rank's.
+        return Metrics(compute)
 
-        Returns:
-            How many pairs share one left item at most, and one right item; and where tables on the CPU need them, left
-            and right ids of the pairs of all ranks there.
-        """
-        seen: dict[str, tuple[Tensor, ...]] = {}
-        if len(rows):
-            norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-            seen["norms"] = norms.aminmax(dim=0, keepdim=True)
-        if both.shape[1]:
-            ordered = both.sort(dim=1).values
-            copies = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
-            seen["pairs"] = (copies.amax(dim=1), *both.aminmax(dim=1))
-        for name in ("left_positives", "right_positives", "negative_id"):
-            if name in ids and ids[name].numel():
-                seen[name] = ids[name].flatten().aminmax(dim=0, keepdim=True)
-        if self.views and ids["left_id"] is not ids["right_id"] and len(ids["left_id"]):
-            seen["differ"] = ((ids["left_id"] != ids["right_id"]).any()[None],)
-        on_cpu: list[Tensor] = []
-        looked = torch.cat([part for parts in seen.values() for part in parts]) if seen else torch.zeros(0)
-        if self.state_on_cpu and both.device.type != "cpu":
-            # Ids are exact in double precision.
-            together = torch.cat([looked.to(both.device, torch.float64), both.flatten()]).cpu()
-            looked, every = together.split([len(looked), both.numel()])
-            on_cpu = list(every.long().view(2, -1))
-        numbers = iter(looked.tolist())
-        found = {name: list(islice(numbers, sum(map(len, parts)))) for name, parts in seen.items()}
-
-        if not all(abs(norm - 1) <= NORM_TOLERANCE for norm in found.get("norms", [])):
-            for name, tensor in embeddings.items():
-                norms = torch.linalg.vector_norm(tensor.detach(), dim=1, dtype=torch.float64)
-                if not bool(torch.isfinite(norms).all()):
-                    self._fail(name, "holds NaN or infinite values; lower the learning rate or check the encoder")
-                if len(norms) and float((norms - 1).abs().max()) > NORM_TOLERANCE:
-                    ends = f"[{float(norms.min()):.4g}, {float(norms.max()):.4g}]"
-                    self._fail(name, f"has rows of norm in {ends}; they must be unit vectors: normalise them")
-        left_copies, right_copies, *ends_of_both = found.get("pairs", [0] * 6)
-        found["left_id"], found["right_id"] = ends_of_both[0::2], ends_of_both[1::2]
-        for name, side in (
-            ("left_id", "left"),
-            ("right_id", "right"),
-            ("left_positives", "right"),
-            ("right_positives", "left"),
-            ("negative_id", "right"),
-        ):
-            low, high = found.get(name, (0, 0))
-            limit, padded = self.num_left if side == "left" else self.num_right, name.endswith("positives")
-            if low < (PADDING if padded else 0) or (limit is not None and high >= limit):
-                most, padding = "N" if limit is None else limit, " (-1 is padding)" if padded else ""
-                self._fail(name, f"holds ids in [{low:.0f}, {high:.0f}]; they must lie in [0, {most}){padding}")
-        if any(found.get("differ", [])):
-            self._fail("right_id", "differs from left_id; with views=True both views carry the image's id")
-        return int(left_copies), int(right_copies), *on_cpu
-
-    def _fail(self, argument: str, problem: str) -> NoReturn:
-        raise DualencError(f"{type(self).__name__}: {argument} {problem}")
+    @contextmanager
+    def _draws_counted_in_training(self) -> Iterator[None]:
+        """Outside of training, random draws are made but not counted."""
+        positions = [(module, module.position) for module in self.modules() if isinstance(module, SharedRandom)]
+        yield
+        if not self.updates_state:
+            for draws, position in positions:
+                draws.position = position

@@ -1,4 +1,7 @@
-"""ExactGlobal: the softmax over the whole corpus, the oracle for all other objectives."""
+"""ExactGlobal: the softmax over the whole corpus, the oracle for all other objectives.
+
+Shapes: X directions, A anchors, n items of a chunk.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,21 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dualenc.objectives.anchors import Anchors, weighted_sum
-from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.chains import ids_of
-from dualenc.objectives.looks import upload
-from dualenc.types import Side
+from dualenc.objectives.anchors import PADDING, Anchors, is_listed
+from dualenc.objectives.base import Objective
+from dualenc.objectives.checks import fail
+from dualenc.objectives.items import ItemEncoder
+from dualenc.objectives.surrogate import Estimate
 
 
 class ExactGlobal(Objective):
-    """−s⁺/τ + log Σ_z exp(s_z/τ) over every negative z of the corpus: L(θ) itself (Yau et al. 2024, Eq. 1 and 4).
+    """−s⁺/τ + log Σ_z exp(s_z/τ) over every negative z of the corpus: L(θ) itself (Yau et al. 2024, arXiv:2404.10575,
+    Eq. 1 and 4).
 
-    The corpus is encoded in chunks, twice: once for the log-sum, once for the weighted similarities, whose encoder
-    activations are recomputed in the backward pass. One step costs several passes over the corpus; use it to check
-    estimators and on small sets.
-
-    Each corpus item counts once, or as often as it stands in a pair if `set_counts` tells. With views, every image
-    counts with the two views that `encode` gives for its "left" and its "right" side.
+    The corpus is encoded in chunks, twice: once for the log-sum, once for the gradient, where the encoder's activations
+    are recomputed in the backward pass. One step costs several passes over the corpus; use it to check estimators and
+    on small sets. Each corpus item counts as often as it is in a pair (`set_counts`). With views, every image counts
+    with the two views that `encode` gives for its "left" and its "right" side.
 
     Args:
         corpus_chunk_size: items encoded at a time.
@@ -32,49 +34,61 @@ class ExactGlobal(Objective):
 
     needs_num_left = True
     needs_encode = True
-    knows_partition = True
+    estimates_partition = True
+    encodes_in_backward = True
 
     def __init__(self, *, corpus_chunk_size: int = 1024, **common: Any) -> None:
         super().__init__(**common)
         if corpus_chunk_size < 1:
-            self._fail("corpus_chunk_size", f"is {corpus_chunk_size}; it must be at least 1")
+            fail(self, "corpus_chunk_size", f"is {corpus_chunk_size}; it must be at least 1")
         self.corpus_chunk_size = corpus_chunk_size
+
+    def anchor_losses(self, anchors: Anchors, encoder: ItemEncoder | None) -> Tensor:
+        assert encoder is not None
+        chunks = self._corpus(anchors).split(self.corpus_chunk_size, dim=1)
+
+        def scores_and_counts(items: Tensor) -> tuple[Tensor, Tensor]:
+            """(X, A, n) s/τ of items (X, n); (X, A, n) log of how often each counts as a negative, -inf for never."""
+            scores = anchors.embeddings @ encoder(items, anchors.directions).mT / anchors.temperature
+            items = items.to(scores.device)
+            log_counts = self._log_counts(anchors, items)[:, None].to(scores)
+            return scores, log_counts.masked_fill(is_listed(items, anchors.hidden_items), -torch.inf)
+
+        with torch.no_grad():
+            log_partition = torch.full_like(anchors.positive_scores, -torch.inf)
+            for items in chunks:
+                scores, log_counts = scores_and_counts(items)
+                log_partition = torch.logaddexp(log_partition, (scores + log_counts).logsumexp(dim=-1))
+            log_partition = log_partition.nan_to_num(neginf=0.0)  # an anchor without negatives only pulls its positive
+        self.watch(log_partition=log_partition)
+
+        def chunk_gradient(items: Tensor) -> Tensor:
+            """(X, A) zeros with the gradient Σ_z p(z)·∇s_z/τ over the chunk."""
+            scores, log_counts = scores_and_counts(items)
+            weights = torch.exp(scores.detach() + log_counts - log_partition[..., None])
+            return Estimate.apply(torch.zeros_like(log_partition), scores, weights)
+
+        losses = log_partition - anchors.positive_scores
+        for items in chunks:
+            losses = losses + checkpoint(chunk_gradient, items, use_reentrant=False)
+        return losses
+
+    def _corpus(self, anchors: Anchors) -> Tensor:
+        """(X, n) all candidate items of each direction, padded with -1."""
+        sizes = [(self.num_candidates(direction) or 0) * (2 if self.views else 1) for direction in anchors.directions]
+        items = torch.arange(max(sizes)).expand(len(sizes), -1)
+        return items.where(items < torch.tensor(sizes)[:, None], PADDING)
+
+    def _log_counts(self, anchors: Anchors, items: Tensor) -> Tensor:
+        """(X, n) log of how often items are in the corpus; -inf for -1."""
+        found = []
+        for direction, wanted in zip(anchors.directions, items, strict=True):
+            counts = self.candidate_counts(direction)
+            ids = (wanted // 2 if self.views else wanted).clamp(min=0)
+            number = torch.ones_like(wanted, dtype=torch.float64) if counts is None else counts.double()[ids]
+            found.append(number.where(wanted != PADDING, 0.0).log())
+        return torch.stack(found)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The logs of the partition functions."""
-        return self._spread("log_partition")
-
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        assert encode is not None
-        sides: tuple[Side, ...] = ("left", "right") if anchors.views else (anchors.candidate_side,)
-        counts = self.counts(anchors.candidate_side)
-        chunks = torch.arange(self.num_items(anchors.candidate_side) or 0).split(self.corpus_chunk_size)
-
-        def logits_of(ids: Tensor) -> Tensor:
-            """(A, n) s/τ plus the log of each item's count, -inf at positives; with views (A, 2n)."""
-            embeddings = torch.cat([encode(side, ids) for side in sides])
-            logits = anchors.embeddings @ embeddings.T / anchors.temperature
-            items = torch.cat([2 * ids, 2 * ids + 1]) if anchors.views else ids
-            items = upload(items, anchors.ids.device)
-            if counts is not None:
-                logits = logits + counts[ids_of(items, anchors.views)].log().to(logits)
-            return logits.masked_fill(anchors.hides(items), -torch.inf)
-
-        log_partition = torch.full_like(anchors.positive_logits, -torch.inf)
-        with torch.no_grad():
-            for ids in chunks:
-                log_partition = torch.logaddexp(log_partition, torch.logsumexp(logits_of(ids), dim=1))
-            # An anchor without any negative pulls its positive only.
-            log_partition = log_partition.nan_to_num(neginf=0.0)
-
-        self._watch(anchors, log_partition)
-
-        def weighted_logits(ids: Tensor) -> Tensor:
-            logits = logits_of(ids)
-            weights = torch.exp(logits - log_partition[:, None])
-            return weighted_sum(weights, logits.masked_fill(torch.isneginf(logits), 0.0))
-
-        surrogate = -anchors.positive_logits
-        for ids in chunks:
-            surrogate = surrogate + checkpoint(weighted_logits, ids, use_reentrant=False)
-        return AnchorLosses(surrogate, (log_partition - anchors.positive_logits).detach())
+        return self.spread("log_partition")

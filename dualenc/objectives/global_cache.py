@@ -1,186 +1,280 @@
-"""GlobalCache: negatives drawn by what is remembered of the whole corpus, weighed by what they are now."""
+"""GlobalCache: negatives drawn by what is remembered of the whole corpus, weighed by what they are now.
+
+Shapes: X directions, A anchors of this rank, G of all ranks, C candidates, R draws, D dimension.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dualenc import distributed
-from dualenc.objectives.anchors import Anchors, listed
-from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.chains import NO_STATE, candidate_items, embed, find, known_candidate_items
-from dualenc.objectives.feature_cache import MAX_ELEMENTS, FeatureCache, queries_of_all, share_remembered
-from dualenc.objectives.guide import Judgement
-from dualenc.objectives.looks import Asking, upload
-from dualenc.objectives.state import SharedRandom
+from dualenc.objectives.anchors import PADDING, Anchors, is_listed
+from dualenc.objectives.chains import find
+from dualenc.objectives.checks import fail
+from dualenc.objectives.memory import sample
+from dualenc.objectives.memory_objective import MemoryObjective
+from dualenc.objectives.surrogate import Estimate
+from dualenc.objectives.tables import first_occurrence
+
+NUM_KEPT = 8
+"""Hardest items that each anchor keeps in mind, where a step looks at a part of the memory only."""
 
 
-class GlobalCache(Objective):
+class Plan(NamedTuple):
+    """The draws, and what the memory says of batch and draws (C + R).
+
+    Attributes:
+        outside: (X, r) this rank's share of the draws that are not in the batch; -1 elsewhere.
+        sizes: shares of all ranks.
+        items: (X, C + R) the candidates of the batch, then the draws; -1 for a draw that is listed before.
+        remembered: (X, C + R, D) their remembered embeddings; 0 for none.
+        is_known: (X, C + R) whether there is one.
+        log_weights: (X, C + R) log of how often an item is here over how often that was to be expected; -inf for never.
+        seen_mean: (X, A, D) what each anchor sees of the memory.
+        log_partition: (X, A) log Z.
+        shares: of each direction, what its items are drawn by.
+    """
+
+    outside: Tensor
+    sizes: list[int]
+    items: Tensor
+    remembered: Tensor
+    is_known: Tensor
+    log_weights: Tensor
+    seen_mean: Tensor
+    log_partition: Tensor
+
+
+class GlobalCache(MemoryObjective):
     """The softmax over the batch and a few shared draws, each weighed by 1 / how often it was to be expected here.
 
     The latest embedding of every item is remembered. A step draws R items from q, the mean over the batch's anchors of
-    their softmax over what is remembered, encodes them anew, and compares all anchors with the batch and the draws:
+    their softmax over the memory, encodes them anew, and compares all anchors with the batch and the draws:
 
         p(z|x) ∝ n_z·exp(s(x,z)/τ) / ( (B−1)/(M−1) + R·q(z)/c_z )
 
-    with n_z how often z stands among batch and draws, M pairs, and c_z how many of them z is in. The bracket is how
-    often a copy of z was to be expected (multiple importance sampling by the balance heuristic, Veach and Guibas 1995),
-    so that Σ_z n_z·exp(s/τ)/(…) has the mean Σ_z c_z·exp(s/τ), over the corpus, at any parameters: what is remembered
-    decides who is looked at, and what is old or missing only makes q a worse guide. Normalising leaves a bias: small
-    where anchors share their hard negatives, and larger where every anchor has its own and R is below B.
+    with n_z how often z is among batch and draws, M pairs, and c_z how many of them z is in. The bracket is how often a
+    copy of z was to be expected (multiple importance sampling by the balance heuristic, Veach and Guibas 1995): what is
+    remembered decides who is looked at, and what is old or missing only makes q a worse guide. Normalising leaves a
+    bias: small where anchors share their hard negatives, and larger where every anchor has its own and R is below B.
 
     The gradient into an anchor moves by α times what the same comparison, made with remembered embeddings, misses of
     all that is remembered. That is 0 on average, and takes away noise where parameters move slowly: a control variate.
 
     Embeddings of the batch, of mined negatives and of draws are remembered as they come, at no cost; draws that the
-    batch holds already are not encoded again. A step compares all anchors with all that is remembered, 4·B·N·D
-    multiply-adds for both directions together, or with a random part of it where N is large (`pool`). Ranks share what
-    is remembered, and the work.
+    batch holds already are not encoded again. Ranks share the memory, and the work.
+
+    A step compares all anchors with all that is remembered, 4·B·N·D multiply-adds for both directions together. With
+    `pool` below N it looks at a random part of the memory, where each item stands for N/pool, and at the hardest items
+    that its anchors have met so far, which stand for themselves: an estimate of the partition function without bias.
 
     Args:
         extra_encodes: items drawn per pair of the batch, for both directions together: R = extra_encodes·B/2 of each
-            side, and with views R = extra_encodes·B views. 0 draws none.
+            side, at least 1, and with views R = extra_encodes·B views. 0 draws none.
         control: α in [0, 1].
-        pool: look at so many remembered items of each side per step at most, in random blocks, so that its time does
-            not grow with N; null: at all of them.
-        **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
+        pool: look at so many remembered items of each side per step, in random blocks; null: at all of them.
+        **memory: see `MemoryObjective`.
     """
 
-    needs_num_left = True
-    needs_encode = True
-    knows_partition = True
+    kept: Tensor
 
     def __init__(
-        self, *, extra_encodes: float = 1.0, control: float = 0.5, pool: int | None = 65_536, **common: Any
+        self, *, extra_encodes: float = 1.0, control: float = 0.5, pool: int | None = 65_536, **memory: Any
     ) -> None:
-        super().__init__(**common)
+        super().__init__(**memory)
         if not 0 <= extra_encodes < math.inf:
-            self._fail("extra_encodes", f"is {extra_encodes}; it must be 0 or more items per pair, such as 1")
+            fail(self, "extra_encodes", f"is {extra_encodes}; it must be 0 or more items per pair, such as 1")
         if not 0 <= control <= 1:
-            self._fail("control", f"is {control}; it must lie in [0, 1]")
+            fail(self, "control", f"is {control}; it must lie in [0, 1]")
         if pool is not None and pool < 1:
-            self._fail("pool", f"is {pool}; it must be at least 1, a number of items, or null for all")
-        self.extra_encodes, self.control, self.pool = extra_encodes, control, pool
-        # Named by the items they hold: left anchors draw from the right items.
-        self.left_cache = FeatureCache((self.num_left or 1) * (2 if self.views else 1), self.state_on_cpu)
-        self.right_cache = self.left_cache if self.views else FeatureCache(self.num_right or 1, self.state_on_cpu)
-        self.random = SharedRandom(self.seed)
+            fail(self, "pool", f"is {pool}; it must be at least 1, a number of items, or null for all")
+        self.extra_encodes = extra_encodes
+        self.control = control
+        self.pool = pool
+        # The hardest items that each anchor met; with views an image has one row for both.
+        num_kept = NUM_KEPT if any(self._num_blocks(direction) is not None for direction in self.directions) else 0
+        self.register_buffer("kept", torch.full((self.num_rows * (2 if self.views else 1), num_kept), PADDING))
 
     @property
     def needs_uniform_batches(self) -> str | None:
         """How often an item was to be expected in the batch is known for random batches only."""
         return "extra_encodes=0 (the batch alone)" if self.extra_encodes else None
 
-    def diagnostics(self) -> dict[str, Tensor]:
-        """The logs of the mean of exp(s/τ) over what is remembered; what share of all items that is; and over how many
-        of them q is spread, 1/Σ q²: far fewer than the draws, and draws come twice."""
-        remembered = share_remembered(self.log_temperature, self.left_cache, self.right_cache)
-        # Of each direction the probability that two draws are the same item; 0 before anything is remembered.
-        twice = [distributed.all_reduce(shares.double().square().sum()) for _, shares in self.watched.values()]
-        number = torch.stack([torch.where(of > 0, 1 / of, 0.0) for of in twice]).mean() if twice else remembered * 0
-        return self._spread("log_mean_exp") | {"remembered": remembered, "effective_items": number}
+    @torch.no_grad()
+    def plan(self, anchors: Anchors) -> Plan:
+        hidden = anchors.gather_lists(anchors.hidden_items)
+        plans = [self._plan_direction(anchors, x, hidden[x]) for x in range(len(anchors.directions))]
+        items, remembered, is_known, log_weights, mean, log_sum = (
+            torch.stack(values) for values in zip(*plans, strict=True)
+        )
+        num_candidates = anchors.candidates.shape[1]
+        own, sizes = distributed.share(items[:, num_candidates:].T)
+        return Plan(
+            outside=own.T,
+            sizes=sizes,
+            items=items,
+            remembered=remembered,
+            is_known=is_known,
+            log_weights=log_weights,
+            seen_mean=mean[:, anchors.batch_rows],
+            log_partition=log_sum[:, anchors.batch_rows],
+        )
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> Asking[AnchorLosses]:
-        assert encode is not None
-        cache = self.left_cache if anchors.candidate_side == "left" else self.right_cache
-        items, num_batch, updates = candidate_items(anchors), anchors.num_global, self.updates_state
-        with torch.no_grad():
-            asking, barred, guide = queries_of_all(anchors)
-            blocks, share_seen = self._blocks(cache)
-            seen = cache.attend(asking, barred, self._item_counts(anchors), blocks, guide)
-            num_draws = round(self.extra_encodes * num_batch / 2)
-            drawn = cache.sample(seen, num_draws, self.random.uniform(1, like=asking))
-        # What is drawn from the batch has an embedding already; ranks split the rest.
-        away = yield torch.where(find(items, drawn) < 0, drawn, NO_STATE)
-        away = away[away != NO_STATE].unique()
-        own, sizes = distributed.share(away)
-        embeddings = distributed.gather_with_grad(embed(own, encode, anchors), sizes)
-        yield None  # what is encoded is looked at before it is remembered
-        with torch.no_grad():
-            outside = upload(away, items.device)
-            compared = torch.cat([items, outside])
-            of_batch_on_cpu = known_candidate_items(anchors)
-            on_cpu = None if of_batch_on_cpu is None else torch.cat([of_batch_on_cpu, away])
-            remembered, known = cache.recall(compared, asking, on_cpu)
-            # n_z: once for each place in the batch, and all draws of an item in the first place that holds it.
-            number = asking.new_zeros(len(compared))
-            number[:num_batch] = 1
-            place = find(compared, drawn)
-            number.index_add_(0, place.clamp(min=0), (place >= 0).to(number))
-            # How often a copy of each item was to be expected: among the draws, and in the batch.
-            shares = mean_shares(asking, barred, seen.log_sum, compared, remembered, guide)
-            shares = torch.where(known, shares, 0.0)
-            num_pairs, of_batch = self.corpus_size(anchors.candidate_side) or 1, num_batch // (2 if self.views else 1)
-            expected = min(max(of_batch - 1, 0) / max(num_pairs - 1, 1), 1.0) + num_draws * share_seen * shares
-            log_weights = number.log() - expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
-            if updates:
-                cache.write(compared, torch.cat([anchors.candidates, embeddings]), on_cpu)
-            first = sum(anchors.sizes[: distributed.rank()])
-            own_mean, own_log_mean = (of[first : first + len(anchors.ids)] for of in (seen.mean, seen.log_mean))
+    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
+        assert outside is not None
+        own = outside.transpose(0, 1).contiguous()
+        drawn = distributed.gather_with_grad(own, plan.sizes).transpose(0, 1)
+        compared = anchors.with_candidates(
+            torch.cat([anchors.candidates, drawn], dim=1), plan.items // 2 if self.views else plan.items
+        )
+        if self.updates_state:
+            self.remember_batch(anchors)
+            for x, direction in enumerate(anchors.directions):
+                is_drawn = plan.items[x, -drawn.shape[1] :] != PADDING if drawn.shape[1] else slice(0)
+                items = plan.items[x, anchors.candidates.shape[1] :]
+                self.memory_of(direction).write(items[is_drawn], drawn[x][is_drawn])
+        self.watch(log_mean_exp=plan.log_partition - self.log_num_negatives(anchors))
 
-        self._watch(anchors, own_log_mean, seen.shares)
-
-        def weigh(some: Anchors, seen_mean: Tensor) -> Tensor:
-            similarities = torch.cat([some.similarities, some.embeddings @ embeddings.T], dim=1)
+        def weigh(block: Anchors, seen_mean: Tensor, log_partition: Tensor) -> Tensor:
+            scores, positive = block.scores, block.positive_scores
             with torch.no_grad():
-                hidden = torch.cat([some.excluded, some.hides(outside)], dim=1)
-                hidden = hidden | (number == 0)
-                weights = softmax(similarities / some.temperature + log_weights, hidden)
-                # What the same comparison misses of all that is remembered.
-                logits = some.embeddings @ remembered.T / some.temperature + log_weights
-                missed = seen_mean - softmax(logits, hidden | ~known) @ remembered
-            return (weights * similarities).sum(dim=1) + self.control * (some.embeddings * missed).sum(dim=1)
+                log_weights = plan.log_weights[:, None].masked_fill(block.not_negative, -torch.inf)
+                weights = torch.softmax(scores + log_weights, dim=-1).nan_to_num(0.0)
+                # The same comparison with remembered embeddings, and what it misses of all that is remembered.
+                old_scores = block.embeddings @ plan.remembered.mT / block.temperature
+                old_logits = (old_scores + log_weights).masked_fill(~plan.is_known[:, None], -torch.inf)
+                missed = seen_mean - torch.softmax(old_logits, dim=-1).nan_to_num(0.0) @ plan.remembered
+                all_weights = torch.cat(
+                    [weights, self.control * missed, torch.full_like(missed[..., :1], -1.0)], dim=-1
+                )
+            all_scores = torch.cat([scores, block.embeddings / block.temperature, positive[..., None]], dim=-1)
+            value = log_partition.nan_to_num(neginf=0.0) - positive
+            return Estimate.apply(value.detach(), all_scores, all_weights)
 
-        negatives = anchors.by_rows(weigh, own_mean, row_entries=4 * len(compared))
-        value = own_log_mean.nan_to_num(neginf=0.0) + self.log_corpus_size(anchors) - anchors.positive_logits
-        return AnchorLosses(negatives / anchors.temperature - anchors.positive_logits, value.detach())
+        width = 4 * compared.candidates.shape[1]
+        return compared.by_blocks(weigh, plan.seen_mean, plan.log_partition, width=width)
 
-    def _item_counts(self, anchors: Anchors) -> Tensor | None:
-        """(N,) how often each candidate item stands in the corpus; None for once."""
-        counts = self.counts(anchors.candidate_side)
-        return counts.repeat_interleave(2) if counts is not None and self.views else counts
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Those of `MemoryObjective`; and over how many items q is spread, 1/Σ q²: far fewer than R, and draws
+        repeat."""
+        squares = [distributed.all_reduce(shares.double().square().sum()) for shares in self._watched.get("shares", [])]
+        spread = [torch.where(square > 0, 1 / square, 0.0) for square in squares]
+        effective = torch.stack(spread).mean() if spread else torch.zeros(())
+        return super().diagnostics() | {"effective_items": effective}
 
-    def _blocks(self, cache: FeatureCache) -> tuple[list[int] | None, float]:
-        """The blocks to look at in this step, None for all; and the probability of an item to be in one of them."""
-        wanted = cache.num_blocks if self.pool is None else -(-self.pool // cache.block_size)
-        if wanted >= cache.num_blocks:
-            return None, 1.0
-        # Drawn on the CPU: an accelerator need not be waited for.
-        blocks = self.random.permutation(cache.num_blocks, torch.device("cpu"))[:wanted]
-        return sorted(blocks.tolist()), wanted / cache.num_blocks
+    def _plan_direction(self, anchors: Anchors, x: int, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Items, remembered, is_known, log_weights of `Plan` for one direction; (G, D) means and (G,) log Z."""
+        direction = anchors.directions[x]
+        memory, counts = self.memory_of(direction), self.item_counts(direction)
+        queries = anchors.all_embeddings[x] / anchors.temperature
+        rows = self._rows_of_kept(anchors)[x]
+        slots, log_weights = self._look_at(direction, rows)
+        num_kept = self.kept.shape[1] if slots is not None else 0
+        seen = memory.attend(queries, hidden, counts, slots, log_weights, num_kept)
+        if num_kept and self.updates_state:
+            self.kept[rows] = seen.hardest[first_occurrence(rows)]
+        num_draws = self._num_draws(anchors)
+        drawn = sample(seen, num_draws, self.draws.uniform(1, like=queries))
+
+        # n_z: one for each place in the batch, none for mined negatives; all draws of an item count in its first place.
+        batch_items = anchors.candidate_items[x]
+        items = torch.cat([batch_items, drawn])
+        place = find(items[None], drawn[None])[1][0]
+        is_repeated = place != torch.arange(len(batch_items), len(items), device=place.device)
+        number = torch.zeros(len(items), dtype=queries.dtype, device=place.device)
+        number[: anchors.num_batch] = 1
+        number.index_add_(0, place, (drawn != PADDING).to(number))
+        items[len(batch_items) :] = drawn.masked_fill(is_repeated, PADDING)
+
+        remembered, is_known = memory.recall(items, queries)
+        log_pool = 0.0 if log_weights is None else -float(log_weights.max())
+        looked_at = is_known if slots is None else is_known & torch.isin(items, slots)
+        shares = mean_shares(queries, hidden, seen.log_sum, items, remembered, looked_at, log_pool)
+        expected = self._expected_in_batch(anchors, direction) + num_draws * shares.where(is_known, 0.0)
+        log_weights = number.log() - expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
+        self.watch(shares=seen.shares)
+        return (
+            items,
+            remembered,
+            is_known,
+            log_weights,
+            seen.mean,
+            seen.log_sum + self.log_missing(direction).to(queries),
+        )
+
+    def _num_draws(self, anchors: Anchors) -> int:
+        """R."""
+        wanted = round(self.extra_encodes * anchors.num_batch / 2)
+        return max(wanted, 1) if self.extra_encodes and anchors.num_batch else wanted
+
+    def _expected_in_batch(self, anchors: Anchors, direction: int) -> float:
+        """How often a pair that is not the anchor's was to be expected in the batch."""
+        num_pairs = anchors.num_batch // (2 if self.views else 1)
+        return min(max(num_pairs - 1, 0) / max(self.corpus_size(direction) - 1, 1), 1.0)
+
+    def _num_blocks(self, direction: int) -> int | None:
+        """How many blocks of the memory a step looks at; None for all."""
+        memory = self.memory_of(direction)
+        if self.pool is None or self.pool >= memory.num_slots:
+            return None
+        wanted = -(-self.pool // memory.block_size)
+        return None if wanted >= memory.num_blocks else wanted
+
+    def _rows_of_kept(self, anchors: Anchors) -> Tensor:
+        """(X, G) rows of all ranks' anchors in the table of kept items."""
+        rows = anchors.gather(anchors.rows)
+        if not self.views:
+            return rows
+        return 2 * rows + (torch.arange(anchors.num_batch, device=rows.device) >= anchors.num_batch // 2)
+
+    def _look_at(self, direction: int, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(n,) ascending slots to look at, None for all; (n,) log of how many slots each stands for.
+
+        A random pool, whose items stand for all that nobody keeps, and the items that these anchors keep.
+        """
+        num_blocks = self._num_blocks(direction)
+        if num_blocks is None:
+            return None, None
+        memory = self.memory_of(direction)
+        blocks = self.draws.permutation(memory.num_blocks, torch.device("cpu"))[:num_blocks].sort().values
+        pool = (blocks[:, None] * memory.block_size + torch.arange(memory.block_size)).flatten()
+        kept = self.kept[rows].unique()
+        slots = torch.cat([pool[pool < memory.num_slots].to(kept.device), kept[kept != PADDING]]).unique()
+        log_weights = torch.zeros(len(slots), device=slots.device)
+        log_weights.masked_fill_(~torch.isin(slots, kept), math.log(memory.num_blocks / num_blocks))
+        return slots, log_weights
 
 
 def mean_shares(
-    anchors: Tensor,
-    barred: Tensor,
+    queries: Tensor,
+    hidden: Tensor,
     log_sum: Tensor,
     items: Tensor,
-    embeddings: Tensor,
-    guide: Judgement | None = None,
+    remembered: Tensor,
+    looked_at: Tensor,
+    log_pool: float,
 ) -> Tensor:
-    """(n,) q of items (n,) with some embeddings (n, D): the mean of exp(s/τ − log_sum) over anchors that see anything.
+    """(n,) q of items: the mean over anchors that see anything of their share of the softmax.
+
+    An item that was not looked at has the share that it would have had: of e^s/(Z + e^s/π), with π the chance of the
+    pool to hold it.
 
     Args:
-        anchors: (A, D) embeddings over τ.
-        barred: (A, K) distinct items that an anchor does not see, padded with -1.
-        log_sum: (A,) of what each anchor sees, -inf for nothing.
-        guide: what it takes for positives of these anchors they do not see either.
+        queries: (G, D) anchors over τ.
+        hidden: (G, K) ascending items that an anchor does not see, padded with -1.
+        log_sum: (G,) log Z of each anchor, -inf for nothing.
+        items, remembered: (n,) and (n, D).
+        looked_at: (n,) whether an item was looked at.
+        log_pool: log π.
     """
-    sees = torch.isfinite(log_sum)
-    level, shares = torch.where(sees, log_sum, torch.inf)[:, None], []
-    for some in torch.arange(len(items), device=items.device).split(max(1, MAX_ELEMENTS // max(1, len(anchors)))):
-        # No share is above 1: what lies outside a pool may be nearer than all inside it.
-        weights = torch.exp(anchors @ embeddings[some].T - level).clamp_(max=1.0)
-        weights.masked_fill_(listed(barred, items[some]), 0.0)
-        if guide is not None:
-            weights.masked_fill_(guide.of_items(items[some]), 0.0)
-        shares.append(weights.sum(dim=0))
-    return torch.cat(shares) / sees.sum().clamp(min=1)
-
-
-def softmax(logits: Tensor, hidden: Tensor) -> Tensor:
-    """(A, C) over what is not hidden (A, C); 0 in a row where everything is."""
-    return torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=1).nan_to_num(0.0)
+    sees = log_sum.isfinite()
+    log_shares = queries @ remembered.T - log_sum.where(sees, torch.inf)[:, None]
+    if log_pool:
+        unseen = log_shares - torch.nn.functional.softplus(log_shares - log_pool)
+        log_shares = torch.where(looked_at, log_shares, unseen)
+    shares = log_shares.exp().clamp(max=1.0).masked_fill(is_listed(items, hidden), 0.0)
+    return shares.sum(dim=0) / sees.sum().clamp(min=1)

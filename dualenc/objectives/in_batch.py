@@ -1,4 +1,7 @@
-"""Objectives of the batch alone, without memory: InfoNCE, DCL, HCL, and SigLIP to compare with."""
+"""Objectives of the batch alone, without memory: InfoNCE, DCL, HCL, and SigLIP to compare with.
+
+Shapes: X directions, A anchors, C candidates.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +10,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import logsigmoid
 
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import Objective
+from dualenc.objectives.checks import fail
 
 
 class InfoNCE(Objective):
     """−s⁺/τ + log(exp(s⁺/τ) + Σ_c exp(s_c/τ)) over the negatives c of the batch.
 
-    Source: SimCLR (Chen et al. 2020) with views=True, CLIP (Radford et al. 2021) otherwise. Positives beyond the
-    anchor's own (captions of the same image, other relevant documents) are left out of the sum, not counted as
-    negatives.
+    Source: SimCLR (Chen et al. 2020, arXiv:2002.05709) with views=True, CLIP (Radford et al. 2021, arXiv:2103.00020)
+    otherwise. Positives beyond the anchor's own (captions of the same image, other relevant documents) are left out of
+    the sum, not counted as negatives.
     """
 
-    def losses(self, block: Anchors, *known: Tensor) -> Tensor:
-        return cross_entropy(block.logits_with_positive, block.positive_column, reduction="none")
+    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
+        return anchors.by_blocks(self._losses)
+
+    @staticmethod
+    def _losses(block: Anchors) -> Tensor:
+        not_candidate = block.not_negative.scatter(-1, block.positive_column[..., None], False)
+        logits = block.scores.masked_fill(not_candidate, -torch.inf)
+        return logits.logsumexp(dim=-1) - block.positive_scores
 
 
 class DCL(Objective):
-    """−s⁺/τ + log Σ_c exp(s_c/τ) over the negatives c of the batch (Yeh et al. 2022, decoupled contrastive loss)."""
+    """−s⁺/τ + log Σ_c exp(s_c/τ) over the negatives c of the batch.
 
-    both_at_once = True
+    Source: Yeh et al. 2022, decoupled contrastive learning, arXiv:2110.06848, Eq. 6.
+    """
 
-    def losses(self, block: Anchors, *known: Tensor) -> Tensor:
-        if block.all_have_negatives:
-            return torch.logsumexp(block.logits, dim=1) - block.positive_logits
-        alone = block.num_negatives == 0
-        # An anchor without negatives only pulls its positive; a row of -inf would have a NaN gradient.
-        logits = block.logits.masked_fill(alone[:, None], 0.0)
-        return torch.logsumexp(logits, dim=1).masked_fill(alone, 0.0) - block.positive_logits
+    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
+        return anchors.by_blocks(self._losses)
+
+    @staticmethod
+    def _losses(block: Anchors) -> Tensor:
+        return log_sum_exp(block.logits) - block.positive_scores
 
 
 class HCL(Objective):
@@ -44,9 +54,9 @@ class HCL(Objective):
 
         −log( e⁺ / (e⁺ + G) ),   G = max( (Σ_c w_c e_c − n·τ⁺·e⁺) / (1 − τ⁺), n·exp(−1/τ) )
 
-    with e = exp(s/τ), w_c = exp(β_h·s_c/τ) / mean over c. Source: Robinson et al. 2021, Eq. 2 (hard negatives) and
-    Chuang et al. 2020 (β_h = 0, debiased); both at zero give InfoNCE. The paper's Fig. 5 writes β·e for the weight;
-    Eq. 2 (and the authors) mean exp(β_h·s/τ), which is what stands here.
+    with e = exp(s/τ), w_c = exp(β_h·s_c/τ) / mean over c, n negatives. Source: Robinson et al. 2021 (arXiv:2010.04592),
+    Eq. 2 (hard negatives) and Chuang et al. 2020 (arXiv:2007.00224; β_h = 0, debiased); both at zero give InfoNCE. The
+    paper's Fig. 5 writes β·e for the weight; Eq. 2 (and the authors) mean exp(β_h·s/τ).
 
     Args:
         hardness: β_h ≥ 0, concentration on hard negatives.
@@ -55,52 +65,56 @@ class HCL(Objective):
         **common: see `Objective`.
     """
 
-    both_at_once = True
-
     def __init__(
         self, *, hardness: float = 1.0, class_prior: float = 0.1, annealing_steps: int = 0, **common: Any
     ) -> None:
         super().__init__(**common)
         if hardness < 0:
-            self._fail("hardness", f"is {hardness}; it must be 0 or more")
+            fail(self, "hardness", f"is {hardness}; it must be 0 or more")
         if not 0 <= class_prior < 1:
-            self._fail("class_prior", f"is {class_prior}; it must lie in [0, 1)")
+            fail(self, "class_prior", f"is {class_prior}; it must lie in [0, 1)")
         if annealing_steps < 0:
-            self._fail("annealing_steps", f"is {annealing_steps}; it must be 0 or more")
+            fail(self, "annealing_steps", f"is {annealing_steps}; it must be 0 or more")
         self.initial_hardness = self.hardness = hardness
-        self.class_prior, self.annealing_steps = class_prior, annealing_steps
+        self.class_prior = class_prior
+        self.annealing_steps = annealing_steps
 
     def set_progress(self, fraction: float) -> None:
         if self.annealing_steps:
             passed = math.floor(min(max(fraction, 0.0), 1.0) * self.annealing_steps)
             self.hardness = self.initial_hardness * (1 - passed / self.annealing_steps)
 
-    def losses(self, block: Anchors, *known: Tensor) -> Tensor:
-        positive, scores, prior = block.positive_logits, block.scores, self.class_prior
-        alone, masked = block.num_negatives == 0, block.excluded
-        if not block.all_have_negatives:
-            masked = masked & ~alone[:, None]
-        importance = (self.hardness * scores).masked_fill(masked, -torch.inf)
-        weighted = ((1 + self.hardness) * scores).masked_fill(masked, -torch.inf)
-        log_sum = torch.logsumexp(weighted, dim=1) - torch.logsumexp(importance, dim=1) + block.log_num_negatives
-        if prior:
-            # log G: the difference of exponentials in the log domain, where it exceeds the floor.
-            log_count = block.log_num_negatives
-            gap = log_count + math.log(prior) + positive - log_sum
-            above = gap < 0
-            # The inner where keeps log1p finite on rows that take the floor, so that their gradient is 0, not NaN.
-            shrink = torch.log1p(-torch.exp(torch.where(above, gap, -torch.ones_like(gap))))
-            difference = log_sum + shrink - math.log1p(-prior)
-            floor = log_count - 1 / block.temperature
-            log_sum = torch.where(above & (difference > floor), difference, floor)
-        loss = torch.logaddexp(positive, log_sum) - positive
-        return loss if block.all_have_negatives else torch.where(alone, positive - positive, loss)
+    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
+        return anchors.by_blocks(self._losses)
+
+    def _losses(self, block: Anchors) -> Tensor:
+        scores, not_negative, positive = block.scores, block.not_negative, block.positive_scores
+        num_negatives = (~not_negative).sum(dim=-1)
+        log_num = num_negatives.clamp(min=1).to(scores.dtype).log()
+        log_importance = log_sum_exp((self.hardness * scores).masked_fill(not_negative, -torch.inf))
+        log_weighted = log_sum_exp(((1 + self.hardness) * scores).masked_fill(not_negative, -torch.inf))
+        log_sum = log_weighted - log_importance + log_num  # log Σ_c w_c e_c
+        if self.class_prior:
+            log_sum = self._debiased(log_sum, log_num, positive, block.temperature)
+        losses = torch.logaddexp(positive, log_sum) - positive
+        # Without negatives there is nothing to lose.
+        return torch.where(num_negatives == 0, positive - positive, losses)
+
+    def _debiased(self, log_sum: Tensor, log_num: Tensor, positive: Tensor, temperature: Tensor) -> Tensor:
+        """(X, A) log G, in the log domain."""
+        log_share = log_num + math.log(self.class_prior) + positive - log_sum  # log of n·τ⁺·e⁺ / Σ_c w_c e_c
+        is_difference = log_share < 0
+        # The inner where keeps log1p finite in rows that take the floor, whose gradient would else be NaN.
+        shrink = torch.log1p(-torch.exp(torch.where(is_difference, log_share, -1.0)))
+        difference = log_sum + shrink - math.log1p(-self.class_prior)
+        floor = log_num - 1 / temperature
+        return torch.where(is_difference & (difference > floor), difference, floor)
 
 
 class SigLIP(Objective):
-    """−log σ(s⁺/τ + b) − Σ_c log σ(−(s_c/τ + b)) per anchor (Zhai et al. 2023, Algorithm 1), for comparison.
+    """−log σ(s⁺/τ + b) − Σ_c log σ(−(s_c/τ + b)) per anchor, for comparison: not an estimate of the global loss.
 
-    Not an estimate of the global contrastive loss.
+    Source: Zhai et al. 2023, arXiv:2303.15343, Algorithm 1.
 
     Args:
         temperature: starting value of τ.
@@ -109,8 +123,6 @@ class SigLIP(Objective):
         learnable_bias: learn b with the model.
         **common: see `Objective`.
     """
-
-    both_at_once = True
 
     def __init__(
         self,
@@ -124,7 +136,17 @@ class SigLIP(Objective):
         super().__init__(temperature=temperature, learnable_temperature=learnable_temperature, **common)
         self.bias = nn.Parameter(torch.tensor(float(bias)), requires_grad=learnable_bias)
 
-    def losses(self, block: Anchors, *known: Tensor) -> Tensor:
-        attract = logsigmoid(block.positive_logits + self.bias)
-        repel = logsigmoid(-(block.scores + self.bias)).masked_fill(block.excluded, 0.0)
-        return -attract - repel.sum(dim=1)
+    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
+        return anchors.by_blocks(self._losses)
+
+    def _losses(self, block: Anchors) -> Tensor:
+        attraction = logsigmoid(block.positive_scores + self.bias)
+        repulsion = logsigmoid(-(block.scores + self.bias)).masked_fill(block.not_negative, 0.0)
+        return -attraction - repulsion.sum(dim=-1)
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """(X, A) log Σ_c exp of logits (X, A, C); 0, without gradient, for an anchor without negatives."""
+    alone = (logits == -torch.inf).all(dim=-1)
+    # A row of -inf has a NaN gradient.
+    return logits.masked_fill(alone[..., None], 0.0).logsumexp(dim=-1).masked_fill(alone, 0.0)

@@ -1,16 +1,34 @@
-"""ISIR: iterated sampling importance resampling, one softmax over a chain's state and all proposals."""
+"""ISIR: iterated sampling importance resampling, one softmax over a chain's state and all proposals.
+
+Shapes: X directions, A anchors, C proposals, S items that a state stands for (1; with views 2).
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.base import AnchorLosses, Encode
-from dualenc.objectives.chains import NO_STATE, ChainObjective, Visit, find_in_rows, inverse_cdf
-from dualenc.objectives.looks import Asking
+from dualenc.objectives.chains import NO_STATE, ChainObjective, Plan, Visit, find
+from dualenc.objectives.memory import inverse_cdf
+
+
+def isir_step(proposed: Tensor, states: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """One transition of each chain.
+
+    Args:
+        proposed: (X, A, C) log weights of the proposals; -inf where one is not a negative.
+        states: (X, A, S) log weights of the state; -inf where there is none, or a proposal stands for it.
+        uniform: (X, A) draws in [0, 1).
+
+    Returns:
+        (X, A, C + S) the softmax over both, 0 in a row without negatives; (X, A) the column of the next state, C or
+        more where the chain stays.
+    """
+    weights = torch.softmax(torch.cat([proposed, states], dim=-1), dim=-1).nan_to_num(0.0)
+    return weights, inverse_cdf(weights, uniform)
 
 
 class ISIR(ChainObjective):
@@ -18,11 +36,11 @@ class ISIR(ChainObjective):
     from it.
 
     The softmax over the whole corpus is invariant when the proposals are distinct and uniform and the state counts
-    apart unless it is one of them: so for pairs, where copies of an item that come with other pairs are
-    proposals of their own. It is invariant for uniform draws when copies and the state count once; and for draws from
-    any density q that the weights are divided by, with each draw and the state counted. Source: Andrieu, Lee and
-    Vihola 2018 (arXiv:1312.6432); the use of the probabilities themselves as weights, Cardoso et al. 2022
-    (arXiv:2207.06364). It varies less than Metropolis–Hastings (`EMC2`); out-of-batch states are always encoded.
+    apart
+    unless it is one of them: so for pairs, where copies of an item that come with other pairs are proposals of their
+    own. It is invariant for uniform draws when copies and the state count once. Source: Andrieu, Lee and Vihola 2018
+    (arXiv:1312.6432); the use of the probabilities themselves as weights, Cardoso et al. 2022 (arXiv:2207.06364). It
+    varies less than Metropolis–Hastings (`EMC2`); states outside the batch are always encoded.
 
     With 200 random pairs at τ = 0.02 the bias of the gradient is gone from the second epoch on (below the 0.1
     that a few runs resolve). With chains that start cold (`recent=0`) it is .93 after one epoch, .48 after 30 at B = 4;
@@ -34,121 +52,84 @@ class ISIR(ChainObjective):
         **chains: see `ChainObjective`.
     """
 
-    # Of a document that three queries share, a chain knows on which of the three copies it is.
-    remembers: ClassVar[dict[str, float]] = {"partner": NO_STATE}
-    beside: Literal["partner", "similarity"] = "partner"
-
-    def items_drawn(self, ids: Tensor) -> Tensor:
-        """Both views of each image."""
-        return torch.cat([2 * ids, 2 * ids + 1]) if self.views else ids
-
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> Asking[AnchorLosses]:
-        assert encode is not None
+    def plan(self, anchors: Anchors) -> Plan:
         visit = self.visit(anchors)
-        state, num_views, num_proposals = visit.state, 2 if self.views else 1, visit.items.shape[1]
-        if self.views:
-            state = torch.where(state < 0, state, state // 2 * 2)
-        partner = torch.where(visit.usable, self.take("partner", visit.chains), visit.told)
-        there, place = visit.find(state)
-        # (A, S) the state's item, with views S = 2: where it is among the proposals, and how similar it is elsewhere.
-        places = place
-        if self.views:
-            # A left view stands in the first half; what is not there has any place.
-            places = torch.cat([place, (place + num_proposals // 2) % num_proposals], dim=1)
-        uniform = anchors.of_rank(self.random.uniform(anchors.num_rows, 1, like=anchors.embeddings))
-        is_there = there[:, 0]
-        away = state.masked_fill(is_there, NO_STATE)
-        proposed, outside = yield from self.embed_proposals(anchors, visit, away, num_views, encode)
-        if outside is None:
-            outside = anchors.embeddings.new_zeros(places.shape)
-        outside = outside / anchors.temperature
-        stands_for_state, log_q = self._stands_for_state(anchors, visit, state, partner, is_there, place)
-        # What the state's own weight is divided by is 1 where proposals are uniform.
-        absent, outside_log_q = (stands_for_state | (state == NO_STATE))[:, None], []
-        if self.views and anchors.guide is not None:
-            # A chain is on an image of which a guide may allow one view only.
-            absent = absent | anchors.guide.of_each(torch.stack([state, state + 1], dim=1))
-        if not visit.uniform:
-            outside_log_q = [self.log_density(anchors, visit, state.view(len(visit.items), -1)).view(-1)]
+        return self.plan_encoding(visit, wanted=visit.state != NO_STATE)
+
+    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
+        assert outside is not None
+        visit = plan.visit
+        proposed, outside_scores = self.embedded(anchors, plan, outside)
+        uniform = self.draws.uniform(len(anchors.directions), anchors.num_batch, like=anchors.embeddings)
+        # The state counts apart, unless its own pair is proposed.
+        is_proposed = find(visit.keys, self._first_keys(visit.state)[..., None])[0][..., 0]
+        counts_apart = (visit.state != NO_STATE) & ~is_proposed
+        log_copies = self._log_copies(visit.keys)
 
         def weigh(
-            some: Anchors,
+            block: Anchors,
+            is_found: Tensor,
+            column: Tensor,
+            outside_scores: Tensor,
+            counts_apart: Tensor,
+            log_sum: Tensor,
             uniform: Tensor,
-            there: Tensor,
-            places: Tensor,
-            absent: Tensor,
-            log_mean: Tensor,
-            outside: Tensor,
-            *outside_log_q: Tensor,
         ) -> tuple[Tensor, Tensor]:
-            scores, logits = self.compare(some, visit, proposed)
+            scores = block.scores
+            state_scores = torch.where(is_found, scores.gather(-1, column), outside_scores)
             with torch.no_grad():
-                # A state of which there is a copy is what that is now.
-                of_states = torch.where(there, scores.gather(1, places), outside)
-                if outside_log_q:
-                    of_states = of_states - outside_log_q[0][:, None]
-                if log_q is not None:
-                    logits = logits - visit.by_row(log_q, some)
-                of_states = of_states.masked_fill(absent, -torch.inf)
-                weights, column = iterated_sir(logits, of_states, uniform, never_nothing)
-                # What the state weighs where a proposal equals it is that one's too.
-                of_states = weights[:, num_proposals:]
-                weights.scatter_add_(1, places, of_states * there)
-                of_states.masked_fill_(there, 0.0)
-            return self.losses_of(some, torch.cat([scores, outside], dim=1), weights, log_mean), column
+                logits = scores.masked_fill(block.not_negative, -torch.inf) - log_copies[:, None]
+                state_logits = state_scores.masked_fill(~counts_apart[..., None], -torch.inf)
+                weights, drawn = isir_step(logits, state_logits, uniform)
+            state_weights = weights[..., scores.shape[-1] :]
+            weights = weights[..., : scores.shape[-1]]
+            return self.chain_losses(block, weights, state_weights, state_scores, scores, log_sum), drawn
 
-        never_nothing = self.proposals == "batch" and anchors.all_have_negatives
-        of_row = (uniform, there, places, absent, visit.log_mean, outside, *outside_log_q)
-        losses, column = anchors.by_rows(weigh, *of_row, row_entries=2 * num_proposals)
-        if self.updates_state:
-            moved, place = column < num_proposals, column.clamp(max=num_proposals - 1)
-            next_state, next_partner = visit.after(moved, place, (visit.items, visit.state), (visit.partners, partner))
-            self.store(anchors, visit.chains, next_state, partner=next_partner)
-        return AnchorLosses(losses)
+        rows = (visit.is_found, visit.column, outside_scores, counts_apart, visit.log_sum)
+        losses, drawn = proposed.by_blocks(weigh, *rows, uniform[:, anchors.batch_rows])
+        self.store(anchors, visit, self._drawn_keys(visit, drawn))
+        return losses
 
-    def _stands_for_state(
-        self, anchors: Anchors, visit: Visit, state: Tensor, partner: Tensor, there: Tensor, place: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """(A,) whether a proposal stands for the state; and (X, C) what the weights of proposals are divided by, in
-        logs, None for nothing."""
-        items, partners, num = visit.items, visit.partners, len(visit.items)
-        if not visit.uniform:
-            # Draws of unequal density cannot stand for the state: it counts apart.
-            return torch.zeros_like(there), self.log_density(anchors, visit, items)
-        if self.views or self.proposals != "batch":
-            ordered = items.sort(dim=1).values
-            copies = torch.searchsorted(ordered, items, right=True) - torch.searchsorted(ordered, items)
-            return there, copies.to(anchors.embeddings).log()
-        # Other copies of the item do not stand for the state's own pair. A pair that is not known is any.
-        if anchors.distinct:
-            same_pair = partners.gather(1, place.view(num, -1)).view(-1) == partner
+    @property
+    def state_size(self) -> int:
+        return 2 if self.views else 1
+
+    def items_of_state(self, state: Tensor) -> Tensor:
+        """Both views of the state's image."""
+        if not self.views:
+            return super().items_of_state(state)
+        first = self._first_keys(state)
+        return torch.stack([first, torch.where(first < 0, first, first + 1)], dim=-1)
+
+    def keys_of_draws(self, ids: Tensor) -> Tensor:
+        """Both views of each image; items of no pair otherwise."""
+        if self.views:
+            return torch.cat([2 * ids, 2 * ids + 1], dim=1)
+        return self.keys_of(ids)
+
+    def _first_keys(self, state: Tensor) -> Tensor:
+        """(X, A) the keys that stand for states: with views the image's left view."""
+        return torch.where(state < 0, state, state // 2 * 2) if self.views else state
+
+    def _log_copies(self, keys: Tensor) -> Tensor:
+        """(X, C) log of how often each draw from the corpus is drawn: copies count once. 0 for proposals of the
+        batch."""
+        if self.proposals == "batch":
+            return torch.zeros_like(keys, dtype=torch.float32)
+        ordered = keys.sort(dim=1).values
+        copies = torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
+        return copies.float().log()
+
+    def _drawn_keys(self, visit: Visit, drawn: Tensor) -> Tensor:
+        """(X, A) the keys in the drawn columns (X, A), of which those from C on are the state's."""
+        num_proposals = visit.keys.shape[1]
+        proposed = visit.keys[:, None].expand(-1, drawn.shape[1], -1)
+        if not num_proposals:
+            return visit.state
+        chosen = proposed.gather(-1, drawn.clamp(max=num_proposals - 1)[..., None])[..., 0]
+        if self.views:
+            items = self.items_of_state(visit.state)
+            staying = items.gather(-1, (drawn - num_proposals).clamp(min=0)[..., None])[..., 0]
         else:
-            width = max(self.num_left or 1, self.num_right or 1)
-            same_pair, _ = find_in_rows(items * width + partners, (state * width + partner).view(num, -1))
-            same_pair = same_pair.view(-1)
-        return there & (same_pair | (partner < 0)), None
-
-
-def iterated_sir(
-    proposed: Tensor, outside: Tensor, uniform: Tensor, never_nothing: bool = False
-) -> tuple[Tensor, Tensor]:
-    """One transition of each chain.
-
-    Args:
-        proposed: (A, C) log weights of the proposals; -inf where one is no negative.
-        outside: (A, S) log weights of what the state stands for; -inf where a proposal stands for it.
-        uniform: (A, 1) draws in [0, 1).
-        never_nothing: it is known that no row is -inf everywhere.
-
-    Returns:
-        (A, C + S) the softmax over both (0 in a row without negatives), and (A,) the proposal that is the next state,
-        C or more where the chain stays.
-    """
-    logits = torch.cat([proposed, outside], dim=1)
-    weights = torch.softmax(logits, dim=1)
-    drawn = inverse_cdf(weights, uniform)
-    if never_nothing:
-        return weights, drawn[:, 0]
-    # Without negatives there is nothing to draw.
-    nothing = weights.isnan()[:, :1]
-    return weights.masked_fill_(nothing, 0.0), drawn.masked_fill_(nothing, proposed.shape[1])[:, 0]
+            staying = visit.state
+        return torch.where(drawn < num_proposals, chosen, staying)

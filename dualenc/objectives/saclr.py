@@ -1,4 +1,7 @@
-"""SACLR: an unnormalised kernel whose scale is tracked instead of a softmax."""
+"""SACLR: an unnormalised kernel whose scale is tracked instead of a softmax.
+
+Shapes: X directions, A anchors, C candidates.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dualenc import distributed
 from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.base import AnchorLosses, Encode, Objective
-from dualenc.objectives.state import LogAverages, SharedRandom, log_average
+from dualenc.objectives.base import Objective
+from dualenc.objectives.checks import fail
+from dualenc.objectives.draws import SharedRandom
+from dualenc.objectives.tables import log_average, write_log_means
+
+LOG_NOTHING = -1e4
+"""Log of a kernel that counts nothing; finite, as a row of -inf has a NaN gradient."""
 
 
 class SACLR(Objective):
@@ -39,7 +46,7 @@ class SACLR(Objective):
     too weak against the attraction, which sums to N rather than, as in its source (SCE), to 1.
 
     Args:
-        form: "row" keeps a scale per item, "matrix" one for all.
+        form: "row" keeps a scale per item, "matrix" one for each direction.
         negatives: "all" candidates of the batch, or 1 drawn uniformly per anchor (with views, both its views).
         alpha: share of the positives in the scale, in [0, 1].
         rho: forgetting rate in [0, 1): share of the old scale.
@@ -49,8 +56,9 @@ class SACLR(Objective):
         **common: see `Objective`.
     """
 
+    log_scale: Tensor
+
     needs_num_left = True
-    both_at_once = True
 
     def __init__(
         self,
@@ -65,89 +73,100 @@ class SACLR(Objective):
     ) -> None:
         super().__init__(**common)
         if not 0 <= alpha <= 1:
-            self._fail("alpha", f"is {alpha}; it must lie in [0, 1]")
+            fail(self, "alpha", f"is {alpha}; it must lie in [0, 1]")
         if not 0 <= rho < 1:
-            self._fail("rho", f"is {rho}; it must lie in [0, 1)")
-        self.form, self.negatives, self.alpha, self.rho, self.kernel = form, negatives, alpha, rho, kernel
+            fail(self, "rho", f"is {rho}; it must lie in [0, 1)")
+        self.form = form
+        self.negatives = negatives
+        self.alpha = alpha
+        self.rho = rho
+        self.kernel = kernel
         self.variant = variant
-        # The authors' scales are kept as 1/(s·n), a mean of kernels, since n differs between anchors.
+        # Log of 1/s, NaN before the first visit; the authors' as 1/(s·n), a mean of kernels, since n differs.
         start = math.log(0.01) if variant == "authors" else math.nan
-        on_cpu = self.state_on_cpu and form == "row"
-        self.left_scales = LogAverages(self.num_left or 1 if form == "row" else 1, start, on_cpu)
-        self.right_scales = self.left_scales
-        if not self.views:
-            self.right_scales = LogAverages(self.num_right or 1 if form == "row" else 1, start, on_cpu)
-        self.random = SharedRandom(self.seed)
+        num_scales = self.num_rows if form == "row" else len(self.directions)
+        self.register_buffer("log_scale", torch.full((num_scales,), start))
+        self.draws = SharedRandom(self.seed)
 
-    def anchor_losses(self, anchors: Anchors, encode: Encode | None) -> AnchorLosses:
-        def log_kernel(similarities: Tensor) -> Tensor:
-            # On the unit sphere ‖x − z‖²/2 = 1 − s.
-            distance = (1 - similarities) / anchors.temperature
-            return -distance if self.kernel == "gaussian" else -torch.log1p(distance.clamp(min=0))
-
-        def mean_of_negatives(block: Anchors, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            """(a,) log of the mean of q over the sampled negatives, very small without any; (a,) if there are."""
-            log_q, hidden = log_kernel(block.similarities), block.excluded
-            log_count, some = block.log_num_negatives, block.num_negatives > 0
-            if draws is not None:
-                # One negative pair per anchor; with views, both views of one image.
-                allowed = ~(hidden[:, : block.num_global // 2] if block.views else hidden)
-                count = allowed.sum(dim=1)
-                place = (draws * count).long().clamp(max=(count - 1).clamp(min=0))
-                others = ~allowed | (allowed.cumsum(dim=1) - 1 != place[:, None])
-                hidden = hidden | (torch.cat([others, others], dim=1) if block.views else others)
-                log_count = math.log(2) if block.views else 0.0
-            # A finite floor: a row of -inf has a NaN gradient.
-            return torch.logsumexp(log_q.masked_fill(hidden, -1e4), dim=1) - log_count, some
-
-        log_positive, draws = log_kernel(anchors.positive_similarities), []
+    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
+        draws = []
         if self.negatives == 1:
-            draws = [anchors.of_rank(self.random.uniform(anchors.num_rows, like=anchors.embeddings))]
-        log_mean, some = anchors.by_rows(mean_of_negatives, *draws)
-        log_count = some.to(log_mean) * self.log_corpus_size(anchors)
-
-        authors = self.variant == "authors"
-        log_scale = anchors.by_direction(self._scale, log_positive.detach(), log_mean.detach(), log_count)
-        log_sum = log_mean if authors else torch.logaddexp(log_positive, log_mean + log_count)
+            uniform = self.draws.uniform(len(anchors.directions), anchors.num_batch, like=anchors.embeddings)
+            draws = [uniform[:, anchors.batch_rows]]
+        log_mean, has_negatives = anchors.by_blocks(self._log_mean_kernel, *draws)
+        log_positive = self._log_kernel(anchors.positive_similarities, anchors.temperature)
+        log_num = has_negatives * self.log_num_negatives(anchors)
+        with torch.no_grad():
+            log_scale = self._update_scale(anchors, log_positive, log_mean, log_num)
+        log_sum = log_mean if self.variant == "authors" else torch.logaddexp(log_positive, log_mean + log_num)
         repulsion = torch.exp(log_sum - log_scale)
+        losses = repulsion - log_positive
         # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1 (Eq. 13).
-        value = log_scale + (log_count if authors else 0.0) + repulsion - 1 - log_positive
-        return AnchorLosses(repulsion - log_positive, value.detach())
+        constant = log_scale - 1
+        return losses + (constant + log_num if self.variant == "authors" else constant)
+
+    def _log_kernel(self, similarities: Tensor, temperature: Tensor) -> Tensor:
+        """log q of cosines: on the unit sphere ‖x − z‖²/2 = 1 − s."""
+        distance = (1 - similarities) / temperature
+        return -distance if self.kernel == "gaussian" else -torch.log1p(distance.clamp(min=0))
+
+    def _log_mean_kernel(self, block: Anchors, uniform: Tensor | None = None) -> tuple[Tensor, ...]:
+        """(X, A) log of the mean of q over the sampled negatives, LOG_NOTHING without any; (X, A) if there are any.
+
+        Args:
+            uniform: (X, A) draws that choose one negative; without them all count.
+        """
+        not_sampled = block.not_negative
+        has_negatives = ~not_sampled.all(dim=-1)
+        if uniform is not None:
+            not_sampled = self._all_but_one(not_sampled, uniform)
+        log_kernels = self._log_kernel(block.similarities, block.temperature).masked_fill(not_sampled, LOG_NOTHING)
+        log_num = (~not_sampled).sum(dim=-1).clamp(min=1).to(log_kernels).log()
+        return log_kernels.logsumexp(dim=-1) - log_num, has_negatives
+
+    def _all_but_one(self, not_negative: Tensor, uniform: Tensor) -> Tensor:
+        """(X, A, C) True but for the negative that a draw chooses; with views, for both views of an image."""
+        num_choices = not_negative.shape[-1] // (2 if self.views else 1)
+        allowed = ~not_negative[..., :num_choices]
+        count = allowed.sum(dim=-1)
+        chosen = (uniform * count).long().clamp(max=(count - 1).clamp(min=0))
+        others = ~allowed | (allowed.cumsum(dim=-1) - 1 != chosen[..., None])
+        return not_negative | (torch.cat([others, others], dim=-1) if self.views else others)
+
+    def _update_scale(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor) -> Tensor:
+        """(X, A) log 1/s with this step counted in; in the authors' variant log 1/(s·n) from before it.
+
+        Args:
+            log_positive: (X, A) log q⁺.
+            log_mean: (X, A) log of the mean of q over the sampled negatives.
+            log_num: (X, A) log n.
+        """
+        log_new = self._log_xi(anchors, log_positive, log_mean, log_num)
+        rows = anchors.rows
+        if self.form == "matrix":
+            rows = rows.new_tensor(anchors.directions)[:, None].expand_as(rows)
+            mean = anchors.gather(log_new).logsumexp(dim=1) - math.log(max(anchors.num_batch, 1))
+            log_new = mean[:, None].expand_as(log_new)
+        old = self.log_scale[rows].to(log_new)
+        log_scale = log_average(old, log_new, 1 - self.rho)
+        if self.updates_state:
+            all_rows, written = anchors.gather(rows).flatten(), anchors.gather(log_scale).flatten()
+            write_log_means(self.log_scale, all_rows, written, torch.ones_like(all_rows, dtype=torch.bool))
+        self.watch(log_scale=log_scale)
+        return old if self.variant == "authors" else log_scale
+
+    def _log_xi(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor) -> Tensor:
+        """(X, A) log ξ, or in the authors' variant log ξ/n."""
+        if self.variant == "authors":
+            shares = ((self.alpha, log_positive), (1 - self.alpha, log_mean))
+            terms = [log_kernel + math.log(share) for share, log_kernel in shares if share]
+            return torch.stack(terms).logsumexp(dim=0)
+        corpus_sizes = log_positive.new_tensor([self.corpus_size(direction) for direction in anchors.directions])
+        log_xi = log_positive + torch.log(self.alpha * corpus_sizes + 1 - self.alpha)[:, None]
+        if self.alpha == 1:
+            return log_xi
+        return torch.logaddexp(log_xi, log_mean + log_num + math.log1p(-self.alpha))
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The logs of the scales 1/s, or in the authors' variant 1/(s·n)."""
-        return self._spread("log_scale")
-
-    def _scale(self, anchors: Anchors, positive: Tensor, negatives: Tensor, log_count: Tensor) -> Tensor:
-        """(A,) log 1/s of anchors of one direction with this step counted in; in the authors' variant log 1/(s·n) from
-        before.
-
-        Args:
-            positive: (A,) log q⁺.
-            negatives: (A,) log of the mean of q over the sampled negatives.
-            log_count: (A,) log n.
-        """
-        authors, by_item = self.variant == "authors", self.form == "row"
-        # log ξ, or in the authors' variant log ξ/n.
-        if authors:
-            terms = ((self.alpha, positive), (1 - self.alpha, negatives))
-            shares = [log_q + math.log(share) for share, log_q in terms if share]
-            log_new = torch.logsumexp(torch.stack(shares), dim=0)
-        else:
-            total = self.corpus_size(anchors.candidate_side) or 1
-            log_new = positive + math.log(self.alpha * total + 1 - self.alpha)
-            if self.alpha < 1:
-                log_new = torch.logaddexp(log_new, negatives + log_count + math.log1p(-self.alpha))
-        table, ids = self.left_scales if anchors.side == "left" else self.right_scales, anchors.ids
-        if not by_item:
-            everyone, ids = distributed.gather(log_new, anchors.sizes), torch.zeros_like(ids)
-            mean = torch.logsumexp(everyone, dim=0) - math.log(max(anchors.num_global, 1))
-            log_new = mean.expand_as(log_new)
-        known = anchors.known if by_item else None
-        old = table.take("log_u", ids, known and known.own).to(log_new)
-        log_scale = log_average(old, log_new, 1 - self.rho, all_usable=True)
-        if self.updates_state:
-            values = None if by_item and anchors.distinct_rows else log_new
-            table.store(ids, log_scale, values, anchors.sizes, known=known)
-        self._watch(anchors, log_scale)
-        return old if authors else log_scale
+        return self.spread("log_scale")

@@ -1,4 +1,7 @@
-"""SogCLR: each anchor's partition function is a moving average."""
+"""SogCLR and iSogCLR: each anchor's partition function is a moving average.
+
+Shapes: X directions, A anchors, C candidates.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dualenc import distributed
-from dualenc.objectives.anchors import Anchors, WithGradient
+from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import Objective
-from dualenc.objectives.item_state import ItemState
-from dualenc.objectives.state import LogAverages, first_rows, log_average, mean_by_first
+from dualenc.objectives.checks import fail
+from dualenc.objectives.metrics import log_mean_exp
+from dualenc.objectives.surrogate import Estimate
+from dualenc.objectives.tables import (
+    first_occurrence,
+    log_average,
+    mean_over_duplicates,
+    write_log_means,
+    write_rows,
+)
 
 
 class SogCLR(Objective):
-    """Weight exp(s/τ) / (n·u_a), where u_a tracks the mean of exp(s/τ) over the anchor's negatives.
+    """Negative c of anchor a weighs exp(s_c/τ) / (n·u_a), where u_a tracks the mean of exp(s/τ) over its n negatives.
 
-    Source: Yuan et al. 2022, "Provable stochastic optimization for global contrastive learning", Algorithm 1. An
-    anchor's first visit sets its u, whatever the rest of the batch.
+    Source: Yuan et al. 2022, "Provable stochastic optimization for global contrastive learning", arXiv:2202.12387,
+    Algorithm 1. An anchor's first visit sets its u, whatever the rest of the batch.
 
     Args:
         gamma: rate of the moving average, in (0, 1]; with a cosine schedule its value at the end.
@@ -27,79 +37,68 @@ class SogCLR(Objective):
         **common: see `Objective`.
     """
 
+    log_u: Tensor
+
     needs_num_left = True
-    both_at_once = True
-    knows_partition = True
+    estimates_partition = True
 
     def __init__(
         self, *, gamma: float = 0.9, gamma_schedule: Literal["constant", "cosine"] = "constant", **common: Any
     ) -> None:
         super().__init__(**common)
         if not 0 < gamma <= 1:
-            self._fail("gamma", f"is {gamma}; it must lie in (0, 1]")
-        self.final_gamma, self.gamma_schedule = gamma, gamma_schedule
+            fail(self, "gamma", f"is {gamma}; it must lie in (0, 1]")
+        self.final_gamma = gamma
+        self.gamma_schedule = gamma_schedule
         self.gamma = gamma if gamma_schedule == "constant" else 1.0
-        self.left_averages = LogAverages(self.num_left or 1, on_cpu=self.state_on_cpu)
-        self.right_averages = self.left_averages
-        if not self.views:
-            self.right_averages = LogAverages(self.num_right or 1, on_cpu=self.state_on_cpu)
+        self.register_buffer("log_u", torch.full((self.num_rows,), torch.nan))  # NaN: never visited
 
     def set_progress(self, fraction: float) -> None:
         if self.gamma_schedule == "cosine":
             fall = 0.5 * (1 + math.cos(math.pi * min(max(fraction, 0.0), 1.0)))
             self.gamma = self.final_gamma + (1 - self.final_gamma) * fall
 
-    def statistics(self, block: Anchors) -> tuple[Tensor, ...]:
-        return (block.log_mean_exp,)
+    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            log_u = self.update_averages(anchors, anchors.by_blocks(log_mean_exp))
+            value = log_u + self.log_num_negatives(anchors) - anchors.positive_scores
+        return anchors.by_blocks(self._losses, log_u, value)
 
-    def update(self, anchors: Anchors, *found: Tensor) -> tuple[Tensor, ...]:
-        return (self._track(anchors, *found),)
+    @staticmethod
+    def _losses(block: Anchors, log_u: Tensor, value: Tensor) -> Tensor:
+        scores = block.scores
+        with torch.no_grad():
+            not_negative = block.not_negative
+            log_num = (~not_negative).sum(dim=-1).clamp(min=1).to(scores).log()
+            weights = torch.exp(scores - (log_u + log_num)[..., None]).masked_fill(not_negative, 0.0)
+            weights.scatter_(-1, block.positive_column[..., None], -1.0)  # the positive pulls
+        return Estimate.apply(value, scores, weights)
 
-    def _track(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
-        """(A,) log u_a, this step's mean counted in."""
-
-        def table(some: Anchors) -> LogAverages:
-            return self.left_averages if some.side == "left" else self.right_averages
-
-        def remembered(some: Anchors) -> Tensor:
-            return table(some).take("log_u", some.ids, some.known and some.known.own)
-
-        def remember(some: Anchors, log_u: Tensor, log_mean: Tensor | None = None) -> None:
-            table(some).store(some.ids, log_u, log_mean, some.sizes, some.known)
-
-        all_usable = anchors.all_have_negatives
-        old = anchors.by_direction(remembered).to(log_mean)
-        log_u = log_average(old, log_mean, self.gamma, all_usable)
+    def update_averages(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
+        """(X, A) log u_a with this batch's log mean of exp(s/τ) (X, A) counted in; 0 where no negative was ever met."""
+        log_u = log_average(self.log_u[anchors.rows].to(log_mean), log_mean, self.gamma)
         if self.updates_state:
-            anchors.by_direction(remember, log_u, *([] if anchors.distinct_rows else [log_mean]))
-        self._watch(anchors, log_u)
-        # An anchor that has never met a negative has no average; it has no weights either.
-        return log_u if all_usable else torch.nan_to_num(log_u, nan=0.0)
+            rows, written, usable = (anchors.gather(v).flatten() for v in (anchors.rows, log_u, log_mean > -torch.inf))
+            write_log_means(self.log_u, rows, written, usable)
+        self.watch(log_mean_exp=log_u)
+        return log_u.nan_to_num(nan=0.0)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The logs of u, so of the mean of exp(s/τ) over all negatives: equal ones need no memory."""
-        return self._spread("log_mean_exp")
-
-    def losses(self, block: Anchors, *known: Tensor) -> Tensor:
-        (log_u,) = known
-        with torch.no_grad():
-            weights = torch.exp(block.logits - (log_u + block.log_num_negatives)[:, None])
-            # The positive is no negative, and pulls with −1.
-            weights.scatter_(1, block.positive_place, -1.0)
-            value = log_u + self.log_corpus_size(block) - block.positive_scores
-        return WithGradient.apply(value, block.scores, weights)
+        return self.spread("log_mean_exp")
 
 
 class ISogCLR(SogCLR):
     """SogCLR where anchor a has its own τ_a, moved by its own gradient with momentum and clamped to a range.
 
     The dual of a constraint KL(weights ‖ uniform) ≤ ρ (Qiu et al. 2023, "Not all semantics are created equal",
-    Algorithm 1): with u_a the moving average of the mean of exp(s/τ_a) and weights w_c = exp(s_c/τ_a)/(n·u_a),
+    arXiv:2305.11965, Algorithm 1): with u_a the moving average of the mean of exp(s/τ_a) and weights
+    w_c = exp(s_c/τ_a)/(n·u_a),
 
         F_a(τ) = τ·log mean_c exp((s_c − s⁺)/τ) + τ·ρ,   ∂F_a/∂τ = log u_a + ρ − Σ_c w_c s_c/τ_a
 
-    The embeddings' gradient Σ_c w_c ∇s_c − ∇s⁺ is scaled by 1/temperature, the starting τ, as in all other
-    objectives; with frozen τ_a it is that of SogCLR.
+    The embeddings' gradient Σ_c w_c ∇s_c − ∇s⁺ is scaled by 1/temperature, the starting τ, as in all other objectives;
+    with frozen τ_a it is that of SogCLR.
 
     Args:
         radius: ρ ≥ 0; larger radii let temperatures fall further and weights concentrate more.
@@ -109,6 +108,9 @@ class ISogCLR(SogCLR):
         gamma, gamma_schedule: see `SogCLR`.
         **common: see `Objective`; `temperature` is the starting value of every τ_a.
     """
+
+    tau: Tensor
+    tau_momentum: Tensor
 
     def __init__(
         self,
@@ -122,90 +124,71 @@ class ISogCLR(SogCLR):
     ) -> None:
         super().__init__(**common)
         if radius < 0 or temperature_rate < 0 or not 0 <= temperature_momentum < 1:
-            self._fail(
+            given = f"{radius}, {temperature_rate}, {temperature_momentum}"
+            fail(
+                self,
                 "radius and temperature_rate",
-                "must be 0 or more, temperature_momentum in [0, 1); "
-                f"they are {radius}, {temperature_rate}, {temperature_momentum}",
+                f"must be 0 or more, temperature_momentum in [0, 1); they are {given}",
             )
         if not 0 < min_temperature <= max_temperature:
             ends = f"{min_temperature} and max_temperature {max_temperature}"
-            self._fail("min_temperature", f"{ends} must satisfy 0 < min ≤ max")
+            fail(self, "min_temperature", f"{ends} must satisfy 0 < min ≤ max")
         if self.log_temperature.requires_grad:
-            self._fail("learnable_temperature", "does not apply; every anchor learns its own temperature")
-        self.radius, self.temperature_rate, self.temperature_momentum = radius, temperature_rate, temperature_momentum
-        self.bounds = (min_temperature, max_temperature)
-        start = float(self.temperature)
-        self.left_temperatures = AnchorTemperatures(self.num_left or 1, start, self.state_on_cpu)
-        self.right_temperatures = self.left_temperatures
-        if not self.views:
-            self.right_temperatures = AnchorTemperatures(self.num_right or 1, start, self.state_on_cpu)
+            fail(self, "learnable_temperature", "does not apply; every anchor learns its own temperature")
+        self.radius = radius
+        self.temperature_rate = temperature_rate
+        self.temperature_momentum = temperature_momentum
+        self.min_temperature = min_temperature
+        self.max_temperature = max_temperature
+        self.register_buffer("tau", torch.full((self.num_rows,), float(self.temperature)))
+        self.register_buffer("tau_momentum", torch.zeros(self.num_rows))
 
-    def statistics(self, block: Anchors) -> tuple[Tensor, ...]:
-        def remembered(some: Anchors) -> Tensor:
-            return self._temperatures(some).take("tau", some.ids, some.known and some.known.own)
+    def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            tau = self.tau[anchors.rows].to(anchors.embeddings)
+            log_mean, mean_similarity = anchors.by_blocks(self._statistics, tau)
+            log_u = self.update_averages(anchors, log_mean)
+            if self.temperature_rate and self.updates_state:
+                weighted_similarity = torch.exp(log_mean - log_u) * mean_similarity  # Σ_c w_c s_c
+                self._move_temperatures(anchors, log_u + self.radius - weighted_similarity / tau, log_mean > -torch.inf)
+            value = log_u + self.log_num_negatives(anchors) - anchors.positive_similarities / tau
+        self.watch(own_temperature=tau)
+        return anchors.by_blocks(self._own_losses, tau, log_u, value)
 
-        tau = block.by_direction(remembered).to(block.temperature)
-        logits = _own_logits(block, tau)
-        # The mean similarity under the softmax is what τ's slope needs; NaN in a row without negatives.
-        mean = (torch.softmax(logits, dim=1) * block.similarities).sum(dim=1)
-        return tau, torch.logsumexp(logits, dim=1) - block.log_num_negatives, mean
+    @staticmethod
+    def _statistics(block: Anchors, tau: Tensor) -> tuple[Tensor, ...]:
+        """(X, A) log of the mean of exp(s/τ_a); (X, A) the mean similarity under the softmax, NaN without negatives."""
+        similarities, not_negative = block.similarities, block.not_negative
+        logits = (similarities / tau[..., None]).masked_fill(not_negative, -torch.inf)
+        log_num = (~not_negative).sum(dim=-1).clamp(min=1).to(logits).log()
+        return logits.logsumexp(dim=-1) - log_num, (logits.softmax(dim=-1) * similarities).sum(dim=-1)
 
-    def update(self, anchors: Anchors, *found: Tensor) -> tuple[Tensor, ...]:
-        tau, log_mean, mean_similarity = found
-        log_u = self._track(anchors, log_mean)
-        self._watch(anchors, log_u, tau)
-        if self.temperature_rate and self.updates_state:
-            # Σ_c w_c s_c, with weights exp(s_c/τ_a)/(n·u_a).
-            pull = torch.exp(log_mean - log_u) * mean_similarity
-            rows = [log_u + self.radius - pull / tau]
-            anchors.by_direction(self._move, *rows, *([] if anchors.all_have_negatives else [anchors.num_negatives]))
-        return tau, log_u
+    @staticmethod
+    def _own_losses(block: Anchors, tau: Tensor, log_u: Tensor, value: Tensor) -> Tensor:
+        similarities = block.similarities
+        with torch.no_grad():
+            not_negative = block.not_negative
+            log_num = (~not_negative).sum(dim=-1).clamp(min=1).to(similarities).log()
+            logits = similarities / tau[..., None] - (log_u + log_num)[..., None]
+            weights = logits.exp().masked_fill(not_negative, 0.0)
+            weights.scatter_(-1, block.positive_column[..., None], -1.0)  # the positive pulls
+            weights /= block.temperature
+        return Estimate.apply(value, similarities, weights)
+
+    def _move_temperatures(self, anchors: Anchors, slope: Tensor, usable: Tensor) -> None:
+        """v ← momentum·v + (1 − momentum)·slope, τ ← τ − rate·v; an item with several rows takes their mean slope.
+
+        Args:
+            slope: (X, A) ∂F_a/∂τ.
+            usable: (X, A) whether the anchor has negatives.
+        """
+        rows, slope, usable = (anchors.gather(values).flatten() for values in (anchors.rows, slope, usable))
+        slope, written = mean_over_duplicates(slope, usable, first_occurrence(rows))
+        momentum = torch.lerp(self.tau_momentum[rows], slope.to(self.tau), 1 - self.temperature_momentum)
+        tau = self.tau[rows] - self.temperature_rate * momentum
+        write_rows(self.tau_momentum, rows, momentum, written)
+        write_rows(self.tau, rows, tau.clamp(self.min_temperature, self.max_temperature), written)
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """As of SogCLR, and the anchors' own temperatures."""
-        return self._spread("log_mean_exp") | self._spread("own_temperature", 1)
-
-    def _move(self, anchors: Anchors, slope: Tensor, num_negatives: Tensor | None = None) -> None:
-        """v ← momentum·v + (1 − momentum)·slope, of an item that stands in several rows their mean; τ ← τ − rate·v."""
-        ids, slope = (distributed.gather(values, anchors.sizes) for values in (anchors.ids, slope))
-        some = None if num_negatives is None else distributed.gather(num_negatives, anchors.sizes) > 0
-        if not anchors.distinct_rows:
-            usable = torch.ones_like(ids, dtype=torch.bool) if some is None else some
-            slope, some = mean_by_first(slope, usable, first_rows(ids))
-        table, everyone = self._temperatures(anchors), anchors.known and anchors.known.all_anchors
-        old, old_tau = (table.take(name, ids, everyone) for name in ("momentum", "tau"))
-        velocity = torch.lerp(old, slope.to(old), 1 - self.temperature_momentum)
-        new_tau = torch.sub(old_tau, velocity, alpha=self.temperature_rate).clamp(*self.bounds)
-        table.put(ids, everyone, some, momentum=velocity, tau=new_tau)
-
-    def _temperatures(self, anchors: Anchors) -> AnchorTemperatures:
-        return self.left_temperatures if anchors.side == "left" else self.right_temperatures
-
-    def losses(self, block: Anchors, *known: Tensor) -> Tensor:
-        tau, log_u = known
-        with torch.no_grad():
-            # The positive is no negative, and pulls with −1.
-            weights = torch.exp(_own_logits(block, tau) - (log_u + block.log_num_negatives)[:, None])
-            weights.scatter_(1, block.positive_place, -1.0).div_(block.temperature)
-            value = log_u + self.log_corpus_size(block) - block.positive_similarities / tau
-        return WithGradient.apply(value, block.similarities, weights)
-
-
-def _own_logits(block: Anchors, tau: Tensor) -> Tensor:
-    """(A, C) s/τ_a, -inf where a candidate is no negative."""
-    logits = block.similarities / tau[:, None]
-    if block.distinct_rows:
-        return logits.scatter_(1, block.positive_place, -torch.inf)
-    return logits.masked_fill_(block.excluded, -torch.inf)
-
-
-class AnchorTemperatures(ItemState):
-    """τ, at first `start`, and the momentum of its gradient for each of N items."""
-
-    tau: Tensor
-    momentum: Tensor
-
-    def __init__(self, num_items: int, start: float, on_cpu: bool) -> None:
-        super().__init__(on_cpu)
-        self.register_buffer("tau", torch.full((num_items,), start))
-        self.register_buffer("momentum", torch.zeros(num_items))
+        """Those of SogCLR, and the anchors' own temperatures."""
+        return self.spread("log_mean_exp") | self.spread("own_temperature")

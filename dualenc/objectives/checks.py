@@ -1,0 +1,178 @@
+"""Checks of what callers pass: one line that names the argument, and few waits for the device.
+
+On a GPU every value that the host reads waits for all work before it. So all values of a batch are read in one
+transfer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from dualenc.errors import DualencError
+from dualenc.objectives.anchors import PADDING
+
+MIN_TEMPERATURE = 1e-3
+NORM_TOLERANCE = 0.01
+"""Rounding to bfloat16 moves the norm of a unit vector by 0.4 % at most, normalising in bfloat16 by twice that."""
+
+SIDE_OF_IDS = {
+    "left_id": "left",
+    "right_id": "right",
+    "left_positives": "right",
+    "right_positives": "left",
+    "negative_id": "right",
+}
+
+
+def fail(owner: object, argument: str, problem: str) -> NoReturn:
+    """Raise the error of an argument, such as "SogCLR: gamma is 2; it must lie in (0, 1]"."""
+    raise DualencError(f"{type(owner).__name__}: {argument} {problem}")
+
+
+def check_sizes(owner: object, num_left: int | None, num_right: int | None, needs_num_left: bool) -> None:
+    """Refuse missing or empty id spaces."""
+    if needs_num_left and num_left is None:
+        fail(owner, "num_left", "is missing; pass the number of left items, e.g. len(pairs)")
+    for argument, value in (("num_left", num_left), ("num_right", num_right)):
+        if value is not None and value < 1:
+            fail(owner, argument, f"is {value}; it must be at least 1")
+
+
+def check_temperature(owner: object, temperature: float) -> None:
+    """Refuse what is not a number of at least MIN_TEMPERATURE."""
+    if isinstance(temperature, Tensor):
+        fail(owner, "temperature", "is a tensor; pass a number, and learnable_temperature=True to have it learned")
+    if not MIN_TEMPERATURE <= temperature < math.inf:
+        fail(owner, "temperature", f"is {temperature}; it must be a number such as 0.07, at least {MIN_TEMPERATURE}")
+
+
+def check_shapes(
+    owner: object, embeddings: Mapping[str, Tensor], ids: Mapping[str, Tensor], weights: Tensor | None, views: bool
+) -> None:
+    """Refuse shapes, types and devices that do not fit.
+
+    Args:
+        embeddings: left, right and, if there are any, negatives: (b, D) each.
+        ids: by name, see `SIDE_OF_IDS`.
+        weights: (b,) of the pairs.
+        views: whether the objective trains on two views.
+    """
+    left, right = embeddings["left"], embeddings["right"]
+    for name, tensor in embeddings.items():
+        if tensor.dim() != 2 or not tensor.is_floating_point():
+            fail(owner, name, f"has shape {tuple(tensor.shape)} ({tensor.dtype}); it must be a float (b, D) tensor")
+    if left.shape != right.shape or any(tensor.shape[1] != left.shape[1] for tensor in embeddings.values()):
+        fail(owner, "left, right", f"have shapes {tuple(left.shape)}, {tuple(right.shape)}; both must be (b, D)")
+    if views and "negatives" in embeddings:
+        fail(owner, "negatives", "do not go with views=True, where every other image is a negative; leave them out")
+    if ("negatives" in embeddings) != ("negative_id" in ids):
+        fail(owner, "negatives", "and negative_id must be given together, (n, D) and (n,)")
+    for name, values in ids.items():
+        rows = embeddings["negatives"] if name == "negative_id" else left
+        is_list = name.endswith("positives")
+        fits = values.shape[:1] == rows.shape[:1] and values.dim() == (2 if is_list else 1)
+        if not fits or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            expected = f"({len(rows)}, K) integer ids" if is_list else f"{len(rows)} integer ids"
+            fail(owner, name, f"has shape {tuple(values.shape)} ({values.dtype}); it must hold {expected}")
+        if values.device != rows.device:
+            fail(owner, name, f"is on {values.device}, the embeddings are on {rows.device}; move it there")
+    if weights is not None and weights.shape != left.shape[:1]:
+        fail(owner, "weights", f"has shape {tuple(weights.shape)}; it must hold {len(left)} numbers")
+
+
+def check_values(
+    owner: object,
+    embeddings: Mapping[str, Tensor],
+    ids: Mapping[str, Tensor],
+    weights: Tensor | None,
+    all_ids: Tensor,
+    num_items: Mapping[str, int | None],
+    views: bool,
+) -> int:
+    """Refuse ids out of range, norms other than 1 and bad weights, read in one transfer.
+
+    Args:
+        embeddings, ids, weights, views: see `check_shapes`.
+        all_ids: (2, P) left and right ids of the pairs of all ranks.
+        num_items: sizes of the id spaces, by side.
+
+    Returns:
+        The most pairs of the batch that share one item.
+    """
+    extremes: dict[str, Tensor] = {}
+    rows = torch.cat([tensor.detach() for tensor in embeddings.values()])
+    if len(rows):
+        extremes["norms"] = torch.stack(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).aminmax())
+    for name, values in ids.items():
+        if values.numel():
+            extremes[name] = torch.stack(values.aminmax())
+    if weights is not None and len(weights):
+        extremes["weights"] = torch.stack(weights.detach().aminmax())
+    if views and len(ids["left_id"]):
+        extremes["differ"] = (ids["left_id"] != ids["right_id"]).any()[None]
+    if all_ids.shape[1]:
+        ordered = all_ids.contiguous().sort(dim=1).values
+        copies = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
+        extremes["copies"] = copies.max()[None]
+    # Ids are exact in double precision.
+    flat = torch.cat([values.to(torch.float64) for values in extremes.values()]) if extremes else torch.zeros(0)
+    numbers = dict(zip(extremes, flat.cpu().split([len(values) for values in extremes.values()]), strict=True))
+
+    if not all(abs(norm - 1) <= NORM_TOLERANCE for norm in numbers.get("norms", torch.zeros(0)).tolist()):
+        _explain_norms(owner, embeddings)
+    for name, side in SIDE_OF_IDS.items():
+        if name in numbers:
+            _check_range(owner, name, numbers[name], num_items[side])
+    low, high = numbers.get("weights", torch.zeros(2)).tolist()
+    if not 0 <= low <= high < math.inf:
+        fail(owner, "weights", f"lie in [{low:.4g}, {high:.4g}]; they must be finite numbers of 0 or more")
+    if numbers.get("differ", torch.zeros(1)).any():
+        fail(owner, "right_id", "differs from left_id; with views=True both views carry the image's id")
+    return int(numbers.get("copies", torch.zeros(1)))
+
+
+def _check_range(owner: object, name: str, extremes: Tensor, num_items: int | None) -> None:
+    low, high = (int(value) for value in extremes)
+    padded = name.endswith("positives")
+    if low < (PADDING if padded else 0) or (num_items is not None and high >= num_items):
+        end = "N" if num_items is None else num_items
+        padding = " (-1 is padding)" if padded else ""
+        fail(owner, name, f"holds ids in [{low}, {high}]; they must lie in [0, {end}){padding}")
+
+
+def _explain_norms(owner: object, embeddings: Mapping[str, Tensor]) -> NoReturn:
+    """Name the embeddings whose rows are not of length one."""
+    for name, tensor in embeddings.items():
+        norms = torch.linalg.vector_norm(tensor.detach(), dim=1, dtype=torch.float64)
+        if not bool(norms.isfinite().all()):
+            fail(owner, name, "holds NaN or infinite values; lower the learning rate or check the encoder")
+        if len(norms) and float((norms - 1).abs().max()) > NORM_TOLERANCE:
+            ends = f"[{float(norms.min()):.4g}, {float(norms.max()):.4g}]"
+            fail(owner, name, f"has rows of norm in {ends}; they must be unit vectors: normalise them")
+    raise AssertionError("all norms are 1")
+
+
+def check_encoded(embeddings: Tensor) -> None:
+    """Refuse embeddings (…, D) from `encode` that are not finite, or whose norm is neither 1 nor 0; one transfer."""
+    norms = torch.linalg.vector_norm(embeddings.detach(), dim=-1, dtype=torch.float64)
+    if not norms.numel():
+        return
+    low, high = torch.stack(torch.where(norms == 0, 1.0, norms).aminmax()).tolist()
+    if not math.isfinite(low) or not math.isfinite(high):
+        raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
+    if low < 1 - NORM_TOLERANCE or high > 1 + NORM_TOLERANCE:
+        ends = f"[{low:.4g}, {high:.4g}]"
+        raise DualencError(f"encode gave rows of norm in {ends}; they must be unit vectors: normalise them")
+
+
+def check_counts(owner: object, side: str, counts: Tensor, num_items: int) -> None:
+    """Refuse counts of pairs per item that are not (num_items,) finite numbers of 0 or more."""
+    if counts.shape != (num_items,):
+        fail(owner, f"{side}_counts", f"has shape {tuple(counts.shape)}; it must hold {num_items} counts")
+    if not bool((torch.isfinite(counts) & (counts >= 0)).all()):
+        fail(owner, f"{side}_counts", "holds negative or infinite counts; pass in how many pairs each item is")

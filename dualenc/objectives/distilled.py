@@ -1,0 +1,150 @@
+"""Distillation: a dual encoder also learns from a teacher's scores of each query's positive and mined negatives.
+
+With s/τ the student's scores, t the teacher's divided by its temperature, and k over the pair's negatives:
+
+    margin_mse   mean over pairs and k of ((s⁺ − s_k)/τ − (t⁺ − t_k))²
+    kl           mean over pairs of Σ_c p_c (log p_c − log q_c), with p = softmax(t) and q = softmax(s/τ) over c, the
+                 positive and the pair's negatives
+
+Sources: Hofstätter et al. 2020, arXiv:2010.02666 (Margin-MSE, there of products without a temperature); Ren et al.
+2021, arXiv:2110.07367 (RocketQAv2: KL of distributions over a list).
+
+Shapes: b pairs of this rank, K negatives of each, n mined negatives of this rank, D dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dualenc import distributed
+from dualenc.objectives.base import Objective, ObjectiveOutput
+from dualenc.objectives.checks import fail
+from dualenc.objectives.items import Encode
+from dualenc.objectives.matryoshka import Wrapper
+
+
+class Distilled(Wrapper):
+    """own_weight times an objective's loss, plus `weight` times what a teacher's scores teach.
+
+        Distilled(InfoNCE(temperature=0.02), "kl", teacher_temperature=0.02)
+
+    Args:
+        objective: not with views, which have no mined negatives.
+        kind: "margin_mse" or "kl", see above.
+        weight: factor of the teacher's loss.
+        teacher_temperature: the teacher's scores are divided by it: 1 for the logits of a cross-encoder, for a teacher
+            of cosines its own temperature.
+        own_weight: factor of the objective's loss; 0 leaves the teacher alone.
+
+    Raises:
+        DualencError: an argument out of range; in `forward`, scores or rows that do not fit the batch.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        kind: Literal["margin_mse", "kl"] = "kl",
+        weight: float = 1.0,
+        teacher_temperature: float = 1.0,
+        own_weight: float = 1.0,
+    ) -> None:
+        if kind not in ("margin_mse", "kl"):
+            fail(self, "kind", f"is {kind!r}; it must be one of margin_mse, kl")
+        if objective.views:
+            fail(self, "objective", "has views=True; a teacher scores pairs with mined negatives")
+        for argument, factor in (("weight", weight), ("own_weight", own_weight)):
+            if not 0 <= factor < math.inf:
+                fail(self, argument, f"is {factor}; it must be 0 or more")
+        if not 0 < teacher_temperature < math.inf:
+            fail(self, "teacher_temperature", f"is {teacher_temperature}; it must be above 0")
+        super().__init__([objective])
+        self.kind = kind
+        self.weight = weight
+        self.teacher_temperature = teacher_temperature
+        self.own_weight = own_weight
+        self.needs_teacher = True
+
+    def forward(
+        self,
+        left: Tensor,
+        right: Tensor,
+        left_id: Tensor,
+        right_id: Tensor | None = None,
+        encode: Encode | None = None,
+        *,
+        teacher_scores: Tensor | None = None,
+        teacher_rows: Tensor | None = None,
+        negatives: Tensor | None = None,
+        weights: Tensor | None = None,
+        **batch: Any,
+    ) -> ObjectiveOutput:
+        """The loss of this rank's part of a batch; further arguments are those of the wrapped objective.
+
+        Args:
+            teacher_scores: (b, 1 + K) the teacher's scores of each pair's positive and of K of this rank's `negatives`;
+                NaN where it has none. Without a score of its positive a pair teaches nothing.
+            teacher_rows: (b, K) which rows of `negatives` these are, padded with -1.
+        """
+        output = self.main(left, right, left_id, right_id, encode, negatives=negatives, weights=weights, **batch)
+        if teacher_scores is None or teacher_rows is None:
+            fail(self, "teacher_scores", "and teacher_rows are missing; pass what the teacher says of the pairs")
+        num_negatives = 0 if negatives is None else len(negatives)
+        self._check(len(left), num_negatives, teacher_scores, teacher_rows)
+        precision = output.loss.dtype
+        with torch.autocast(left.device.type, enabled=False):
+            left, right = left.to(precision), right.to(precision)
+            own = (left * right).sum(dim=1, keepdim=True)  # (b, 1), then (b, 1 + K)
+            if teacher_rows.shape[1] and negatives is not None and num_negatives:
+                of_pairs = negatives.to(precision)[teacher_rows.clamp(min=0)]  # (b, K, D)
+                own = torch.cat([own, torch.einsum("bd,bkd->bk", left, of_pairs)], dim=1)
+            scores = teacher_scores.to(own)[:, : own.shape[1]] / self.teacher_temperature
+            is_scored = scores.isfinite() & scores[:, :1].isfinite()
+            is_scored[:, 1:] &= teacher_rows[:, : own.shape[1] - 1] >= 0
+            student = own / self.temperature.to(own)
+            loss_of = margin_mse if self.kind == "margin_mse" else kl_divergence
+            per_pair, count = loss_of(student, scores.masked_fill(~is_scored, 0.0), is_scored)
+            if weights is not None:
+                per_pair = per_pair * weights.to(per_pair)
+            # So that the mean over ranks is the loss of the global batch.
+            total = distributed.all_reduce(count.to(per_pair)).clamp(min=1)
+            taught = per_pair.sum() * distributed.world_size() / total
+        return output._replace(loss=self.own_weight * output.loss + self.weight * taught)
+
+    def _check(self, num_pairs: int, num_negatives: int, scores: Tensor, rows: Tensor) -> None:
+        if rows.dim() != 2 or len(rows) != num_pairs or scores.shape != (num_pairs, 1 + rows.shape[-1]):
+            shapes = f"{tuple(scores.shape)}, teacher_rows {tuple(rows.shape)}"
+            fail(self, "teacher_scores", f"has shape {shapes}; they must be ({num_pairs}, 1 + K) and (…, K)")
+        if rows.numel():
+            low, high = torch.stack(rows.aminmax()).tolist()
+            if low < -1 or high >= max(num_negatives, 0 if num_negatives else math.inf):
+                end = num_negatives
+                fail(self, "teacher_rows", f"lie in [{low}, {high}]; they must lie in [0, {end}) (-1 is padding)")
+
+
+def margin_mse(student: Tensor, teacher: Tensor, is_scored: Tensor) -> tuple[Tensor, Tensor]:
+    """(b,) squared errors of the margins, summed over negatives; and how many margins count.
+
+    Args:
+        student, teacher: (b, 1 + K) scores, of the positive first.
+        is_scored: (b, 1 + K) where the teacher has a score.
+    """
+    margins = student[:, :1] - student[:, 1:]
+    targets = teacher[:, :1] - teacher[:, 1:]
+    errors = (margins - targets).square().masked_fill(~is_scored[:, 1:], 0.0)
+    return errors.sum(dim=1), is_scored[:, 1:].sum()
+
+
+def kl_divergence(student: Tensor, teacher: Tensor, is_scored: Tensor) -> tuple[Tensor, Tensor]:
+    """(b,) KL divergence of the student's softmax from the teacher's; and how many pairs count. Arguments:
+    `margin_mse`."""
+    counts = is_scored.sum(dim=1) > 1
+    # A pair that does not count keeps all its scores, so that its gradient is 0 and not NaN.
+    hidden = ~is_scored & counts[:, None]
+    target = teacher.masked_fill(hidden, -torch.inf).log_softmax(dim=1)
+    found = student.masked_fill(hidden, -torch.inf).log_softmax(dim=1)
+    terms = target.exp() * (target.masked_fill(hidden, 0.0) - found.masked_fill(hidden, 0.0))
+    return terms.sum(dim=1).masked_fill(~counts, 0.0), counts.sum()

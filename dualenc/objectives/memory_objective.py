@@ -1,0 +1,72 @@
+"""What GlobalCache and NegativeCache share: a memory of all embeddings for each direction."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.base import Objective
+from dualenc.objectives.draws import SharedRandom
+from dualenc.objectives.memory import EmbeddingMemory
+
+
+class MemoryObjective(Objective):
+    """Base of the objectives that remember the latest embedding of every item.
+
+    The value of the loss takes the partition function from the memory: `reports_loss` is False until every pair was
+    seen once.
+
+    Args:
+        memory_device: where embeddings are kept: "auto" is where the objective is, "cpu" the CPU's memory, from which a
+            step copies what it looks at.
+        **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
+    """
+
+    needs_num_left = True
+    needs_encode = True
+    estimates_partition = True
+
+    def __init__(self, *, memory_device: Literal["auto", "cpu"] = "auto", **common: Any) -> None:
+        super().__init__(**common)
+        num_views = 2 if self.views else 1
+        # By direction: left anchors look at right items.
+        self.memories = nn.ModuleList(
+            EmbeddingMemory((self.num_candidates(direction) or 0) * num_views, device=memory_device)
+            for direction in self.directions
+        )
+        self.draws = SharedRandom(self.seed)
+
+    @property
+    def reports_loss(self) -> bool:
+        return all(self.memory_of(direction).holds_corpus for direction in self.directions)
+
+    def memory_of(self, direction: int) -> EmbeddingMemory:
+        """The memory of a direction's candidates."""
+        memory = self.memories[direction]
+        assert isinstance(memory, EmbeddingMemory)
+        return memory
+
+    def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
+        super().set_counts(left_counts, right_counts)
+        for direction in self.directions:
+            self.memory_of(direction).expect((self.num_pairs or 0) * (2 if self.views else 1))
+
+    def remember_batch(self, anchors: Anchors) -> None:
+        """Write the candidates of the batch and mined negatives."""
+        for x, direction in enumerate(anchors.directions):
+            self.memory_of(direction).write(anchors.candidate_items[x], anchors.candidates[x])
+            self.memory_of(direction).count(anchors.num_batch)
+
+    def log_missing(self, direction: int) -> Tensor:
+        """Scalar: log of the items of the corpus over those that are remembered, which stand for the rest."""
+        remembered = self.memory_of(direction).num_remembered(self.item_counts(direction))
+        return (self.corpus_size(direction) * (2 if self.views else 1) / remembered).log()
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """The logs of the mean of exp(s/τ) over the corpus, and what share of all items is remembered."""
+        number = torch.stack([self.memory_of(direction).num_remembered() for direction in self.directions]).sum()
+        total = sum(self.memory_of(direction).num_items for direction in self.directions)
+        return self.spread("log_mean_exp") | {"remembered": number / total}

@@ -1,0 +1,31 @@
+"""A loss with a value and a gradient of its own: what every estimator of the global loss returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualenc.errors import DualencError
+
+
+class Estimate(torch.autograd.Function):
+    """`Estimate.apply(value, scores, weights)`: losses with a value (X, A) whose gradient in the scores is `weights`.
+
+    The gradient of the global loss is Σ_c p_c·∇s_c/τ − ∇s⁺/τ: it needs the negatives' weights p_c only, while the value
+    needs the whole corpus. `scores` and `weights` are (X, A, C); no gradient flows through a weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None]:
+        # torch's `once_differentiable` lets second derivatives pass where the incoming gradient is a constant.
+        if torch.is_grad_enabled():
+            raise DualencError("an objective has no second derivatives; call backward without create_graph")
+        (weights,) = ctx.saved_tensors
+        return None, grad_outputs[0][..., None] * weights, None
