@@ -2,12 +2,33 @@
 
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.objectives.distilled import Distilled
+from dualenc.objectives.emc2 import EMC2
 from dualenc.objectives.exact import ExactGlobal
+from dualenc.objectives.global_cache import GlobalCache
+from dualenc.objectives.guide import GuideVectors
 from dualenc.objectives.in_batch import DCL, HCL, InfoNCE, SigLIP
+from dualenc.objectives.isir import ISIR
 from dualenc.objectives.matryoshka import Matryoshka
+from dualenc.objectives.negative_cache import NegativeCache
 from dualenc.objectives.saclr import SACLR
 from dualenc.objectives.sogclr import ISogCLR, SogCLR
-from dualenc.objectives.emc2 import EMC2
-from dualenc.objectives.isir import ISIR
-from dualenc.objectives.negative_cache import NegativeCache
-from dualenc.objectives.global_cache import GlobalCache
+
+__all__ = [
+    "DCL",
+    "EMC2",
+    "HCL",
+    "ISIR",
+    "SACLR",
+    "Distilled",
+    "ExactGlobal",
+    "GlobalCache",
+    "GuideVectors",
+    "ISogCLR",
+    "InfoNCE",
+    "Matryoshka",
+    "NegativeCache",
+    "Objective",
+    "ObjectiveOutput",
+    "SigLIP",
+    "SogCLR",
+]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,41 +27,6 @@ PADDING = -1
 
 BLOCK_ENTRIES = 2**20
 """Entries of an (X, A, C) matrix that exist at a time; larger ones are computed in blocks of anchors, twice."""
-
-Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The pairs of a step, checked, in float32 or float64.
-
-    Attributes:
-        left, right: (b, D) embeddings of this rank's pairs, with gradient.
-        left_id, right_id: (b,).
-        left_positives, right_positives: (b, K) further positives of the opposite side, padded with -1; or None.
-        all_left, all_right: (P, D) of all ranks, with gradient.
-        all_left_id, all_right_id: (P,).
-        negatives, negative_id: (n, D) and (n,) mined right items of all ranks.
-        sizes: pairs on every rank.
-        most_copies: most pairs of the batch that share one item.
-        guide: a guide's vectors of left and right anchors against the candidates (X = 2, or 1 with views); or None.
-    """
-
-    left: Tensor
-    right: Tensor
-    left_id: Tensor
-    right_id: Tensor
-    left_positives: Tensor | None
-    right_positives: Tensor | None
-    all_left: Tensor
-    all_right: Tensor
-    all_left_id: Tensor
-    all_right_id: Tensor
-    negatives: Tensor
-    negative_id: Tensor
-    sizes: list[int]
-    most_copies: int
-    guide: list[Guide] | None = None
 
 
 @dataclass(frozen=True)
@@ -188,7 +153,7 @@ class Anchors:
             **{name: getattr(self, name)[one] for name in _BY_ANCHOR},
         )
 
-    def by_blocks(self, function: Callable[..., Result], *rows: Tensor, width: int | None = None) -> Result:
+    def by_blocks(self, function: Callable[..., Any], *rows: Tensor, width: int | None = None) -> Any:
         """Apply a function to blocks of anchors, recomputed in the backward pass, so that (X, A, C) matrices stay
         small.
 
@@ -216,7 +181,9 @@ class Anchors:
             return function(some, *(tensor[:, part] for tensor in rows))
 
         starts = range(0, num_anchors, size)
-        blocks = [checkpoint(block, start, use_reentrant=False, preserve_rng_state=False) for start in starts]
+        blocks: list[Any] = [
+            checkpoint(block, start, use_reentrant=False, preserve_rng_state=False) for start in starts
+        ]
         if isinstance(blocks[0], Tensor):
             return torch.cat(blocks, dim=1)
         return tuple(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True))
@@ -224,117 +191,6 @@ class Anchors:
 
 _BY_ANCHOR = ("rows", "embeddings", "partners", "positive_column", "positive_ids")
 """Attributes of shape (X, A, …)."""
-
-
-def two_towers(batch: Batch, num_left: int, temperature: Tensor) -> Anchors:
-    """Left anchors against all right items, and right anchors against all left items (X = 2).
-
-    Args:
-        num_left: where right items begin in per-item tables.
-    """
-    rows = torch.stack([batch.left_id, num_left + batch.right_id])
-    embeddings = torch.stack([batch.left, batch.right])
-    all_embeddings = torch.stack([batch.all_left, batch.all_right])
-    all_ids = torch.stack([batch.all_left_id, batch.all_right_id])
-    batch_rows = _batch_rows(batch)
-    left_positives = known_positives(
-        batch.left_id, batch.right_id, all_ids[0], all_ids[1], batch.most_copies, batch.left_positives
-    )
-    right_positives = known_positives(
-        batch.right_id, batch.left_id, all_ids[1], all_ids[0], batch.most_copies, batch.right_positives
-    )
-    width = max(left_positives.shape[1], right_positives.shape[1])
-    lists = [pad(ids, (width - ids.shape[1], 0), value=PADDING) for ids in (left_positives, right_positives)]
-    return Anchors(
-        directions=(0, 1),
-        rows=rows,
-        batch_rows=batch_rows,
-        sizes=batch.sizes,
-        embeddings=embeddings,
-        partners=embeddings.flip(0),
-        all_embeddings=all_embeddings.detach(),
-        candidates=all_embeddings.flip(0),
-        candidate_ids=all_ids.flip(0),
-        positive_column=batch_rows.expand(2, -1),
-        positive_ids=torch.stack(lists),
-        temperature=temperature,
-        guide=None if batch.guide is None else Guide(*map(torch.stack, zip(*batch.guide, strict=True))),
-    )
-
-
-def with_mined(batch: Batch, num_left: int, temperature: Tensor) -> list[Anchors]:
-    """Both directions apart (X = 1 each), with mined negatives among the candidates of the left anchors."""
-    both = two_towers(replace(batch, guide=None), num_left, temperature)
-    left, right = both.of_direction(0), both.of_direction(1)
-    left = replace(
-        left,
-        candidates=torch.cat([left.candidates, batch.negatives[None]], dim=1),
-        candidate_ids=torch.cat([left.candidate_ids, batch.negative_id[None]], dim=1),
-    )
-    if batch.guide is None:
-        return [left, right]
-    guides = [Guide(*(vectors[None] for vectors in guide)) for guide in batch.guide]
-    return [replace(left, guide=guides[0]), replace(right, guide=guides[1])]
-
-
-def two_views(batch: Batch, temperature: Tensor) -> Anchors:
-    """Both views of each image as anchors against the views of the global batch (X = 1, A = 2b, C = 2P)."""
-    total, own = sum(batch.sizes), _batch_rows(batch)
-    listed = [ids for ids in (batch.left_positives, batch.right_positives) if ids is not None]
-    positives = known_positives(
-        batch.left_id,
-        batch.left_id,
-        batch.all_left_id,
-        batch.all_left_id,
-        1,
-        torch.cat(listed, dim=1) if listed else None,
-    )
-    candidates = torch.cat([batch.all_left, batch.all_right])[None]
-    return Anchors(
-        directions=(0,),
-        rows=torch.cat([batch.left_id, batch.left_id])[None],
-        batch_rows=torch.cat([own, own + total]),
-        sizes=[2 * size for size in batch.sizes],
-        embeddings=torch.cat([batch.left, batch.right])[None],
-        partners=torch.cat([batch.right, batch.left])[None],
-        all_embeddings=candidates.detach(),
-        candidates=candidates,
-        candidate_ids=torch.cat([batch.all_left_id, batch.all_left_id])[None],
-        positive_column=torch.cat([own + total, own])[None],
-        positive_ids=torch.cat([positives, positives])[None],
-        temperature=temperature,
-        views=True,
-        guide=None if batch.guide is None else Guide(*(vectors[None] for vectors in batch.guide[0])),
-    )
-
-
-def known_positives(
-    ids: Tensor, partners: Tensor, all_ids: Tensor, all_partners: Tensor, most_copies: int, listed: Tensor | None
-) -> Tensor:
-    """(A, K) ascending ids that are not negatives of the anchors, each once, padded in front with -1.
-
-    Args:
-        ids, partners: (A,) the anchors' items, and those that they are paired with.
-        all_ids, all_partners: (P,) both items of every pair of the batch.
-        most_copies: an item is in at most so many pairs, each of which names a positive.
-        listed: (A, K) further positives, padded with -1; or None.
-    """
-    positives = partners[:, None]
-    if most_copies > 1:
-        # The pairs of an item stand side by side once pairs are sorted by it.
-        ordered, order = all_ids.sort(stable=True)
-        place = torch.searchsorted(ordered, ids)[:, None] + torch.arange(most_copies, device=ids.device)
-        inside = place.clamp(max=len(ordered) - 1)
-        shared = (ordered[inside] == ids[:, None]) & (place < len(ordered))
-        positives = torch.where(shared, all_partners[order[inside]], PADDING)
-    if listed is not None:
-        positives = torch.cat([positives, listed], dim=1)
-    if positives.shape[1] == 1:
-        return positives
-    positives = positives.sort(dim=1).values
-    repeated = torch.zeros_like(positives, dtype=torch.bool)
-    repeated[:, 1:] = positives[:, 1:] == positives[:, :-1]
-    return positives.masked_fill(repeated, PADDING).sort(dim=1).values
 
 
 def is_listed(ids: Tensor, lists: Tensor) -> Tensor:
@@ -352,9 +208,3 @@ def items_of_views(ids: Tensor) -> Tensor:
     """(…, 2P) items of ids (…, 2P), those of all left views first."""
     num_pairs = ids.shape[-1] // 2
     return torch.cat([2 * ids[..., :num_pairs], 2 * ids[..., num_pairs:] + 1], dim=-1)
-
-
-def _batch_rows(batch: Batch) -> Tensor:
-    """(b,) places of this rank's pairs in the global batch."""
-    start = sum(batch.sizes[: distributed.rank()])
-    return torch.arange(start, start + len(batch.left_id), device=batch.left.device)

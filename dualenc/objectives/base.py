@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,18 +21,17 @@ from torch.nn.functional import softplus
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import PADDING, Anchors, Batch, two_towers, two_views, with_mined
+from dualenc.objectives.anchors import PADDING, Anchors
+from dualenc.objectives.batch import Batch, gather_batch, guided, two_towers, two_views, with_mined
 from dualenc.objectives.checks import (
     MIN_TEMPERATURE,
     check_counts,
-    check_shapes,
     check_sizes,
     check_temperature,
-    check_values,
     fail,
 )
 from dualenc.objectives.draws import SharedRandom
-from dualenc.objectives.guide import Guide, GuideVectors, similarity_limits
+from dualenc.objectives.guide import GuideVectors
 from dualenc.objectives.items import Encode, ItemEncoder
 from dualenc.objectives.metrics import Metrics, batch_metrics
 
@@ -185,21 +183,18 @@ class Objective(nn.Module):
                 changes with them. A pair's part in other pairs' losses, as their negative, stays.
             guide: another model's vectors of the same items, by which likely false negatives are left out.
         """
-        batch = self._checked_batch(
-            {"left": left, "right": right, "negatives": negatives},
-            {
-                "left_id": left_id,
-                "right_id": left_id if right_id is None else right_id,
-                "left_positives": left_positives,
-                "right_positives": right_positives,
-                "negative_id": negative_id,
-            },
-            weights,
-        )
-        if guide is not None:
-            batch = replace(batch, guide=self._guides(batch, guide))
         if self.needs_encode and encode is None:
             fail(self, "encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
+        ids = {
+            "left_id": left_id,
+            "right_id": left_id if right_id is None else right_id,
+            "left_positives": left_positives,
+            "right_positives": right_positives,
+            "negative_id": negative_id,
+        }
+        batch = gather_batch(self, {"left": left, "right": right, "negatives": negatives}, ids, weights)
+        if guide is not None:
+            batch = guided(self, batch, guide)
         encoder = None if encode is None else ItemEncoder(encode, self.views, batch.left)
         self._watched = {}
         self.updates_state = self.training and torch.is_grad_enabled()
@@ -366,82 +361,12 @@ class Objective(nn.Module):
             return with_mined(batch, self.num_left or 0, temperature)
         return [two_towers(batch, self.num_left or 0, temperature)]
 
-    def _checked_batch(
-        self, embeddings: Mapping[str, Tensor | None], ids: Mapping[str, Tensor | None], weights: Tensor | None
-    ) -> Batch:
-        """Check arguments of `forward`, and gather them over ranks."""
-        given = {name: tensor for name, tensor in embeddings.items() if tensor is not None}
-        given_ids = {name: values for name, values in ids.items() if values is not None}
-        check_shapes(self, given, given_ids, weights, self.views)
-        given_ids = {name: values.long() for name, values in given_ids.items()}
-        left_id, right_id = given_ids["left_id"], given_ids["right_id"]
-        sizes = distributed.rank_sizes(len(left_id), left_id.device)
-        all_ids = distributed.gather(torch.stack([left_id, right_id], dim=1), sizes).T
-        num_items = {"left": self.num_left, "right": self.num_right}
-        most_copies = check_values(self, given, given_ids, weights, all_ids, num_items, self.views)
-
-        precision = torch.float64 if given["left"].dtype == torch.float64 else torch.float32
-        left, right = given["left"].to(precision), given["right"].to(precision)
-        negatives = given["negatives"].to(precision) if "negatives" in given else right[:0]
-        num_mined = distributed.rank_sizes(len(negatives), negatives.device)
-        return Batch(
-            left=left,
-            right=right,
-            left_id=left_id,
-            right_id=right_id,
-            left_positives=given_ids.get("left_positives"),
-            right_positives=given_ids.get("right_positives"),
-            all_left=distributed.gather_with_grad(left, sizes),
-            all_right=distributed.gather_with_grad(right, sizes),
-            all_left_id=all_ids[0],
-            all_right_id=all_ids[1],
-            negatives=distributed.gather_with_grad(negatives, num_mined),
-            negative_id=distributed.gather(given_ids.get("negative_id", right_id[:0]), num_mined),
-            sizes=sizes,
-            most_copies=most_copies,
-        )
-
-    def _guides(self, batch: Batch, vectors: GuideVectors) -> list[Guide]:
-        """A guide's judgement of the anchors of each direction, or of all views."""
-        if self.needs_encode:
-            able = "InfoNCE, DCL, HCL, SogCLR, ISogCLR, SACLR or SigLIP"
-            fail(self, "guide", f"judges candidates of the batch only; leave it out, or take {able}")
-        left, right = vectors.left.to(batch.left), vectors.right.to(batch.left)
-        num_own = len(batch.left)
-        if left.shape != right.shape or len(left) != num_own or left.dim() != 2:
-            shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
-            fail(self, "guide", f"has vectors of shapes {shapes}; give a vector for each of {num_own} pairs")
-        limits = similarity_limits(left, right, self.guide_margin, self.guide_relative)
-        all_left, all_right = distributed.gather(left, batch.sizes), distributed.gather(right, batch.sizes)
-        if self.views:
-            views = Guide(torch.cat([left, right]), torch.cat([all_left, all_right]), limits.repeat(2))
-            return [views]
-        mined = right[:0] if vectors.negatives is None else vectors.negatives.to(right)
-        all_mined = distributed.gather(mined)
-        candidates = all_right
-        if self.takes_mined and len(batch.negative_id):
-            if len(all_mined) != len(batch.negative_id) or all_mined.shape[1:] != right.shape[1:]:
-                shape = f"{tuple(all_mined.shape)} of {len(batch.negative_id)} mined negatives"
-                fail(self, "guide", f"has vectors {shape}; give one for each")
-            candidates = torch.cat([all_right, all_mined])
-        return [Guide(left, candidates, limits), Guide(right, all_left, limits)]
-
     def _metrics(self, batch: Batch, temperature: Tensor) -> Metrics:
-        # Copies, as the loop may change embeddings in place before anybody reads.
-        left, right = batch.left.detach().clone(), batch.right.detach().clone()
-        is_alone = batch.all_left is batch.left
-        detached = replace(
-            batch,
-            left=left,
-            right=right,
-            all_left=left if is_alone else batch.all_left.detach(),
-            all_right=right if is_alone else batch.all_right.detach(),
-            negatives=batch.negatives.detach(),
-        )
+        batch = batch.detached()
 
         def compute() -> tuple[dict[str, Tensor], Tensor]:
-            with torch.autocast(left.device.type, enabled=False):
-                return batch_metrics(self._directions(detached, temperature), self.log_num_negatives)
+            with torch.autocast(batch.left.device.type, enabled=False):
+                return batch_metrics(self._directions(batch, temperature), self.log_num_negatives)
 
         return Metrics(compute)
 

@@ -216,7 +216,7 @@ class EmbeddingMemory(nn.Module):
 
         log_sum = queries.new_full((len(queries),), -torch.inf)
         hardest = queries.new_zeros(len(queries), 0, 2, dtype=torch.float64)
-        runs = []
+        runs: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for run in weighted():
             log_sum = torch.logaddexp(log_sum, run[1].sum(dim=1).log() + run[2])
             hardest = _topk(torch.cat([hardest, run[3]], dim=1), num_hardest)
