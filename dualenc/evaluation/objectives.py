@@ -281,9 +281,7 @@ class _Run:
     def conclude(self) -> Measured:
         """What all runs have found, the last of which this is."""
         self.found.encodes /= self.found.epochs * len(self.frozen)
-        tables = [
-            table for name, table in self.criterion.named_buffers() if name not in ("left_counts", "right_counts")
-        ]
+        tables = [table for name, table in self.criterion.named_buffers() if not name.endswith("pair_counts")]
         self.found.state_bytes = sum(table.numel() * table.element_size() for table in tables)
         return self.found
 

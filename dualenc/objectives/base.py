@@ -91,6 +91,8 @@ class Objective(nn.Module):
     """Whether `encode` is called again in the backward pass."""
     needs_teacher = False
     """Whether `forward` takes a teacher's scores; see `Distilled`."""
+    dims: list[int] | None = None
+    """Lengths that are trained besides the whole embeddings; see `Matryoshka`."""
 
     def __init__(
         self,
@@ -210,6 +212,11 @@ class Objective(nn.Module):
         # Over all anchors of the global batch, so that the mean over ranks is the global loss.
         loss = losses.sum() * distributed.world_size() / max(2 * sum(batch.sizes), 1)
         return ObjectiveOutput(loss, self._metrics(batch, temperature.detach()), losses.detach())
+
+    @property
+    def name(self) -> str:
+        """What logs and model cards call it."""
+        return type(self).__name__
 
     @property
     def temperature(self) -> Tensor:

@@ -88,7 +88,9 @@ class EMC2(ChainObjective):
         start_scores = self._stored_scores(anchors, visit)
         if self.score == "fresh":
             start_scores = self._fresh_scores(proposed, visit, outside_scores)
-        walk = plan.walk or self._walk(proposed, visit, start_scores)
+        walk = plan.walk
+        if walk is None:
+            walk = self._walk(proposed, visit, start_scores)
 
         def weigh(
             block: Anchors, is_found: Tensor, column: Tensor, outside_scores: Tensor, weights: Tensor, log_sum: Tensor

@@ -35,6 +35,7 @@ class Wrapper(Objective):
         self.takes_mined = self.main.takes_mined
         self.corpus_of_pairs = self.main.corpus_of_pairs
         self.encodes_in_backward = self.main.encodes_in_backward
+        self.dims = self.main.dims
 
     def __iter__(self) -> Iterator[Objective]:
         for objective in self.objectives:
@@ -45,6 +46,10 @@ class Wrapper(Objective):
     def main(self) -> Objective:
         """The last of the wrapped objectives."""
         return list(self)[-1]
+
+    @property
+    def name(self) -> str:
+        return f"{type(self).__name__} of {self.main.name}"
 
     @property
     def temperature(self) -> Tensor:
@@ -93,7 +98,7 @@ class Matryoshka(Wrapper):
         if not lengths or len(set(lengths)) != len(lengths) or any(type(d) is not int or d < 1 for d in lengths):
             fail(self, "dims", f"are {list(dims)}; give different whole numbers above 0, such as [64, 128, 256]")
         super().__init__([*(copy.deepcopy(objective) for _ in lengths[1:]), objective])
-        self.dims = lengths
+        self.dims = self.lengths = lengths
 
     def forward(
         self,
@@ -107,8 +112,10 @@ class Matryoshka(Wrapper):
         **batch: Any,
     ) -> ObjectiveOutput:
         """The mean over lengths; arguments as of the wrapped objective."""
-        if left.shape[-1] < self.dims[-1]:
-            fail(self, "dims", f"are {self.dims}, but the embeddings have {left.shape[-1]}; leave out what is beyond")
+        if left.shape[-1] < self.lengths[-1]:
+            fail(
+                self, "dims", f"are {self.lengths}, but the embeddings have {left.shape[-1]}; leave out what is beyond"
+            )
         if encode is not None and not self.encodes_in_backward:
             encode = EncodedOnce(encode)
         outputs = {
@@ -121,7 +128,7 @@ class Matryoshka(Wrapper):
                 negatives=None if negatives is None else prefix(negatives, dim),
                 **batch,
             )
-            for dim, objective in zip(self.dims, self, strict=True)
+            for dim, objective in zip(self.lengths, self, strict=True)
         }
         loss = torch.stack([output.loss for output in outputs.values()]).mean()
         per_anchor = torch.stack([output.per_anchor for output in outputs.values()]).mean(dim=0)

@@ -397,7 +397,7 @@ class BestModel:
             if distributed.is_main():
                 model.eval()
                 model.set_temperature(float(self.objective.temperature.detach()))
-                model.set_dims(getattr(self.objective, "dims", None) or ())
+                model.set_dims(self.objective.dims or ())
                 model.save(self.folder, card=self.card(self.before, metrics, step))
                 self.model.train()
         distributed.barrier()

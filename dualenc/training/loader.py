@@ -18,7 +18,7 @@ from dualenc import distributed
 from dualenc.data.pairs import Pair, PairDataset
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import BadSample, DualencError
-from dualenc.objectives.guide import LookUp
+from dualenc.objectives import GuideVectors
 from dualenc.seeds import derive_seed
 from dualenc.training.encoding import PlainEncoding
 from dualenc.training.signals import forgive_one_sigterm
@@ -82,11 +82,25 @@ class Batch(NamedTuple):
     guide_negatives: Tensor | None = None
     bad: tuple[tuple[int, str], ...] = ()
 
-    def judged(self) -> dict[str, Tensor]:
-        """Weights, a teacher's scores and a guide's vectors, as far as there are any: arguments of an objective."""
-        names = ("weights", "teacher_scores", "teacher_rows", "guide_left", "guide_right", "guide_negatives")
-        given = {name: getattr(self, name) for name in names}
-        return {name: tensor for name, tensor in given.items() if tensor is not None}
+    def arguments(self, device: torch.device, needs_teacher: bool) -> dict[str, Any]:
+        """Arguments of an objective other than embeddings and ids, on a device.
+
+        Args:
+            device: of the objective.
+            needs_teacher: whether it learns from a teacher's scores.
+        """
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        names = ["left_positives", "right_positives", "negative_id", "weights"]
+        if needs_teacher:
+            names += ["teacher_scores", "teacher_rows"]
+        given: dict[str, Any] = {name: moved(getattr(self, name)) for name in names}
+        left, right = moved(self.guide_left), moved(self.guide_right)
+        if left is not None and right is not None:
+            given["guide"] = GuideVectors(left, right, moved(self.guide_negatives))
+        return given
 
     @property
     def size(self) -> int:
@@ -133,41 +147,6 @@ class Guide:
             found = found / np.linalg.norm(found, axis=1, keepdims=True)
         found[rows < 0] = np.nan
         return found
-
-    def on(self, device: torch.device | str) -> LookUp:
-        """The same as tensors: `guide(side, ids)` gives vectors on the device of the ids.
-
-        Args:
-            device: where all vectors are held, as they are stored; on the CPU they are read from their files when asked
-                for.
-        """
-        if torch.device(device).type == "cpu":
-
-            def read(side: Side, ids: Tensor) -> Tensor:
-                return torch.from_numpy(self.vectors(side, ids.cpu().numpy())).to(ids.device)
-
-            return read
-        rows = {side: torch.from_numpy(of).to(device) for side, of in self._rows.items()}
-        held = {side: _on_device(of, device) for side, of in self._stored.items()}
-
-        def take(side: Side, ids: Tensor) -> Tensor:
-            of = rows[side][ids]
-            found = torch.nn.functional.normalize(held[side][of.clamp(min=0)].float(), dim=1)
-            return found.masked_fill((of < 0)[:, None], torch.nan)
-
-        return take
-
-
-def _on_device(stored: Any, device: torch.device | str, num_rows: int = 65_536) -> Tensor:
-    """Stored rows as one tensor, brought there in parts: host memory never holds all of them."""
-    held: Tensor | None = None
-    for start in range(0, len(stored), num_rows):
-        some = torch.from_numpy(np.array(stored[start : start + num_rows]))
-        if held is None:
-            held = torch.empty(len(stored), some.shape[1], dtype=some.dtype, device=device)
-        held[start : start + len(some)] = some.to(device)
-    assert held is not None
-    return held
 
 
 class BatchLoader:

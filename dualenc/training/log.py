@@ -21,7 +21,6 @@ from dualenc.data.pairs import PairDataset
 from dualenc.encoders.card import Code, Results
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
-from dualenc.objectives.looks import upload
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -55,10 +54,10 @@ class Meter:
             self.sums[name] = self.sums[name] + scalar if name in self.sums else scalar
             self.counts[name] = self.counts.get(name, 0) + 1
 
-    def add_pairs(self, numbers: Tensor, of_anchors: Tensor) -> None:
-        """Add what pairs have as left and as right anchors, (2b,), to the names with some numbers, (b,) on the CPU."""
-        of_pairs = of_anchors.detach().double().view(2, len(numbers)).mean(dim=0)
-        self.source_sums.index_add_(0, upload(numbers, of_pairs.device), of_pairs)
+    def add_pairs(self, numbers: Tensor, per_anchor: Tensor) -> None:
+        """Add values of pairs as left and as right anchors, (2b,), to the names with some numbers, (b,) on the CPU."""
+        per_pair = per_anchor.double().view(2, len(numbers)).mean(dim=0)
+        self.source_sums.index_add_(0, numbers.to(per_pair.device, non_blocking=True), per_pair)
         self.source_counts += torch.bincount(numbers, minlength=len(self.by_source))
 
     def bad_step(self, all_ranks: bool = True) -> int | None:
@@ -249,7 +248,7 @@ def training_card(
     }
     plain = json.loads(json.dumps(recipe or {"trainer": settings}, default=os.fspath))  # without tuples and paths
     task: str = getattr(evaluator, "task", "")
-    dims = getattr(objective, "dims", None)
+    dims = objective.dims
     lengths = ", ".join(map(str, dims or []))
     parts = f" Sources: {'; '.join(pairs.describe())}." if isinstance(pairs, Mixture) else ""
     return {
@@ -260,7 +259,7 @@ def training_card(
             f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
             f"{parts}"
         ),
-        "training": f"{type(objective).__name__}, {step} steps with batches of {settings['batch_size']}.",
+        "training": f"{objective.name}, {step} steps with batches of {settings['batch_size']}.",
         "metrics": rows or None,
         "results": [Results(task, *evaluator.data, metrics)] if evaluator is not None and task else None,
         "recipe": Code("yaml", yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)),

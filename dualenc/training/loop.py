@@ -35,7 +35,7 @@ from dualenc.training.evaluators import BestModel, Evaluator
 from dualenc.training.loader import Batch, BatchLoader, Guide, ItemEncoder
 from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.optim import build_optimizer, build_schedule, trainable_parameters
-from dualenc.training.plan import BatchPlan, fresh_embeddings, tell_neighbors
+from dualenc.training.plan import BatchPlan, fresh_embeddings
 from dualenc.training.sharding import join_state, split_state
 from dualenc.training.signals import Stopped, StopSignals
 from dualenc.types import Inputs, Side
@@ -110,12 +110,9 @@ class Loop:
             self.optimizer, settings.schedule, self.total_steps, settings.warmup, settings.final_fraction
         )
         self.items = ItemEncoder(model, pairs, seed=settings.seed, on_error=settings.on_error)
-        guide = self.look_up = None
+        guide = None
         if settings.guide_left is not None and settings.guide_right is not None:
             guide = Guide(pairs, settings.guide_left, settings.guide_right)
-        if guide is not None and objective.needs_encode:
-            # What judges items outside the batch judges those in it: by the same numbers.
-            self.look_up, guide = guide.on("cpu" if objective.state_on_cpu else self.device), None
         self.loader = BatchLoader(
             pairs,
             model.left.prepare,
@@ -267,7 +264,6 @@ class Loop:
                 return fresh_embeddings(self.model, self.loader, self.device, self.accelerator.autocast)
 
             last = accumulation * (self.total_steps - self.steps) <= self.plan.num_batches(self.epoch)
-            tell_neighbors(self.objective, self.pairs, fresh)
             report = self.plan.start_epoch(self.epoch, self.steps, fresh, last)
             if report:
                 self.log.write(self.steps, {f"selection/{name}": value for name, value in report.items()})
@@ -331,12 +327,8 @@ class Loop:
                 batch.left_id.to(self.device),
                 batch.right_id.to(self.device),
                 self.items.bind(encoding, number),
-                left_positives=_moved(batch.left_positives, self.device),
-                right_positives=_moved(batch.right_positives, self.device),
                 negatives=None if batch.negatives is None else mined[0],
-                negative_id=_moved(batch.negative_id, self.device),
-                **{name: of.to(self.device, non_blocking=True) for name, of in batch.judged().items()},
-                guide=self.look_up,
+                **batch.arguments(self.device, self.objective.needs_teacher),
             )
             loss = output.loss / len(batches)
             if self.one_backward and len(outputs) + 1 == len(batches):
@@ -382,13 +374,14 @@ class Loop:
         estimates, at steps that are logged."""
         if not isinstance(self.pairs, Mixture):
             return
-        numbers, of_anchors = torch.from_numpy(self.pairs.source_of(batch.indices.numpy())), output.of_anchors
+        numbers = torch.from_numpy(self.pairs.source_of(batch.indices.numpy()))
+        per_anchor: Tensor | None = output.per_anchor
         if not self.objective.reports_loss:
-            numbers, of_anchors = numbers + len(self.pairs.sources), None
+            numbers, per_anchor = numbers + len(self.pairs.sources), None
             if self._logs_at(self.steps + 1):
-                of_anchors = getattr(output.metrics, "of_anchors", None)
-        if of_anchors is not None:
-            self.meter.add_pairs(numbers, of_anchors)
+                per_anchor = getattr(output.metrics, "per_anchor", None)
+        if per_anchor is not None:
+            self.meter.add_pairs(numbers, per_anchor)
 
     def _between_steps(self) -> None:
         """Log, evaluate, save, stop: whatever is due after a step."""
@@ -444,7 +437,3 @@ class Loop:
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device, non_blocking=True)

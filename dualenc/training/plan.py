@@ -17,11 +17,9 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.batching.selector import BatchSelector
-from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import DualencError
 from dualenc.files import remove
-from dualenc.objectives.base import Objective
 from dualenc.seeds import derive_seed, random_state_kept
 from dualenc.training.encoding import Autocast, PlainEncoding
 from dualenc.training.loader import BatchLoader
@@ -31,7 +29,6 @@ EmbeddingSource = Literal["epoch", "fresh"]
 FreshPass = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 _STEPS_KEPT_ON_DEVICE = 64
-_LISTS_PROBED = 8
 
 
 class EmbeddingTable:
@@ -278,41 +275,3 @@ class BatchPlan:
             self.job = None
         if distributed.is_main() and self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
-
-
-def tell_neighbors(objective: Objective, pairs: PairDataset, fresh: FreshPass) -> None:
-    """Embed all pairs and tell the objective which items are near each anchor; all ranks call it together.
-
-    An anchor in no pair has no neighbours: -1.
-
-    Args:
-        objective: is told as many neighbours as its `num_neighbors` says; nothing happens for 0.
-        pairs: whose items.
-        fresh: makes an evaluation-mode pass; returns (M, D) and (M, D) on the main process.
-    """
-    if not objective.num_neighbors:
-        return
-    embeddings = fresh()
-    found: list[np.ndarray] | None = None
-    if distributed.is_main():
-        from dualenc.search import build, kinds
-
-        items = []  # ids (n,) of the items of a side that are in a pair, and their embeddings (n, D)
-        for ids, rows in zip((pairs.left_id, pairs.right_id), embeddings, strict=True):
-            distinct, first = np.unique(np.asarray(ids), return_index=True)
-            items.append((distinct, np.ascontiguousarray(rows[first], dtype=np.float32)))
-        found = []
-        sides = [(items[0], items[1], pairs.num_left), (items[1], items[0], pairs.num_right)]
-        for (anchors, queries), (candidates, vectors), num_anchors in sides[: 1 if pairs.views else 2]:
-            index = build.new_index(vectors.shape[1], kinds.choose_factory(*vectors.shape), "ip")
-            if wanted := build.training_rows(index, len(vectors)):
-                index.train(vectors[np.random.default_rng(0).permutation(len(vectors))[:wanted]])
-            if hasattr(index, "nprobe"):
-                index.nprobe = _LISTS_PROBED
-            index.add(vectors)
-            _, places = index.search(queries, objective.num_neighbors)
-            near = np.full((num_anchors, objective.num_neighbors), -1, dtype=np.int64)
-            near[anchors] = np.where(places < 0, -1, candidates[places])
-            found.append(near)
-    for side, ids in zip(SIDES, distributed.broadcast_object(found), strict=False):
-        objective.set_neighbors(side, torch.from_numpy(ids))

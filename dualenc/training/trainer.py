@@ -332,7 +332,7 @@ class Trainer:
             if isinstance(batching, MixtureBatches):
                 chooser, otherwise = "the mixture", "weigh all sources 1 in mixed batches"
             raise DualencError(
-                f"{chooser} chooses who meets whom, but {type(objective).__name__} as set assumes random batches; give "
+                f"{chooser} chooses who meets whom, but {objective.name} as set assumes random batches; give "
                 f"it {remedy}, or {otherwise}"
             )
         trained = {"left": pairs.left_modality, "right": pairs.right_modality}
@@ -344,10 +344,15 @@ class Trainer:
                         f"the {side} side of {what} is {theirs_is}, but that of the model encodes {ours_is}; choose a "
                         f"model for {theirs_is} or other data"
                     )
-        if getattr(objective, "teacher", None) is not None and getattr(pairs, "scores", None) is None:
+        if objective.needs_teacher and getattr(pairs, "scores", None) is None:
             raise DualencError(
-                f"objective.teacher is {objective.teacher} but the data holds no scores; give it mined negatives with "
-                "scores (MinedPairs with scores: true), or leave teacher out"
+                f"{objective.name} learns from a teacher, but the data holds no scores; give it mined negatives with "
+                "scores (MinedPairs with scores: true), or leave Distilled out"
+            )
+        if self.guide_left is not None and objective.needs_encode:
+            raise DualencError(
+                f"guide_left judges candidates of the batch, and {objective.name} looks beyond; leave the guide out, "
+                "or take SogCLR or another objective of the batch"
             )
         names = getattr(evaluator, "metric_names", ())
         if evaluator is not None and names and evaluator.primary not in names:
