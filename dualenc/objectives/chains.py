@@ -97,6 +97,7 @@ class ChainObjective(Objective):
     """
 
     state: Tensor
+    keys_per_item: Tensor
 
     needs_num_left = True
     needs_encode = True
@@ -120,14 +121,15 @@ class ChainObjective(Objective):
         self.corpus_of_pairs = proposals == "batch"
         self.chain_per_view = self.views and not shared_chain
         self.register_buffer("state", torch.full((self.num_rows * (2 if self.chain_per_view else 1),), NO_STATE))
+        # Of each direction, the keys that an item of the candidates' side may have.
+        key_sizes = [1] if self.views else [1 + (self.num_left or 0), 1 + (self.num_right or 0)]
+        self.register_buffer("keys_per_item", torch.tensor(key_sizes), persistent=False)
         self.draws = SharedRandom(self.seed)
         self.memories = nn.ModuleList()
-        if recent:
-            num_views = 2 if self.views else 1
-            self.memories.extend(
-                EmbeddingMemory((self.num_candidates(d) or 0) * num_views, recent * num_views, self.keys_per_item(d))
-                for d in self.directions
-            )
+        num_views = 2 if self.views else 1
+        for direction, keys_per_item in zip(self.directions if recent else (), key_sizes, strict=False):
+            num_items = (self.num_candidates(direction) or 0) * num_views
+            self.memories.append(EmbeddingMemory(num_items, recent * num_views, keys_per_item))
 
     @property
     def needs_uniform_batches(self) -> str | None:
@@ -149,20 +151,14 @@ class ChainObjective(Objective):
         for memory in self._memories:
             memory.expect((self.num_pairs or 0) * (2 if self.views else 1))
 
-    def keys_per_item(self, direction: int) -> int:
-        """Keys that an item of the candidates' side may have."""
-        if self.views:
-            return 1
-        return 1 + ((self.num_left if direction == 0 else self.num_right) or 0)
-
     def items_of(self, keys: Tensor) -> Tensor:
-        """(X, …) the items of keys (X, …) of all directions; -1 for NO_STATE."""
-        sizes = keys.new_tensor([self.keys_per_item(direction) for direction in self.directions])
-        return torch.where(keys < 0, keys, keys // sizes.view(-1, *[1] * (keys.dim() - 1)))
+        """(X, …) the items of keys (X, …); -1 for NO_STATE."""
+        sizes = self.keys_per_item.view(-1, *[1] * (keys.dim() - 1))
+        return torch.where(keys < 0, keys, keys // sizes)
 
     def keys_of(self, items: Tensor) -> Tensor:
         """(X, n) the keys of items (X, n) of no pair."""
-        return items * items.new_tensor([self.keys_per_item(direction) for direction in self.directions])[:, None]
+        return items * self.keys_per_item[:, None]
 
     def items_of_state(self, state: Tensor) -> Tensor:
         """(X, A, S) the items that states (X, A) stand for."""
