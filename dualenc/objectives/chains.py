@@ -257,10 +257,10 @@ class ChainObjective(Objective):
             return
         rows, state = anchors.gather(visit.chains).flatten(), anchors.gather(state).flatten()
         has_state = state != NO_STATE
-        first = first_occurrence(torch.where(has_state, rows, rows + len(self.state)))
-        write_rows(self.state, rows, state[first], has_state)
+        first = first_occurrence(rows, preferred=has_state)
+        write_rows(self.state, rows, state[first], has_state[first])
         for table, values in tables.values():
-            write_rows(table, rows, anchors.gather(values).flatten()[first], has_state)
+            write_rows(table, rows, anchors.gather(values).flatten()[first], has_state[first])
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The share of chains that moved on in the last step, and of those that began anew in it."""

@@ -26,11 +26,16 @@ def log_average(log_old: Tensor, log_new: Tensor, rate: float) -> Tensor:
     return torch.where(log_new > -torch.inf, updated, log_old)
 
 
-def first_occurrence(ids: Tensor) -> Tensor:
-    """(n,) for each position, the first position with the same id. Indexing with it makes duplicates write one
-    value."""
-    ordered, order = ids.sort(stable=True)
-    return order[torch.searchsorted(ordered, ids)]
+def first_occurrence(ids: Tensor, preferred: Tensor | None = None) -> Tensor:
+    """(n,) for each position, the first position with the same id. Indexing with it makes duplicates write one value.
+
+    Args:
+        ids: (n,) of 0 or more.
+        preferred: (n,) positions that come before all others of their id.
+    """
+    keys = ids if preferred is None else 2 * ids + ~preferred
+    ordered, order = keys.sort(stable=True)
+    return order[torch.searchsorted(ordered, ids if preferred is None else 2 * ids)]
 
 
 def mean_over_duplicates(values: Tensor, usable: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
