@@ -72,30 +72,32 @@ def test_every_recipe_and_example_is_told_of() -> None:
     assert [recipe.name for recipe in (ROOT / "recipes").glob("*.yaml") if f"`{recipe.name}`" not in guide] == []
 
 
-def test_objective_of_the_contributing_guide_is_dcl_on_the_hardest_negatives() -> None:
-    from dualenc.objectives import DCL
-
+def test_objective_of_the_contributing_guide_is_the_softmax_over_batch_and_hardest_negative_met() -> None:
     definition, imports = code(ROOT / "CONTRIBUTING.md", "python")[:2]
     names: dict[str, Any] = {}
     exec("from __future__ import annotations\n" + imports + definition, names)
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(6, 5, generator=generator, dtype=torch.float64) for _ in range(2))
-    left, right = (torch.nn.functional.normalize(x, dim=1).requires_grad_() for x in (left, right))
-    ids = torch.arange(6)
+    tables = torch.nn.functional.normalize(torch.randn(2, 9, 5, generator=generator, dtype=torch.float64), dim=2)
+    left, right = tables[0].requires_grad_(), tables[1].requires_grad_()
+    criterion = names["HardestMet"](num_left=9, temperature=0.2)
 
-    whole = names["TopK"](k=5, temperature=0.1)(left, right, ids)
-    expected = DCL(temperature=0.1)(left, right, ids)
-    torch.testing.assert_close(whole.loss, expected.loss)
-    gradients = [torch.cat(torch.autograd.grad(out.loss, [left, right])) for out in (whole, expected)]
-    torch.testing.assert_close(*gradients)
+    def loss(ids: list[int]) -> torch.Tensor:
+        rows = torch.tensor(ids)
+        return criterion(left[rows], right[rows], rows, encode=lambda s, i: (left if s == "left" else right)[i]).loss
 
-    logits = (left @ right.T / 0.1).detach()
-    rows = [(logits[i], i) for i in range(6)] + [(logits[:, i], i) for i in range(6)]
-    slow = 0.0
-    for row, i in rows:
-        hardest = sorted((float(row[j]) for j in range(6) if j != i), reverse=True)[:2]
-        slow += (torch.tensor(hardest, dtype=torch.float64).exp().sum().log() - row[i]).item() / 12
-    assert names["TopK"](k=2, temperature=0.1)(left, right, ids).loss.item() == pytest.approx(slow)
+    met: dict[tuple[str, int], int] = {}
+    for ids in ([0, 1, 2, 3], [4, 5, 6], [0, 4, 7], [8, 0, 5]):
+        expected = []
+        for side, own, others in (("left", left, right), ("right", right, left)):
+            for i in ids:
+                negatives = {j for j in [*ids, met.get((side, i), i)] if j != i}
+                scores = {j: own[i] @ others[j] / 0.2 for j in negatives}
+                expected.append(torch.stack(list(scores.values())).logsumexp(0) - own[i] @ others[i] / 0.2)
+                met[side, i] = max(scores, key=lambda j: float(scores[j].detach()))
+        found, slow = loss(ids), torch.stack(expected).mean()
+        torch.testing.assert_close(found, slow, rtol=1e-6, atol=1e-7)
+        gradients = [torch.cat(torch.autograd.grad(value, [left, right])) for value in (found, slow)]
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
