@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualenc.errors import DualencError
+from dualenc.files import check_file_target
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -75,12 +76,13 @@ def report(run: str, *others: str, out: str | None = None) -> None:
     """
     from dualenc.evaluation.report import print_table, write_report
 
+    target = Path(out) if out is not None else Path(run) / "report.html"
+    check_file_target(target)
     runs = [read_run(Path(folder)) for folder in (run, *others)]
     if len({one.name for one in runs}) < len(runs):
         runs = [one._replace(name=folder.rstrip("/")) for one, folder in zip(runs, (run, *others), strict=True)]
     tables = [table for table in (ends(runs), ends_of_sources(runs), differences(runs)) if table.rows]
     facts = {one.name: f"{one.lines[-1]['step']:,} steps" for one in runs}
-    target = Path(out) if out is not None else Path(run) / "report.html"
     for table in tables:
         print_table(table)
     title = "Training" if len(runs) == 1 else "Trainings side by side"

@@ -17,11 +17,11 @@ import faiss
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path
+from dualenc.files import atomic_folder
 from dualenc.search.build import Database, reason
 from dualenc.search.embeddings import Embeddings
 from dualenc.search.engines.where import column_kinds
-from dualenc.search.index import Index, write_contents
+from dualenc.search.index import Index, is_index, write_contents
 from dualenc.search.lines import BLOCK_LINES, MappedIds, check_ids
 from dualenc.search.parts import LISTS, ROWS_AT_ONCE, lists_of, merge_lists, split, with_codes
 
@@ -67,7 +67,7 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
         shown = ((old, before), (new, len(embeddings)))
         snippets = ("" if some is None else some[row] for some, count in shown for row in range(count))
     columns = _joined(index, embeddings, folder)
-    with atomic_path(folder) as part:
+    with atomic_folder(folder, is_index, "index") as part:
         part.mkdir()
         if lists_of(index.faiss) is None:
             changed = faiss.read_index(str(Path(folder) / "index.faiss"))  # in memory: what is mapped cannot grow
@@ -113,7 +113,7 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
     gone = np.unique(rows)
     if len(gone) == len(index):
         raise DualencError(f"{folder}: nothing would be left; remove the folder instead")
-    with atomic_path(folder) as part:
+    with atomic_folder(folder, is_index, "index") as part:
         part.mkdir()
         if lists_of(index.faiss) is None:
             changed = faiss.read_index(str(Path(folder) / "index.faiss"))

@@ -13,7 +13,17 @@ import faiss
 import numpy as np
 
 from dualenc.errors import DualencError, UnknownId
-from dualenc.files import atomic_path, checksums, read_json_object, recover, sizes, verify_files, write_json
+from dualenc.files import (
+    atomic_folder,
+    check_folder_target,
+    checksums,
+    is_folder_of,
+    read_json_object,
+    recover,
+    sizes,
+    verify_files,
+    write_json,
+)
 from dualenc.search.build import (
     METRICS,
     Database,
@@ -29,7 +39,7 @@ from dualenc.search.build import (
     set_parameter,
     tune,
 )
-from dualenc.search.embeddings import Embeddings, check_free_for, is_folder_of, read_columns, read_head
+from dualenc.search.embeddings import Embeddings, read_columns, read_head
 from dualenc.search.filtered import search_among
 from dualenc.search.kinds import choose_factory
 from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
@@ -238,8 +248,7 @@ class Index:
         Raises:
             DualencError: the folder holds something that is not an index.
         """
-        check_target(folder)
-        with atomic_path(folder) as part:
+        with atomic_folder(folder, is_index, "index") as part:
             part.mkdir(parents=True)
             snippets = None if self.snippets is None else (self.snippet(row) for row in range(len(self)))
             write_contents(part, Path(folder), self.faiss, self.ids, snippets, self.columns, self.meta)
@@ -393,7 +402,7 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     Raises:
         DualencError: it holds something else.
     """
-    check_free_for(folder, FORMAT, "holds no index")
+    check_folder_target(folder, is_index, "index")
 
 
 def write_contents(

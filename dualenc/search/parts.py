@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from dualenc.errors import DualencError
 from dualenc.files import (
     atomic_path,
-    full_disk_told,
+    explain_full_disk,
     read_json_object,
     recover_inside,
     remove,
@@ -111,7 +111,7 @@ def built_in_parts(
     files = json.dumps(database.embeddings.meta.get("files", {}), sort_keys=True)
     plan |= {"trained_on": trained_on, "rows_of_a_part": rows, "files": hashlib.sha256(files.encode()).hexdigest()}
     started = time.perf_counter()
-    with full_disk_told(work), removed_if_refused(work, "*.faiss"):
+    with explain_full_disk(work), removed_if_refused(work, "*.faiss"):
         work.mkdir(parents=True, exist_ok=True)
         with claimed(work / "training.lock", wait=True):
             _check_plan(work, plan)
