@@ -25,11 +25,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+from filelock import FileLock
 
 from dualenc.errors import DiskFull, DualencError
 
@@ -169,6 +171,18 @@ def check_folder_target(folder: str | os.PathLike[str], is_ours: Callable[[Path]
     is_empty = not folder.exists() or (folder.is_dir() and not os.listdir(folder))
     if not is_empty and not (folder.is_dir() and is_ours(folder)):
         raise DualencError(f"{folder}: exists and holds no {what}; choose a new or empty folder")
+
+
+@contextmanager
+def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the lock of a folder that is read, changed and written anew, so that no change of another process is lost.
+
+    The lock lies beside the folder, which is replaced itself, and stays there. A folder that is missing has none.
+    """
+    target = Path(os.path.realpath(folder))
+    recover(target)
+    with FileLock(target.with_name(f".{target.name}.lock")) if target.is_dir() else nullcontext():
+        yield
 
 
 def _beside(target: Path, stage: str) -> Path:

@@ -1,7 +1,7 @@
 """Append vectors to an index folder, and remove them by id; the folder is written anew, beside the old one.
 
 What is trained stays as it is: an index that has grown a lot, or whose data have changed, is better built again. Lists
-on disk are copied by a merge; of what is added the codes are in memory.
+on disk are copied by a merge; of what is added the codes are in memory. Changes by several processes take turns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import faiss
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_folder
+from dualenc.files import atomic_folder, locked
 from dualenc.search.build import Database, reason
 from dualenc.search.embeddings import Embeddings
 from dualenc.search.engines.where import column_kinds
@@ -44,6 +44,11 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
     Raises:
         DualencError: another dimension or model, an id that the index has already, or a column of other values.
     """
+    with locked(folder):
+        return _append(folder, embeddings)
+
+
+def _append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
     index = Index.open(folder)
     for name, ours, theirs in (
         ("dimension", index.dim, embeddings.dim),
@@ -105,6 +110,11 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
         DualencError: an id that the index does not have, nothing would be left, or FAISS cannot remove from an index
             of this kind (HNSW).
     """
+    with locked(folder):
+        return _remove(folder, ids)
+
+
+def _remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
     index = Index.open(folder)
     rows = _mapped(index).rows(ids)
     if not len(rows) or (rows < 0).any():

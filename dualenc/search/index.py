@@ -18,6 +18,7 @@ from dualenc.files import (
     check_folder_target,
     checksums,
     is_folder_of,
+    locked,
     read_json_object,
     recover,
     sizes,
@@ -43,7 +44,15 @@ from dualenc.search.embeddings import Embeddings, read_columns, read_head
 from dualenc.search.filtered import search_among
 from dualenc.search.kinds import choose_factory
 from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
-from dualenc.search.parts import LISTS, built_in_parts, bytes_per_vector, can_be_merged, lists_of, open_merged
+from dualenc.search.parts import (
+    LISTS,
+    built_in_parts,
+    bytes_per_vector,
+    can_be_merged,
+    lists_of,
+    open_alone,
+    open_merged,
+)
 from dualenc.types import Metric
 
 if TYPE_CHECKING:
@@ -248,7 +257,7 @@ class Index:
         Raises:
             DualencError: the folder holds something that is not an index.
         """
-        with atomic_folder(folder, is_index, "index") as part:
+        with locked(folder), atomic_folder(folder, is_index, "index") as part:
             part.mkdir(parents=True)
             snippets = None if self.snippets is None else (self.snippet(row) for row in range(len(self)))
             write_contents(part, Path(folder), self.faiss, self.ids, snippets, self.columns, self.meta)
@@ -292,7 +301,7 @@ class Index:
         names += ["columns.parquet"] if (folder / "columns.parquet").exists() else []
         verify_files(folder, names, meta, REBUILD, verify)
         try:
-            index = open_merged(path) if on_disk else faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+            index = open_merged(path) if on_disk else open_alone(path)
         except (RuntimeError, MemoryError) as error:
             raise DualencError(f"{path}: corrupt ({reason(error)}); {REBUILD}") from None
         for name, found in (("dim", index.d), ("count", index.ntotal)):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_folder, is_folder_of, read_json_object, write_json
+from dualenc.files import atomic_folder, is_folder_of, locked, read_json_object, write_json
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
@@ -129,13 +129,14 @@ def add_lexical(folder: str | os.PathLike[str], corpus: Corpus) -> Lexical:
     """
     from dualenc.search.index import Index
 
-    index = Index.open(folder)
     if corpus.modality != "text":
         raise DualencError(f"{folder}: BM25 needs texts, and its data holds {corpus.modality}s; leave --bm25 out")
     row_of = {name: row for row, name in enumerate(corpus.ids)}
-    for name in index.ids:
-        if name not in row_of:
-            raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what the index was made of")
-    lexical = Lexical.build(corpus[row_of[name]] for name in index.ids)
-    lexical.save(folder, str(index.meta["files"].get("ids.txt")))
+    with locked(folder):
+        index = Index.open(folder)
+        for name in index.ids:
+            if name not in row_of:
+                raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what the index was made of")
+        lexical = Lexical.build(corpus[row_of[name]] for name in index.ids)
+        lexical.save(folder, str(index.meta["files"].get("ids.txt")))
     return lexical

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_folder, checksums, is_folder_of, read_json_object, sizes, verify_files, write_json
+from dualenc.files import (
+    atomic_folder,
+    checksums,
+    is_folder_of,
+    locked,
+    read_json_object,
+    sizes,
+    verify_files,
+    write_json,
+)
 from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
 
 if TYPE_CHECKING:
@@ -86,13 +95,18 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
     Raises:
         DualencError: no texts, or not those of the index.
     """
-    from dualenc.search.engines import EngineIndex, is_engine
-    from dualenc.search.index import Index
-
     if corpus.modality != "text":
         raise DualencError(
             f"{folder}: its data holds {corpus.modality}s, and a cross-encoder reads texts; leave it out"
         )
+    with locked(folder):
+        return _add_texts(folder, corpus)
+
+
+def _add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
+    from dualenc.search.engines import EngineIndex, is_engine
+    from dualenc.search.index import Index
+
     index: Index | EngineIndex = EngineIndex.open(folder) if is_engine(folder) else Index.open(folder)
     ids: Sequence[str] = corpus.ids
     row_of = {name: row for row, name in enumerate(corpus.ids)}
