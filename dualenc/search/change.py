@@ -28,7 +28,7 @@ from dualenc.search.parts import LISTS, ROWS_AT_ONCE, lists_of, merge_lists, spl
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MEASURED = ("recall_at_10", "recall_queries", "recall_queries_from", "latency_ms")
+MEASURED = ("target_recall", "recall_at_10", "recall_queries", "recall_queries_from", "latency_ms")
 
 
 def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:

@@ -244,6 +244,8 @@ class Index:
             if not parameters and parameter_values(index):
                 tuning, probe = halves(probe) if len(probe.queries) >= TUNED_FROM else (probe, probe)
                 parameters = tune(index, database, tuning, target_recall)
+            if nprobe is None and ef_search is None:
+                meta["target_recall"] = target_recall
             meta["recall_at_10"] = round(recall(index, database, probe), 4)
             meta["recall_queries"] = len(probe.queries)
             meta["recall_queries_from"] = "database" if queries is None else "given"
