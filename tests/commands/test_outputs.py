@@ -163,6 +163,7 @@ def exported(*words: Any) -> int | None:
     return child.exitcode
 
 
+@pytest.mark.slow
 def test_an_export_is_written_again_beside_other_files(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     VectorEncoder(8, tower="linear", dim=4).save(tmp_path / "model")
@@ -172,6 +173,7 @@ def test_an_export_is_written_again_beside_other_files(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "onnx")) == ["both.onnx", "onnx.json", "tokenizer.json"]
 
 
+@pytest.mark.slow
 def test_export_tells_of_a_full_disk(tmp_path: Path, tiny_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxscript")
     VectorEncoder(256, tower="mlp", dim=64, hidden=256).save(tmp_path / "model")
