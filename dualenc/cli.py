@@ -48,6 +48,10 @@ def run_function(function: Callable[..., Any], prog: str, arguments: list[str]) 
         if name in given:
             raise DualencError(f"{prog}: '{name}' is given twice, by position and as an option; give it once")
         given[name] = word
+    labelled = [(_label(parameters[name]), value) for name, value in given.items()]
+    for label, value in [*labelled, *(("an argument", word) for word in rest)]:
+        if "\0" in value:
+            raise DualencError(f"{prog}: {label} holds a NUL character, which no path or text may; leave it out")
     missing = [_label(p) for p in parameters.values() if _is_required(p) and p.name not in given]
     if missing:
         raise DualencError(f"{prog} needs {', '.join(missing)}; see {prog} --help")

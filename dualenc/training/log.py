@@ -211,13 +211,27 @@ def _append(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl or an evaluations.jsonl; a last line cut short is left out."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
+    """The lines of a metrics.jsonl or an evaluations.jsonl; a last line cut short is left out.
+
+    Raises:
+        DualencError: the file is no text, or a line is no object with a step.
+    """
+    lines: list[dict[str, Any]] = []
+    try:
+        for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                break
+            if not isinstance(line, dict) or type(line.get("step")) is not int or not 0 <= line["step"] < 2**53:
+                raise DualencError(f"{path}:{len(lines) + 1}: no object with a step; restore the file, or remove it")
+            lines.append(line)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise DualencError(f"{path}: no lines of JSON ({error}); restore the file, or remove it") from None
+    except ValueError as error:
+        if isinstance(error, DualencError):
+            raise
+        raise DualencError(f"{path}: holds a number that is too long; restore the file, or remove it") from None
     return lines
 
 
