@@ -27,14 +27,17 @@ def train(recipe: str, *overrides: str, resume: bool = False, allow_module: list
         DualencError: an unknown key or class, data that cannot be read, a loss that is not finite, an output folder
             that holds a run already, or a checkpoint of another recipe.
     """
+    from dualenc.recipe import read_recipe
+
+    described = read_recipe(recipe, overrides, allow_module or ())  # most mistakes are told before torch is imported
+
     from accelerate import PartialState
 
     from dualenc import distributed
-    from dualenc.recipe import read_recipe
     from dualenc.training.signals import Interrupted, Stopped
 
     try:
-        result = read_recipe(recipe, overrides, allow_module or ()).train(resume=resume)
+        result = described.train(resume=resume)
         if distributed.is_main():
             _report(result)
     except (Stopped, Interrupted):
