@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
 from dualenc import distributed
 from dualenc.errors import DualencError
@@ -299,6 +299,9 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
     ) -> ObjectiveOutput:
         """The loss of this rank's part of a batch.
 
+        All ranks are given the same arguments, with as many rows as each has: none, where its part is empty. Lists of
+        positives and mined negatives may be left out where a rank has none, and lists may differ in length.
+
         Args:
             left, right: (b, D) unit-norm embeddings of the pairs; b may differ between ranks.
             left_id, right_id: (b,) integer ids in [0, num_left) and [0, num_right); without right_id pairs share
@@ -575,7 +578,19 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
                 self._fail(name, f"is on {some.device}, the embeddings are on {of.device}; move it there")
             known[name] = some.long()
         left_id, right_id = known["left_id"], known["right_id"]
-        alone, sizes = not distributed.is_initialized(), distributed.rank_sizes(len(left), left.device)
+        # A rank may have no pair, no mined negative or no list of positives, and what there is decides on exchanges:
+        # all ranks decide by what any of them has.
+        num_mined = 0 if negatives is None else len(negatives)
+        of_positives = ("left_positives", "right_positives")
+        own_widths = [known[name].shape[1] if name in known else 0 for name in of_positives]
+        sizes, mined, *widths_of_ranks = distributed.rank_numbers([len(left), num_mined, *own_widths], left.device)
+        for name, widths in zip(of_positives, widths_of_ranks, strict=True):
+            if width := max(widths):
+                ids_of_rank = known.get(name, left_id.new_zeros(len(left), 0))
+                known[name] = pad(ids_of_rank, (0, width - ids_of_rank.shape[1]), value=PADDING)
+            else:
+                known.pop(name, None)
+        alone = not distributed.is_initialized()
         with torch.no_grad():
             both = torch.stack([left_id, right_id])
             both = both if alone else distributed.gather(both.T, sizes).T.contiguous()
@@ -586,7 +601,6 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         left, right = left.to(precision), right.to(precision)
         negatives = right[:0] if negatives is None else negatives.to(precision)
         negative_id = known.get("negative_id", right_id[:0])
-        mined = distributed.rank_sizes(len(negatives), left.device)
         pairs = Pairs(
             left=left,
             right=right,

@@ -214,24 +214,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl or an evaluations.jsonl; a last line cut short is left out.
 
     Raises:
-        DualencError: the file is no text, or a line is no object with a step.
+        DualencError: a line that no training has written.
     """
     lines: list[dict[str, Any]] = []
-    try:
-        for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                break
-            if not isinstance(line, dict) or type(line.get("step")) is not int or not 0 <= line["step"] < 2**53:
-                raise DualencError(f"{path}:{len(lines) + 1}: no object with a step; restore the file, or remove it")
-            lines.append(line)
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise DualencError(f"{path}: no lines of JSON ({error}); restore the file, or remove it") from None
-    except ValueError as error:
-        if isinstance(error, DualencError):
-            raise
-        raise DualencError(f"{path}: holds a number that is too long; restore the file, or remove it") from None
+    for number, text in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
+        try:
+            line = json.loads(text.decode("utf-8"))
+        except json.JSONDecodeError:
+            break
+        except (ValueError, RecursionError):  # no text, or numbers or levels without end
+            line = None
+        step = line.get("step") if isinstance(line, dict) else None
+        if type(step) is not int or not 0 <= step < 2**53:
+            raise DualencError(f"{path}: line {number} was not written by a training; restore the file or remove it")
+        lines.append(line)
     return lines
 
 
