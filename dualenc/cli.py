@@ -48,6 +48,10 @@ def run_function(function: Callable[..., Any], prog: str, arguments: list[str]) 
         if name in given:
             raise DualencError(f"{prog}: '{name}' is given twice, by position and as an option; give it once")
         given[name] = word
+    labelled = [(_label(parameters[name]), value) for name, value in given.items()]
+    for label, value in [*labelled, *(("an argument", word) for word in rest)]:
+        if "\0" in value:
+            raise DualencError(f"{prog}: {label} holds a NUL character, which no path or text may; leave it out")
     missing = [_label(p) for p in parameters.values() if _is_required(p) and p.name not in given]
     if missing:
         raise DualencError(f"{prog} needs {', '.join(missing)}; see {prog} --help")
@@ -73,8 +77,10 @@ def run_function(function: Callable[..., Any], prog: str, arguments: list[str]) 
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean …?)`, naming the valid word closest to a wrong one; empty if none is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    """` (did you mean …?)`, naming the valid word that a wrong one abbreviates or is closest to; empty without one."""
+    known = list(known)
+    close = [name for name in known if word.lower() == "".join(part[0] for part in re.findall("[a-z]+", name))]
+    close = close or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

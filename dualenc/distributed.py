@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -107,15 +107,20 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-@lost_process_told()
 def rank_sizes(local_size: int, device: torch.device) -> list[int]:
     """The first dimension of every rank's tensor, in rank order."""
+    return rank_numbers([local_size], device)[0]
+
+
+@lost_process_told()
+def rank_numbers(local_numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """For each of this rank's numbers, as many on every rank, those of all ranks in rank order; one exchange."""
     if not is_initialized():
-        return [local_size]
-    own = torch.tensor([local_size], device=device)
-    sizes = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(sizes, own)
-    return [int(size) for size in sizes]
+        return [[number] for number in local_numbers]
+    own = torch.tensor(local_numbers, device=device)
+    numbers = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(numbers, own)
+    return [list(column) for column in zip(*(of_rank.tolist() for of_rank in numbers), strict=True)]
 
 
 def rank_slice(total: int, of_rank: int | None = None, of_world: int | None = None) -> slice:

@@ -23,13 +23,15 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+from filelock import FileLock
 
 from dualenc.errors import DiskFull, DualencError
 
@@ -40,9 +42,9 @@ _FULL = {errno.ENOSPC: "no space left on the disk", errno.EFBIG: "the file would
 _FULL |= {errno.EDQUOT: "the disk quota is used up"} if hasattr(errno, "EDQUOT") else {}
 _SHORT_WRITE = re.compile(
     r"unexpected pos \d+ vs \d+|basic_ios::clear: iostream error|PytorchStreamWriter failed writing"
-    r"|\d+ requested and \d+ written"
+    r"|\d+ requested and \d+ written|database or disk is full"
 )
-"""What torch.save and numpy say, without an errno, of a write that the disk cut short."""
+"""What torch.save, numpy and SQLite say, without an errno, of a write that the disk cut short."""
 
 READ_AT_OPENING = 2**26
 """Bytes of a folder that opening it reads to compare checksums (40 ms)."""
@@ -64,41 +66,123 @@ _writing: set[Path] = set()
 
 @contextmanager
 def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a path beside `target` to write a file or a folder to; on success it takes the target's place.
+    """Yield a path beside `target` to write a file to; on success it takes the target's place.
 
     On an error whatever was written is removed and the old target stays.
 
     Raises:
+        DualencError: the target is a folder, which a file never replaces.
         DiskFull: the disk, the quota or the permitted file size was used up, whichever library noticed it.
     """
     target = Path(target)
-    part, new, old = (_beside(target, stage) for stage in ("part", "new", "old"))
-    with full_disk_told(target), removed_if_refused(target.parent):
+    check_file_target(target)
+    with _written_beside(target) as part:
+        yield part
+        _sync(part)
+        os.replace(part, target)
+
+
+@contextmanager
+def atomic_folder(target: str | os.PathLike[str], is_ours: Callable[[Path], bool], what: str) -> Iterator[Path]:
+    """Yield a path beside `target` to write a folder to; on success it takes the target's place.
+
+    On an error whatever was written is removed and the old target stays.
+
+    Args:
+        target: the folder.
+        is_ours: whether a folder is of the kind that is written, and may be replaced.
+        what: that kind, in the error: "holds no …".
+
+    Raises:
+        DualencError: the target is a file, or a folder of another kind that is not empty.
+        DiskFull: the disk, the quota or the permitted file size was used up, whichever library noticed it.
+    """
+    target = Path(target)
+    check_folder_target(target, is_ours, what)
+    with _written_beside(target) as part:
+        yield part
+        for file in part.rglob("*"):
+            if file.is_file():
+                _sync(file)
+        if not target.is_dir() or target.is_symlink():
+            os.replace(part, target)
+            return
+        # A folder cannot be renamed over a folder that holds files: step aside, swap, remove.
+        new, old = _beside(target, "new"), _beside(target, "old")
+        os.replace(part, new)
+        try:
+            os.replace(target, old)
+            os.replace(new, target)
+        finally:
+            if not os.path.lexists(target):
+                os.replace(old, target)
+            remove(new)
+        remove(old)
+
+
+@contextmanager
+def _written_beside(target: Path) -> Iterator[Path]:
+    """Yield where to write what will be a target; removed at the end unless it was renamed."""
+    part = _beside(target, "part")
+    with explain_full_disk(target), removed_if_refused(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         recover(target, unfinished=True)
         _writing.add(Path(os.path.abspath(target)))
         try:
             yield part
-            # Contents before names, so that a power cut cannot leave an empty target.
-            for file in [part] if part.is_file() else [path for path in part.rglob("*") if path.is_file()]:
-                with open(file, "rb") as stream:
-                    os.fsync(stream.fileno())
-            if not target.is_dir() or target.is_symlink():
-                os.replace(part, target)
-                return
-            # A folder cannot be renamed over a folder that holds files: step aside, swap, remove.
-            os.replace(part, new)
-            try:
-                os.replace(target, old)
-                os.replace(new, target)
-            finally:
-                if not os.path.lexists(target):
-                    os.replace(old, target)
-                remove(new)
-            remove(old)
         finally:
             _writing.discard(Path(os.path.abspath(target)))
             remove(part)
+
+
+def _sync(file: Path) -> None:
+    """Contents before names, so that a power cut cannot leave an empty target."""
+    with open(file, "rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Refuse a path that no system takes, before any work."""
+    if "\0" in os.fspath(path):
+        raise DualencError(f"{os.fspath(path)!r}: holds a NUL character, which no path may; name another")
+
+
+def check_file_target(path: str | os.PathLike[str]) -> None:
+    """Insist that a file may be written: what is there is no folder, which a file never replaces."""
+    check_path(path)
+    if os.path.isdir(path):
+        raise DualencError(f"{os.fspath(path)}: is a folder, and a file is written here; name a file in it, or another")
+
+
+def check_folder_target(folder: str | os.PathLike[str], is_ours: Callable[[Path], bool], what: str) -> None:
+    """Insist that a folder may be written: it is new, empty, or of the same kind.
+
+    Args:
+        folder: to be written.
+        is_ours: whether a folder that holds something is of that kind, told by a file that dualenc wrote.
+        what: the kind, in the error: "holds no …".
+
+    Raises:
+        DualencError: it is a file, or a folder of another kind: that is neither deleted nor mixed into.
+    """
+    check_path(folder)
+    folder = Path(folder)
+    recover(folder)
+    is_empty = not folder.exists() or (folder.is_dir() and not os.listdir(folder))
+    if not is_empty and not (folder.is_dir() and is_ours(folder)):
+        raise DualencError(f"{folder}: exists and holds no {what}; choose a new or empty folder")
+
+
+@contextmanager
+def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the lock of a folder that is read, changed and written anew, so that no change of another process is lost.
+
+    The lock lies beside the folder, which is replaced itself, and stays there. A folder that is missing has none.
+    """
+    target = Path(os.path.realpath(folder))
+    recover(target)
+    with FileLock(target.with_name(f".{target.name}.lock")) if target.is_dir() else nullcontext():
+        yield
 
 
 def _beside(target: Path, stage: str) -> Path:
@@ -151,7 +235,7 @@ def removed_if_refused(folder: str | os.PathLike[str], finished: str | None = No
 
 
 @contextmanager
-def full_disk_told(target: str | os.PathLike[str]) -> Iterator[None]:
+def explain_full_disk(target: str | os.PathLike[str]) -> Iterator[None]:
     """Turn what the libraries raise on a full disk into one line that names the folder and what to do.
 
     Args:
@@ -163,6 +247,9 @@ def full_disk_told(target: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        interruption = _interruption(error)
+        if interruption is not None:
+            raise interruption from None
         reason = _full_reason(error)
         if reason is None:
             raise
@@ -171,6 +258,15 @@ def full_disk_told(target: str | os.PathLike[str]) -> Iterator[None]:
         free = f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB free in {folder}"
         remedy = "make room there or choose another folder, then run the same command again"
         raise DiskFull(f"{target}: could not be written, {reason} ({free}); {remedy}") from error
+
+
+def _interruption(error: BaseException | None) -> BaseException | None:
+    """The KeyboardInterrupt or SystemExit of a signal, if that and not the disk cut a write short."""
+    if not _SHORT_WRITE.search(str(error)):
+        return None
+    while isinstance(error, Exception):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _full_reason(error: BaseException | None) -> str | None:
@@ -368,7 +464,7 @@ def create_json(target: str | os.PathLike[str], value: Any) -> bool:
     """
     target = Path(target)
     part, text = _beside(target, "part"), json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    with full_disk_told(target):
+    with explain_full_disk(target):
         try:
             with open(part, "w", encoding="utf-8") as stream:
                 stream.write(text)
@@ -449,6 +545,13 @@ def read_json_object(source: str | os.PathLike[str], kinds: Mapping[str, Any] | 
             wanted = " or ".join(_KINDS[one] for one in allowed)
             raise DualencError(f"{source}: {name!r} is {_KINDS[type(value[name])]}, not {wanted}; write it again")
     return value
+
+
+def is_folder_of(folder: str | os.PathLike[str], wanted: str) -> bool:
+    """Whether a folder that is replaced whole holds a format, told by its meta.json."""
+    recover(folder)
+    path = Path(folder) / "meta.json"
+    return path.is_file() and read_json_object(path).get("format") == wanted
 
 
 def checksum(path: str | os.PathLike[str]) -> str:

@@ -33,6 +33,7 @@ import yaml
 from dualenc.cli import nearest
 from dualenc.errors import DualencError
 from dualenc.files import open_regular
+from dualenc.signatures import argument_names
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -59,35 +60,41 @@ class Section(NamedTuple):
     """One section of a recipe.
 
     Attributes:
-        base: class that its `class_path` must derive from, or that takes its keys.
+        path: of the class that its `class_path` must derive from, or that takes its keys.
         package: where a class path without a dot is looked up; None when there is one class only.
         filled: arguments that links fill in, and a recipe must leave out.
         required: whether a recipe must have the section.
     """
 
-    base: type
+    path: str
     package: str | None
     filled: tuple[str, ...] = ()
     required: bool = True
 
+    @property
+    def base(self) -> Any:
+        """The class; imported when asked for, since that brings all of the package."""
+        module, _, name = self.path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
 
-def _sections() -> dict[str, Section]:
-    """By name; imported here, since they bring all of the package."""
-    from dualenc.batching import BatchSelector
-    from dualenc.data import PairDataset
-    from dualenc.encoders import DualEncoder
-    from dualenc.objectives import Objective
-    from dualenc.training.evaluators import Evaluator
-    from dualenc.training.trainer import Trainer
 
-    return {
-        "data": Section(PairDataset, "dualenc.data"),
-        "model": Section(DualEncoder, "dualenc.encoders", ("input_dim", "right_input_dim")),
-        "objective": Section(Objective, "dualenc.objectives", ("num_left", "num_right", "views", "seed")),
-        "batching": Section(BatchSelector, "dualenc.batching", ("num_pairs", "batch_size", "seed"), required=False),
-        "evaluator": Section(Evaluator, "dualenc.training.evaluators", required=False),
-        "trainer": Section(Trainer, None),
-    }
+SECTIONS = {
+    "data": Section("dualenc.data.PairDataset", "dualenc.data"),
+    "model": Section("dualenc.encoders.DualEncoder", "dualenc.encoders", ("input_dim", "right_input_dim")),
+    "objective": Section(
+        "dualenc.objectives.Objective", "dualenc.objectives", ("num_left", "num_right", "views", "seed")
+    ),
+    "batching": Section(
+        "dualenc.batching.BatchSelector", "dualenc.batching", ("num_pairs", "batch_size", "seed"), required=False
+    ),
+    "evaluator": Section("dualenc.training.evaluators.Evaluator", "dualenc.training.evaluators", required=False),
+    "trainer": Section("dualenc.training.trainer.Trainer", None),
+}
+LEFT_TO_SUBCLASSES = {
+    "dualenc.encoders.dual.DualEncoder": ("write",),
+    "dualenc.objectives.base.Objective": ("anchor_losses", "forward", "losses"),
+}
+"""Of base classes that do not say themselves that they are abstract: methods of which one at least must be defined."""
 
 
 def _parser() -> ArgumentParser:
@@ -100,7 +107,7 @@ def _parser() -> ArgumentParser:
 
     set_loader("text", lambda text: text)
     parser = ArgumentParser(exit_on_error=False, parser_mode="text", default_env=False, print_config=None)
-    for name, section in _sections().items():
+    for name, section in SECTIONS.items():
         if section.package is None:
             parser.add_class_arguments(section.base, name)
         else:
@@ -145,7 +152,7 @@ class Recipe:
         from jsonargparse import strip_meta
 
         settings: dict[str, Any] = json.loads(json.dumps(strip_meta(self.config).as_dict(), default=os.fspath))
-        for name, section in _sections().items():
+        for name, section in SECTIONS.items():
             for key in section.filled:
                 (settings[name] or {}).get("init_args", {}).pop(key, None)
         return settings
@@ -303,7 +310,7 @@ def _apply(settings: dict[str, Any], override: str) -> None:
         value = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         value = text
-    known = list(_sections())
+    known = list(SECTIONS)
     if names[0] not in known:
         raise DualencError(f"'{override}': a recipe has no section {names[0]!r}{nearest(names[0], known)}")
     if names[0] != "trainer" and len(names) > 1 and names[1] not in ("class_path", "init_args"):
@@ -338,22 +345,39 @@ class _Check:
         if not isinstance(settings, Mapping):
             raise DualencError(f"{self.source}: holds no sections; a recipe has model, data, objective and trainer")
         self._check_size(settings)
-        sections = _sections()
         for name in settings:
-            self._check_known(name, sections, "unknown section ")
-        present = {name: settings[name] for name in sections if settings.get(name) is not None}
-        for name, section in sections.items():
+            self._check_known(name, SECTIONS, "unknown section ")
+        present = {name: settings[name] for name in SECTIONS if settings.get(name) is not None}
+        for name, section in SECTIONS.items():
             if section.required and name not in present:
                 raise DualencError(f"{self.source}: section '{name}' is missing; add it")
         for name, value in present.items():
-            base, package, filled, _ = sections[name]
             if not isinstance(value, Mapping):
                 raise DualencError(f"{self.source}: section '{name}' is {_shown(value)}; it must hold keys")
+            self._check_names(value, name, SECTIONS[name])
+        for name, value in present.items():
+            base, package, filled = SECTIONS[name].base, SECTIONS[name].package, SECTIONS[name].filled
             if package is None:
                 present[name] = self._arguments(base, value, name, f"{name}.")
             else:
                 present[name] = self._class(value, base, name, package, filled)
         return present
+
+    def _check_names(self, value: Mapping[str, Any], name: str, section: Section) -> None:
+        """Refuse unknown keys of a section by the sources alone, before anything that takes long is imported."""
+        path, prefix = section.path, f"{name}."
+        given: Any = value
+        if section.package is not None:
+            for key in value:
+                self._check_known(key, CLASS_KEYS, f"unknown key {prefix}")
+            path, given = str(value.get("class_path")), value.get("init_args")
+            path = path if "." in path else f"{section.package}.{path}"
+            prefix = f"{prefix}init_args."
+        names = argument_names(path)
+        if names is None or not isinstance(given, Mapping):
+            return
+        for key in given.keys() - set(section.filled):
+            self._check_known(key, [known for known in names if known not in section.filled], f"unknown key {prefix}")
 
     def _check_size(self, settings: Any) -> None:
         """Only what JSON has too, in bounds; cycles of objects end at the bounds."""
@@ -436,13 +460,14 @@ class _Check:
             among = nearest(name, names) or (f"; there are {', '.join(names)}" if names else "; name another class")
             if found is None:
                 raise self._refused(place, f"no class {name!r} in {package_name}{among}")
-            what = "abstract" if inspect.isabstract(found) else f"not {_described(base)}"
+            abstract = inspect.isclass(found) and _is_abstract(found, base)
+            what = "abstract" if abstract else f"not {_described(base)}"
             raise self._refused(place, f"{name!r} is {what}{among}")
         return f"{package_name}.{name}", typing.cast(type, found)
 
     def _fits(self, found: Any, base: Any) -> bool:
         """Whether something found in a module is a class to be made where the base type is expected."""
-        if not inspect.isclass(found) or inspect.isabstract(found) or not self._is_allowed(found.__module__):
+        if not inspect.isclass(found) or _is_abstract(found, base) or not self._is_allowed(found.__module__):
             return False
         if inspect.isclass(base):
             return issubclass(found, base)
@@ -525,6 +550,14 @@ class _Check:
         place = place if len(place) <= 200 else f"{place[:196]} …"
         joint = " " if problem.startswith(("is ", "has ", "holds ")) else ": "
         return DualencError(f"{self.source}: {place}{joint}{problem}")
+
+
+def _is_abstract(found: type, base: Any) -> bool:
+    """Whether a class leaves to those derived from it what its base leaves to it."""
+    needed = LEFT_TO_SUBCLASSES.get(f"{base.__module__}.{base.__qualname__}", ()) if inspect.isclass(base) else ()
+    if needed and issubclass(found, base):
+        return all(getattr(found, method) is getattr(base, method) for method in needed)
+    return inspect.isabstract(found)
 
 
 def argument_types(found: type) -> dict[str, Any]:

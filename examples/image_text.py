@@ -14,7 +14,7 @@ from toy_data import write_shapes
 
 from dualenc.data import TablePairs
 from dualenc.encoders import ImageTextEncoder
-from dualenc.objectives import DCL
+from dualenc.objectives import GlobalCache
 from dualenc.training import ImageTextEvaluator, Trainer, TrainingResult
 
 
@@ -35,7 +35,8 @@ def main(folder: Path = Path("runs/example_image_text"), epochs: int = 8) -> Tra
     }
     model = ImageTextEncoder(config=config, crop_scale=(0.9, 1.0))
 
-    objective = DCL(temperature=0.1)
+    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
+    objective = GlobalCache(**sizes, temperature=0.1, positive_in_softmax=True)
     trainer = Trainer(output=folder, batch_size=32, epochs=epochs, learning_rate=2e-3, overwrite=True)
     result = trainer.fit(model, pairs, objective, evaluator=ImageTextEvaluator(held_out))
 

@@ -15,7 +15,7 @@ from toy_data import write_catalogue
 
 from dualenc.data import TablePairs
 from dualenc.encoders import TextEncoder, train_tokenizer
-from dualenc.objectives import DCL
+from dualenc.objectives import SogCLR
 from dualenc.training import RetrievalEvaluator, Trainer, TrainingResult
 
 
@@ -40,7 +40,9 @@ def main(folder: Path = Path("runs/example_lora"), epochs: int = 15) -> Training
     print(f"trains {model.num_trainable_parameters:,} of {model.num_parameters:,} weights")
 
     trainer = Trainer(output=folder / "run", batch_size=32, epochs=epochs, learning_rate=5e-3, overwrite=True)
-    result = trainer.fit(model, pairs, DCL(temperature=0.05), evaluator=RetrievalEvaluator(pairs=held_out))
+    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
+    objective = SogCLR(**sizes, temperature=0.05, gamma=0.5, positive_in_softmax=True)
+    result = trainer.fit(model, pairs, objective, evaluator=RetrievalEvaluator(pairs=held_out))
 
     print(f"nDCG@10 on held-out queries: {result.before['ndcg@10']:.3f} → {result.metrics['ndcg@10']:.3f}")
     return result

@@ -2,7 +2,7 @@
 
     python examples/own_loop.py
 
-EMC² asks for items outside the batch, so the loop passes `encode`; SogCLR, InfoNCE, DCL and others need none.
+GlobalCache asks for items outside the batch, so the loop passes `encode`; SogCLR, InfoNCE, DCL and others need none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dualenc.objectives import EMC2
+from dualenc.objectives import GlobalCache
 
 
 def main(num_pairs: int = 512, steps: int = 300, batch_size: int = 16) -> tuple[float, float]:
@@ -36,7 +36,7 @@ def main(num_pairs: int = 512, steps: int = 300, batch_size: int = 16) -> tuple[
             both = torch.logsumexp(negatives, dim=1) + torch.logsumexp(negatives, dim=0)
         return float((both / 2 - positive).mean())
 
-    criterion = EMC2(num_left=num_pairs, temperature=0.1)  # its state_dict() belongs into your checkpoints
+    criterion = GlobalCache(num_left=num_pairs, temperature=0.1)  # its state_dict() belongs into your checkpoints
     optimizer = torch.optim.Adam(towers.parameters(), lr=1e-2)
     before = exact_loss()
     for _ in range(steps):

@@ -14,7 +14,7 @@ from toy_data import write_catalogue
 
 from dualenc.data import TablePairs
 from dualenc.encoders import TextEncoder, train_tokenizer
-from dualenc.objectives import SogCLR
+from dualenc.objectives import GlobalCache
 from dualenc.training import RetrievalEvaluator, Trainer, TrainingResult
 
 
@@ -39,7 +39,8 @@ def main(folder: Path = Path("runs/example_text")) -> TrainingResult:
     }
     model = TextEncoder(config=config, tokenizer=tokenizer)
 
-    objective = SogCLR(num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.05, gamma=0.5)
+    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
+    objective = GlobalCache(**sizes, temperature=0.05, positive_in_softmax=True)
     trainer = Trainer(output=folder, batch_size=16, epochs=12, learning_rate=2e-3, overwrite=True)
     result = trainer.fit(model, pairs, objective, evaluator=RetrievalEvaluator(pairs=held_out))
 

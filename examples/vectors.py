@@ -17,7 +17,7 @@ from toy_data import write_catalogue
 
 from dualenc.data import VectorPairs
 from dualenc.encoders import VectorEncoder
-from dualenc.objectives import SogCLR
+from dualenc.objectives import GlobalCache
 from dualenc.training import RetrievalEvaluator, Trainer, TrainingResult
 
 
@@ -47,7 +47,8 @@ def main(folder: Path = Path("runs/example_vectors")) -> TrainingResult:
     torch.manual_seed(0)
     model = VectorEncoder(input_dim=128, tower="linear")
 
-    objective = SogCLR(num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.05, gamma=0.5)
+    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
+    objective = GlobalCache(**sizes, temperature=0.05, positive_in_softmax=True)
     trainer = Trainer(output=folder, batch_size=16, epochs=20, learning_rate=1e-2, overwrite=True)
     result = trainer.fit(model, pairs, objective, evaluator=RetrievalEvaluator(pairs=held_out))
 

@@ -239,6 +239,7 @@ def _judge(run: Running, code: int | None) -> Outcome:
 
 def _unfinished(folder: Path, new: frozenset[str]) -> list[str]:
     """What is neither a whole file nor the way to one: finished work may stay, the next run goes on from there."""
+    new = frozenset(name for name in new if not name.endswith(".lock"))  # which stay beside the folder of an index
     whole = {name for name in new if (folder / name).is_file() and _is_whole(folder / name)}
     for name in sorted(new):
         meta = folder / name / "meta.json"

@@ -7,12 +7,11 @@ import json
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ import torch
 from dualenc import files
 from dualenc.errors import DiskFull, DualencError
 from dualenc.files import (
+    atomic_folder,
     atomic_path,
-    full_disk_told,
+    explain_full_disk,
     is_running,
     read_json,
     read_json_object,
@@ -42,7 +42,7 @@ FORK = multiprocessing.get_context("fork")
 
 def write_folder(target: Path, version: str) -> None:
     """A folder of three files, one of them deeper, that all say which version they belong to."""
-    with atomic_path(target) as part:
+    with atomic_folder(target, lambda folder: (folder / "a.txt").is_file(), "versions") as part:
         (part / "deep").mkdir(parents=True)
         for name in ("a.txt", "b.txt", "deep/c.txt"):
             (part / name).write_text(version)
@@ -77,19 +77,6 @@ def killed_at(step: int, target: Path, version: str) -> bool:
     process.join()
     assert process.exitcode in (0, -signal.SIGKILL)
     return process.exitcode != 0
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system with 64 KiB of room."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a tiny tmpfs needs root and the right to mount")
-    yield disk
-    # Lazily: the error that is being looked at may still hold a file open.
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 class TestKilledSwap:
@@ -160,7 +147,7 @@ class TestKilledSwap:
         assert version_of(target) == "ours"
 
     def test_our_own_write_is_left_alone(self, tmp_path: Path) -> None:
-        with atomic_path(tmp_path / "index") as part:
+        with atomic_folder(tmp_path / "index", lambda _: False, "index") as part:
             part.mkdir()
             recover(tmp_path / "index", unfinished=True)
             assert part.exists()
@@ -344,7 +331,7 @@ class TestFullDisk:
 
     def test_a_folder_with_files_in_it_names_the_folder_that_was_wanted(self, tmp_path: Path) -> None:
         def write(target: Path) -> None:
-            with atomic_path(target) as part:
+            with atomic_folder(target, lambda _: False, "folder") as part:
                 part.mkdir()
                 with atomic_path(part / "meta.json"):
                     raise OSError(errno.ENOSPC, "No space left on device")
@@ -354,10 +341,58 @@ class TestFullDisk:
         assert "part-" not in str(error.value)
         assert os.listdir(tmp_path) == []
 
+    def test_a_signal_in_a_write_is_no_full_disk(self, tmp_path: Path) -> None:
+        """torch closes its archive over the interruption, and then complains of a short file."""
+
+        class Interrupted:
+            def __init__(self, stream: Any) -> None:
+                self.stream = stream
+
+            def write(self, block: bytes) -> int:
+                signal.raise_signal(signal.SIGINT)
+                return self.stream.write(block)
+
+            def flush(self) -> None:
+                self.stream.flush()
+
+        with pytest.raises(KeyboardInterrupt), atomic_path(tmp_path / "out") as part, open(part, "wb") as stream:
+            torch.save({"a": torch.randn(100_000)}, Interrupted(stream))
+        assert os.listdir(tmp_path) == []
+
     def test_other_errors_stay_what_they_are(self, tmp_path: Path) -> None:
         for error in (PermissionError(errno.EACCES, "denied"), RuntimeError("size mismatch"), DualencError("no ids")):
-            with pytest.raises(type(error), match=str(error.args[-1])), full_disk_told(tmp_path):
+            with pytest.raises(type(error), match=str(error.args[-1])), explain_full_disk(tmp_path):
                 raise error
+
+
+class TestWhatIsThere:
+    """What is written never takes the place of something else."""
+
+    def test_a_file_replaces_no_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "report.html").mkdir()
+        with pytest.raises(DualencError, match="is a folder, and a file is written here"):
+            files.write_json(tmp_path / "report.html", {})
+        assert os.listdir(tmp_path) == ["report.html"]
+
+    @pytest.mark.parametrize("there", ["a file", "a folder", "a hidden file in a folder"])
+    def test_a_folder_replaces_no_other_kind(self, tmp_path: Path, there: str) -> None:
+        target = tmp_path / "index"
+        path = {"a file": target, "a folder": target / "thesis.txt"}.get(there, target / ".git")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("years of work")
+        with pytest.raises(DualencError, match="exists and holds no versions; choose a new or empty folder"):
+            write_folder(target, "new")
+        assert path.read_text() == "years of work"
+
+    def test_an_empty_folder_and_one_of_its_kind_are_replaced(self, tmp_path: Path) -> None:
+        (tmp_path / "index").mkdir()
+        for version in ("old", "new"):
+            write_folder(tmp_path / "index", version)
+            assert version_of(tmp_path / "index") == version
+
+    def test_no_path_holds_a_nul(self, tmp_path: Path) -> None:
+        with pytest.raises(DualencError, match="holds a NUL character"):
+            files.write_json(f"{tmp_path}/a\0b", {})
 
 
 class TestJson:

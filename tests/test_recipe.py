@@ -1,7 +1,10 @@
 """Recipes: sections, links, overrides, and errors that name the nearest valid key."""
 
+import importlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,8 @@ import yaml
 
 from dualenc import cli
 from dualenc.errors import DualencError
-from dualenc.recipe import _read_yaml, make_recipe, read_recipe
+from dualenc.recipe import SECTIONS, _read_yaml, argument_types, make_recipe, read_recipe
+from dualenc.signatures import argument_names
 from dualenc.training.log import read_metrics
 
 WORDS = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o", "p"]
@@ -116,6 +120,10 @@ def test_the_resolved_recipe_makes_the_same_recipe(recipe):
         ("objective.class_path=BeirPairs", "no class 'BeirPairs' in dualenc.objectives"),
         ("objective.class_path=Objective.x", "is not of dualenc"),
         ("batching.class_path=BatchSelector", "'BatchSelector' is abstract"),
+        ("objective.class_path=dualenc.objectives.base.Objective", "'Objective' is abstract"),
+        ("objective.class_path=dualenc.objectives.chains.ChainObjective", "'ChainObjective' is abstract"),
+        ("model.class_path=DualEncoder", "'DualEncoder' is abstract"),
+        ("trainer.lr=1", r"unknown key trainer.lr \(did you mean learning_rate\?\)"),
         ("objective.num_left=3", "objective.init_args.num_left is filled in by the training; leave it out"),
         ("trainer.epochs=many", "trainer.epochs is 'many'; it must be an integer or null"),
         ("objective.temperature=warm", "objective.temperature is 'warm'; it must be a number"),
@@ -157,6 +165,40 @@ def test_mistakes_name_the_key_in_one_line(recipe, override, message):
     with pytest.raises(DualencError, match=message) as raised:
         read_recipe(recipe, [override])
     assert "\n" not in str(raised.value)
+
+
+def test_a_missing_file_and_unknown_keys_are_told_before_torch_is_imported(recipe, tmp_path):
+    code = """
+import sys
+from dualenc.cli import main
+for arguments in (["missing.yaml"], *([sys.argv[1], mistake] for mistake in sys.argv[2:])):
+    assert main(["train", *arguments]) == 2
+assert not {"torch", "numpy", "transformers"} & set(sys.modules)
+"""
+    mistakes = ["trainer.lr=3", "dat=3", "data.pth=x", "objective.tau=0.1", "model.nam=x"]
+    command = [sys.executable, "-c", code, str(recipe), *mistakes]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    missing, *unknown = done.stderr.splitlines()
+    assert "missing.yaml: cannot be read" in missing
+    expected = ["trainer.lr (did you mean learning_rate?)", "'dat'", "data.init_args.pth (did you mean path?)"]
+    expected += ["objective.init_args.tau", "model.init_args.nam (did you mean name?)"]
+    for line, words in zip(unknown, expected, strict=True):
+        assert words in line
+
+
+@pytest.mark.parametrize("section", list(SECTIONS))
+def test_arguments_read_from_sources_are_those_of_the_classes(section):
+    _, package, _, _ = SECTIONS[section]
+    base = SECTIONS[section].base
+    found = vars(importlib.import_module(package)).values() if package else [base]
+    classes = [value for value in found if isinstance(value, type) and issubclass(value, base)]
+    assert classes
+    for found in classes:
+        path = f"{package}.{found.__name__}" if package else SECTIONS[section].path
+        assert sorted(set(argument_names(path))) == sorted(argument_types(found)), path
+    assert argument_names("dualenc.nowhere.Class") is None
+    assert argument_names("os.path.Class") is None
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ from dualenc.evaluation.metrics import CUTOFFS, Scores, compare_runs, score_quer
 from dualenc.evaluation.report import Figure, Table, print_table, write_report
 from dualenc.evaluation.retrieval import HEADLINES
 from dualenc.evaluation.runs import read_per_query, read_trec
-from dualenc.files import write_json
+from dualenc.files import check_folder_target, write_json
 from dualenc.terminal import printable
 
 LOG = "per_query.ndjson"
+RESULT = "comparison.json"
 MOST_SAMPLES = 10_000_000
 
 Logs = dict[str, dict[str, Scores]]
@@ -51,6 +52,7 @@ def compare(
         raise DualencError(f"--confidence is {confidence}; it must lie between 0 and 1")
     if out is not None:
         check_writable(Path(out))
+        check_folder_target(Path(out), lambda path: (path / RESULT).is_file(), "comparison")
     judgements = None
     if qrels is not None:
         from dualenc.data.beir import read_qrels
@@ -72,11 +74,11 @@ def compare(
     facts = {"A": run_a, "B": run_b, "samples": samples, "confidence": confidence, "seed": seed}
     table = Table(f"B against A, {confidence:.0%} intervals of the paired bootstrap", rows)
     if out is not None:
-        write_json(Path(out) / "comparison.json", {"task": "compare", **facts, "comparisons": rows})
+        write_json(Path(out) / RESULT, {"task": "compare", **facts, "comparisons": rows})
         plot = plots.histograms(differences, xlabel="B − A", ylabel="share of queries")
         figures = [Figure("Difference B − A over queries, first metric", plot)]
         write_report(Path(out) / "report.html", "Comparison of two runs", facts=facts, tables=[table], figures=figures)
-        print(printable(f"comparison.json and report.html are in {out}"))
+        print(printable(f"{RESULT} and report.html are in {out}"))
     print_table(table)
 
 

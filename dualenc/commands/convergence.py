@@ -14,6 +14,7 @@ import torch
 from dualenc import distributed
 from dualenc.commands.evaluation import (
     HIGHEST_SEED,
+    RESULT,
     begin,
     check_range,
     conclude,
@@ -35,6 +36,7 @@ from dualenc.evaluation.convergence import (
 from dualenc.evaluation.corrupted import PrepareImages
 from dualenc.evaluation.ledger import Ledger
 from dualenc.evaluation.report import Figure, Table
+from dualenc.files import read_json_object
 from dualenc.types import Inputs
 
 if TYPE_CHECKING:
@@ -236,6 +238,12 @@ def convergence(
     short = [display_name(name) for name in (run, *more)]
     names = {name: last if short.count(last) == 1 else name for name, last in zip((run, *more), short)}
     found = {name: find_models(name) for name in (run, *more)}
+    folders = {names[name]: str(Path(name).resolve()) for name in found}
+    if (target / RESULT).is_file():
+        recorded = read_json_object(target / RESULT).get("folders")  # earlier versions did not write them down
+        for name, folder in recorded.items() if isinstance(recorded, dict) else ():
+            if folders.get(name, folder) != folder:
+                raise DualencError(f"{target}: its run {name} is {folder}; choose another --out, or remove the folder")
     # The first model of each run tells what to read; whether it fits is known before anything is measured.
     sets = {}
     for name, models in found.items():
@@ -289,7 +297,7 @@ def convergence(
             "convergence",
             f"Convergence: {', '.join(runs)} on {data}",
             facts,
-            {"runs": runs},
+            {"folders": folders, "runs": runs},
             [Table("On the finite set", rows)],
             figures=figures,
         )

@@ -19,6 +19,7 @@ from dualenc.commands.evaluation import (
     align_labels,
     begin,
     check_range,
+    check_weights,
     conclude,
     display_name,
     encoder_of,
@@ -165,6 +166,7 @@ def corrupted(
     if train is not None:
         tested_labels(source, training.class_names)  # as early as possible: classes that training has not
     tower = open_image_tower(model, device_to_use)
+    weights = check_weights(target, model, tower)
     facts: dict[str, Any] = {"data": data, "split": split, "augmentation": augmentation, "seed": seed}
     setup = Setup(
         tower,
@@ -194,6 +196,7 @@ def corrupted(
             {"model": model, **facts},
             found.metrics,
             [Table("Retrieval of the other view", found.retrieval), *found.tables],
+            weights=weights,
             figures=found.figures,
             galleries=found.galleries,
         )

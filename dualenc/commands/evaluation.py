@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import tempfile
@@ -17,8 +18,15 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.evaluation.corrupted import EncodeInputs, PrepareImages
 from dualenc.evaluation.corruptions import Images
+from dualenc.evaluation.ledger import read_signature
 from dualenc.evaluation.report import Figure, Gallery, Table, print_table, write_report
-from dualenc.files import read_json, remove, write_json
+from dualenc.files import (
+    check_file_target,
+    check_folder_target,
+    read_json_object,
+    remove,
+    write_json,
+)
 from dualenc.terminal import printable
 from dualenc.types import Inputs, Output
 
@@ -39,17 +47,61 @@ _COMMAND_OF = {
 MOST_WORKERS = 1024
 MOST_ITEMS = 1 << 20
 """In a batch."""
+RESULT = "metrics.json"
+PAGE = "report.html"
+UNFINISHED = {"embeddings", "features", "finished", "run.trec", "per_query.ndjson"}
+UNFINISHED |= {"bm25", "hybrid", "reranked", "engine", "image_to_text", "text_to_image"}
+"""What an evaluation that was interrupted before its results has left."""
+KEPT_EMBEDDINGS = [f"{place}/*/meta.json" for place in ("embeddings", "*/embeddings", "features", "finished")]
 HIGHEST_SEED = (1 << 32) - 1
 
 
 def begin(task: str, model: str, data: str, out: str | None, device: str | None) -> tuple[Path, torch.device]:
     """Where an evaluation writes (OUT, or a folder named after task, model and data), and the device to work on.
 
-    A folder that cannot be written and a device that is not there are errors before any work.
+    A folder that cannot be written or holds something else, and a device that is not there, are errors before any work.
     """
     folder = Path(out or f"evaluations/{task}/{display_name(model)}-{Path(data).stem}")
     check_writable(folder)
+    check_folder_target(folder, functools.partial(_is_evaluation, task=task), f"evaluation of {task}")
+    check_file_target(folder / RESULT)
+    check_file_target(folder / PAGE)
     return folder, start_processes(device)
+
+
+def _is_evaluation(folder: Path, task: str) -> bool:
+    """Whether a folder holds the results of a task, or nothing but unfinished work of one."""
+    if (folder / RESULT).is_file():
+        return read_json_object(folder / RESULT).get("task") == task
+    return _is_unfinished(folder) or all(child.is_dir() and _is_unfinished(child) for child in folder.iterdir())
+
+
+def _is_unfinished(folder: Path) -> bool:
+    return all(name in UNFINISHED or name.startswith(".") for name in os.listdir(folder))
+
+
+def check_weights(folder: Path, model: str, *towers: Tower) -> list[str]:
+    """Checksums of the towers that are evaluated; an error if the folder holds an evaluation of other ones."""
+    from dualenc.search.embed import tower_checksum
+
+    weights = sorted({tower_checksum(tower) for tower in towers})
+    if not _evaluated_weights(folder) <= set(weights):
+        remedy = "choose another --out, or remove the folder"
+        raise DualencError(f"{folder}: holds an evaluation of other weights than {model} has now; {remedy}")
+    return weights
+
+
+def _evaluated_weights(folder: Path) -> set[str]:
+    """Checksums of the towers whose results or unfinished work a folder holds."""
+    if (folder / RESULT).is_file():
+        recorded = read_json_object(folder / RESULT).get("weights")
+        if isinstance(recorded, list):  # earlier versions did not write them down
+            return set(map(str, recorded))
+    paths = [path for pattern in KEPT_EMBEDDINGS for path in folder.glob(pattern)]
+    kept = {str(read_json_object(path).get("model_checksum")) for path in paths}
+    signatures = [read_signature(part) or {} for part in folder.glob("finished/**/part-*.ndjson")]
+    models = [signature["model"] for signature in signatures if "model" in signature]
+    return kept.union(*([model] if isinstance(model, str) else map(str, model) for model in models))
 
 
 def conclude(
@@ -60,14 +112,18 @@ def conclude(
     results: Mapping[str, object],
     tables: Sequence[Table],
     *,
+    weights: Sequence[str] = (),
     printed: int | None = None,
     figures: Sequence[Figure] = (),
     galleries: Sequence[Gallery] = (),
     wrote: str = "metrics and report.html",
 ) -> None:
-    """Write metrics.json (facts and results) and report.html; print the first tables and where the files are."""
-    write_json(out / "metrics.json", {"task": task, **facts, **results})
-    write_report(out / "report.html", title, facts=facts, tables=tables, figures=figures, galleries=galleries)
+    """Write metrics.json (facts and results) and report.html; print the first tables and where the files are.
+
+    `weights` are those that `check_weights` has returned, for the next evaluation into the same folder.
+    """
+    write_json(out / RESULT, {"task": task, **facts, **({"weights": list(weights)} if weights else {}), **results})
+    write_report(out / PAGE, title, facts=facts, tables=tables, figures=figures, galleries=galleries)
     for table in tables[:printed]:
         print_table(table)
     print(printable(f"{wrote} are in {out}"))
@@ -130,16 +186,15 @@ def embed_into(
     """
     from dualenc.data.identity import digest_of
     from dualenc.search.embed import embed, tower_checksum
+    from dualenc.search.embeddings import is_embeddings
 
     # Changed items under the same ids are noticed by `embed` itself; of other ids it would keep nothing either.
     identity = ({} if side is None else {"side": side}) | {"ids": digest_of(corpus.ids)}
-    if distributed.is_main() and (folder / "meta.json").is_file():
-        try:
-            meta = read_json(folder / "meta.json")
-        except DualencError:
-            meta = None
+    if distributed.is_main():
+        check_folder_target(folder, is_embeddings, "embeddings")
+        meta = read_json_object(folder / "meta.json") if (folder / "meta.json").is_file() else {}
         wanted = {**identity, "model_checksum": tower_checksum(tower)}
-        if not isinstance(meta, dict) or any(meta.get(name) != value for name, value in wanted.items()):
+        if any(meta.get(name) != value for name, value in wanted.items()):
             remove(folder)
     distributed.barrier()
     how |= {"identity": identity, "notes": {"model": model} if model else None}
@@ -162,8 +217,11 @@ def check_writable(folder: Path) -> None:
 
 
 def display_name(model: str) -> str:
-    """What tables call a model: the last part of its path or name."""
-    return Path(model).name or model
+    """What tables call a model: its run if it is RUN/model, or else the last part of its path or name."""
+    path = Path(model)
+    if path.is_dir() and path.resolve().name == "model":
+        path = path.resolve().parent
+    return path.name or model
 
 
 def random_rows(total: int, limit: int | None) -> np.ndarray:

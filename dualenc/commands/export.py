@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dualenc.files import check_folder_target
 from dualenc.terminal import printable
 
 
@@ -19,10 +20,11 @@ def export(model: str, *, out: str) -> None:
     """
     from dualenc.commands.evaluation import check_writable
     from dualenc.encoders.load import load_model
-    from dualenc.encoders.onnx import export_onnx
+    from dualenc.encoders.onnx import export_onnx, is_export
 
     folder = Path(out)
     check_writable(folder)
+    check_folder_target(folder, is_export, "exported model")
     for name, difference in export_onnx(load_model(model), folder).items():
         size = (folder / name).stat().st_size / 2**20
         print(printable(f"{folder / name}: {size:.1f} MiB, differs from the tower by {difference:.1g} at most"))

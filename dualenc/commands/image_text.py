@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.evaluation import MOST_ITEMS, begin, check_range, conclude, display_name, embed_into, open_model
+from dualenc.commands.evaluation import (
+    MOST_ITEMS,
+    begin,
+    check_range,
+    check_weights,
+    conclude,
+    display_name,
+    embed_into,
+    open_model,
+)
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions, owners_of
@@ -56,6 +65,7 @@ def image_text(
             "name the columns with --left_column and --right_column"
         )
     encoder = open_model(model, ("image-text",), device_to_use)
+    weights = check_weights(target, model, encoder.left, encoder.right)
     folder = target / "embeddings"
     left = Corpus([str(number) for number in range(len(pairs.left_items))], pairs.left_items, "image")
     right = Corpus([str(number) for number in range(len(pairs.right_items))], pairs.right_items, "text")
@@ -106,6 +116,7 @@ def image_text(
             facts,
             {"metrics": both_ways_recall(ranks, CUTOFFS)},
             [Table("Image-text retrieval", rows)],
+            weights=weights,
             figures=[Figure("Recall among the first k", plots.lines(curves, xlabel="k", ylabel="recall@k"))],
             galleries=galleries,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from dualenc.errors import DualencError
+from dualenc.files import check_file_target, check_folder_target
 from dualenc.terminal import printable
 
 
@@ -87,6 +88,7 @@ def mine(
     from dualenc.evaluation import plots
     from dualenc.evaluation.report import Table, print_table
     from dualenc.search.build import check_factory
+    from dualenc.search.embeddings import are_embeddings
     from dualenc.search.mining import Rule, check_mined
     from dualenc.search.mining import mine as mine_negatives
     from dualenc.search.rerank import open_cross_encoder
@@ -111,8 +113,12 @@ def mine(
     check_mined(target)
     if plot is not None and Path(plot).suffix not in (".svg", ".png", ".pdf"):
         raise DualencError(f"{plot}: a plot is written as .svg, .png or .pdf; name such a file")
+    kept = Path(embeddings or target.with_name(f"{target.name}-embeddings"))
     for path in [target.parent, *([] if plot is None else [Path(plot).parent])]:
         check_writable(path)
+    if plot is not None:
+        check_file_target(plot)
+    check_folder_target(kept, are_embeddings, "embeddings of mining")
     device_to_use = start_processes(device)
     pairs = open_pairs(data, left_column, right_column, split=split)
     left, right = corpora(pairs)
@@ -122,7 +128,6 @@ def mine(
     rescore, rescored_by = None, ""
     if cross_encoder is not None:
         rescore, rescored_by = open_cross_encoder(cross_encoder, batch_size=batch_size, device=str(device_to_use))
-    kept = Path(embeddings or target.with_name(f"{target.name}-embeddings"))
     queries = embed_into(kept / "queries", encoder.left, left, batch_size, side="left", model=model, dtype=dtype)
     documents = embed_into(kept / "documents", encoder.right, right, batch_size, side="right", model=model, dtype=dtype)
     report = mine_negatives(

@@ -18,6 +18,7 @@ from dualenc.commands.evaluation import (
     MOST_ITEMS,
     begin,
     check_range,
+    check_weights,
     conclude,
     display_name,
     random_rows,
@@ -110,6 +111,7 @@ def objectives(
     from dualenc.search.embed import tower_checksum
 
     encoder = load_model(model, device=str(device_to_use)).eval()
+    weights = check_weights(target, model, encoder.left, encoder.right)
     if temperature is None:
         temperature = trained_temperature(encoder, Path(model)) or TEMPERATURE
     found = open_set(encoder, data, split, left_column, right_column)
@@ -138,7 +140,7 @@ def objectives(
         facts |= {"pairs_of_data": len(found), "batch_size": batch_size, "temperature": temperature}
         facts |= {"warm_up": warm_up, "max_epochs": max_epochs, "seed": seed}
         results = {name: Measured.from_plain(done[name]) for name in chosen}
-        _conclude(target, facts, results, loss, shares)
+        _conclude(target, facts, results, loss, shares, weights)
     distributed.barrier()
 
 
@@ -208,7 +210,9 @@ def embed_pairs(model: DualEncoder, found: PairDataset | Corpus, rows: np.ndarra
     )
 
 
-def _conclude(target: Path, facts: Row, results: dict[str, Measured], loss: float, shares: np.ndarray) -> None:
+def _conclude(
+    target: Path, facts: Row, results: dict[str, Measured], loss: float, shares: np.ndarray, weights: list[str]
+) -> None:
     """The report: a table of the objectives, what a batch sees, plots of both, and the advice."""
     num_pairs, batch_size = int(str(facts["pairs"])), int(str(facts["batch_size"]))
     rows: list[Row] = []
@@ -268,6 +272,7 @@ def _conclude(target: Path, facts: Row, results: dict[str, Measured], loss: floa
             Table(f"Gradients at B = {batch_size}, τ = {facts['temperature']:.4g}, {num_pairs:,} pairs", rows),
             Table("Share of the softmax over the corpus that a batch holds", [seen_row]),
         ],
+        weights=weights,
         figures=figures,
     )
     print(line)

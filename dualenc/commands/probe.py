@@ -19,6 +19,7 @@ from dualenc.commands.evaluation import (
     align_labels,
     begin,
     check_range,
+    check_weights,
     conclude,
     display_name,
     encoder_of,
@@ -118,6 +119,7 @@ def probe(
     for count in shots or ():
         draw_per_class(labels["train"], count, np.random.default_rng(seed))
     tower = open_image_tower(model, device_to_use)
+    weights = check_weights(target, model, tower)
     fitted, tested = (
         labelled_features(tower, images[part], labels[part], target / "features" / part, batch_size, num_workers)
         for part in ("train", "test")
@@ -145,6 +147,7 @@ def probe(
             facts,
             {"accuracy": named, "features": shape},
             [Table("Probes", rows), Table("Features of the test images", [shape])],
+            weights=weights,
             figures=figures,
         )
     distributed.barrier()

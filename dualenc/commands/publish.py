@@ -86,7 +86,7 @@ def _results_of(evaluation: Path, weights: set[str]) -> list[Results]:
     if not embedded or not {meta.get("model_checksum") for meta in embedded} <= weights:
         raise DualencError(f"{evaluation}: is not about the weights that the model has now; evaluate it again")
     if task == "retrieval":
-        of_model = told["systems"][Path(told["model"]).name or told["model"]]["datasets"]
+        of_model = next(iter(told["systems"].values()))["datasets"]  # the model is the first of them
         return [
             Results(task, name, told["split"], {metric: own["metrics"][metric] for metric in HEADLINES})
             for name, own in of_model.items()

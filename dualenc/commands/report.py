@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualenc.errors import DualencError
+from dualenc.files import check_file_target
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ CAPTIONS = {
     "state/remembered": "share of the corpus that has a remembered embedding",
 }
 MOST_RIDGES = 8
+LARGEST_VALUE = 1e100
 
 
 class RunFolder(NamedTuple):
@@ -75,12 +77,13 @@ def report(run: str, *others: str, out: str | None = None) -> None:
     """
     from dualenc.evaluation.report import print_table, write_report
 
+    target = Path(out) if out is not None else Path(run) / "report.html"
+    check_file_target(target)
     runs = [read_run(Path(folder)) for folder in (run, *others)]
     if len({one.name for one in runs}) < len(runs):
         runs = [one._replace(name=folder.rstrip("/")) for one, folder in zip(runs, (run, *others), strict=True)]
     tables = [table for table in (ends(runs), ends_of_sources(runs), differences(runs)) if table.rows]
     facts = {one.name: f"{one.lines[-1]['step']:,} steps" for one in runs}
-    target = Path(out) if out is not None else Path(run) / "report.html"
     for table in tables:
         print_table(table)
     title = "Training" if len(runs) == 1 else "Trainings side by side"
@@ -93,7 +96,7 @@ def read_run(folder: Path) -> RunFolder:
     """Read the folder of a run.
 
     Raises:
-        DualencError: it holds no metrics, a recipe that is no YAML, or records of evaluations that are none.
+        DualencError: it holds no metrics, a recipe that is no YAML, garbage, or records of evaluations that are none.
     """
     import yaml
 
@@ -103,10 +106,16 @@ def read_run(folder: Path) -> RunFolder:
     lines = read_metrics(folder / "metrics.jsonl")
     if not lines:
         raise DualencError(f"{folder}: no metrics.jsonl with metrics in it; name the trainer.output of a run")
+    for number, line in enumerate(lines, start=1):
+        for name, value in line.items():
+            if value is not None and not (type(value) in (int, float) and abs(value) < LARGEST_VALUE):
+                told = f"{name!r} is no number that can be drawn"
+                raise DualencError(f"{folder / 'metrics.jsonl'}:{number}: {told}; restore the file, or remove the line")
     recipe = folder / "recipe.yaml"
     try:
         settings = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.exists() else {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        flat = _flat(settings if isinstance(settings, dict) else {})
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DualencError(f"{recipe}: cannot be read as YAML; restore it, or remove it") from error
     observed = {}
     for number, line in enumerate(read_metrics(folder / "evaluations.jsonl"), start=1):
@@ -114,7 +123,7 @@ def read_run(folder: Path) -> RunFolder:
             observed[int(line["step"])] = Observed.from_plain(line)
         except (DualencError, KeyError, TypeError, ValueError) as error:
             raise DualencError(f"{folder / 'evaluations.jsonl'}:{number}: {error}") from error
-    return RunFolder(folder.resolve().name, lines, _flat(settings if isinstance(settings, dict) else {}), observed)
+    return RunFolder(folder.resolve().name, lines, flat, observed)
 
 
 def ends(runs: list[RunFolder]) -> Table:

@@ -15,6 +15,7 @@ from dualenc.commands.evaluation import (
     MOST_ITEMS,
     begin,
     check_range,
+    check_weights,
     conclude,
     display_name,
     embed_into,
@@ -113,6 +114,7 @@ def retrieval(
     reader = "bm25" if bm25 else "rerank" if rerank else None
     collections = _open_collections((data, *more), split, titles, conditions if engine is None else [], reader)
     encoder = open_model(model, ("query-document", "vector"), device_to_use)
+    weights = check_weights(target, model, encoder.left, encoder.right)
     judge = None
     if rerank is not None:
         judge = open_cross_encoder(rerank, batch_size=batch_size, device=str(device_to_use))[0]
@@ -205,6 +207,7 @@ def retrieval(
                 *([] if asked is None else [Table("Engine against exact search", [asked.measured])]),
                 Table("All metrics", cutoff_rows(results)),
             ],
+            weights=weights,
             printed=1 + len(tables) + (asked is not None),
             figures=_figures(by_system(results)),
             galleries=galleries,

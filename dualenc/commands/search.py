@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from dualenc.types import Modality
 
 
+MISSED_BY = 0.01
+"""How far below its target a recall is told to miss it: it is measured with a few hundred queries."""
+
+
 def embed(
     model: str,
     data: str,
@@ -196,7 +200,7 @@ def index(
     from dualenc.search.embeddings import Embeddings, is_embeddings
     from dualenc.search.engines import is_engine
     from dualenc.search.index import check_target
-    from dualenc.search.kinds import parse_bytes
+    from dualenc.search.kinds import parse_bytes, remedies
 
     if verify or remove is not None:
         return _verify(source) if verify else _remove(source, remove or "")
@@ -250,6 +254,9 @@ def index(
         print(printable(f"{len(built):,} vectors of dimension {built.dim} ({kind}) → {out}"))
         if "recall_at_10" in meta:
             print(f"recall@10 against exact search: {meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)")
+            if meta["recall_at_10"] < meta.get("target_recall", 0) - MISSED_BY:
+                options = "; or ".join(remedies(meta["factory"], len(built), built.dim, budget)) or "--factory Flat"
+                print(printable(f"this misses the target of {meta['target_recall']:g}; to come nearer: {options}"))
             times = ", ".join(f"{name} {value:.2f} ms" for name, value in meta["latency_ms"].items())
             print(f"a query alone: {times}; {meta['bytes_per_vector']:,} bytes per vector")
     if data is not None and embeddings is None:

@@ -13,8 +13,9 @@ def train(recipe: str, *overrides: str, resume: bool = False, allow_module: list
     """Train a dual encoder from a recipe.
 
     Writes checkpoints, metrics.jsonl, the resolved recipe.yaml and, at the end, the model folder into
-    trainer.output. Under `accelerate launch` all processes work on the same global batches. SIGTERM and SIGUSR1
-    end the run after the step that is going on, with a checkpoint and exit code 143 or 138.
+    trainer.output. Under `accelerate launch` all processes work on the same global batches. SIGTERM, SIGUSR1
+    and Ctrl-C end the run after the step that is going on, with a checkpoint and exit code 143, 138 or 130; a second
+    Ctrl-C ends it at once.
 
     Args:
         recipe: YAML file that names the classes of model, data, objective, batching and evaluator, and their arguments.
@@ -26,17 +27,20 @@ def train(recipe: str, *overrides: str, resume: bool = False, allow_module: list
         DualencError: an unknown key or class, data that cannot be read, a loss that is not finite, an output folder
             that holds a run already, or a checkpoint of another recipe.
     """
+    from dualenc.recipe import read_recipe
+
+    described = read_recipe(recipe, overrides, allow_module or ())  # most mistakes are told before torch is imported
+
     from accelerate import PartialState
 
     from dualenc import distributed
-    from dualenc.recipe import read_recipe
-    from dualenc.training.signals import Stopped
+    from dualenc.training.signals import Interrupted, Stopped
 
     try:
-        result = read_recipe(recipe, overrides, allow_module or ()).train(resume=resume)
+        result = described.train(resume=resume)
         if distributed.is_main():
             _report(result)
-    except Stopped:
+    except (Stopped, Interrupted):
         PartialState().destroy_process_group()
         raise
     PartialState().destroy_process_group()

@@ -12,6 +12,7 @@ from dualenc.commands.evaluation import (
     MOST_ITEMS,
     begin,
     check_range,
+    check_weights,
     conclude,
     display_name,
     embed_into,
@@ -85,6 +86,7 @@ def zero_shot(
     names = [readable_class(name) for name in names]
     prompts = class_prompts(names, filled)
     encoder = open_model(model, ("image-text",), device_to_use)
+    weights = check_weights(target, model, encoder.left, encoder.right)
     folder = target / "embeddings"
     found = embed_into(folder / f"images-{split}", encoder.left, images, batch_size, side="left", model=model)
     corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")
@@ -127,6 +129,7 @@ def zero_shot(
             {"model": model, "data": data, "split": split},
             {**sizes, "metrics": scores, "per_class": by_class},
             [summary, hardest],
+            weights=weights,
             printed=1,
             figures=[Figure("Accuracy over classes", spread)],
             galleries=galleries,

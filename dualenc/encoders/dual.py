@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dualenc.encoders.card import model_card
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path
+from dualenc.files import atomic_folder
 from dualenc.types import Inputs, Modality, Side
 
 SIDES: tuple[Side, Side] = ("left", "right")
@@ -82,6 +82,13 @@ class Tower(nn.Module):
     def features(self, inputs: Inputs) -> Tensor:
         """What embedding and probes use, (B, feature_dim): the vectors themselves unless a projector follows."""
         return self(inputs)
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder holds a model, told by its configuration; any program may have a config.json."""
+    if any((folder / name).is_file() for name in MODEL_FILES if name != "config.json"):
+        return True
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 class DualEncoder(nn.Module):
@@ -170,10 +177,7 @@ class DualEncoder(nn.Module):
             DualencError: the folder holds something that is not a model.
         """
         folder = Path(folder)
-        is_empty = folder.is_dir() and not any(folder.iterdir())
-        if folder.exists() and not is_empty and not any((folder / name).is_file() for name in MODEL_FILES):
-            raise DualencError(f"{folder}: exists and holds no model; choose an empty or new folder")
-        with atomic_path(folder) as new:
+        with atomic_folder(folder, is_model, "model") as new:
             new.mkdir()
             self.write(new)
             (new / "README.md").write_text(model_card(self, folder.name, card or {}), encoding="utf-8")

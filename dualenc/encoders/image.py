@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ WEIGHTS_FILE = "model.safetensors"
 PROJECTOR_FILE = "projector.safetensors"
 SMALL = 64
 """Images of at most this many pixels per side get the small-image stem, and are not cropped for evaluation."""
+
+MAX_IMAGE_SIZE = 4096
+"""Pixels per side that a model may ask for; one image is encoded to learn how many features there are."""
 
 # jsonargparse would take a class as the result's type to be one whose making gives the result; hence Any.
 Augment = Callable[[Image.Image, int], Any]
@@ -79,6 +83,7 @@ class ImageEncoder(DualEncoder):
     ) -> None:
         from timm.data import create_transform
 
+        check_pixels(image_size, crop_pct, std)
         if in_chans not in (None, 1, 3):
             raise DualencError(f"in_chans is {in_chans}: images have 3 channels, or 1 if they are to be grey")
         model, args, has_small_stem = load_backbone(
@@ -87,7 +92,7 @@ class ImageEncoder(DualEncoder):
         if gradient_checkpointing:
             model.set_grad_checkpointing(True)
         config = _data_config(model.pretrained_cfg, image_size, in_chans, mean, std, crop_pct)
-        with torch.no_grad():
+        with torch.no_grad(), _explained(backbone):
             features = int(model.eval()(torch.zeros(1, *config["input_size"])).shape[-1])
         sizes = None
         head: nn.Module = nn.Identity()
@@ -403,6 +408,16 @@ class Normalized:
         if len(pixels) == 3 and len(self.mean) == 1:
             pixels = rgb_to_grayscale(pixels)
         return (pixels - self.mean) / self.std
+
+
+def check_pixels(image_size: int | None, crop_pct: float | None, std: Sequence[float] | None) -> None:
+    """Refuse what no image can be scaled, cropped or normalised by; None is what a model says itself."""
+    if image_size is not None and not 1 <= image_size <= MAX_IMAGE_SIZE:
+        raise DualencError(f"image_size is {image_size}: give 1 to {MAX_IMAGE_SIZE:,} pixels per side, such as 224")
+    if crop_pct is not None and not 0 < crop_pct <= 1:
+        raise DualencError(f"crop_pct is {crop_pct}: give a share of the side in (0, 1]")
+    if std is not None and not all(0 < number < math.inf for number in std):
+        raise DualencError(f"std is {list(std)}: give numbers above 0")
 
 
 def checked_crop_scale(crop_scale: tuple[float, float]) -> tuple[float, float]:

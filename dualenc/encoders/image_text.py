@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.image import ImagePrepare, Seeded, checked_crop_scale
+from dualenc.encoders.image import ImagePrepare, Seeded, check_pixels, checked_crop_scale
 from dualenc.encoders.load import first_line, model_folder, no_foreign_code
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
@@ -95,6 +95,12 @@ class ImageTextEncoder(DualEncoder):
         from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 
         crop_scale = checked_crop_scale(crop_scale)
+        check_pixels(image_size, None, std)
+        if context_length is not None and context_length < 1:
+            raise DualencError(f"context_length is {context_length}: give at least 1 token, or null for the model's")
+        for name_of, numbers in (("mean", mean), ("std", std)):
+            if numbers is not None and len(numbers) != 3:
+                raise DualencError(f"{name_of} has {len(numbers)} numbers: give one for each of 3 colour channels")
         options = {
             "force_image_size": image_size,
             "force_context_length": context_length,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dualenc.encoders.dual import SIDES, DualEncoder, Tower
-from dualenc.errors import DualencError
-from dualenc.files import atomic_path, write_json
+from dualenc.errors import DiskFull, DualencError
+from dualenc.files import atomic_path, check_folder_target, explain_full_disk, write_json
 
 OUTPUT = "vectors"
+ABOUT = "onnx.json"
 LARGEST_DIFFERENCE = 1e-5
 
 
@@ -46,15 +48,15 @@ def export_onnx(model: DualEncoder, folder: Path) -> dict[str, float]:
         That largest difference, by the name of the file.
 
     Raises:
-        DualencError: onnx, onnxscript or onnxruntime is not installed, a tower that cannot be traced, or one whose
-            file differs from it by more than 1e-5.
+        DualencError: the folder holds something else, onnx, onnxscript or onnxruntime is not installed, a tower that
+            cannot be traced, or one whose file differs from it by more than 1e-5.
     """
     try:
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise DualencError(f"ONNX needs more packages ({error.name}); pip install 'dualenc[onnx]'") from None
-    folder.mkdir(parents=True, exist_ok=True)
+    check_folder_target(folder, is_export, "exported model")
     towers = {"both": model.left} if _alike(model) else {side: model.tower(side) for side in SIDES}
     differences, about = {}, {}
     for name, tower in towers.items():
@@ -73,8 +75,14 @@ def export_onnx(model: DualEncoder, folder: Path) -> dict[str, float]:
             "dim": tower.dim,
             "largest_difference": differences[path.name],
         }
-    write_json(folder / "onnx.json", about)
+    write_json(folder / ABOUT, about)
     return differences
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder holds what `export_onnx` writes, finished or not; other files may lie beside it."""
+    files = {name for name in os.listdir(folder) if not name.startswith(".")}
+    return ABOUT in files or files <= {f"{name}.onnx" for name in ("both", *SIDES)}
 
 
 def _alike(model: DualEncoder) -> bool:
@@ -88,7 +96,7 @@ def _trace(tower: Tower, path: Path) -> dict[str, Tensor]:
     # Of texts (B, T) both are free, of images and vectors the number of items.
     shapes = tuple({0: free, 1: free} if tower.modality == "text" else {0: free} for _ in inputs)
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), explain_full_disk(path):
             warnings.simplefilter("ignore")
             torch.onnx.export(
                 _ByPosition(tower, list(inputs)).eval(),
@@ -101,6 +109,8 @@ def _trace(tower: Tower, path: Path) -> dict[str, Tensor]:
                 external_data=False,
                 verbose=False,
             )
+    except DiskFull:
+        raise
     except Exception as error:  # of torch.export and onnxscript, of many kinds
         why = " ".join(str(error).split())[:160] or type(error).__name__
         raise DualencError(f"the {tower.modality} tower cannot be written as ONNX ({why})") from error

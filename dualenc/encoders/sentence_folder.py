@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualenc.encoders.dense import Dense
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, read_json, read_json_object, write_json
+from dualenc.files import atomic_folder, read_json, read_json_object, write_json
 from dualenc.types import Pooling
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def append_dense(base: Path, folder: Path, weight: Tensor, bias: Tensor, readme:
         files = {name for name in names if not (Path(place, name).is_dir() or name.endswith(wanted))}
         return files | {"onnx", "openvino"}
 
-    with atomic_path(folder) as new:
+    with atomic_folder(folder, lambda _: False, "model") as new:
         shutil.copytree(base, new, ignore=unwanted)
         for name in ("Normalize", "Dense", "Normalize"):
             number = len(modules)

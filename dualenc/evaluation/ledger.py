@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.files import full_disk_told, open_regular, remove, removed_if_refused
+from dualenc.files import explain_full_disk, open_regular, remove, removed_if_refused
 
 Key = TypeVar("Key", int, str)
 
@@ -54,7 +54,7 @@ class Ledger(Generic[Key]):
             json.dumps({"item": key, "value": value, "check": _check(key, value)}) for key, value in values.items()
         ]
         size = self.path.stat().st_size if self.path.exists() else 0
-        with removed_if_refused(self.folder), full_disk_told(self.path):
+        with removed_if_refused(self.folder), explain_full_disk(self.path):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 with open(self.path, "a", encoding="utf-8") as stream:
@@ -72,6 +72,11 @@ class Ledger(Generic[Key]):
         """The values of all processes by item, in order; all processes call it together."""
         merged = {key: value for values in distributed.gather_objects(self.values) for key, value in values.items()}
         return dict(sorted(merged.items()))
+
+
+def read_signature(part: Path) -> dict[str, Any] | None:
+    """The signature of a file of a ledger; None if it has none."""
+    return _read(part)[0]
 
 
 def _read(part: Path) -> tuple[dict[str, Any] | None, dict[Any, Any]]:

@@ -64,11 +64,15 @@ class Observed:
             if found is not None:
                 positives, negatives = (np.array(found[name], np.int64) for name in ("positives", "negatives"))
                 means = (float(found["positive_mean"]), float(found["negative_mean"]))
+                if positives.shape != negatives.shape or positives.ndim != 1 or not np.isfinite(means).all():
+                    raise ValueError("histograms of different shapes")
+                if any(counts.min(initial=0) < 0 or not counts.sum() for counts in (positives, negatives)):
+                    raise ValueError("a histogram of nothing")
                 histogram = SimilarityHistogram(np.linspace(-1, 1, len(positives) + 1), positives, negatives, *means)
             scores = {str(query): float(score) for query, score in queries.get("scores", {}).items()}
             texts = {str(query): str(text) for query, text in queries.get("texts", {}).items()}
             return cls(histogram, str(queries.get("metric", "")), scores, texts)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise DualencError(f"no record of an evaluation ({error}); train again, or remove the file") from error
 
 

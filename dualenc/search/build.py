@@ -28,6 +28,9 @@ SCORE_TOLERANCE = 1e-6
 POINTS_PER_LIST = 64
 OTHER_TRAINING_ROWS = 65536
 
+FLAT_STEPS = 3
+"""So many values of a search parameter in a row that gain nothing end its search."""
+
 LARGEST_NUMBER = 2**24
 MOST_LINKS = 1024
 MOST_BITS = 16
@@ -133,9 +136,24 @@ def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = 
         raise DualencError(f"metric is {metric!r}: choose one of {', '.join(METRICS)}")
     check_factory(factory, num_vectors)
     try:
-        return faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except (RuntimeError, MemoryError) as error:
         raise _unfit(factory, f"does not work for dimension {dim}: {reason(error)}") from None
+    _keep_order_of_codes(index)
+    return index
+
+
+def _keep_order_of_codes(index: Any) -> None:
+    """Leave out FAISS's reordering of product-quantized codes, for a search by Hamming distances that is not used here.
+
+    It takes 4 seconds for each byte of a code, however few the vectors, and changes no distance.
+    """
+    index = faiss.downcast_index(index)
+    if hasattr(index, "do_polysemous_training"):
+        index.do_polysemous_training = False
+    for part in ("index", "base_index", "refine_index", "storage", "quantizer"):
+        if getattr(index, part, None) is not None:
+            _keep_order_of_codes(getattr(index, part))
 
 
 def check_factory(factory: str, num_vectors: int | None = None) -> None:
@@ -280,7 +298,8 @@ def tune(index: Any, database: Database, probe: Probe, target: float, least_gain
 
     The values are those of `faiss.ParameterSpace`, and its `OperatingPoints` keep what is worth having. Its `explore`
     would time every value up to the largest, compares row numbers where scores may tie, and knows of no query that is
-    itself in the database: here each parameter grows until the target is reached or nothing is gained.
+    itself in the database: here each parameter grows until the target is reached or three steps, an eightfold value,
+    have gained nothing. A single step tells little: the next lists may hold the neighbours.
 
     Returns:
         What is now set in the index, by name.
@@ -293,7 +312,7 @@ def tune(index: Any, database: Database, probe: Probe, target: float, least_gain
     points = faiss.OperatingPoints()
     tried: list[tuple[float, float, dict[str, int]]] = []
     for factor in refining or [0]:
-        before = -1.0
+        history: list[float] = []
         for step in steps:
             setting = {key: value for key, value in (("k_factor_rf", factor), (name, step)) if value}
             for key, value in setting.items():
@@ -304,9 +323,10 @@ def tune(index: Any, database: Database, probe: Probe, target: float, least_gain
             points.add(found, seconds, str(setting), len(tried))
             tried.append((found, seconds, setting))
             slower = any(best >= target and seconds > least for best, least, _ in tried[:-1])
-            if found >= target or slower or 0 < before > found - least_gain:
+            history.append(found)
+            flat = len(history) > FLAT_STEPS and 0 < history[-1 - FLAT_STEPS] > found - least_gain
+            if found >= target or slower or flat:
                 break
-            before = found
     optimal = [points.optimal_pts.at(number) for number in range(points.optimal_pts.size())]
     best = max(point.perf for point in optimal)
     enough = target if best >= target else best - least_gain

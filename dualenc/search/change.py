@@ -1,7 +1,7 @@
 """Append vectors to an index folder, and remove them by id; the folder is written anew, beside the old one.
 
 What is trained stays as it is: an index that has grown a lot, or whose data have changed, is better built again. Lists
-on disk are copied by a merge; of what is added the codes are in memory.
+on disk are copied by a merge; of what is added the codes are in memory. Changes by several processes take turns.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import faiss
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path
+from dualenc.files import atomic_folder, locked
 from dualenc.search.build import Database, reason
 from dualenc.search.embeddings import Embeddings
 from dualenc.search.engines.where import column_kinds
-from dualenc.search.index import Index, write_contents
+from dualenc.search.index import Index, is_index, write_contents
 from dualenc.search.lines import BLOCK_LINES, MappedIds, check_ids
 from dualenc.search.parts import LISTS, ROWS_AT_ONCE, lists_of, merge_lists, split, with_codes
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MEASURED = ("recall_at_10", "recall_queries", "recall_queries_from", "latency_ms")
+MEASURED = ("target_recall", "recall_at_10", "recall_queries", "recall_queries_from", "latency_ms")
 
 
 def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
@@ -44,6 +44,11 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
     Raises:
         DualencError: another dimension or model, an id that the index has already, or a column of other values.
     """
+    with locked(folder):
+        return _append(folder, embeddings)
+
+
+def _append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
     index = Index.open(folder)
     for name, ours, theirs in (
         ("dimension", index.dim, embeddings.dim),
@@ -67,7 +72,7 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
         shown = ((old, before), (new, len(embeddings)))
         snippets = ("" if some is None else some[row] for some, count in shown for row in range(count))
     columns = _joined(index, embeddings, folder)
-    with atomic_path(folder) as part:
+    with atomic_folder(folder, is_index, "index") as part:
         part.mkdir()
         if lists_of(index.faiss) is None:
             changed = faiss.read_index(str(Path(folder) / "index.faiss"))  # in memory: what is mapped cannot grow
@@ -105,6 +110,11 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
         DualencError: an id that the index does not have, nothing would be left, or FAISS cannot remove from an index
             of this kind (HNSW).
     """
+    with locked(folder):
+        return _remove(folder, ids)
+
+
+def _remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
     index = Index.open(folder)
     rows = _mapped(index).rows(ids)
     if not len(rows) or (rows < 0).any():
@@ -113,7 +123,7 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
     gone = np.unique(rows)
     if len(gone) == len(index):
         raise DualencError(f"{folder}: nothing would be left; remove the folder instead")
-    with atomic_path(folder) as part:
+    with atomic_folder(folder, is_index, "index") as part:
         part.mkdir()
         if lists_of(index.faiss) is None:
             changed = faiss.read_index(str(Path(folder) / "index.faiss"))

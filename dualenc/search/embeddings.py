@@ -33,9 +33,8 @@ from dualenc.files import (
     checksum,
     checksums,
     create_json,
-    full_disk_told,
+    explain_full_disk,
     read_json_object,
-    recover,
     recover_inside,
     remove,
     save_array,
@@ -254,6 +253,11 @@ def is_embeddings(folder: str | os.PathLike[str]) -> bool:
     return path.is_file() and read_json_object(path).get("format") == FORMAT
 
 
+def are_embeddings(folder: Path) -> bool:
+    """Whether a folder holds nothing but folders of embeddings, some of which may be empty still."""
+    return all(child.is_dir() and (is_embeddings(child) or not os.listdir(child)) for child in folder.iterdir())
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
     """The meta.json of a folder of embeddings; a `DualencError` tells what is wrong with it."""
     told = f"not a folder of embeddings; make one with `dualenc embed MODEL DATA --out {folder}`"
@@ -295,31 +299,6 @@ def read_head(folder: Path, wanted: str, versions: tuple[int, int], told: str, m
     if found < versions[0]:
         raise DualencError(f"{folder}: written by an older dualenc (format {found}, without checksums); {mend}")
     return meta
-
-
-def is_folder_of(folder: str | os.PathLike[str], wanted: str) -> bool:
-    """Whether a folder that is replaced whole holds a format, told by its meta.json."""
-    recover(folder)
-    path = Path(folder) / "meta.json"
-    return path.is_file() and read_json_object(path).get("format") == wanted
-
-
-def check_free_for(folder: str | os.PathLike[str], wanted: str, told: str) -> None:
-    """Insist that a folder may be written: it is new, empty, or one of a format, to be replaced.
-
-    Args:
-        folder: to be written.
-        wanted: the format.
-        told: what to say of a folder that holds something else.
-
-    Raises:
-        DualencError: it does.
-    """
-    folder = Path(folder)
-    recover(folder)
-    empty = folder.is_dir() and not any(folder.iterdir())
-    if folder.exists() and not empty and not is_folder_of(folder, wanted):
-        raise DualencError(f"{folder}: exists and {told}; choose a new or empty folder")
 
 
 def file_names(folder: Path, num_shards: int) -> list[str]:
@@ -411,7 +390,7 @@ class EmbeddingWriter:
         if there and not (self.folder / "meta.json").is_file():
             raise DualencError(f"{self.folder}: exists and holds no embeddings; choose a new or empty folder")
         if not there:
-            with full_disk_told(self.folder):
+            with explain_full_disk(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 create_json(self.folder / "meta.json", self._meta(complete=False))

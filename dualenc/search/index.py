@@ -13,7 +13,18 @@ import faiss
 import numpy as np
 
 from dualenc.errors import DualencError, UnknownId, Unsupported
-from dualenc.files import atomic_path, checksums, read_json_object, recover, sizes, verify_files, write_json
+from dualenc.files import (
+    atomic_folder,
+    check_folder_target,
+    checksums,
+    is_folder_of,
+    locked,
+    read_json_object,
+    recover,
+    sizes,
+    verify_files,
+    write_json,
+)
 from dualenc.search.build import (
     METRICS,
     Database,
@@ -29,11 +40,19 @@ from dualenc.search.build import (
     set_parameter,
     tune,
 )
-from dualenc.search.embeddings import Embeddings, check_free_for, is_folder_of, read_columns, read_head
+from dualenc.search.embeddings import Embeddings, read_columns, read_head
 from dualenc.search.filtered import search_among
 from dualenc.search.kinds import choose_factory
 from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
-from dualenc.search.parts import LISTS, built_in_parts, bytes_per_vector, can_be_merged, lists_of, open_merged
+from dualenc.search.parts import (
+    LISTS,
+    built_in_parts,
+    bytes_per_vector,
+    can_be_merged,
+    lists_of,
+    open_alone,
+    open_merged,
+)
 from dualenc.types import Metric
 
 if TYPE_CHECKING:
@@ -225,6 +244,8 @@ class Index:
             if not parameters and parameter_values(index):
                 tuning, probe = halves(probe) if len(probe.queries) >= TUNED_FROM else (probe, probe)
                 parameters = tune(index, database, tuning, target_recall)
+            if nprobe is None and ef_search is None:
+                meta["target_recall"] = target_recall
             meta["recall_at_10"] = round(recall(index, database, probe), 4)
             meta["recall_queries"] = len(probe.queries)
             meta["recall_queries_from"] = "database" if queries is None else "given"
@@ -238,8 +259,7 @@ class Index:
         Raises:
             DualencError: the folder holds something that is not an index.
         """
-        check_target(folder)
-        with atomic_path(folder) as part:
+        with locked(folder), atomic_folder(folder, is_index, "index") as part:
             part.mkdir(parents=True)
             snippets = None if self.snippets is None else (self.snippet(row) for row in range(len(self)))
             write_contents(part, Path(folder), self.faiss, self.ids, snippets, self.columns, self.meta)
@@ -283,7 +303,7 @@ class Index:
         names += ["columns.parquet"] if (folder / "columns.parquet").exists() else []
         verify_files(folder, names, meta, REBUILD, verify)
         try:
-            index = open_merged(path) if on_disk else faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+            index = open_merged(path) if on_disk else open_alone(path)
         except (RuntimeError, MemoryError) as error:
             raise DualencError(f"{path}: corrupt ({reason(error)}); {REBUILD}") from None
         for name, found in (("dim", index.d), ("count", index.ntotal)):
@@ -393,7 +413,7 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     Raises:
         DualencError: it holds something else.
     """
-    check_free_for(folder, FORMAT, "holds no index")
+    check_folder_target(folder, is_index, "index")
 
 
 def write_contents(

@@ -112,6 +112,35 @@ def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target
     return min(KINDS, key=lambda kind: kind.resident(dim)).factory(lists, dim)
 
 
+def remedies(factory: str, num_vectors: int, dim: int, memory: int | None = None) -> list[str]:
+    """What may raise the recall of an index whose search parameters do not, each as an option with its reason.
+
+    Args:
+        factory: FAISS factory string of the index.
+        num_vectors: N.
+        dim: D.
+        memory: bytes that the index was given, if any were said.
+    """
+    base = factory.partition(",Refine")[0]
+    found = []
+    coded = re.search(r"(?<![A-Z])(SQ|PQ|RaBitQ)\w*", base)
+    fine = "SQfp16" in factory
+    if coded is not None and not fine:
+        found.append(
+            f"--factory '{base},Refine(SQfp16)', which scores the best again ({2 * dim:,} bytes each, on disk)"
+        )
+        more_bits = f"{base[: coded.start()]}SQfp16{base[coded.end() :]}"
+        found.append(f"--factory '{more_bits}', codes of more bits")
+    elif fine:
+        found.append(f"--factory '{base},Refine(Flat)', which scores the best again by the vectors themselves")
+    if links := re.match(r"HNSW(\d+)", base):
+        found.append(f"--factory HNSW{2 * int(links[1])}, a graph of more links")
+    whole = num_vectors * (4 * dim + 8)
+    if memory is not None and memory < whole:
+        found.append(f"--memory {math.ceil(whole / 2**20)}MiB, which holds the vectors themselves")
+    return found
+
+
 def training_rows_in(memory: int, dim: int) -> int:
     """How many vectors of dimension D a fourth of the memory holds."""
     return max(FEWEST_TRAINING_ROWS, memory // 4 // (4 * dim))

@@ -7,6 +7,7 @@ The folder lies inside that of the index. Whatever writes the index anew leaves 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, read_json_object, write_json
+from dualenc.files import atomic_folder, is_folder_of, locked, read_json_object, write_json
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
 
 FOLDER = "bm25"
+FORMAT = "dualenc bm25"
 K1, B = 1.5, 0.75
 """Saturation of the term frequency, strength of the length normalisation: those of `evaluate retrieval --bm25`."""
 AGAIN = "run dualenc index INDEX --bm25"
@@ -57,10 +59,10 @@ class Lexical:
 
     def save(self, index: str | os.PathLike[str], ids: str) -> None:
         """Write the folder inside that of an index, whose file of ids has the checksum `ids`."""
-        with atomic_path(Path(index) / FOLDER) as part:
+        with atomic_folder(Path(index) / FOLDER, functools.partial(is_folder_of, wanted=FORMAT), "BM25") as part:
             part.mkdir()
             self.scorer.save(str(part), show_progress=False)
-            write_json(part / "meta.json", {"format": "dualenc bm25", "version": 1, "count": self.count, "ids": ids})
+            write_json(part / "meta.json", {"format": FORMAT, "version": 1, "count": self.count, "ids": ids})
 
     @classmethod
     def open(cls, index: str | os.PathLike[str], ids: str) -> Lexical:
@@ -127,13 +129,14 @@ def add_lexical(folder: str | os.PathLike[str], corpus: Corpus) -> Lexical:
     """
     from dualenc.search.index import Index
 
-    index = Index.open(folder)
     if corpus.modality != "text":
         raise DualencError(f"{folder}: BM25 needs texts, and its data holds {corpus.modality}s; leave --bm25 out")
     row_of = {name: row for row, name in enumerate(corpus.ids)}
-    for name in index.ids:
-        if name not in row_of:
-            raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what the index was made of")
-    lexical = Lexical.build(corpus[row_of[name]] for name in index.ids)
-    lexical.save(folder, str(index.meta["files"].get("ids.txt")))
+    with locked(folder):
+        index = Index.open(folder)
+        for name in index.ids:
+            if name not in row_of:
+                raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what the index was made of")
+        lexical = Lexical.build(corpus[row_of[name]] for name in index.ids)
+        lexical.save(folder, str(index.meta["files"].get("ids.txt")))
     return lexical

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import faiss
 import numpy as np
@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from dualenc.errors import DualencError
 from dualenc.files import (
     atomic_path,
-    full_disk_told,
+    explain_full_disk,
     read_json_object,
     recover_inside,
     remove,
@@ -46,6 +46,8 @@ PART_BYTES = 2**28
 """Of the codes of a part, at most; a smaller budget has smaller parts."""
 ROWS_AT_ONCE = 16384
 LISTS = "lists.ivfdata"
+READ_BYTES = 1 << 20
+ELSEWHERE = "its inverted lists are in {}, and no file outside its folder is opened; build the index again"
 READ = faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_MMAP_IFC
 
 
@@ -111,7 +113,7 @@ def built_in_parts(
     files = json.dumps(database.embeddings.meta.get("files", {}), sort_keys=True)
     plan |= {"trained_on": trained_on, "rows_of_a_part": rows, "files": hashlib.sha256(files.encode()).hexdigest()}
     started = time.perf_counter()
-    with full_disk_told(work), removed_if_refused(work, "*.faiss"):
+    with explain_full_disk(work), removed_if_refused(work, "*.faiss"):
         work.mkdir(parents=True, exist_ok=True)
         with claimed(work / "training.lock", wait=True):
             _check_plan(work, plan)
@@ -164,13 +166,74 @@ def open_merged(path: Path) -> Any:
     """Map an index with lists on disk; where both files have been moved together, what refines is read instead.
 
     `faiss.IO_FLAG_ONDISK_SAME_DIR` finds moved lists, but prints to the standard output and cannot map an index.
+    Without it FAISS opens whatever file the index names, which may be anybody's: the name is looked at first.
+
+    Raises:
+        DualencError: the lists are elsewhere.
     """
-    with contextlib.suppress(RuntimeError):
-        index = faiss.read_index(str(path), READ)
-        if lists_of(index).filename == os.path.abspath(path.with_name(LISTS)):
-            return index
+    named, lists = _named_lists(path), os.path.realpath(path.with_name(LISTS))
+    if os.path.basename(named) != LISTS or os.path.dirname(lists) != os.path.realpath(path.parent):
+        elsewhere = named if os.path.basename(named) != LISTS else lists
+        raise DualencError(f"{path}: {ELSEWHERE.format(elsewhere)}")
+    if os.path.realpath(named) == lists:
+        return faiss.read_index(str(path), READ)
     with quiet():
         return faiss.read_index(str(path), faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
+
+
+def open_alone(path: Path) -> Any:
+    """Map an index that has its lists, if any, in its own file; another one that it names is not opened."""
+    try:
+        # With both flags FAISS stops at lists in another file.
+        return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_ONDISK_SAME_DIR)
+    except RuntimeError as error:
+        if "IO_FLAG_ONDISK_SAME_DIR" not in str(error):
+            raise
+        raise DualencError(f"{path}: {ELSEWHERE.format('another file')}") from None
+
+
+def _named_lists(path: Path) -> str:
+    """The file in which an index says that its lists are.
+
+    FAISS parses the index as far as that name, the last that it reads, and stops at a reader that is no file. Only
+    plain codes that refine may follow: other indexes could name further files.
+    """
+    last = b""
+    with open(path, "rb") as stream:
+
+        def read(count: int) -> bytes:
+            nonlocal last
+            last = stream.read(count)
+            return last
+
+        reader = faiss.PyCallbackIOReader(read, READ_BYTES)  # type: ignore[attr-defined]
+        try:
+            faiss.read_index(reader, faiss.IO_FLAG_ONDISK_SAME_DIR)
+        except RuntimeError as error:
+            if "IO_FLAG_ONDISK_SAME_DIR" not in str(error):
+                raise
+        else:
+            raise RuntimeError(f"it has no lists in {LISTS}")
+        stream.seek(8, os.SEEK_CUR)  # the size of the lists
+        size = os.fstat(stream.fileno()).st_size
+        if stream.tell() != size and _end_of_codes(stream) + 4 != size:  # k_factor is behind them
+            raise RuntimeError("it holds more than lists and codes to refine")
+    return os.fsdecode(last)
+
+
+def _end_of_codes(stream: BinaryIO) -> int:
+    """Where a plain index that is written at this place of a file ends; -1 if it is none."""
+
+    def number() -> int:
+        return int.from_bytes(stream.read(8), "little")
+
+    kind = stream.read(4)
+    stream.seek(33, os.SEEK_CUR)  # dimension, count, two numbers without use, whether it is trained, metric
+    if kind == b"IxSQ":
+        stream.seek(28, os.SEEK_CUR)  # type, range and sizes of the codes
+        stream.seek(4 * number(), os.SEEK_CUR)  # trained values
+        return number() + stream.tell()
+    return 4 * number() + stream.tell() if kind in (b"IxFI", b"IxF2", b"IxFl") else -1
 
 
 @contextlib.contextmanager

@@ -112,11 +112,14 @@ class Searcher:
             ef_search: candidates that an HNSW index keeps.
 
         Raises:
-            DualencError: no index, no model, no BM25 or texts where they are needed, or the model has other weights
-                than the index was made with.
+            DualencError: no index, no model, no BM25 or texts where they are needed, a search parameter that the index
+                does not have, or the model has other weights than the index was made with.
         """
         folder = Path(folder)
         index: Index | EngineIndex = EngineIndex.open(folder) if is_engine(folder) else Index.open(folder)
+        if nprobe is not None or ef_search is not None:  # one that does not apply is told now, not to every query
+            dim = index.about.dim if isinstance(index, EngineIndex) else index.dim
+            index.search(np.eye(1, dim, dtype=np.float32), 1, nprobe=nprobe, ef_search=ef_search)
         recorded, side = index.meta.get("model_checksum"), index.meta.get("side", "right")
         how: dict[str, Any] = {"nprobe": nprobe, "ef_search": ef_search, "judge": judge}
         if judge is not None:

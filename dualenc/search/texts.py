@@ -8,13 +8,23 @@ the index, and its meta.json names the checksum of what it belongs to: it is nev
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, checksums, read_json_object, sizes, verify_files, write_json
+from dualenc.files import (
+    atomic_folder,
+    checksums,
+    is_folder_of,
+    locked,
+    read_json_object,
+    sizes,
+    verify_files,
+    write_json,
+)
 from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
 
 if TYPE_CHECKING:
@@ -23,6 +33,7 @@ if TYPE_CHECKING:
     from dualenc.search.index import Index
 
 FOLDER = "texts"
+FORMAT = "dualenc texts"
 AGAIN = "run dualenc index INDEX --texts"
 
 
@@ -84,13 +95,18 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
     Raises:
         DualencError: no texts, or not those of the index.
     """
-    from dualenc.search.engines import EngineIndex, is_engine
-    from dualenc.search.index import Index
-
     if corpus.modality != "text":
         raise DualencError(
             f"{folder}: its data holds {corpus.modality}s, and a cross-encoder reads texts; leave it out"
         )
+    with locked(folder):
+        return _add_texts(folder, corpus)
+
+
+def _add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
+    from dualenc.search.engines import EngineIndex, is_engine
+    from dualenc.search.index import Index
+
     index: Index | EngineIndex = EngineIndex.open(folder) if is_engine(folder) else Index.open(folder)
     ids: Sequence[str] = corpus.ids
     row_of = {name: row for row, name in enumerate(corpus.ids)}
@@ -105,11 +121,11 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
             if name not in row_of:
                 raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what the index was made of")
     check_ids(ids)
-    with atomic_path(Path(folder) / FOLDER) as part:
+    with atomic_folder(Path(folder) / FOLDER, functools.partial(is_folder_of, wanted=FORMAT), "texts") as part:
         part.mkdir()
         write_ids(part / "ids.txt", ids)
         write_snippets(part / "texts.jsonl", (corpus[row_of[name]] for name in ids))
         files = checksums(part, sorted(path.name for path in part.iterdir()))
-        head = {"format": "dualenc texts", "version": 1, "count": len(ids), "of": checksum_of(index)}
+        head = {"format": FORMAT, "version": 1, "count": len(ids), "of": checksum_of(index)}
         write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
     return len(ids)

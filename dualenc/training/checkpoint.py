@@ -29,9 +29,11 @@ from torch import nn
 
 from dualenc import distributed
 from dualenc.data.pairs import PairDataset
+from dualenc.encoders.dual import is_model
 from dualenc.errors import DualencError
 from dualenc.files import (
-    atomic_path,
+    atomic_folder,
+    check_path,
     checksums,
     process_state,
     read_json,
@@ -103,6 +105,7 @@ def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) ->
         DualencError: another run is going on there; there is a finished or broken one and neither is wanted; or the
             folder cannot be made.
     """
+    check_path(output)
     folder = Path(output)
     lock, problem = folder / ".lock", None
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -112,11 +115,15 @@ def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) ->
             _lock(lock)
             found = [name for name in RUN_FILES if (folder / name).exists()]
             if found and not (resume or overwrite):
-                lock.unlink()
                 problem = (
                     f"{folder}: holds a run already ({found[0]}); resume it (--resume), allow trainer.overwrite=true, "
                     "or choose another trainer.output"
                 )
+            foreign = next((folder / name for name in found if not _is_of_a_run(folder / name)), None)
+            if foreign is not None and overwrite and not resume:
+                problem = f"{foreign}: was not written by a training and is not replaced; choose another trainer.output"
+            if problem is not None:
+                lock.unlink()
         except OSError as error:
             problem = f"{folder}: cannot be made or written to ({error.strerror}); choose another trainer.output"
         except DualencError as error:
@@ -133,6 +140,24 @@ def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) ->
             with suppress(OSError):  # inner folders first, up to one that holds something
                 for path in made:
                     path.rmdir()
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint, complete or not."""
+    return any((folder / name).exists() for name in ("state.pt", "meta.json", SHARDS))
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether something that has one of the names in `RUN_FILES` was written by a training."""
+    if path.suffix:  # of the files
+        return path.is_file()
+    if path.name == "checkpoints":
+        return path.is_dir() and all(is_checkpoint(step) or step.name.startswith(".") for step in path.iterdir())
+    if path.name == "model":
+        return is_model(path)
+    if path.name == "trackers":
+        return (path.parent / "metrics.jsonl").is_file()
+    return path.is_dir()
 
 
 def _lock(lock: Path) -> None:
@@ -216,7 +241,8 @@ class Checkpoints:
         ranks = distributed.gather_objects(random_state())
         shards = state.get("shards")
         target = self.folder / f"step-{step:08d}"
-        with atomic_path(target) if distributed.is_main() else nullcontext(target) as part:
+        writing = atomic_folder(target, is_checkpoint, "checkpoint") if distributed.is_main() else nullcontext(target)
+        with writing as part:
             if distributed.is_main():
                 part.mkdir()
             if shards is not None:

@@ -210,13 +210,23 @@ def _append(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl or an evaluations.jsonl; a last line cut short is left out."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    """The lines of a metrics.jsonl or an evaluations.jsonl; a last line cut short is left out.
+
+    Raises:
+        DualencError: a line that no training has written.
+    """
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text.decode("utf-8"))
         except json.JSONDecodeError:
             break
+        except (ValueError, RecursionError):  # no text, or numbers or levels without end
+            line = None
+        step = line.get("step") if isinstance(line, dict) else None
+        if type(step) is not int or not 0 <= step < 2**53:
+            raise DualencError(f"{path}: line {number} was not written by a training; restore the file or remove it")
+        lines.append(line)
     return lines
 
 

@@ -37,7 +37,7 @@ from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.optim import build_optimizer, build_schedule, trainable_parameters
 from dualenc.training.plan import BatchPlan, fresh_embeddings
 from dualenc.training.sharding import join_state, split_state
-from dualenc.training.signals import Stopped, StopSignals
+from dualenc.training.signals import StopSignals
 from dualenc.types import Inputs, Side
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Loop:
         """Train to the last step, from the start or the latest checkpoint; the metrics of what the model folder holds.
 
         Raises:
-            Stopped: a signal has asked for it; after a checkpoint of the step that was under way.
+            Stopped, Interrupted: a signal has asked for it; after a checkpoint of the step that was under way.
         """
         seed_everything(self.settings.seed, distributed.rank())
         state = self.checkpoints.load_latest(self.settings.seed) if resume else None
@@ -406,7 +406,7 @@ class Loop:
             if settings.save_every is None:
                 saved = "nothing is saved, as save_every is null"
             self.log.say(f"stopped by {signal.Signals(stop).name} after step {self.steps}: {saved}")
-            raise Stopped(stop)
+            raise self.signals.stop()
 
     def _logs_at(self, step: int) -> bool:
         return step == self.total_steps or step % self.settings.log_every == 0

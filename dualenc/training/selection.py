@@ -21,6 +21,7 @@ from dualenc.seeds import derive_seed
 
 _SIDES = ("left", "right")
 _BATCHES_COMPARED = 1024
+_SENT_TO_ALL = (-signal.SIGTERM, -signal.SIGINT)  # as exit codes
 
 
 def main(folder: Path) -> None:
@@ -108,8 +109,9 @@ class SelectionJob:
             DualencError: the selection failed.
         """
         if self._outcome is None:
-            # A scheduler's SIGTERM goes to every process of a job, but the run is still there to say when it ends.
-            while self._process is not None and self._process.wait() == -signal.SIGTERM:
+            # What a scheduler or a terminal sends goes to every process of a job, but the run is still there to say
+            # when it ends.
+            while self._process is not None and self._process.wait() in _SENT_TO_ALL:
                 self._process = self._start()
             try:
                 self._outcome = np.load(self.folder / "batches.npy"), read_json(self.folder / "report.json")
@@ -131,7 +133,7 @@ class SelectionJob:
     def state_dict(self) -> dict[str, Any]:
         """The outcome if it is there, else what is needed to start again and get the same."""
         state: dict[str, Any] = {"epoch": self.epoch, "seen_at": self.seen_at}
-        if self._process is None or self._process.poll() not in (None, -signal.SIGTERM):
+        if self._process is None or self._process.poll() not in (None, *_SENT_TO_ALL):
             batches, report = self.result()
             return {**state, "batches": batches, "report": dict(report)}
         return {**state, **{side: np.load(self.folder / f"{side}.npy") for side in _SIDES}}

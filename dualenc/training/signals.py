@@ -1,9 +1,11 @@
-"""SIGTERM and SIGUSR1 during a training: what schedulers send before they end a job."""
+"""Signals during a training: SIGTERM and SIGUSR1, which schedulers send before they end a job, and Ctrl-C."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -23,12 +25,23 @@ class Stopped(SystemExit):
         super().__init__(128 + number)
 
 
-class StopSignals:
-    """In its context SIGTERM and SIGUSR1 are noted; outside they do what they did before.
+class Interrupted(KeyboardInterrupt):
+    """The same after Ctrl-C: a KeyboardInterrupt, which does not end an interactive session as a SystemExit does."""
 
-    One that came too late to stop the training is sent again at the end.
-    A signal that the process ignores stays ignored, and outside the main thread, where Python has no handlers,
-    nothing changes.
+
+SAME_PRESS = 0.5
+"""Seconds in which a second SIGINT is the same Ctrl-C: a terminal sends it to all processes, a launcher once more."""
+
+
+class StopSignals:
+    """In its context SIGTERM, SIGUSR1 and a first Ctrl-C are noted; outside they do what they did before.
+
+    A second Ctrl-C does what the first would have done before. A signal that came too late to stop the training is sent
+    again at the end. One that the process ignores stays ignored, and outside the main thread, where Python has no
+    handlers, nothing changes.
+
+    Args:
+        saves: whether stopping saves anything; if not, a first Ctrl-C is not noted either.
 
     Attributes:
         noted: number of the signal that this process has got; 0 for none.
@@ -36,13 +49,15 @@ class StopSignals:
             all must stop at the same step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool = True) -> None:
+        self.saves = saves
         self.noted = self.agreed = 0
         self._before: dict[int, Any] = {}
+        self._pressed_at: float | None = None
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in _STOPPING:
+            for number in [*_STOPPING, *([signal.SIGINT] if self.saves else [])]:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
         return self
@@ -59,7 +74,21 @@ class StopSignals:
         self.agreed = int(distributed.all_reduce(torch.tensor(self.noted, device=device), "max"))
         return self.agreed
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def stop(self) -> BaseException:
+        """What to raise once what was agreed on is done."""
+        return Interrupted() if self.agreed == signal.SIGINT else Stopped(self.agreed)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._pressed_at is None:
+                self._pressed_at = now
+                if distributed.is_main():
+                    # Not by print: a handler may come in the middle of one.
+                    os.write(2, b"\nfinishing this step; press Ctrl-C again to stop at once\n")
+            elif now - self._pressed_at > SAME_PRESS:
+                before = self._before[number]
+                (before if callable(before) else signal.default_int_handler)(number, frame)
         self.noted = number
 
 
@@ -69,8 +98,9 @@ _STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr
 def forgive_one_sigterm(_: int = 0) -> None:
     """For a worker process: the first SIGTERM was meant for the run, which ends the worker when it is ready to.
 
-    Schedulers send to every process of a job. A second one does what it always does.
+    Schedulers and terminals send to every process of a job. A second SIGTERM does what it always does.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

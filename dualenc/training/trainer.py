@@ -84,8 +84,9 @@ class Trainer:
     of a batch; BatchNorm with chunk_size, over chunks; and, in models with BatchNorm, the gradient of out-of-batch
     items through the batch's statistics, which reaches the own part of it only.
 
-    SIGTERM and SIGUSR1 (what schedulers send) end the run after the step that is going on, or the evaluation, with
-    a checkpoint; resuming gives the model of an unbroken run, bit for bit.
+    SIGTERM and SIGUSR1 (what schedulers send) and Ctrl-C end the run after the step that is going on, or the
+    evaluation, with a checkpoint; resuming gives the model of an unbroken run, bit for bit. A second Ctrl-C, and the
+    first where save_every is None, ends it at once.
 
     Args:
         output: folder of the run: checkpoints, metrics.jsonl and, at the end, `model`.
@@ -241,6 +242,7 @@ class Trainer:
                 or damaged, the loss is not finite, another process or a data worker is gone, or the arguments do not
                 fit one another.
             Stopped: a SystemExit with code 128 + the signal, after SIGTERM or SIGUSR1.
+            Interrupted: a KeyboardInterrupt, after Ctrl-C.
         """
         start = time.perf_counter()
         if self.batch_size > len(pairs):
@@ -253,7 +255,7 @@ class Trainer:
         accelerator = start_accelerator(self.mixed_precision, trackers, Path(self.output), self.timeout_minutes)
         device = accelerator.device
         with (
-            StopSignals() as signals,
+            StopSignals(saves=self.save_every is not None) as signals,
             claimed(self.output, resume=resume, overwrite=self.overwrite),
             deterministic_algorithms(self.deterministic, device),
             killed_worker_told(self.num_workers),

@@ -251,13 +251,15 @@ def test_filters_that_cannot_be_applied_are_told_in_one_line(
 @pytest.mark.slow
 def test_texts_and_weights_replaced_under_the_same_names_count_anew(tmp_path: Path) -> None:
     runs = []
-    for seed_of_texts, seed_of_weights, out in ((0, 0, "out"), (1, 0, "out"), (1, 1, "out"), (1, 1, "fresh")):
+    for seed_of_texts, seed_of_weights, out in ((0, 0, "out"), (1, 0, "out"), (1, 0, "fresh"), (1, 1, "other")):
         shutil.rmtree(tmp_path / "toy", ignore_errors=True)
         data = write_beir(tmp_path / "toy", seed=seed_of_texts)
         model = text_model(tmp_path / "model", seed=seed_of_weights)
+        if seed_of_weights:
+            assert evaluate(model, data, "--out", tmp_path / "out") == 2, "other weights take no folder over"
         assert evaluate(model, data, "--out", tmp_path / out) == 0
         runs.append((tmp_path / out / "run.trec").read_bytes())
-    assert runs[2] == runs[3]
+    assert runs[1] == runs[2]
     assert len(set(runs)) == 3
 
 

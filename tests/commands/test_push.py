@@ -115,7 +115,7 @@ def test_mistakes_are_told_in_one_line(
     evaluate = ("evaluate", "retrieval", toy_text, beir, "--out", tmp_path / "out")
     cases: list[tuple[tuple[Any, ...], str]] = [
         ((*push[:-1], tmp_path / "data"), "TARGET and --out are the same folder"),
-        ((*push[:-1], tmp_path / "emb"), "remembers no collection"),
+        ((*push[:-1], tmp_path / "emb"), "holds no collection"),
         (("push", tmp_path, *push[2:]), "meta.json: no such file"),
         (("push", tmp_path / "emb", *push[2:], "--collection", "emb"), "push with --replace"),
         ((*push, "--collection", "a b"), "--collection is 'a b'"),

@@ -12,6 +12,7 @@ from dualenc.cli import main
 from dualenc.commands.report import read_run
 from dualenc.objectives import ISIR
 from dualenc.training import RetrievalEvaluator
+from tests.commands.in_process import failure
 from tests.training.fakes import tiny_pairs
 from tests.training.runs import FixedEvaluator, train
 
@@ -50,6 +51,43 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
     assert "positive_similarity: mean cosine of pairs" in (tmp_path / "page.html").read_text()
     assert read_run(tmp_path / "run").curve("evaluation/score")[1][:2] == [0.1, 0.3]
+
+
+GARBAGE = {
+    "metrics.jsonl": [
+        b"\x00\xff\xfe",
+        b"null",
+        b"[1, 2]",
+        b'"text"',
+        b"{}",
+        b'{"step": "a"}',
+        b'{"step": 1e400}',
+        b'{"step": 1, "loss": {"a": 1}}',
+        b'{"step": 1, "loss": "x"}',
+        b'{"step": 1, "loss": ' + b"9" * 400 + b"}",
+        b'{"step": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+    ],
+    "evaluations.jsonl": [
+        b"\xff",
+        b"[" * 100_000,
+        b'{"step": 1, "similarities": 5}',
+        b'{"step": 1, "similarities": {"positives": [0], "negatives": [0], "positive_mean": 1, "negative_mean": 1}}',
+        b'{"step": 1, "similarities": {"positives": [1, 2], "negatives": [1], "positive_mean": 1, "negative_mean": 1}}',
+        b'{"step": 1, "queries": {"scores": {"q": "x"}}}',
+    ],
+    "recipe.yaml": [b"\xff", b"a: [", b"x: " + b"[" * 3000, b"a: 2020-13-45", b"&a {b: *a}", b"a: " + b"9" * 5000],
+}
+
+
+@pytest.mark.parametrize(("name", "garbage"), [(name, each) for name, all_of in GARBAGE.items() for each in all_of])
+def test_garbage_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, garbage: bytes
+) -> None:
+    run = write_run(tmp_path / "run", 0.1, [0.1, 0.2])
+    (run / name).write_bytes(garbage + b"\n")
+    assert name in failure(capsys, "report", run)
+    assert not (run / "report.html").exists()
 
 
 def write_observed(folder: Path, before: dict[str, float], after: dict[str, float]) -> None:

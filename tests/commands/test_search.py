@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from dualenc.encoders import load_model
-from dualenc.search import Index
-from dualenc.search.embeddings import Embeddings
+from dualenc.search import Index, kinds
+from dualenc.search.embeddings import Embeddings, EmbeddingWriter
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
@@ -97,6 +97,32 @@ def test_index_of_a_model_and_of_its_embeddings_are_the_same(
     np.testing.assert_array_equal(
         faiss.read_index(str(index / "index.faiss")).reconstruct_n(0, 60), Embeddings.open(tmp_path / "emb").vectors[:]
     )
+
+
+def test_a_target_of_recall_that_is_missed_is_told_with_what_reaches_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In clusters tighter than a step of 8 bits all vectors of one look alike."""
+    random = np.random.default_rng(0)
+    vectors = random.normal(size=(80, 16))[random.integers(0, 80, 1600)] + 0.1 * random.normal(size=(1600, 16))
+    writer = EmbeddingWriter(tmp_path / "emb", [str(row) for row in range(1600)], 16, "float32", {})
+    for number in writer.missing():
+        writer.write(number, vectors.astype(np.float32)[writer.ranges[number].start : writer.ranges[number].stop])
+    writer.finish()
+    monkeypatch.setattr(kinds, "KINDS", kinds.KINDS[3:])  # exact ones are always taken at this size
+    words = ("index", tmp_path / "emb", "--out", tmp_path / "index")
+    run(*words, "--memory", "17MiB")
+    shown = capsys.readouterr().out
+    assert "SQ8, nprobe=" in shown
+    (told,) = [line for line in shown.splitlines() if "misses the target of 0.95" in line]
+    factory = re.search("--factory '([^']*Refine[^']*)'", told)
+    assert factory is not None
+    run(*words, "--factory", factory[1])
+    shown = capsys.readouterr().out
+    assert "recall@10 against exact search" in shown
+    assert "misses the target" not in shown
+    run(*words, "--factory", "IVF8,SQ8", "--nprobe", 1)
+    assert "misses the target" not in capsys.readouterr().out, "nprobe was the user's choice"
 
 
 def test_index_with_a_factory_string_keeps_embeddings_on_request(

@@ -93,6 +93,7 @@ def test_what_cannot_be_served(
     told = failure(capsys, "serve", index, "--host", "0.0.0.0", "--token-file", tmp_path / "token")
     assert "16 to 4,096 printable ASCII characters" in told
     assert "cannot be read as a token" in failure(capsys, "serve", index, "--token-file", tmp_path / "none")
+    assert "nprobe=2 does not apply to this index" in failure(capsys, "serve", index, "--port", 0, "--nprobe", 2)
     assert "is no address" in failure(capsys, "serve", index, "--host", "no.such.host.invalid")
     assert "--port is 65536" in failure(capsys, "serve", index, "--port", 65536)
     assert "--queue is 0" in failure(capsys, "serve", index, "--queue", 0)

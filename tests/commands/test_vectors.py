@@ -89,7 +89,7 @@ def test_embed_index_search_and_evaluate(trained: Path, tmp_path: Path, capsys: 
     assert found[0]["id"] == "d80"
     run("evaluate", "retrieval", model, data, "--out", tmp_path / "evaluation")
     metrics = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
-    assert metrics["systems"]["model"]["datasets"]["data"]["metrics"]["ndcg@10"] > 0.9
+    assert metrics["systems"]["run"]["datasets"]["data"]["metrics"]["ndcg@10"] > 0.9
 
 
 def test_changed_vectors_are_refused_on_resume(

@@ -88,7 +88,7 @@ def test_saving_replaces_a_model_and_nothing_else(model: TextEncoder, tmp_path: 
     (tmp_path / "notes" / "precious.txt").touch()
     (tmp_path / "file").touch()
     for taken in ("notes", "file"):
-        with pytest.raises(DualencError, match="holds no model; choose an empty or new folder"):
+        with pytest.raises(DualencError, match="holds no model; choose a new or empty folder"):
             model.save(tmp_path / taken)
     assert (tmp_path / "notes" / "precious.txt").exists()
     (tmp_path / "empty").mkdir()

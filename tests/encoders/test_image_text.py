@@ -201,6 +201,9 @@ def test_registered_architecture_from_scratch() -> None:
         ({"name": "./here", "pretrained": "openai"}, "goes with an open_clip name"),
         ({"name": "ViT-B-32", "pretrained": "no-such-tag"}, "not a known tag"),
         ({"config": {"embed_dim": 3}}, "vision_cfg, text_cfg missing"),
+        ({"name": "ViT-B-32", "image_size": 0}, "image_size is 0"),
+        ({"name": "ViT-B-32", "context_length": 0}, "context_length is 0"),
+        ({"name": "ViT-B-32", "mean": [0.5]}, "mean has 1 numbers"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:

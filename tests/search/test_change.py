@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import faiss
 import numpy as np
 import pytest
 
+from dualenc import files
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings, Index, parts
 from dualenc.search.change import append, remove
@@ -91,7 +94,7 @@ def test_appended_removed_and_appended_again(tmp_path: Path, factory: str, merge
     assert (meta["appended"], meta["removed"]) == (MORE + 2, len(set(gone)))
     assert "recall_at_10" not in meta
     assert meta["when_built"]["recall_at_10"] > 0
-    assert sorted(os.listdir(tmp_path)) == [f"emb{COUNT}", "index"]
+    assert sorted(os.listdir(tmp_path)) == [".index.lock", f"emb{COUNT}", "index"]
     assert (opened.search(vectors[:5])[1] == before).all(), "who has the old one open goes on with it"
 
 
@@ -138,7 +141,7 @@ def test_mistakes_change_nothing(tmp_path: Path, merged: bool) -> None:
             remove(folder, gone)
         assert "\n" not in str(error.value)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
-    assert sorted(os.listdir(tmp_path)) == [f"emb{COUNT}", "index"]
+    assert sorted(os.listdir(tmp_path)) == [".index.lock", f"emb{COUNT}", "index"]
 
 
 def test_a_kind_that_faiss_cannot_remove_from(tmp_path: Path) -> None:
@@ -147,3 +150,70 @@ def test_a_kind_that_faiss_cannot_remove_from(tmp_path: Path) -> None:
         remove(folder, ["doc 5"])
     assert "\n" not in str(error.value)
     assert len(append(folder, more())) == COUNT + MORE
+
+
+def _append_at_once(folder: Path, number: int, start: Any) -> None:
+    start.wait()
+    append(folder, more([f"new {number} {row}" for row in range(5)]))
+
+
+def test_appends_and_removals_at_once_take_turns(tmp_path: Path) -> None:
+    folder = built(tmp_path, "Flat", False, 300)
+    fork = multiprocessing.get_context("fork")
+    start = fork.Barrier(5)
+    writers = [fork.Process(target=_append_at_once, args=(folder, number, start)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    start.wait()
+    remove(folder, ["doc 7", "doc 8"])
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    index = Index.open(folder, verify=True)
+    assert len(index) == 300 + 4 * 5 - 2
+    assert {f"new {number} {row}" for number in range(4) for row in range(5)} <= set(index.ids)
+    assert not {"doc 7", "doc 8"} & set(index.ids)
+
+
+@pytest.mark.parametrize("folder_of_lists", ["kept", "missing", "linked"])
+@pytest.mark.parametrize("factory", ["IVF16,Flat", "IVF16,SQ8,Refine(SQfp16)"])
+def test_lists_outside_the_folder_are_not_opened(tmp_path: Path, factory: str, folder_of_lists: str) -> None:
+    """Whoever makes an index may name any file as that of its lists: removing would copy it into the folder."""
+    folder = built(tmp_path, factory, True)
+    elsewhere = tmp_path / "elsewhere" / ("lists.ivfdata" if folder_of_lists == "linked" else "secret")
+    elsewhere.parent.mkdir()
+    if folder_of_lists == "linked":
+        (folder / "lists.ivfdata").rename(elsewhere)
+        (folder / "lists.ivfdata").symlink_to(elsewhere)
+    else:
+        opened = faiss.read_index(str(folder / "index.faiss"), parts.READ)
+        shutil.copyfile(folder / "lists.ivfdata", elsewhere)
+        lists_of(opened).filename = str(elsewhere)
+        faiss.write_index(opened, str(tmp_path / "new.faiss"))
+        (tmp_path / "new.faiss").rename(folder / "index.faiss")
+        if folder_of_lists == "missing":
+            (folder / "lists.ivfdata").unlink()
+        names = [path.name for path in folder.iterdir() if path.name != "meta.json"]
+        meta = files.read_json(folder / "meta.json")
+        kept = {"files": files.checksums(folder, names), "sizes": files.sizes(folder, names)}
+        files.write_json(folder / "meta.json", meta | kept)
+    for act in (lambda: Index.open(folder), lambda: remove(folder, ["doc 7"])):
+        with pytest.raises(DualencError, match="and no file outside its folder is opened; build the index again"):
+            act()
+
+
+def test_lists_that_were_moved_or_linked_with_their_folder_are_found(tmp_path: Path) -> None:
+    folder = built(tmp_path, "IVF16,SQ8,Refine(SQfp16)", True)
+    expected = Index.open(folder).search(clustered(5), 3)[1]
+    (tmp_path / "link").symlink_to(folder)
+    np.testing.assert_array_equal(Index.open(tmp_path / "link").search(clustered(5), 3)[1], expected)
+    shutil.copytree(folder, tmp_path / "copy")
+    np.testing.assert_array_equal(Index.open(tmp_path / "copy").search(clustered(5), 3)[1], expected)
+
+
+def test_an_index_that_names_a_second_file_behind_the_first_is_refused(tmp_path: Path) -> None:
+    folder = built(tmp_path, "IVF16,Flat", True)
+    path = folder / "index.faiss"
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(RuntimeError, match="holds more than lists"):
+        parts.open_merged(path)

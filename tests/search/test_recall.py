@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
+from dualenc.search import build
 from dualenc.search.build import Database, exact_probe, latency, parameter_values, recall, set_parameter, tune
 from dualenc.search.embeddings import Embeddings
 from tests.search.clusters import clustered, exact_rows
@@ -145,3 +146,16 @@ def test_a_parameter_that_does_not_apply() -> None:
     with pytest.raises(DualencError, match="nprobe=4 does not apply to this index") as error:
         set_parameter(faiss.IndexFlatIP(4), "nprobe", 4)
     assert "\n" not in str(error.value)
+
+
+def test_tuning_goes_on_where_a_step_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The neighbours may lie in lists that the next doubling of nprobe reaches, or the one after it."""
+    vectors = clustered(2000)
+    index, rows = filled(vectors, "IVF32,Flat"), np.arange(0, 2000, 40)
+    probe = exact_probe(database(vectors), vectors[rows], rows)
+    assert probe is not None
+    at = {1: 0.5, 2: 0.501, 4: 0.501, 8: 0.6, 16: 0.97, 32: 1.0}
+    monkeypatch.setattr(build, "share_found", lambda *_: at[faiss.extract_index_ivf(index).nprobe])
+    assert tune(index, database(vectors), probe, target=0.95) == {"nprobe": 16}
+    at.update({8: 0.501, 16: 0.501})
+    assert tune(index, database(vectors), probe, target=0.95)["nprobe"] <= 2, "an eightfold value gains nothing"

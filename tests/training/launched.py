@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -141,6 +142,7 @@ def _begin(
     with open(written, "wb", buffering=0) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore Ctrl-C
     os.fsync = lambda _: None  # as in the tests' own process
     torch.set_num_threads(1)
     code: Any = 0
@@ -151,6 +153,8 @@ def _begin(
         code = 2
     except SystemExit as stopped:
         code = stopped.code
+    except KeyboardInterrupt:
+        code = 130
     if code != 2 and distributed.is_initialized():  # otherwise another rank is gone, and would be waited for
         PartialState().destroy_process_group()
     sys.exit(code)  # only here, where what the traceback held, data workers among it, is gone

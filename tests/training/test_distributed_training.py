@@ -7,11 +7,16 @@ import pytest
 import torch
 from accelerate.commands.launch import launch_command, launch_command_parser
 
-from dualenc.objectives import EMC2
+from dualenc.batching import RandomBatches
+from dualenc.data import Corpus
+from dualenc.objectives import EMC2, ISIR, SACLR, GlobalCache, InfoNCE, ISogCLR, NegativeCache, SogCLR
+from dualenc.search.embed import embed
 from dualenc.training.log import read_metrics
+from tests.fake_towers import LetterTower, texts
 from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs, vector_encoder, vector_pairs, weights
 from tests.training.launched import free_port, launch
 from tests.training.runs import FixedEvaluator, train
+from tests.training.test_every_objective import make
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +49,29 @@ def train_vectors(output: Path) -> None:
     """Adapters in float32, with mined negatives."""
     pairs = vector_pairs(output.parent / "one")
     train(output / "vectors", model=vector_encoder(), pairs=pairs, objective=tiny_objective(pairs).float())
+
+
+# Objectives with collectives of their own, and one without.
+WITH_POSITIVES = [SogCLR, SACLR, ISogCLR, EMC2, ISIR, GlobalCache, NegativeCache, InfoNCE]
+
+
+def train_with_positives(output: Path) -> None:
+    """Half of the right items have two pairs, so that some parts list no positives; one rank has an empty part."""
+    right_id = [*range(12), *(12 + number // 2 for number in range(12))]
+    first_batch = RandomBatches(24, 4, seed=0).select(0)[0]
+    bad = tuple(first_batch[2:].tolist())
+    settings = {"batch_size": 4, "epochs": 2, "save_every": None, "timeout_minutes": 0.5}
+    for kind in WITH_POSITIVES:
+        pairs = tiny_pairs(bad=bad, right_id=right_id)
+        train(output / kind.__name__, model=TinyEncoder(), pairs=pairs, objective=make(kind), **settings)
+    negatives = [[(i + 3) % 24] * (i % 2) for i in range(24)]
+    judged = {"negatives": negatives, "scores": range(24), "negative_scores": range(12), "weights": range(24)}
+    guide = {f"guide_{side}": output.parent / "guide" for side in ("left", "right")}
+    for kind in (InfoNCE, SogCLR):
+        pairs = tiny_pairs(bad=bad, right_id=right_id, **judged)
+        objective = kind(num_left=24, temperature=0.2, teacher="kl").double()
+        name = f"{kind.__name__}, judged"
+        train(output / name, model=TinyEncoder(), pairs=pairs, objective=objective, **guide, **settings)
 
 
 def all_cases(output: Path) -> None:
@@ -104,6 +132,18 @@ def test_two_processes_give_the_model_of_one(runs, name):
 
 def test_two_processes_give_the_adapters_of_one(runs):
     assert_same_model(*(folder / "vectors" for folder in runs), atol=2e-6)
+
+
+def test_ranks_agree_on_their_exchanges_whatever_positives_their_parts_list(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    two.mkdir()
+    embed(LetterTower(), Corpus([str(i) for i in range(24)], texts(24)), tmp_path / "guide", progress=False)
+    ranks = launch(two, train_with_positives, two, ranks=2)
+    train_with_positives(one)
+    ended = [process.end(120) for process in ranks]
+    assert [code for code, _ in ended] == [0, 0], ended
+    for folder in one.iterdir():
+        assert_same_model(folder, two / folder.name)
 
 
 def test_the_log_is_that_of_one_process(runs):

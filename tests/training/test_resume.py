@@ -95,6 +95,16 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, unbroken):
     assert same(weights(tmp_path), weights(unbroken))
 
 
+@pytest.mark.parametrize("damaged", [b'{"step": 3, "loss": "\xff"}\n', b"[]\n", b'{"loss": 1}\n'])
+def test_a_log_that_no_training_wrote_is_told_in_one_line(tmp_path, damaged):
+    assert run_and_die(train_and_die, tmp_path, 8, {}) == -signal.SIGKILL
+    (tmp_path / "metrics.jsonl").write_bytes(damaged)
+    with pytest.raises(DualencError, match=r"metrics.jsonl: line 1 was not written by a training; restore the file"):
+        train(tmp_path, resume=True)
+    (tmp_path / "metrics.jsonl").unlink()
+    train(tmp_path, resume=True)
+
+
 def test_what_evaluations_saw_is_that_of_an_unbroken_run(tmp_path):
     """Seven steps from the start are done, and two evaluations more than the checkpoint of step 4 knows of."""
     changes = {"evaluate_every": 2, "save_every": 4}

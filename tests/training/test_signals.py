@@ -1,4 +1,4 @@
-"""Kills for real: SIGTERM and SIGUSR1 save and stop, on one process and on two; lost and hung ranks are told."""
+"""Kills for real: signals and Ctrl-C save and stop, on one process and on two; lost and hung ranks are told."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def unbroken(tmp_path_factory):
         (signal.SIGTERM, 143, {}),
         (signal.SIGUSR1, 128 + signal.SIGUSR1, {"num_workers": 1}),
         (signal.SIGTERM, 143, {"gradient_accumulation": 2, "dropout": 0.2}),
+        (signal.SIGINT, 130, {}),
     ],
 )
 def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(tmp_path, number, code, settings):
@@ -67,14 +68,17 @@ def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(tmp_path, num
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_whole_group_does_not_kill_the_data_workers_before_the_checkpoint(tmp_path, unbroken):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_the_whole_group_does_not_kill_the_data_workers_before_the_checkpoint(
+    tmp_path, unbroken, number, code
+):
     """As SLURM sends it, and `timeout` and a terminal."""
     output = tmp_path / "run"
     (process,) = launch(tmp_path, small_run, output, delay=0.1, num_workers=2, save_every=1000)
     wait_for(output / "metrics.jsonl")
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, number)
     returncode, errors = process.end()
-    assert returncode == 143, errors
+    assert returncode == code, errors
     train(output, model=TinyEncoder(), resume=True, save_every=1000)
     assert same(weights(output), weights(unbroken))
 
@@ -130,14 +134,61 @@ def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for(tmp_
     assert logs[0] == logs[1]
 
 
+@pytest.fixture
+def ctrl_c():
+    """Presses Ctrl-C, which tests that run in the background ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_first_ctrl_c_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, ctrl_c, capfd):
+    objective = tiny_objective(tiny_pairs())
+    steps = iter(range(1, 100))
+    objective.register_forward_pre_hook(lambda *_: ctrl_c() if next(steps) == 5 else None)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", objective=objective, save_every=1000)
+    told = capfd.readouterr().err
+    assert told.count("finishing this step; press Ctrl-C again to stop at once\n") == 1
+    assert "stopped by SIGINT after step 5: its checkpoint is in" in told
+    assert saved_step(tmp_path / "run") == 5
+    train(tmp_path / "run", resume=True, save_every=1000)
+    train(tmp_path / "whole", save_every=1000)
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("save_every", [1000, None])
+def test_a_second_ctrl_c_ends_the_run_at_once_and_so_does_the_first_where_nothing_would_be_saved(
+    tmp_path, ctrl_c, monkeypatch, save_every
+):
+    objective = tiny_objective(tiny_pairs())
+    reached = []
+
+    def press(*_):
+        ctrl_c()
+        reached.append("first")
+        ctrl_c()  # sent twice by a launcher
+        reached.append("same")
+        monkeypatch.setattr("dualenc.training.signals.SAME_PRESS", 0)
+        ctrl_c()
+
+    objective.register_forward_pre_hook(press)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", objective=objective, save_every=save_every)
+    assert reached == (["first", "same"] if save_every else [])
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run" / ".lock").exists()
+
+
 @pytest.mark.slow
-def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path, unbroken):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path, unbroken, number, code):
     run = tmp_path / "run"
     ranks = launch(tmp_path, small_run, run, ranks=2, delay=0.1, save_every=1000)
     wait_for(run / "metrics.jsonl")
-    os.kill(ranks[1].pid, signal.SIGTERM)
+    os.kill(ranks[1].pid, number)
     ended = [process.end() for process in ranks]
-    assert [code for code, _ in ended] == [143, 143], ended
+    assert [returncode for returncode, _ in ended] == [code, code], ended
     assert f"after step {saved_step(run)}" in ended[0][1]
     assert saved_step(run) < 12
     train(run, model=TinyEncoder(), resume=True, save_every=1000)

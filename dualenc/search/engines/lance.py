@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualenc.errors import DualencError
+from dualenc.files import check_folder_target, explain_full_disk
 from dualenc.search.engines.contract import About, Engine, Hit, import_extra, in_order
 from dualenc.search.engines.where import Condition
 from dualenc.search.kinds import EXACT_VALUES
@@ -46,8 +47,8 @@ class Lance(Engine):
         self.is_remote = "://" in target
         if target.startswith("db://"):
             raise DualencError(f"{target}: LanceDB's hosted service is not supported; give a folder or an object store")
-        if not self.is_remote and Path(target).exists() and not Path(target).is_dir():
-            raise DualencError(f"{target}: is a file; give a folder for LanceDB's tables")
+        if not self.is_remote:
+            check_folder_target(target, lambda folder: any(folder.glob("*.lance")), "LanceDB tables")
         os.environ.setdefault("LANCE_LOG", "error")  # its notes on every new table are for programmers
         self.lancedb = import_extra("lancedb", "lancedb", "lancedb")
         self.index = import_extra("lancedb.index", "lancedb", "lancedb")
@@ -178,7 +179,8 @@ class Lance(Engine):
     def _told(self) -> Iterator[None]:
         """Errors of the library, of many kinds, as one line."""
         try:
-            yield
+            with nullcontext() if self.is_remote else explain_full_disk(self.target):
+                yield
         except DualencError:
             raise
         except Exception as error:

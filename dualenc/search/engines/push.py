@@ -14,9 +14,9 @@ from tqdm.auto import tqdm
 from dualenc.data.identity import digest_of
 from dualenc.data.metadata import check_column_names
 from dualenc.errors import DualencError
-from dualenc.files import read_json_object, write_json
+from dualenc.files import check_folder_target, is_folder_of, read_json_object, write_json
 from dualenc.search.build import METRICS, Database, as_queries, exact_probe, recall
-from dualenc.search.embeddings import Embeddings, check_free_for, check_ids, is_folder_of, read_head
+from dualenc.search.embeddings import Embeddings, check_ids, read_head
 from dualenc.search.engines.contract import QUANTIZATIONS, About, Engine, Hit, Quantization
 from dualenc.search.engines.lance import Lance
 from dualenc.search.engines.qdrant import Qdrant
@@ -294,7 +294,7 @@ def check_engine_target(folder: str | os.PathLike[str]) -> None:
     Raises:
         DualencError: it holds something else.
     """
-    check_free_for(folder, FORMAT, "remembers no collection")
+    check_folder_target(folder, is_engine, "collection that dualenc pushed")
 
 
 def _no_columns(count: int) -> Any:

@@ -10,7 +10,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from dualenc.errors import DualencError
+from dualenc.files import check_folder_target, explain_full_disk
 from dualenc.search.engines.contract import About, Engine, Hit, import_extra, in_order, persist
 from dualenc.search.engines.where import Condition
 from dualenc.terminal import printable
@@ -210,7 +211,7 @@ class Qdrant(Engine):
         """Errors of the client as one line, without what was sent; its warnings are for programmers."""
         exceptions = import_extra("qdrant_client.http.exceptions", "qdrant-client", "qdrant")
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), nullcontext() if "://" in self.target else explain_full_disk(self.target):
                 warnings.simplefilter("ignore")
                 yield
         except exceptions.ResponseHandlingException as error:
@@ -278,8 +279,9 @@ def _key_for(url: str) -> str | None:
 
 def _checked_folder(target: str) -> Path:
     """The folder of the embedded mode: new, empty, or one that it has written."""
-    folder = Path(target)
-    known = (folder / "meta.json").is_file() and (folder / ".lock").exists()
-    if folder.exists() and not known and not (folder.is_dir() and not any(folder.iterdir())):
-        raise DualencError(f"{folder}: exists and holds no Qdrant collections; choose a new or empty folder, or a URL")
-    return folder
+
+    def is_qdrant(folder: Path) -> bool:
+        return (folder / "meta.json").is_file() and (folder / ".lock").exists()
+
+    check_folder_target(target, is_qdrant, "Qdrant collections")
+    return Path(target)

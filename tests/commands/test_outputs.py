@@ -1,0 +1,193 @@
+"""What commands write replaces neither folders of other files nor results of other weights."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualenc.cli import main
+from dualenc.encoders import VectorEncoder
+from dualenc.training.checkpoint import claimed
+from tests.commands import toy
+from tests.commands.in_process import failure, run
+
+
+@pytest.fixture(scope="module")
+def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.write_beir(tmp_path_factory.mktemp("data") / "toy")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of somebody's work."""
+    folder = tmp_path / "thesis"
+    (folder / "queries").mkdir(parents=True)
+    (folder / "queries" / "meta.json").write_text('{"format": "something else"}')
+    (folder / "chapter.txt").write_text("years of work")
+    return folder
+
+
+def run_folder(path: Path) -> Path:
+    path.mkdir()
+    (path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    return path
+
+
+def as_it_was(folder: Path) -> None:
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    assert files == ["chapter.txt", "queries/meta.json"]
+    assert (folder / "chapter.txt").read_text() == "years of work"
+
+
+WORDS: dict[str, Callable[[Path, Path, Path], list[Any]]] = {
+    "report": lambda tmp, text, beir: ["report", run_folder(tmp / "run")],
+    "export": lambda tmp, text, beir: ["export", text],
+    "retrieval": lambda tmp, text, beir: ["evaluate", "retrieval", text, beir],
+    "objectives": lambda tmp, text, beir: ["evaluate", "objectives", text, beir, "--split", "test", "--batch-size", 4],
+    "probe": lambda tmp, text, beir: ["evaluate", "probe", text, beir],
+    "compare": lambda tmp, text, beir: ["evaluate", "compare", tmp / "a", tmp / "b"],
+    "mine": lambda tmp, text, beir: ["mine", text, beir, "--split", "test"],
+    "embed": lambda tmp, text, beir: ["embed", text, beir],
+    "index": lambda tmp, text, beir: ["index", text, beir],
+    "quickstart": lambda tmp, text, beir: ["quickstart"],
+}
+
+
+@pytest.mark.parametrize("command", WORDS)
+def test_a_folder_of_other_files_stays_as_it_was(
+    tmp_path: Path, toy_text: Path, beir: Path, folder: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    line = failure(capsys, *WORDS[command](tmp_path, toy_text, beir), "--out", folder)
+    assert str(folder) in line
+    as_it_was(folder)
+
+
+@pytest.mark.parametrize("option", ["--embeddings", "--plot"])
+def test_mining_writes_into_no_folder_of_other_files(
+    tmp_path: Path, toy_text: Path, beir: Path, folder: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    words = ("mine", toy_text, beir, "--split", "test", "--out", tmp_path / "mined.jsonl")
+    target = folder if option == "--embeddings" else folder.rename(tmp_path / "thesis.svg")
+    failure(capsys, *words, option, target)
+    as_it_was(target)
+    assert not (tmp_path / "mined.jsonl").exists()
+
+
+def test_lancedb_tables_are_put_beside_nothing_else(
+    tmp_path: Path, toy_text: Path, beir: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lancedb")
+    run("embed", toy_text, beir, "--out", tmp_path / "emb")
+    assert "holds no LanceDB tables" in failure(capsys, "push", tmp_path / "emb", folder, "--to", "lancedb")
+    as_it_was(folder)
+
+
+@pytest.mark.parametrize("name", ["model", "checkpoints", "recipe.yaml"])
+def test_a_training_replaces_what_trainings_have_written_only(folder: Path, name: str) -> None:
+    (folder / name).mkdir()
+    (folder / name / "notes.txt").write_text("years of work")
+    with (
+        pytest.raises(ValueError, match=f"{name}: was not written by a training"),
+        claimed(folder, resume=False, overwrite=True),
+    ):
+        pass
+    assert (folder / name / "notes.txt").is_file()
+    assert not (folder / ".lock").exists()
+
+
+@pytest.mark.parametrize("command", ["report", "export", "retrieval", "mine", "embed", "index", "quickstart"])
+def test_a_nul_in_a_path_is_told(
+    tmp_path: Path, toy_text: Path, beir: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    line = failure(capsys, *WORDS[command](tmp_path, toy_text, beir), "--out", f"{tmp_path}/a\0b")
+    assert "--out" in line
+    assert "NUL" in line
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Models of other weights in runs/first/model and runs/second/model, of which the working directory is above."""
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("first", "second")):
+        toy.text_model(tmp_path / "runs" / name / "model", seed=seed)
+    return ["runs/first/model", "runs/second/model"]
+
+
+def test_evaluations_are_named_by_run(two_runs: list[str], beir: Path) -> None:
+    for model in two_runs:
+        run("evaluate", "retrieval", model, beir)
+    assert sorted(os.listdir("evaluations/retrieval")) == ["first-toy", "second-toy"]
+    for name in ("first", "second"):
+        measured = json.loads(Path(f"evaluations/retrieval/{name}-toy/metrics.json").read_text())
+        assert list(measured["systems"]) == [name]
+
+
+def test_other_weights_do_not_overwrite_an_evaluation(
+    two_runs: list[str], beir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("evaluate", "retrieval", two_runs[0], beir, "--out", "out")
+    run("evaluate", "retrieval", two_runs[0], beir, "--out", "out", "--bm25")
+    before = Path("out/metrics.json").read_bytes()
+    words = ("evaluate", "retrieval", two_runs[1], beir, "--out", "out")
+    told = "out: holds an evaluation of other weights than runs/second/model has now; choose another --out, or remove"
+    assert told in failure(capsys, *words)
+    assert Path("out/metrics.json").read_bytes() == before
+    for name in ("metrics.json", "report.html"):  # as interrupted
+        Path("out", name).unlink()
+    assert told in failure(capsys, *words)
+    run(*words[:2], two_runs[0], *words[3:])
+
+
+def test_an_evaluation_of_another_task_is_left_alone(
+    two_runs: list[str], beir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("evaluate", "retrieval", two_runs[0], beir, "--out", "out")
+    words = ("evaluate", "objectives", two_runs[0], beir, "--split", "test", "--batch-size", 4, "--out", "out")
+    assert "out: exists and holds no evaluation of objectives" in failure(capsys, *words)
+
+
+def exported(*words: Any) -> int | None:
+    """The exit code of `dualenc export` in a child: torch's exporter starts threads that later forks do not survive."""
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: sys.exit(main(["export", *(str(word) for word in words)]))
+    )
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+@pytest.mark.slow
+def test_an_export_is_written_again_beside_other_files(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    VectorEncoder(8, tower="linear", dim=4).save(tmp_path / "model")
+    for _ in range(2):
+        assert exported(tmp_path / "model", "--out", tmp_path / "onnx") == 0
+        (tmp_path / "onnx" / "tokenizer.json").write_text("{}")
+    assert sorted(os.listdir(tmp_path / "onnx")) == ["both.onnx", "onnx.json", "tokenizer.json"]
+
+
+@pytest.mark.slow
+def test_export_tells_of_a_full_disk(tmp_path: Path, tiny_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnxscript")
+    VectorEncoder(256, tower="mlp", dim=64, hidden=256).save(tmp_path / "model")
+    assert exported(tmp_path / "model", "--out", tiny_disk / "onnx") == 2
+    assert "no space left on the disk" in capfd.readouterr().err
+    assert not (tiny_disk / "onnx").exists()
+
+
+@pytest.mark.parametrize("engine", ["lancedb", "qdrant"])
+def test_push_tells_of_a_full_disk(
+    tmp_path: Path, tiny_disk: Path, toy_text: Path, capsys: pytest.CaptureFixture[str], engine: str
+) -> None:
+    run("embed", toy_text, toy.write_beir(tmp_path / "many", documents=2000), "--out", tmp_path / "emb")
+    capsys.readouterr()
+    words = ["push", tmp_path / "emb", tiny_disk / engine, "--to", engine, "--out", tmp_path / "out"]
+    assert main([str(word) for word in words]) == 2
+    assert "no space left on the disk" in capsys.readouterr().err
