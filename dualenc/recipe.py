@@ -97,7 +97,15 @@ LEFT_TO_SUBCLASSES = {
 """Of base classes that do not say themselves that they are abstract: methods of which one at least must be defined."""
 
 
-def _parser() -> ArgumentParser:
+def _objectives(settings: Any) -> Iterator[dict[str, Any]]:
+    """The arguments of a recipe's objective, and of each one that it wraps, from the outside in."""
+    value = settings.get("objective") if isinstance(settings, Mapping) else None
+    while isinstance(value, Mapping) and isinstance(value.get("init_args"), Mapping):
+        yield value["init_args"]
+        value = value["init_args"].get("objective")
+
+
+def _parser(settings: Mapping[str, Any]) -> ArgumentParser:
     """Types and links of a recipe.
 
     Text stays text: by default jsonargparse would read it as YAML once more, which could name classes that were not
@@ -112,14 +120,16 @@ def _parser() -> ArgumentParser:
             parser.add_class_arguments(section.base, name)
         else:
             parser.add_argument(f"--{name}", type=section.base, required=section.required)
+    # Sizes belong to the innermost objective, which others may wrap.
+    objective = "objective.init_args." * max(1, len(list(_objectives(settings))))
     for argument in ("num_left", "num_right", "views"):
-        parser.link_arguments(f"data.{argument}", f"objective.init_args.{argument}", apply_on="instantiate")
+        parser.link_arguments(f"data.{argument}", f"{objective}{argument}", apply_on="instantiate")
     parser.link_arguments("data.left_dim", "model.init_args.input_dim", apply_on="instantiate")
     parser.link_arguments("data.right_dim", "model.init_args.right_input_dim", apply_on="instantiate")
     parser.link_arguments("data", "batching.init_args.num_pairs", compute_fn=len, apply_on="instantiate")
     parser.link_arguments("trainer.batch_size", "batching.init_args.batch_size")
     parser.link_arguments("trainer.seed", "batching.init_args.seed")
-    parser.link_arguments("trainer.seed", "objective.init_args.seed")
+    parser.link_arguments("trainer.seed", f"{objective}seed")
     return parser
 
 
@@ -153,8 +163,12 @@ class Recipe:
 
         settings: dict[str, Any] = json.loads(json.dumps(strip_meta(self.config).as_dict(), default=os.fspath))
         for name, section in SECTIONS.items():
-            for key in section.filled:
-                (settings[name] or {}).get("init_args", {}).pop(key, None)
+            filled_in = [(settings[name] or {}).get("init_args", {})]
+            if name == "objective":
+                filled_in = list(_objectives(settings))
+            for arguments in filled_in:
+                for key in section.filled:
+                    arguments.pop(key, None)
         return settings
 
     def build(self) -> Parts:
@@ -180,7 +194,7 @@ class Recipe:
         make(Trainer, **self.config.trainer.as_dict())  # its mistakes are told before data and models are read
         seed_everything(self.config.trainer.seed)
         try:
-            built = _parser().instantiate(self.config, instantiators=[(make, object, True)])
+            built = _parser(self.settings).instantiate(self.config, instantiators=[(make, object, True)])
         except ValueError as error:  # where null is another choice, jsonargparse tells of all that it tried
             raise told[0] if told else error from None
         return Parts(**{name: built[name] for name in Parts._fields})
@@ -249,7 +263,7 @@ def make_recipe(settings: dict[str, Any], source: str = "recipe", allow_modules:
     """
     checked = _Check(source, allow_modules).recipe(settings)
     try:
-        return Recipe(_parser().parse_object(checked, env=False), source)
+        return Recipe(_parser(checked).parse_object(checked, env=False), source)
     except Exception as error:  # argparse's errors have no common class of their own
         raise DualencError(f"{source}: {' '.join(str(error).split())}") from error
 
@@ -313,13 +327,15 @@ def _apply(settings: dict[str, Any], override: str) -> None:
     known = list(SECTIONS)
     if names[0] not in known:
         raise DualencError(f"'{override}': a recipe has no section {names[0]!r}{nearest(names[0], known)}")
-    if names[0] != "trainer" and len(names) > 1 and names[1] not in ("class_path", "init_args"):
+    if names[0] != "trainer" and len(names) > 1 and names[1] not in CLASS_KEYS:
         names.insert(1, "init_args")
     here = settings
-    for name in names[:-1]:
+    for place, name in enumerate(names[:-1]):
         if not isinstance(here.get(name), dict):
             here[name] = {}
         here = here[name]
+        if "class_path" in here and names[place + 1] not in CLASS_KEYS:
+            here = here.setdefault("init_args", {})
     if names[-1] == "class_path" and here.get("class_path") != value:
         here.pop("init_args", None)
     here[names[-1]] = value
@@ -493,6 +509,10 @@ class _Check:
         if hint in (Any, object) or (getattr(hint, "_is_protocol", False) and isinstance(value, list)):
             return self._plain(value, place)
         if _is_class_place(hint):
+            # An objective inside another has its sizes filled in as well.
+            section = next((known for known in SECTIONS.values() if known.package and known.base is hint), None)
+            if section is not None and section.package is not None:
+                return self._class(value, hint, place, section.package, section.filled)
             return self._class(value, hint, place)
         if isinstance(value, (list, tuple)) and _holds_items(origin):
             fixed = origin is tuple and inner and inner[-1] is not Ellipsis

@@ -1067,7 +1067,7 @@ def recipe_keys(toys: Path) -> Iterator[Case]:
         )
     classes: dict[str, dict[str, dict[str, Any]]] = {
         "objective": {
-            "EMC2": {"burn_in": 2, "proposals": -1, "neighbors": 0, "neighbor_share": 2, "score": "old"},
+            "EMC2": {"burn_in": 2, "proposals": -1, "recent": -1, "score": "old"},
             "ISIR": {"kernel": "isir", "recent": -1},
             "HCL": {"hardness": -1, "class_prior": 1, "annealing_steps": -1},
             "SACLR": {"alpha": 2, "rho": -1, "form": "x", "negatives": 0, "kernel": "x"},

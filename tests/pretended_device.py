@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dualenc.objectives.state import SharedRandom
+from dualenc.objectives.draws import SharedRandom
 
 DEVICE = torch.device("lazy", 0)
 COPIES = ("aten::_to_copy", "aten::copy_")

@@ -45,7 +45,7 @@ def test_losses_are_those_of_the_cpu(setting: Setting) -> None:
 @pytest.mark.parametrize("setting", KEEP_TABLES, ids=lambda s: s.name)
 def test_tables_in_cpu_memory_give_the_same_losses(setting: Setting) -> None:
     expected, _ = train_plainly(setting, GPU)
-    found, _ = train_plainly(replace(setting, arguments=setting.arguments | {"state_device": "cpu"}), GPU)
+    found, _ = train_plainly(replace(setting, arguments=setting.arguments | {"memory_device": "cpu"}), GPU)
     assert found == pytest.approx(expected, rel=1e-7)
 
 

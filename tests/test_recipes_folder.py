@@ -42,7 +42,7 @@ def test_recipes_for_fine_tuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return {key: value for line in lines for key, value in line.items()}
 
     distil = ("data.path=mined.jsonl", "trainer.log_every=1", "trainer.max_steps=1", "trainer.overwrite=true")
-    both, own = train("distil_mined", *distil), train("distil_mined", *distil, "objective.teacher_weight=0")
+    both, own = train("distil_mined", *distil), train("distil_mined", *distil, "objective.weight=0")
     assert both["loss"] > own["loss"] + 1e-4
     there = (f"data.path={data}", f"evaluator.path={data}")
     assert "accuracy@8" in train("scifact_matryoshka", *there, "objective.dims=[8, 32]")

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from dualenc.objectives.state import SharedRandom
 from torch import Tensor
 
 from dualenc.objectives import ISIR
 from dualenc.objectives.chains import ChainObjective
-from dualenc.objectives.state import SharedRandom
 from tests.objectives.slow import Case
 
 NUM_ITEMS = 20

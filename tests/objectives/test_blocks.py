@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from dualenc.objectives.state import SharedRandom
 from torch.utils._pytree import tree_leaves
 
 from dualenc.objectives import Objective, anchors
 from dualenc.objectives import state as row_draws
-from dualenc.objectives.state import SharedRandom
 from tests.objectives.every import GUIDED, SETTINGS, Dispatched, Run, Setting
 
 # A few anchors per block; the chains of EMC², which hold more per anchor, get one.

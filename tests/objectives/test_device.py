@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dualenc.objectives.item_state import ItemState
 from torch import Tensor
 
 from dualenc.objectives import SogCLR
-from dualenc.objectives.item_state import ItemState
 from tests.objectives.every import SETTINGS, STEPS, Setting, Towers, batch
 from tests.pretended_device import DEVICE, pretended_device
 

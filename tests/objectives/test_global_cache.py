@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from dualenc.objectives.feature_cache import Attention, FeatureCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dualenc.errors import DualencError
 from dualenc.objectives import ExactGlobal, GlobalCache, Objective
-from dualenc.objectives.feature_cache import Attention, FeatureCache
 from dualenc.objectives.global_cache import mean_shares
 from tests.objectives.slow import Case, GuideTable, gradients, make_case
 from tests.objectives.slow_chains import Corpus, Item, _anchors, _barred, _batch, _vector

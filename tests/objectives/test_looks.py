@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dualenc.objectives.item_state import ItemState
+from dualenc.objectives.looks import Asking, Looks
 from torch import Tensor
 
 from dualenc.errors import DualencError
-from dualenc.objectives.item_state import ItemState
-from dualenc.objectives.looks import Asking, Looks
 from tests.pretended_device import DEVICE, pretended_device
 
 

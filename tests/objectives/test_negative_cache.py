@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from dualenc.objectives.feature_cache import FeatureCache
+from dualenc.objectives.state import SharedRandom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -13,8 +15,6 @@ from torch import Tensor
 
 from dualenc.errors import DualencError
 from dualenc.objectives import NegativeCache, feature_cache
-from dualenc.objectives.feature_cache import FeatureCache
-from dualenc.objectives.state import SharedRandom
 from tests.objectives.every import Dispatched
 from tests.objectives.slow import Case, GuideTable, gradients, make_case
 from tests.objectives.slow_chains import Corpus, Item, _anchors, _barred, _batch, _vector

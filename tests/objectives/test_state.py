@@ -6,11 +6,11 @@ import io
 
 import pytest
 import torch
+from dualenc.objectives.state import SharedRandom
 from scipy.stats import kstest
 
 from dualenc.errors import DualencError
 from dualenc.objectives import EMC2, Objective
-from dualenc.objectives.state import SharedRandom
 from tests.objectives.every import SETTINGS, STEPS, Run, Setting, batch
 
 

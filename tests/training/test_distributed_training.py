@@ -9,7 +9,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 
 from dualenc.batching import RandomBatches
 from dualenc.data import Corpus
-from dualenc.objectives import EMC2, ISIR, SACLR, GlobalCache, InfoNCE, ISogCLR, NegativeCache, SogCLR
+from dualenc.objectives import EMC2, ISIR, SACLR, Distilled, GlobalCache, InfoNCE, ISogCLR, NegativeCache, SogCLR
 from dualenc.search.embed import embed
 from dualenc.training.log import read_metrics
 from tests.fake_towers import LetterTower, texts
@@ -29,7 +29,7 @@ CASES = {
     "bad samples": {"bad": (1, 4, 7)},
     "negatives": {"negatives": [[(i + 3) % 24] * (i % 3) for i in range(24)]},
     "evaluated": {"evaluate_every": 5},
-    "neighbours": {"proposals": 7},
+    "drawn proposals": {"proposals": 7},
     "batchnorm": {"batchnorm": True, "batch_size": 5},
     "batchnorm of one tower": {"batchnorm": True, "shared": True, "evaluate_every": 5},
 }
@@ -40,7 +40,7 @@ def one_case(output: Path, bad=(), negatives=None, proposals=None, batchnorm=Fal
     evaluator = FixedEvaluator(0.1, 0.2, 0.4, 0.3) if "evaluate_every" in changes else None
     pairs = tiny_pairs(bad=bad, negatives=negatives)
     if proposals:
-        changes["objective"] = EMC2(num_left=24, proposals=proposals, neighbor_share=0.5, neighbors=3).double()
+        changes["objective"] = EMC2(num_left=24, proposals=proposals).double()
     changes = {"save_every": None, **changes}
     train(output, model=TinyEncoder(batchnorm=batchnorm, shared=shared), pairs=pairs, evaluator=evaluator, **changes)
 
@@ -69,7 +69,7 @@ def train_with_positives(output: Path) -> None:
     guide = {f"guide_{side}": output.parent / "guide" for side in ("left", "right")}
     for kind in (InfoNCE, SogCLR):
         pairs = tiny_pairs(bad=bad, right_id=right_id, **judged)
-        objective = kind(num_left=24, temperature=0.2, teacher="kl").double()
+        objective = Distilled(kind(num_left=24, temperature=0.2), "kl").double()
         name = f"{kind.__name__}, judged"
         train(output / name, model=TinyEncoder(), pairs=pairs, objective=objective, **guide, **settings)
 

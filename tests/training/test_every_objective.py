@@ -7,6 +7,7 @@ import torch
 
 import dualenc.objectives
 from dualenc.objectives import Objective
+from dualenc.objectives.matryoshka import Wrapper
 from tests.training.fakes import TinyEncoder, kill_this_process, same, tiny_pairs, weights
 from tests.training.runs import run_and_die, train
 
@@ -14,7 +15,7 @@ CLASSES = sorted(
     (c for name in dualenc.objectives.__all__ if isinstance(c := getattr(dualenc.objectives, name), type)),
     key=lambda c: c.__name__,
 )
-OBJECTIVES = [c for c in CLASSES if issubclass(c, Objective) and c is not Objective]
+OBJECTIVES = [c for c in CLASSES if issubclass(c, Objective) and c is not Objective and not issubclass(c, Wrapper)]
 
 
 def make(kind, views=False):

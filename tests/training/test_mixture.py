@@ -15,7 +15,7 @@ from dualenc.batching.mixture import MixtureBatches
 from dualenc.data import ImageViews, Mixture, PairDataset
 from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.errors import DualencError
-from dualenc.objectives import DCL, EMC2, ISIR, GlobalCache, InfoNCE, Objective, SogCLR
+from dualenc.objectives import DCL, ISIR, Distilled, GlobalCache, InfoNCE, Matryoshka, Objective, SogCLR
 from dualenc.training.loader import BatchLoader
 from dualenc.training.log import Meter, RunLog, read_metrics
 from tests.pretended_device import DEVICE, pretended_device
@@ -166,8 +166,8 @@ def test_what_is_remembered_of_an_item_stays_with_it() -> None:
         alone[name](left, right, ids - firsts[name])
     for name, first in firsts.items():
         rows = slice(first, first + both.sources[name].num_left)
-        for side in ("left", "right"):
-            ours, theirs = (getattr(of, f"{side}_averages").log_u for of in (together, alone[name]))
+        tables = together.log_u.split([both.num_left, both.num_right])
+        for ours, theirs in zip(tables, alone[name].log_u.chunk(2)):
             assert torch.isfinite(theirs).any()
             assert torch.equal(ours[rows].nan_to_num(99.0), theirs.nan_to_num(99.0))
 
@@ -187,10 +187,8 @@ def test_a_chain_that_does_not_know_its_loss_logs_the_estimate_of_each_source(tm
 @pytest.mark.parametrize(
     "objective",
     [
-        lambda **sizes: InfoNCE(dims=[2, 5], **sizes),
+        lambda **sizes: Matryoshka(InfoNCE(**sizes), dims=[2, 5]),
         lambda **sizes: SogCLR(positive_in_softmax=True, **sizes),
-        lambda **sizes: GlobalCache(**sizes),
-        lambda **sizes: EMC2(**sizes),
     ],
 )
 def test_the_losses_of_sources_make_up_the_loss(tmp_path: Path, objective: Any) -> None:
@@ -214,7 +212,7 @@ def test_a_teachers_scores_of_one_source_teach(tmp_path: Path) -> None:
         8, seed=1, negatives=[[(i + 1) % 8] for i in range(8)], scores=[2.0] * 8, negative_scores=[1.0] * 8
     )
     pairs = Mixture({"many": tiny_pairs(16), "few": few})
-    run(tmp_path / "taught", pairs, tiny_objective(pairs, teacher="margin_mse"))
+    run(tmp_path / "taught", pairs, Distilled(tiny_objective(pairs), "margin_mse"))
     run(tmp_path / "alone", pairs)
     assert not same(weights(tmp_path / "taught"), weights(tmp_path / "alone"))
 

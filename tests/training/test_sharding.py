@@ -93,9 +93,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "a fixed tower": {"objective": ISIR, "encoder": {"shared": False}, "fixed": True, "chunk_size": 2},
     "EMC2": {"objective": EMC2, "batch_size": 5},
     # A jump of a chain may hang on the last bit, with or without sharding: not so with this seed.
-    "EMC2, neighbours": {
-        **{"objective": EMC2, "proposals": 7, "neighbor_share": 0.5, "neighbors": 3, "chunk_size": 2, "seed": 1}
-    },
+    "EMC2, drawn proposals": {"objective": EMC2, "proposals": 7, "chunk_size": 2, "seed": 1},
     "GlobalCache": {"objective": GlobalCache, "extra_encodes": 1.0},
     "NegativeCache": {"objective": NegativeCache, "refresh": 0.3, "batch_size": 5},
     "ExactGlobal": {"objective": ExactGlobal, "corpus_chunk_size": 10},
@@ -111,8 +109,6 @@ OF_RANKS = ("samples_per_second", "items_encoded")
 OF_OBJECTIVES = (
     "score",
     "proposals",
-    "neighbor_share",
-    "neighbors",
     "extra_encodes",
     "refresh",
     "corpus_chunk_size",

@@ -11,7 +11,7 @@ import torch
 
 from dualenc.data import PairDataset
 from dualenc.errors import DualencError
-from dualenc.objectives import InfoNCE
+from dualenc.objectives import Distilled, InfoNCE
 from dualenc.training import Trainer
 from tests.training.fakes import TinyEncoder, same, tiny_pairs, weights
 
@@ -50,7 +50,8 @@ def train(folder: Path, pairs: PairDataset, objective: dict[str, Any], **more: A
     torch.manual_seed(0)
     model = TinyEncoder()
     trainer = Trainer(output=folder, batch_size=8, epochs=60, learning_rate=0.03, progress=False, **more)
-    trainer.fit(model, pairs, InfoNCE(temperature=0.2, **objective))
+    student = InfoNCE(temperature=0.2)
+    trainer.fit(model, pairs, Distilled(student, **objective) if objective else student)
     return model
 
 
@@ -58,7 +59,7 @@ def train(folder: Path, pairs: PairDataset, objective: dict[str, Any], **more: A
 def test_the_student_learns_the_teachers_order(tmp_path: Path, kind: Any) -> None:
     pairs = taught()
     own = agreement(train(tmp_path / "own", pairs, {}), pairs)
-    settings = {"teacher": kind, "own_weight": 0.0}
+    settings = {"kind": kind, "own_weight": 0.0}
     alone = agreement(train(tmp_path / "alone", pairs, settings), pairs)
     assert alone > 0.8
     assert alone > own + 0.1
@@ -67,7 +68,7 @@ def test_the_student_learns_the_teachers_order(tmp_path: Path, kind: Any) -> Non
 def test_gradient_caching_changes_nothing(tmp_path: Path) -> None:
     pairs = taught()
     for name, chunk_size in (("whole", None), ("chunks", 3)):
-        train(tmp_path / name, pairs, {"teacher": "kl"}, chunk_size=chunk_size)
+        train(tmp_path / name, pairs, {"kind": "kl"}, chunk_size=chunk_size)
     whole, chunks = (weights(tmp_path / name) for name in ("whole", "chunks"))
     assert all(torch.allclose(whole[name], chunks[name], atol=1e-4) for name in whole)
 
@@ -84,5 +85,5 @@ def test_pairs_of_weight_zero_teach_nothing(tmp_path: Path) -> None:
 
 
 def test_a_teacher_without_scores_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DualencError, match="teacher is kl but the data holds no scores; give it mined negatives"):
-        train(tmp_path / "run", tiny_pairs(PAIRS), {"teacher": "kl"})
+    with pytest.raises(DualencError, match="Distilled of InfoNCE learns from a teacher, but the data holds no scores"):
+        train(tmp_path / "run", tiny_pairs(PAIRS), {"kind": "kl"})
