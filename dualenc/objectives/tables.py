@@ -30,7 +30,7 @@ def first_occurrence(ids: Tensor) -> Tensor:
     """(n,) for each position, the first position with the same id. Indexing with it makes duplicates write one
     value."""
     ordered, order = ids.sort(stable=True)
-    return order[torch.searchsorted(ordered, ids)]
+    return order[torch.searchsorted(ordered, ids.contiguous())]
 
 
 def mean_over_duplicates(values: Tensor, usable: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
