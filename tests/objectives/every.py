@@ -193,6 +193,4 @@ def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], tol
     assert found.keys() == expected.keys()
     for key, values in expected.items():
         message = lambda text, key=key: f"{key}: {text}"  # noqa: E731
-        torch.testing.assert_close(
-            found[key], values, rtol=tolerance, atol=tolerance, equal_nan=True, msg=message
-        )
+        torch.testing.assert_close(found[key], values, rtol=tolerance, atol=tolerance, equal_nan=True, msg=message)
