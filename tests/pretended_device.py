@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dualenc.objectives.state import SharedRandom
+from dualenc.objectives.draws import SharedRandom
 
 DEVICE = torch.device("lazy", 0)
 COPIES = ("aten::_to_copy", "aten::copy_")
@@ -46,6 +46,9 @@ class OnDevice(torch.Tensor):
 
     def tolist(self) -> Any:
         return self.to("cpu").tolist()
+
+    def new_tensor(self, data: Any) -> OnDevice:
+        return OnDevice(self.inner.new_tensor(data))
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
