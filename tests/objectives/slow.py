@@ -321,3 +321,58 @@ def _run(case: Case, table: Table, anchor: Callable[[Row], tuple[Tensor, float |
         table.update(_mean_by_item(updates))
         losses.append(torch.stack([loss for loss, _ in results]).mean())
     return torch.stack(losses).mean()
+
+
+@dataclass(frozen=True)
+class Item:
+    """A corpus item: side and id; with views the side is the view."""
+
+    side: str
+    id: int
+
+
+@dataclass
+class Anchor:
+    """An anchor with its embedding, its similarity with its positive, its own id and its partner's."""
+
+    vector: Tensor
+    positive: Tensor
+    id: int
+    partner: int
+    side: str
+    views: bool
+
+
+def item_anchors(case: Case, side: str) -> list[Anchor]:
+    """The anchors of a side, or of both views."""
+    size = len(case.left_id)
+    positive = [case.left[i] @ case.right[i] for i in range(size)]
+    own = {"left": (case.left, case.left_id, case.right_id), "right": (case.right, case.right_id, case.left_id)}
+    return [
+        Anchor(own[view][0][i], positive[i], own[view][1][i], own[view][2][i], view, case.views)
+        for view in (("left", "right") if side == "views" else (side,))
+        for i in range(size)
+    ]
+
+
+def batch_items(case: Case, side: str) -> list[tuple[Item, Tensor]]:
+    """The candidates of a side's anchors."""
+    left = [(Item("left", i), v) for i, v in zip(case.left_id, case.left)]
+    right = [(Item("right", i), v) for i, v in zip(case.right_id, case.right)]
+    return left + right if side == "views" else right if side == "left" else left
+
+
+def vector_of(case: Case, corpus: Corpus, side: str, item: Item) -> Tensor:
+    """An item's embedding: the first in the batch, else the corpus's."""
+    in_batch = [vector for other, vector in batch_items(case, side) if other == item]
+    return in_batch[0] if in_batch else (corpus.left if item.side == "left" else corpus.right)[item.id]
+
+
+def is_hidden(case: Case, anchor: Anchor, item: Item) -> bool:
+    """Whether the item is a positive of the anchor: its partner, listed, or paired with it in the batch."""
+    if anchor.views:
+        return item.id == anchor.id
+    if item.id == anchor.partner:
+        return True
+    pairs = set(zip(case.left_id, case.right_id)) | case.relevant
+    return ((anchor.id, item.id) if anchor.side == "left" else (item.id, anchor.id)) in pairs
