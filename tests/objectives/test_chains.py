@@ -54,9 +54,7 @@ def one_chain(
     spread=st.sampled_from([1.0, 20.0, 200.0]),
     burn_in=st.sampled_from([0.0, 0.29, 0.5, 0.9]),
 )
-def test_the_walk_is_algorithm_1(
-    seed: int, num_chains: int, num_proposals: int, spread: float, burn_in: float
-) -> None:
+def test_the_walk_is_algorithm_1(seed: int, num_chains: int, num_proposals: int, spread: float, burn_in: float) -> None:
     draw = np.random.default_rng(seed)
     scores = draw.uniform(-spread, spread, (num_proposals, num_chains))
     start = np.where(draw.random(num_chains) < 0.3, -np.inf, draw.uniform(-spread, spread, num_chains))

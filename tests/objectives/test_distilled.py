@@ -118,9 +118,7 @@ def test_is_added_to_any_objective_by_its_weight(build: type[Objective]) -> None
         given = batch if taught else {k: v for k, v in batch.items() if not k.startswith("teacher")}
         criterion = criterion.double()
         encode = lambda side, ids: unit(20, 7)[ids]  # noqa: E731
-        return value_and_gradient(
-            lambda leaves: criterion(**{k: leaves[k] for k in given}, encode=encode).loss, batch
-        )
+        return value_and_gradient(lambda leaves: criterion(**{k: leaves[k] for k in given}, encode=encode).loss, batch)
 
     own, taught = run(taught=False), run(taught=True)
     teacher = value_and_gradient(lambda given: slow("kl", given) + 0 * given["left"].sum(), batch)

@@ -70,8 +70,8 @@ def test_the_law_test_rejects_a_sampler_without_memory() -> None:
     assert p_value(states_as_quantiles(Frozen.make(), criterion, num_records=1, forget=True)) < 1e-6
 
 
-NOISE = 0.06
-"""What 80 epochs leave of the noise. The in-batch softmax is at 0.2 and more."""
+NOISE = 0.1
+"""What 64 epochs may leave of the noise; 0.05 after 240. The in-batch softmax (DCL) is at 0.28."""
 
 UNBIASED: dict[str, tuple[type[Objective], dict[str, Any]]] = {
     **EXACT,
@@ -85,7 +85,7 @@ UNBIASED: dict[str, tuple[type[Objective], dict[str, Any]]] = {
 def test_the_averaged_gradient_is_the_global_gradient(name: str) -> None:
     kind, arguments = UNBIASED[name]
     criterion = kind(num_left=N, temperature=TAU, **arguments)
-    assert averaged_bias(Frozen.make(), criterion, B, warm_up=20, num_epochs=80) <= NOISE
+    assert averaged_bias(Frozen.make(), criterion, B, warm_up=10, num_epochs=64) <= NOISE
 
 
 @pytest.mark.nightly
@@ -94,17 +94,17 @@ def test_the_averaged_gradient_is_the_global_gradient(name: str) -> None:
 def test_the_averaged_gradient_is_the_global_gradient_over_longer_runs(name: str, views: bool) -> None:
     kind, arguments = UNBIASED[name]
     criterion = kind(num_left=N, temperature=TAU, views=views, **arguments)
-    assert averaged_bias(Frozen.make(views=views), criterion, B, warm_up=20, num_epochs=200) <= NOISE
+    assert averaged_bias(Frozen.make(views=views), criterion, B, warm_up=20, num_epochs=240) <= NOISE / 2
 
 
 @pytest.mark.slow
 def test_two_views_have_exact_chains_unless_they_share_one() -> None:
     frozen, common = Frozen.make(views=True), {"temperature": TAU, "views": True}
     apart, shared = (
-        averaged_bias(frozen, ISIR(num_left=N, shared_chain=shared, **common), B, 20, 64) for shared in (False, True)
+        averaged_bias(frozen, ISIR(num_left=N, shared_chain=shared, **common), B, 10, 48) for shared in (False, True)
     )
     in_batch = averaged_bias(frozen, DCL(**common), B, warm_up=0, num_epochs=24)
-    assert apart <= NOISE < shared < 0.7 * in_batch
+    assert apart <= 0.5 * shared < 0.35 * in_batch
 
 
 def test_the_averaged_gradient_of_the_in_batch_softmax_is_not() -> None:
@@ -115,7 +115,7 @@ def test_the_averaged_gradient_of_the_in_batch_softmax_is_not() -> None:
 @pytest.mark.parametrize("kind", [ISIR, EMC2])
 def test_documents_shared_as_in_zipfs_law_make_no_bias(kind: type[ChainObjective]) -> None:
     frozen = Frozen.zipf()
-    assert averaged_bias(frozen, frozen.build(kind), 32, warm_up=8, num_epochs=64) <= 0.03
+    assert averaged_bias(frozen, frozen.build(kind), 40, warm_up=4, num_epochs=48) <= 0.05
 
 
 @pytest.mark.parametrize("kind", [ISIR, EMC2])

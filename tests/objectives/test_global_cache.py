@@ -127,9 +127,7 @@ def test_gradient_is_that_of_the_formula(
         loss, drawn = loss_and_draws(criterion, case, corpus)
         sides = ["views"] if views else ["left", "right"]
         expected = [slow.direction(case, corpus, side, items) for side, items in zip(sides, drawn)]
-        torch.testing.assert_close(
-            gradients(loss, case, corpus), gradients(torch.stack(expected).mean(), case, corpus)
-        )
+        torch.testing.assert_close(gradients(loss, case, corpus), gradients(torch.stack(expected).mean(), case, corpus))
 
 
 def mean_of_sum(left: Tensor, right: Tensor, batch_size: int, num_draws: int, tau: float) -> Tensor:

@@ -137,7 +137,10 @@ def test_vectors_that_do_not_fit_are_refused() -> None:
     guide = batch["guide"]
     for changed, message in (
         (guide._replace(right=unit(B, 0, 4)), r"guide has vectors of shapes \(8, 3\) and \(8, 4\)"),
-        (GuideVectors(unit(7, 0, 3), unit(7, 0, 3), guide.negatives), r"\(7, 3\) .*; give one for each item of 8 pairs"),
+        (
+            GuideVectors(unit(7, 0, 3), unit(7, 0, 3), guide.negatives),
+            r"\(7, 3\) .*; give one for each item of 8 pairs",
+        ),
         (guide._replace(negatives=None), "guide has 0 vectors of 5 mined negatives"),
     ):
         with pytest.raises(DualencError, match=f"InfoNCE: .*{message}"):

@@ -49,7 +49,9 @@ def assert_precisions_agree(kind: type[Objective], arguments: dict[str, Any], vi
         for precision in (torch.float64, dtype):
             case = slow.make_case(3, 8, views)
             # What is compared is the objective's arithmetic, not the rounding of its input.
-            case.left, case.right = (v.detach().to(dtype).to(precision).requires_grad_() for v in (case.left, case.right))
+            case.left, case.right = (
+                v.detach().to(dtype).to(precision).requires_grad_() for v in (case.left, case.right)
+            )
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == torch.bfloat16):
                 loss = kind(temperature=tau, views=views, **arguments)(**case.arguments()).loss
             found.append(gradients(loss, case).double())

@@ -146,7 +146,9 @@ def test_wrappers_go_around_wrappers() -> None:
         "negative_id": torch.arange(4),
     }
     parts = [
-        Distilled(InfoNCE(), "kl")(prefix(left, d), prefix(right, d), torch.arange(NUM), **taught | {"negatives": n}).loss
+        Distilled(InfoNCE(), "kl")(
+            prefix(left, d), prefix(right, d), torch.arange(NUM), **taught | {"negatives": n}
+        ).loss
         for d, n in ((3, prefix(left[:4], 3)), (6, left[:4]))
     ]
     found = Matryoshka(Distilled(InfoNCE(), "kl"), [3, 6])(left, right, torch.arange(NUM), **taught).loss

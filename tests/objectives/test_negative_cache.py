@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dualenc.objectives import NegativeCache
 from dualenc.objectives.memory import Draws, EmbeddingMemory
-from tests.objectives.slow import Case, Corpus, Item, item_anchors, gradients, is_hidden, make_case, vector_of
+from tests.objectives.slow import Case, Corpus, Item, gradients, is_hidden, item_anchors, make_case, vector_of
 
 
 def gradient_and_draws(criterion: NegativeCache, case: Case, corpus: Corpus) -> tuple[Tensor, list[Item | None]]:
@@ -33,9 +33,7 @@ def gradient_and_draws(criterion: NegativeCache, case: Case, corpus: Corpus) -> 
 
 
 @settings(max_examples=10)
-@given(
-    seed=st.integers(0, 1000), size=st.integers(1, 6), views=st.booleans(), refresh=st.sampled_from([0.0, 0.2, 1.0])
-)
+@given(seed=st.integers(0, 1000), size=st.integers(1, 6), views=st.booleans(), refresh=st.sampled_from([0.0, 0.2, 1.0]))
 def test_gradient_pulls_the_positive_and_pushes_the_drawn_negative(
     seed: int, size: int, views: bool, refresh: float
 ) -> None:
@@ -65,7 +63,10 @@ def test_the_value_of_a_full_memory_is_the_loss_itself(views: bool) -> None:
     exact = []
     both = torch.cat([corpus.left, corpus.right])
     for i in ids:
-        for own, candidates in ((corpus.left, both if views else corpus.right), (corpus.right, both if views else corpus.left)):
+        for own, candidates in (
+            (corpus.left, both if views else corpus.right),
+            (corpus.right, both if views else corpus.left),
+        ):
             others = (own[i] @ candidates.T / 0.3)[torch.arange(len(candidates)) % 20 != i]
             exact.append(torch.logsumexp(others, dim=0) - corpus.left[i] @ corpus.right[i] / 0.3)
     torch.testing.assert_close(out.loss, torch.stack(exact).mean())

@@ -96,5 +96,9 @@ def test_negative_cache_counts_each_item_once() -> None:
     for counts in (torch.ones(4), torch.tensor([1.0, 5.0, 1.0, 1.0])):
         criterion = NegativeCache(num_left=4, refresh=0.0).double()
         criterion.set_counts(counts, counts)
-        values.append(float(criterion(torch.eye(4), torch.eye(4), torch.arange(4), encode=lambda side, ids: torch.eye(4)[ids]).loss))
+        values.append(
+            float(
+                criterion(torch.eye(4), torch.eye(4), torch.arange(4), encode=lambda side, ids: torch.eye(4)[ids]).loss
+            )
+        )
     assert values[0] == values[1]
