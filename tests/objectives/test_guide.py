@@ -106,6 +106,7 @@ def test_a_guide_without_a_vector_judges_nothing() -> None:
         assert found == pytest.approx(expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("margin", "relative"), [(0.0, 1.0), (0.1, 1.0), (0.0, 0.9)])
 @pytest.mark.parametrize("views", [False, True])
 def test_info_nce_is_gistembed_of_sentence_transformers(views: bool, margin: float, relative: float) -> None:

@@ -158,7 +158,7 @@ def test_encodings_of_another_shape_are_refused(kind: type[Objective]) -> None:
 def test_weights_that_are_negative_or_infinite_are_refused(value: float) -> None:
     weights = torch.ones(6)
     weights[3] = value
-    with pytest.raises(DualencError, match="InfoNCE: weights lie in .*; they must be finite numbers of 0 or more"):
+    with pytest.raises(DualencError, match=r"InfoNCE: weights lie in .*; they must be finite numbers of 0 or more"):
         two_steps(InfoNCE(), weights=weights)
     with pytest.raises(DualencError, match=r"InfoNCE: weights has shape \(3,\); it must hold 6 numbers"):
         two_steps(InfoNCE(), weights=torch.ones(3))

@@ -92,7 +92,7 @@ def test_items_are_encoded_once(asked: list[list[int]]) -> None:
         wanted = torch.tensor(ids, dtype=torch.int64)
         torch.testing.assert_close(once("right", wanted), table[wanted])
     assert len(encoded) == len(asked), "as often as other ranks, be it for nothing"
-    assert sorted(sum(encoded, [])) == sorted({item for ids in asked for item in ids})
+    assert sorted(item for ids in encoded for item in ids) == sorted({item for ids in asked for item in ids})
 
 
 def test_metrics_of_every_length() -> None:

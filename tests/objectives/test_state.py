@@ -108,7 +108,7 @@ def test_a_state_of_another_size_is_refused_with_both_sizes_and_nothing_is_loade
     other = setting.build(num_left=21, num_right=71)
     before = {key: values.clone() for key, values in other.state_dict().items()}
     with pytest.raises(
-        DualencError, match="in the saved state, .* here; load it into an objective with the same"
+        DualencError, match=r"in the saved state, .* here; load it into an objective with the same"
     ) as caught:
         other.load_state_dict(training.criterion.state_dict())
     assert "\n" not in str(caught.value)
