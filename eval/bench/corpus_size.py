@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 import torch
 from common import in_turn, quietest_clock
-from dualenc.objectives.feature_cache import FeatureCache
 from jsonargparse import auto_cli
 from psutil import Process
 from torch import Tensor
@@ -26,6 +25,7 @@ from torch.nn.functional import normalize
 
 from dualenc.evaluation.report import Table, print_table
 from dualenc.objectives import EMC2, ISIR, SACLR, GlobalCache, InfoNCE, ISogCLR, NegativeCache, Objective, SogCLR
+from dualenc.objectives.feature_cache import FeatureCache
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,

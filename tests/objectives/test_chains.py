@@ -131,6 +131,50 @@ def test_isir_leaves_the_softmax_over_unevenly_shared_items_invariant(equal: boo
         torch.testing.assert_close(expected[1:], torch.tensor([2 / 3, 1 / 3], dtype=torch.float64))
 
 
+def test_isir_with_draws_leaves_the_softmax_over_items_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all draws of three items with replacement, from each state."""
+    corpus, moves = Corpus.make(4, num_items=4), []
+
+    def watched(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, column = isir_step(*arguments)
+        moves.append(weights[0, 0])
+        return weights, column
+
+    monkeypatch.setattr("dualenc.objectives.isir.isir_step", watched)
+    criterion = ISIR(num_left=4, temperature=0.5, proposals=3, recent=0).double()
+    law = torch.softmax((corpus.left[0] @ corpus.right[1:].T / 0.5).detach(), dim=0)
+    following = torch.zeros(3, 4, dtype=torch.float64)
+    for start, drawn in product(range(1, 4), product(range(4), repeat=3)):
+        monkeypatch.setattr(criterion, "_draw_ids", lambda anchors, ids=drawn: torch.tensor([ids, ids]))
+        criterion.state[:] = start * 5
+        moves.clear()
+        criterion(**corpus.batch([0]))
+        following[start - 1].index_add_(0, torch.tensor([*drawn, start]), moves[0] / 4**3)
+    torch.testing.assert_close(law @ following[:, 1:], law, rtol=0, atol=1e-7)
+
+
+def test_proposals_come_in_random_order() -> None:
+    """Where all items are equally similar, each proposal is accepted, and a chain ends on the last."""
+    corpus = Corpus(*(torch.eye(5, dtype=torch.float64)[:1].repeat(NUM, 1).requires_grad_() for _ in range(2)))
+    criterion, ends = EMC2(num_left=NUM, recent=0).double(), []
+    for _ in range(200):
+        criterion(**corpus.batch([0, 1, 2, 3]))
+        ends.append(int(criterion.state[0]) // NO_PAIR)
+    assert chisquare(np.bincount(ends, minlength=4)[1:]).pvalue > 0.001
+
+
+@pytest.mark.parametrize("kind", [EMC2, ISIR])
+def test_a_chain_on_a_known_positive_begins_anew(kind: type[ChainObjective]) -> None:
+    corpus, hard = hard_corpus()
+    criterion = on_item(kind(num_left=NUM, temperature=0.01, recent=0), hard)
+    listed = torch.full((4, 1), hard)
+    (gradient,) = torch.autograd.grad(
+        criterion(**corpus.batch([0, 1, 2, 3]), left_positives=listed).loss, corpus.right, allow_unused=True
+    )
+    assert not gradient[hard].any()
+    assert set((criterion.state[:4] // NO_PAIR).tolist()) <= {0, 1, 2, 3}
+
+
 @pytest.mark.parametrize("views", [False, True])
 def test_isir_without_a_state_is_dcl(views: bool) -> None:
     corpus = Corpus.make(3)
@@ -187,12 +231,13 @@ def test_a_state_in_the_batch_is_not_encoded_again() -> None:
     assert corpus.asked == []
 
 
-def test_a_new_chain_accepts_its_first_proposal() -> None:
-    corpus, _ = hard_corpus()
+def test_a_new_chain_accepts_its_first_proposal_and_remembers_its_similarity() -> None:
+    corpus = Corpus.make(1)
     criterion = EMC2(num_left=NUM, temperature=0.01, burn_in=0.0, recent=0).double()
     criterion(**corpus.batch([0, 1]))
     assert criterion.state[:3].tolist() == [1 * NO_PAIR + 2, 0 * NO_PAIR + 1, -1]
-    torch.testing.assert_close(criterion.similarity[:2], torch.zeros(2, dtype=torch.float64))
+    expected = torch.stack([corpus.left[0] @ corpus.right[1], corpus.left[1] @ corpus.right[0]])
+    torch.testing.assert_close(criterion.similarity[:2], expected.detach())
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -138,8 +138,8 @@ def test_a_learned_temperature_gets_the_gradient_of_the_formula() -> None:
     criterion(**case.arguments()).loss.backward()
     step = 1e-6
     up, down = (
-        float(slow.mean_loss(case, lambda row, t=0.2 * (1 + sign * step): slow.info_nce(row, t)).detach())
-        for sign in (1, -1)
+        float(slow.mean_loss(case, lambda row, tau=0.2 * factor: slow.info_nce(row, tau)).detach())
+        for factor in (1 + step, 1 - step)
     )
     assert criterion.log_temperature.grad is not None
     assert float(criterion.log_temperature.grad) == pytest.approx((up - down) / (2 * step), rel=1e-4)

@@ -95,6 +95,21 @@ def test_items_are_encoded_once(asked: list[list[int]]) -> None:
     assert sorted(item for ids in encoded for item in ids) == sorted({item for ids in asked for item in ids})
 
 
+def test_shared_proposals_are_encoded_once_for_all_lengths() -> None:
+    counts, table, ids = [], {side: normalize(values, dim=1) for side, values in features().items()}, batches()[0]
+    for lengths in ([DIM], DIMS):
+        asked: list[int] = []
+
+        def encode(side: str, wanted: Tensor, asked: list[int] = asked) -> Tensor:
+            asked.extend(wanted.tolist())
+            return table[side][wanted]
+
+        criterion = Matryoshka(ISIR(num_left=NUM, proposals=4), lengths).double()
+        criterion(table["left"][ids], table["right"][ids], ids, ids, encode)
+        counts.append(len(asked))
+    assert counts[0] <= counts[1] < 2 * counts[0], "the proposals are shared, the states need not be"
+
+
 def test_metrics_of_every_length() -> None:
     left, right = (normalize(values, dim=1) for values in features().values())
     output = Matryoshka(InfoNCE(), [3, 6])(left, right, torch.arange(NUM))
