@@ -47,6 +47,9 @@ class OnDevice(torch.Tensor):
     def tolist(self) -> Any:
         return self.to("cpu").tolist()
 
+    def new_tensor(self, data: Any) -> OnDevice:
+        return OnDevice(self.inner.new_tensor(data))
+
     @classmethod
     def __torch_dispatch__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(function, args, kwargs or {})

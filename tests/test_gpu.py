@@ -21,7 +21,7 @@ from dualenc.objectives import GlobalCache
 from dualenc.training import Trainer
 from dualenc.training.evaluators import RetrievalEvaluator, embed_side
 from tests.objectives.every import SETTINGS, Setting
-from tests.objectives.test_device import KEEP_TABLES
+from tests.objectives.test_device import REMEMBERING
 from tests.objectives.test_device import train as train_plainly
 from tests.training.fakes import TinyEncoder, same, weights
 from tests.training.runs import train, train_and_die
@@ -42,8 +42,8 @@ def test_losses_are_those_of_the_cpu(setting: Setting) -> None:
     assert found == pytest.approx(expected, rel=1e-7)
 
 
-@pytest.mark.parametrize("setting", KEEP_TABLES, ids=lambda s: s.name)
-def test_tables_in_cpu_memory_give_the_same_losses(setting: Setting) -> None:
+@pytest.mark.parametrize("setting", REMEMBERING, ids=lambda s: s.name)
+def test_memories_on_the_cpu_give_the_same_losses(setting: Setting) -> None:
     expected, _ = train_plainly(setting, GPU)
     found, _ = train_plainly(replace(setting, arguments=setting.arguments | {"memory_device": "cpu"}), GPU)
     assert found == pytest.approx(expected, rel=1e-7)

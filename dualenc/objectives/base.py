@@ -33,6 +33,7 @@ from dualenc.objectives.checks import (
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.guide import GuideVectors
 from dualenc.objectives.items import Encode, ItemEncoder
+from dualenc.objectives.memory import EmbeddingMemory
 from dualenc.objectives.metrics import Metrics, batch_metrics
 
 
@@ -329,18 +330,19 @@ class Objective(nn.Module):
         """Restore from `state_dict()`.
 
         Raises:
-            DualencError: a table has another size, or is missing; nothing is changed then.
+            DualencError: a table has another size, and nothing is changed; or the state is of another objective.
         """
         for prefix, module in self.named_modules():
-            if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
-                continue  # tables of a size that only the state knows check it themselves
-            for key, own in [*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)]:
-                saved = state_dict.get(key)
-                if saved is not None and saved.shape != own.shape:
+            is_memory = isinstance(module, EmbeddingMemory)
+            tables = [*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)]
+            shapes = {f"{prefix}.keys": (module.num_slots,)} if is_memory else {k: tuple(t.shape) for k, t in tables}
+            for key, shape in shapes.items():
+                saved = tuple(state_dict[key].shape) if key in state_dict else shape
+                if saved != shape and not (is_memory and saved == (0,)):  # a memory may be empty
                     fail(
                         self,
                         key,
-                        f"has shape {tuple(saved.shape)} in the saved state, {tuple(own.shape)} here; "
+                        f"has shape {saved} in the saved state, {shape} here; "
                         "load it into an objective with the same num_left, num_right, views and options",
                     )
         try:

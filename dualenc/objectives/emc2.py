@@ -144,7 +144,7 @@ class EMC2(ChainObjective):
         weights[place] = torch.from_numpy(visits).to(scores.dtype)
         shape = (num_directions, num_anchors)
         return Walk(
-            weights.T.reshape(*shape, -1).to(scores.device),
+            weights.T.reshape(*shape, num_proposals + 1).to(scores.device),
             place[torch.from_numpy(column)].view(shape).to(scores.device),
         )
 

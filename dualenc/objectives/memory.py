@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dualenc import distributed
-from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING
 from dualenc.objectives.tables import first_occurrence
 
@@ -338,11 +337,6 @@ class EmbeddingMemory(nn.Module):
         if any(name not in state_dict for name in names):
             return
         progress, keys, embeddings = (state_dict[name] for name in names)
-        if len(keys) not in (0, self.num_slots):
-            raise DualencError(
-                f"{prefix}keys holds {len(keys)} items in the saved state, {self.num_slots} here; load it into an "
-                "objective with the same num_left, num_right, views and options"
-            )
         device = self.keys.device
         self.num_seen, self.num_refreshes = (int(number) for number in progress)
         self.keys, self.embeddings = keys.to(device, copy=True), embeddings.to(device, copy=True)

@@ -15,6 +15,7 @@ from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.base import Objective
 from dualenc.objectives.checks import fail
 from dualenc.objectives.draws import SharedRandom
+from dualenc.objectives.surrogate import FirstOrder
 from dualenc.objectives.tables import log_average, write_log_means
 
 LOG_NOTHING = -1e4
@@ -100,7 +101,7 @@ class SACLR(Objective):
             log_scale = self._update_scale(anchors, log_positive, log_mean, log_num)
         log_sum = log_mean if self.variant == "authors" else torch.logaddexp(log_positive, log_mean + log_num)
         repulsion = torch.exp(log_sum - log_scale)
-        losses = repulsion - log_positive
+        losses = FirstOrder.apply(repulsion - log_positive)
         # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1 (Eq. 13).
         constant = log_scale - 1
         return losses + (constant + log_num if self.variant == "authors" else constant)

@@ -24,8 +24,25 @@ class Estimate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None]:
-        # torch's `once_differentiable` lets second derivatives pass where the incoming gradient is a constant.
-        if torch.is_grad_enabled():
-            raise DualencError("an objective has no second derivatives; call backward without create_graph")
+        refuse_second_derivatives()
         (weights,) = ctx.saved_tensors
         return None, grad_outputs[0][..., None] * weights, None
+
+
+class FirstOrder(torch.autograd.Function):
+    """`FirstOrder.apply(losses)`: the same losses, whose gradient takes a moving average for a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor) -> Tensor:
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        refuse_second_derivatives()
+        return grad_outputs[0]
+
+
+def refuse_second_derivatives() -> None:
+    # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
+    if torch.is_grad_enabled():
+        raise DualencError("an objective has no second derivatives; call backward without create_graph")

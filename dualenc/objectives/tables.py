@@ -33,9 +33,10 @@ def first_occurrence(ids: Tensor, preferred: Tensor | None = None) -> Tensor:
         ids: (n,) of 0 or more.
         preferred: (n,) positions that come before all others of their id.
     """
-    keys = ids if preferred is None else 2 * ids + ~preferred
+    wanted = ids.contiguous() if preferred is None else 2 * ids
+    keys = wanted if preferred is None else wanted + ~preferred
     ordered, order = keys.sort(stable=True)
-    return order[torch.searchsorted(ordered, ids if preferred is None else 2 * ids)]
+    return order[torch.searchsorted(ordered, wanted)]
 
 
 def mean_over_duplicates(values: Tensor, usable: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Every objective in small, and a training run to put it through: what the tests of ranks and of state share."""
+"""Every objective in small, and a training run to put it through."""
 
 from __future__ import annotations
 
@@ -7,35 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import dualenc.objectives
 from dualenc import distributed
-from dualenc.objectives import Objective
-
-
-class Dispatched(TorchDispatchMode):
-    """Watches every operation, forward and backward, while it is on.
-
-    Attributes:
-        count: how many operations: on an accelerator, each is a kernel launch or a view.
-        largest: entries of the largest tensor that one of them made.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = self.largest = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            # Views that repeat entries take no memory.
-            if isinstance(leaf, Tensor) and 0 not in leaf.stride():
-                self.largest = max(self.largest, leaf.numel())
-        return result
-
+from dualenc.objectives import Distilled, GuideVectors, Matryoshka, Objective
 
 NUM_LEFT, NUM_RIGHT, STEPS = 20, 70, 5
 # Uneven for 2 and 3 ranks; in the last batch a third rank has nothing.
@@ -44,63 +19,65 @@ BATCH_SIZES = (8, 7, 5, 8, 2)
 CLASSES = [
     value
     for value in (getattr(dualenc.objectives, name) for name in sorted(dualenc.objectives.__all__))
-    if isinstance(value, type) and issubclass(value, Objective) and value is not Objective
+    if isinstance(value, type) and issubclass(value, Objective) and value not in (Objective, Matryoshka, Distilled)
 ]
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "EMC2": [
-        {},
-        {"score": "fresh", "burn_in": 0.2},
-        {"proposals": 7},
-        {"proposals": 7, "neighbor_share": 0.5},
-    ],
+    "EMC2": [{}, {"score": "fresh", "burn_in": 0.2}, {"proposals": 7}],
     "GlobalCache": [{}, {"pool": 64, "extra_encodes": 2.0, "control": 1.0}],
     "HCL": [{"hardness": 0.5}, {"annealing_steps": 3}],
-    "ISIR": [{}, {"proposals": 7}, {"proposals": 7, "dims": [2, 5]}, {"shared_chain": True}],
+    "ISIR": [{}, {"proposals": 7}, {"shared_chain": True}],
     "NegativeCache": [{"refresh": 0.1}, {"refresh": 0.0}],
     "SACLR": [{}, {"form": "matrix"}, {"negatives": 1}, {"variant": "authors"}],
-    "SogCLR": [{}, {"dims": [2, 5]}, {"gamma_schedule": "cosine"}],
+    "SogCLR": [{}, {"gamma_schedule": "cosine"}, {"positive_in_softmax": True}],
 }
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A class, its arguments, and the kind of training."""
+    """A class, its arguments, the kind of training, and what is wrapped around the objective."""
 
     objective: type[Objective]
     views: bool
     arguments: dict[str, Any] = field(default_factory=dict)
     guided: bool = False
+    wrapper: str = ""
 
     @property
     def name(self) -> str:
         given = "-".join(f"{k}={v}" for k, v in self.arguments.items())
         kind, guided = "views" if self.views else "pairs", "guided" if self.guided else ""
-        return "-".join(filter(None, [self.objective.__name__, kind, given, guided]))
+        return "-".join(filter(None, [self.wrapper, self.objective.__name__, kind, given, guided]))
 
-    def build(self) -> Objective:
-        common = {"num_left": NUM_LEFT, "num_right": NUM_RIGHT, "temperature": 0.2, "learnable_temperature": True}
-        if self.objective.__name__ == "ISogCLR":
-            common["learnable_temperature"] = False
-        criterion = self.objective(views=self.views, **common, **self.arguments).double()
-        if "neighbor_share" in self.arguments:
-            criterion.set_neighbors("left", torch.arange(3 * NUM_LEFT).view(NUM_LEFT, 3) % NUM_LEFT)
-        return criterion
+    def build(self, **sizes: int) -> Objective:
+        common: dict[str, Any] = {"num_left": NUM_LEFT, "num_right": NUM_RIGHT, "temperature": 0.2, **sizes}
+        common["learnable_temperature"] = self.objective.__name__ != "ISogCLR"
+        criterion = self.objective(views=self.views, **common, **self.arguments)
+        if self.wrapper == "Matryoshka":
+            criterion = Matryoshka(criterion, [2, 5])
+        elif self.wrapper == "Distilled":
+            criterion = Distilled(criterion, "kl", weight=0.5)
+        return criterion.double()
+
+
+def _named(name: str) -> type[Objective]:
+    return next(kind for kind in CLASSES if kind.__name__ == name)
 
 
 SETTINGS = [
-    Setting(objective, views, arguments)
-    for objective in CLASSES
+    Setting(kind, views, arguments)
+    for kind in CLASSES
     for views in (False, True)
-    for arguments in VARIANTS.get(objective.__name__, [{}])
+    for arguments in VARIANTS.get(kind.__name__, [{}])
 ]
-
-
 FIRST = [s for s in SETTINGS if s.arguments == VARIANTS.get(s.objective.__name__, [{}])[0]]
-GUIDED = [replace(setting, guided=True) for setting in FIRST]
-
-# Further variants of a class run on three ranks only, to save time, and with a guide on two.
-SETTINGS_AT = {2: FIRST + GUIDED, 3: SETTINGS}
+WRAPPED = [
+    *(Setting(_named(name), False, wrapper="Matryoshka") for name in ("SogCLR", "ISIR", "GlobalCache")),
+    Setting(_named("InfoNCE"), False, wrapper="Distilled"),
+]
+GUIDED = [replace(s, guided=True) for s in FIRST if s.objective.__name__ in ("InfoNCE", "SogCLR")]
+# One of each mechanism: moving averages, chains, memories.
+THREE = [s for s in FIRST if s.objective.__name__ in ("SogCLR", "ISIR", "NegativeCache") and not s.views]
 
 
 class Towers(nn.Module):
@@ -113,38 +90,48 @@ class Towers(nn.Module):
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=draw, dtype=torch.float64)
 
+        num_right = NUM_LEFT if views else NUM_RIGHT
         self.left_features = normal(NUM_LEFT, 6)
-        self.right_features = normal(NUM_LEFT if views else NUM_RIGHT, 6)
+        self.right_features = normal(num_right, 6)
         self.left = nn.Parameter(normal(6, 5))
         self.right = self.left if views else nn.Parameter(normal(6, 5))
-        # What a guide says of the items: three numbers of each.
-        self.guide_left, self.guide_right = normal(NUM_LEFT, 3), normal(NUM_LEFT if views else NUM_RIGHT, 3)
+        self.guide_left, self.guide_right = (
+            nn.functional.normalize(normal(number, 3), dim=1) for number in (NUM_LEFT, num_right)
+        )
 
     def encode(self, side: str, ids: Tensor) -> Tensor:
         features, weight = (self.left_features, self.left) if side == "left" else (self.right_features, self.right)
         return nn.functional.normalize(features[ids] @ weight, dim=1)
 
-    def guide(self, side: str, ids: Tensor) -> Tensor:
-        return nn.functional.normalize((self.guide_left if side == "left" else self.guide_right)[ids], dim=1)
 
+def batch(step: int, views: bool, own: slice | None = None) -> dict[str, Tensor]:
+    """Ids of a part of a global batch, with weights in odd steps and mined negatives in even ones (pairs only).
 
-def batch(step: int, views: bool) -> dict[str, Tensor]:
-    """Ids of a global batch, further positives, and in every other step ids of mined negatives (pairs only)."""
+    Positives are listed for the first two pairs and, of the right side, for the last; the first half of the pairs have
+    a mined negative each. So a rank may have none of one, and then passes nothing.
+    """
     draw = torch.Generator().manual_seed(step)
     size = BATCH_SIZES[step]
-    if views:
-        ids = torch.randperm(NUM_LEFT, generator=draw)[:size]
-        return {"left_id": ids, "right_id": ids}
-    left_id = torch.randint(0, NUM_LEFT, (size,), generator=draw)
-    right_id = torch.randint(0, NUM_RIGHT, (size,), generator=draw)
+    num_right = NUM_LEFT if views else NUM_RIGHT
+    left_id = torch.randperm(NUM_LEFT, generator=draw)[:size]
+    if not views:
+        left_id = torch.randint(0, NUM_LEFT, (size,), generator=draw)
+    right_id = left_id if views else torch.randint(0, NUM_RIGHT, (size,), generator=draw)
     mined = torch.randint(0, NUM_RIGHT, (size,), generator=draw)
-    return {
-        "left_id": left_id,
-        "right_id": right_id,
-        "left_positives": torch.stack([right_id, (left_id * 3 + 1) % NUM_RIGHT], dim=1),
-        "right_positives": left_id[:, None].clone(),
-        **({"negative_id": mined} if step % 2 == 0 else {}),
-    }
+    weights = torch.rand(size, generator=draw, dtype=torch.float64)
+
+    rows = torch.arange(size)[own or slice(None)]
+    found = {"left_id": left_id[rows], "right_id": right_id[rows]}
+    if bool((rows < 2).any()):
+        listed = torch.where(rows < 2, (left_id[rows] * 3 + 1) % num_right, -1)
+        found["left_positives"] = torch.stack([right_id[rows], listed], dim=1)
+    if size - 1 in rows.tolist():
+        found["right_positives"] = torch.where(rows == size - 1, (right_id[rows] + 1) % NUM_LEFT, -1)[:, None]
+    if step % 2:
+        found["weights"] = weights[rows]
+    elif not views and bool((rows < size // 2).any()):
+        found["negative_id"] = mined[rows[rows < size // 2]]
+    return found
 
 
 @dataclass
@@ -158,16 +145,28 @@ class Run:
     def __post_init__(self) -> None:
         self.criterion, self.towers = self.setting.build(), Towers(self.setting.views)
 
+    def given(self, step: int) -> dict[str, Any]:
+        """Arguments of `Objective.forward` for this rank's part of a batch."""
+        own = batch(step, self.setting.views, distributed.rank_slice(BATCH_SIZES[step]))
+        given: dict[str, Any] = {**own, "encode": self.towers.encode}
+        for name, side in (("left", "left"), ("right", "right"), ("negative", "right")):
+            if f"{name}_id" in own:
+                given["negatives" if name == "negative" else name] = self.towers.encode(side, own[f"{name}_id"])
+        if self.setting.guided:
+            mined = self.towers.guide_right[own["negative_id"]] if "negative_id" in own else None
+            vectors = self.towers.guide_left[own["left_id"]], self.towers.guide_right[own["right_id"]]
+            given["guide"] = GuideVectors(*vectors, mined)
+        if self.criterion.needs_teacher:
+            num_pairs, num_mined = len(own["left_id"]), len(own.get("negative_id", ()))
+            rows = torch.arange(num_pairs)
+            given["teacher_rows"] = torch.where(rows < num_mined, rows, -1)[:, None]
+            given["teacher_scores"] = torch.stack([own["left_id"] / 10, own["right_id"] / 30], dim=1)
+        return given
+
     def step(self, step: int) -> Tensor:
-        """Train on this rank's slice of a batch; the averaged gradient of all parameters."""
-        ids = batch(step, self.setting.views)
-        own = {name: values[distributed.rank_slice(len(values))] for name, values in ids.items()}
-        embeddings = {side: self.towers.encode(side, own[f"{side}_id"]) for side in ("left", "right")}
-        if "negative_id" in own:
-            embeddings["negatives"] = self.towers.encode("right", own["negative_id"])
+        """Train on this rank's part of a batch; the averaged gradient of all parameters."""
         self.criterion.set_progress(step / STEPS)
-        guide = self.towers.guide if self.setting.guided else None
-        loss = self.criterion(**embeddings, **own, encode=self.towers.encode, guide=guide).loss
+        loss = self.criterion(**self.given(step)).loss
         parameters = [*self.towers.parameters(), *self.criterion.parameters()]
         loss.backward()
         distributed.average_gradients(parameters)
@@ -188,3 +187,10 @@ class Run:
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
         self.criterion.load_state_dict(state["criterion"])
         self.towers.load_state_dict(state["towers"])
+
+
+def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0) -> None:
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        message = lambda text, key=key: f"{key}: {text}"  # noqa: E731
+        torch.testing.assert_close(found[key], values, rtol=tolerance, atol=tolerance, equal_nan=True, msg=message)

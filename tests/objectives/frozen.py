@@ -51,7 +51,7 @@ class Frozen:
         return torch.ones(len(self.left)), torch.bincount(self.right_id, minlength=len(self.right)).float()
 
     def build(self, kind: type[Objective], **arguments: Any) -> Objective:
-        """An objective for these pairs, told how they share items."""
+        """An objective for these pairs, with how often they share items."""
         sizes = {"num_left": len(self.left), "num_right": len(self.right)}
         criterion = kind(**sizes, temperature=self.tau, views=self.views, **arguments)
         criterion.set_counts(*self.counts)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dualenc.objectives import GuideVectors
 
 
 @dataclass
@@ -22,15 +25,12 @@ class GuideTable:
     def make(cls, seed: int) -> GuideTable:
         draw = torch.Generator().manual_seed(seed)
         tables = torch.nn.functional.normalize(torch.randn(2, 20, 3, generator=draw, dtype=torch.float64), dim=2)
-        tables[1] = torch.nn.functional.normalize(tables[0] + tables[1], dim=1)
-        return cls(tables[0], tables[1])
+        return cls(tables[0], torch.nn.functional.normalize(tables[0] + tables[1], dim=1))
 
-    def look_up(self, side: str, ids: Tensor) -> Tensor:
-        return (self.left if side == "left" else self.right)[ids]
-
-    def mistrusts(self, anchor: tuple[str, int], positive: tuple[str, int], item: tuple[str, int]) -> bool:
-        """Whether the item, of a side and with an id, is more alike to the anchor than the positive."""
-        own, partner, other = (self.look_up(side, torch.tensor(i)).tolist() for side, i in (anchor, positive, item))
+    def removes(self, anchor: tuple[str, int], positive: tuple[str, int], item: tuple[str, int]) -> bool:
+        """Whether the item, given by side and id, is more similar to the anchor than the positive."""
+        tables = {"left": self.left, "right": self.right}
+        own, partner, other = (tables[side][i].tolist() for side, i in (anchor, positive, item))
         return sum(a * b for a, b in zip(own, other)) > sum(a * b for a, b in zip(own, partner))
 
 
@@ -59,7 +59,7 @@ class Case:
             given["left_positives"] = padded([[r for q, r in self.relevant if q == i] for i in self.left_id])
             given["right_positives"] = padded([[q for q, r in self.relevant if r == i] for i in self.right_id])
         if self.guide is not None:
-            given["guide"] = self.guide.look_up
+            given["guide"] = GuideVectors(self.guide.left[self.left_id], self.guide.right[self.right_id])
         return given
 
 
@@ -87,11 +87,35 @@ def make_case(
     return Case(unit(), unit(), left_id, right_id, views=False, relevant=relevant, guide=guide)
 
 
-def gradients(loss: Tensor, *of: Any) -> Tensor:
+def gradients(loss: Tensor, *leaves: Any) -> Tensor:
     """The gradients of a loss with respect to the left and right embeddings of a case, and of a corpus."""
-    inputs = [tensor for embeddings in of for tensor in (embeddings.left, embeddings.right)]
+    inputs = [tensor for embeddings in leaves for tensor in (embeddings.left, embeddings.right)]
     found = torch.autograd.grad(loss, inputs, allow_unused=True)
     return torch.cat([torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs)])
+
+
+@dataclass
+class Corpus:
+    """An embedding per item and side: what `encode` looks up, with gradient, and what it was asked for."""
+
+    left: Tensor
+    right: Tensor
+    asked: list[tuple[str, int]] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, seed: int, num_items: int = 20) -> Corpus:
+        draw = torch.Generator().manual_seed(seed)
+        tables = torch.randn(2, num_items, 5, generator=draw, dtype=torch.float64)
+        return cls(*(torch.nn.functional.normalize(table, dim=1).requires_grad_() for table in tables))
+
+    def encode(self, side: str, ids: Tensor) -> Tensor:
+        self.asked.extend((side, int(i)) for i in ids)
+        return (self.left if side == "left" else self.right)[ids]
+
+    def batch(self, ids: list[int]) -> dict[str, Any]:
+        """Arguments of `Objective.forward`: pairs of the corpus."""
+        rows = torch.tensor(ids)
+        return {"left": self.left[rows], "right": self.right[rows], "left_id": rows, "encode": self.encode}
 
 
 @dataclass
@@ -128,14 +152,14 @@ def directions(case: Case) -> list[list[Row]]:
 
 
 def _others(case: Case, views: list[Tensor], anchor: int) -> list[Tensor]:
-    """Similarities of a view with both views of all other images, but for those that a guide mistrusts."""
+    """Similarities of a view with both views of all other images, but for those that a guide removes."""
     size = len(case.left_id)
     names = [(side, i) for side in ("left", "right") for i in case.left_id]
     return [
         views[anchor] @ views[c]
         for c in range(2 * size)
         if names[c][1] != names[anchor][1]
-        and not (case.guide and case.guide.mistrusts(names[anchor], names[(anchor + size) % (2 * size)], names[c]))
+        and not (case.guide and case.guide.removes(names[anchor], names[(anchor + size) % (2 * size)], names[c]))
     ]
 
 
@@ -147,8 +171,8 @@ def _is_negative(case: Case, query: int, document: int, anchor: str) -> bool:
         return False
     left, right = ("left", case.left_id[query]), ("right", case.right_id[document])
     if anchor == "left":
-        return not (case.guide and case.guide.mistrusts(left, ("right", case.right_id[query]), right))
-    return not (case.guide and case.guide.mistrusts(right, ("left", case.left_id[document]), left))
+        return not (case.guide and case.guide.removes(left, ("right", case.right_id[query]), right))
+    return not (case.guide and case.guide.removes(right, ("left", case.left_id[document]), left))
 
 
 def mean_loss(case: Case, anchor_loss: Callable[[Row], Tensor]) -> Tensor:
@@ -188,3 +212,167 @@ def siglip(row: Row, tau: float, bias: float) -> Tensor:
     """Zhai et al. 2023, Algorithm 1."""
     loss = -torch.sigmoid(row.positive / tau + bias).log()
     return loss - sum(torch.sigmoid(-(s / tau + bias)).log() for s in row.negatives)
+
+
+Table = dict[tuple[str, int], float]
+
+
+def _mean_by_item(rows: list[tuple[tuple[str, int], float]]) -> Table:
+    grouped = defaultdict(list)
+    for key, value in rows:
+        grouped[key].append(value)
+    return {key: sum(values) / len(values) for key, values in grouped.items()}
+
+
+def sogclr_surrogate(case: Case, u: Table, tau: float, gamma: float) -> Tensor:
+    """Yuan et al. 2022, Algorithm 1: weights exp(s/τ)/(n·u_a); updates u in place."""
+
+    def anchor(row: Row) -> tuple[Tensor, float | None]:
+        if not row.negatives:
+            return -row.positive / tau, None
+        mean = sum(math.exp(float(s.detach()) / tau) for s in row.negatives) / len(row.negatives)
+        old = u.get((row.table, row.item))
+        own = mean if old is None else (1 - gamma) * old + gamma * mean
+        weights = [math.exp(float(s.detach()) / tau) / (len(row.negatives) * own) for s in row.negatives]
+        return sum(w * s / tau for w, s in zip(weights, row.negatives)) - row.positive / tau, own
+
+    return _run(case, u, anchor)
+
+
+def isogclr_surrogate(case: Case, u: Table, taus: Table, slopes: Table, arguments: dict[str, float]) -> Tensor:
+    """Qiu et al. 2023, Algorithm 1, scaled by 1/τ₀; updates u, the temperatures and their momentum in place."""
+    start, gamma = arguments["temperature"], arguments["gamma"]
+    gradients: list[tuple[tuple[str, int], float]] = []
+
+    def anchor(row: Row) -> tuple[Tensor, float | None]:
+        key = (row.table, row.item)
+        tau = taus.get(key, start)
+        scores = [float(s.detach()) / tau for s in row.negatives]
+        if not scores:
+            return -row.positive / start, None
+        mean = sum(map(math.exp, scores)) / len(scores)
+        own = mean if key not in u else (1 - gamma) * u[key] + gamma * mean
+        weights = [math.exp(s) / (len(scores) * own) for s in scores]
+        slope = math.log(own) + arguments["radius"] - sum(w * s for w, s in zip(weights, scores))
+        gradients.append((key, slope))
+        return (sum(w * s for w, s in zip(weights, row.negatives)) - row.positive) / start, own
+
+    loss = _run(case, u, anchor)
+    for key, slope in _mean_by_item(gradients).items():
+        momentum = arguments["temperature_momentum"]
+        slopes[key] = momentum * slopes.get(key, 0.0) + (1 - momentum) * slope
+        moved = taus.get(key, start) - arguments["temperature_rate"] * slopes[key]
+        taus[key] = min(max(moved, arguments["min_temperature"]), arguments["max_temperature"])
+    return loss
+
+
+def saclr_surrogate(case: Case, inverse_scale: Table, tau: float, alpha: float, rho: float, cauchy: bool) -> Tensor:
+    """Eq. 11 with the scale of Eq. 4 after its update, every candidate a negative; updates 1/s in place."""
+    total = case.num_items
+
+    def kernel(similarity: Tensor) -> Tensor:
+        distance = (1 - similarity) / tau
+        return 1 / (1 + distance) if cauchy else (-distance).exp()
+
+    def anchor(row: Row) -> tuple[Tensor, float | None]:
+        positive = kernel(row.positive)
+        known = len(_positives(case, row))
+        count = (total - known) * (2 if case.views else 1)
+        mean = sum(kernel(s) for s in row.negatives) / len(row.negatives) if row.negatives else 0.0 * positive
+        new = float(((alpha * total + 1 - alpha) * positive + (1 - alpha) * count * mean).detach())
+        old = inverse_scale.get((row.table, row.item))
+        update = new if old is None else rho * old + (1 - rho) * new
+        return -positive.log() + (positive + count * mean) / update, update
+
+    return _run(case, inverse_scale, anchor)
+
+
+def saclr_authors_surrogate(case: Case, scale: Table, tau: float, alpha: float, rho: float) -> Tensor:
+    """Algorithm 1 as the authors' program has it: 1/(s·n) from 0.01 on, used before its update; in place."""
+
+    def kernel(similarity: Tensor) -> Tensor:
+        return (-(1 - similarity) / tau).exp()
+
+    def anchor(row: Row) -> tuple[Tensor, float | None]:
+        positive = kernel(row.positive)
+        mean = sum(kernel(s) for s in row.negatives) / len(row.negatives) if row.negatives else 0.0 * positive
+        old = scale.get((row.table, row.item), 0.01)
+        new = float((alpha * positive + (1 - alpha) * mean).detach())
+        return -positive.log() + mean / old, rho * old + (1 - rho) * new
+
+    return _run(case, scale, anchor)
+
+
+def _positives(case: Case, row: Row) -> set[int]:
+    """Ids of the candidate side that the batch knows to be positive with the anchor."""
+    if case.views:
+        return {row.item}
+    known = case.relevant | set(zip(case.left_id, case.right_id))
+    if row.table == "left":
+        return {r for q, r in known if q == row.item}
+    return {q for q, r in known if r == row.item}
+
+
+def _run(case: Case, table: Table, anchor: Callable[[Row], tuple[Tensor, float | None]]) -> Tensor:
+    losses = []
+    for rows in directions(case):
+        results = [anchor(row) for row in rows]
+        updates = [((r.table, r.item), new) for r, (_, new) in zip(rows, results) if new is not None]
+        table.update(_mean_by_item(updates))
+        losses.append(torch.stack([loss for loss, _ in results]).mean())
+    return torch.stack(losses).mean()
+
+
+@dataclass(frozen=True)
+class Item:
+    """A corpus item: side and id; with views the side is the view."""
+
+    side: str
+    id: int
+
+
+@dataclass
+class Anchor:
+    """An anchor with its embedding, its similarity with its positive, its own id and its partner's."""
+
+    vector: Tensor
+    positive: Tensor
+    id: int
+    partner: int
+    side: str
+    views: bool
+
+
+def item_anchors(case: Case, side: str) -> list[Anchor]:
+    """The anchors of a side, or of both views."""
+    size = len(case.left_id)
+    positive = [case.left[i] @ case.right[i] for i in range(size)]
+    own = {"left": (case.left, case.left_id, case.right_id), "right": (case.right, case.right_id, case.left_id)}
+    return [
+        Anchor(own[view][0][i], positive[i], own[view][1][i], own[view][2][i], view, case.views)
+        for view in (("left", "right") if side == "views" else (side,))
+        for i in range(size)
+    ]
+
+
+def batch_items(case: Case, side: str) -> list[tuple[Item, Tensor]]:
+    """The candidates of a side's anchors."""
+    left = [(Item("left", i), v) for i, v in zip(case.left_id, case.left)]
+    right = [(Item("right", i), v) for i, v in zip(case.right_id, case.right)]
+    return left + right if side == "views" else right if side == "left" else left
+
+
+def vector_of(case: Case, corpus: Corpus, side: str, item: Item) -> Tensor:
+    """An item's embedding: the first in the batch, else the corpus's."""
+    in_batch = [vector for other, vector in batch_items(case, side) if other == item]
+    return in_batch[0] if in_batch else (corpus.left if item.side == "left" else corpus.right)[item.id]
+
+
+def is_hidden(case: Case, anchor: Anchor, item: Item) -> bool:
+    """Whether the item is a positive of the anchor: its partner, listed, or paired with it in the batch."""
+    if anchor.views:
+        return item.id == anchor.id
+    if item.id == anchor.partner:
+        return True
+    pairs = set(zip(case.left_id, case.right_id)) | case.relevant
+    return ((anchor.id, item.id) if anchor.side == "left" else (item.id, anchor.id)) in pairs

@@ -1,4 +1,4 @@
-"""On another device than the CPU everything stays there, and a step seldom waits for it."""
+"""On another device than the CPU everything stays there, and a step without encoding waits once."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dualenc.objectives.item_state import ItemState
 from torch import Tensor
 
-from dualenc.objectives import SogCLR
-from tests.objectives.every import SETTINGS, STEPS, Setting, Towers, batch
+from dualenc.objectives.memory import EmbeddingMemory
+from tests.objectives.every import FIRST, SETTINGS, Setting, Towers, batch
 from tests.pretended_device import DEVICE, pretended_device
 
-STATELESS = ("InfoNCE", "DCL", "HCL", "SigLIP")
+NUM_STEPS = 3
 
 
 def train(setting: Setting, device: torch.device | str) -> tuple[list[float], dict[str, Tensor]]:
@@ -24,7 +23,7 @@ def train(setting: Setting, device: torch.device | str) -> tuple[list[float], di
     towers.left_features, towers.right_features = towers.left_features.to(device), towers.right_features.to(device)
     parameters = [*towers.parameters(), *criterion.parameters()]
     losses = []
-    for step in range(STEPS):
+    for step in range(NUM_STEPS):
         given = {name: ids.to(device) for name, ids in batch(step, setting.views).items()}
         for side in ("left", "right"):
             given[side] = towers.encode(side, given[f"{side}_id"])
@@ -41,54 +40,54 @@ def train(setting: Setting, device: torch.device | str) -> tuple[list[float], di
     return losses, criterion.state_dict()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
-def test_losses_are_those_of_the_cpu(setting: Setting) -> None:
+def assert_as_on_the_cpu(setting: Setting) -> None:
     expected, _ = train(setting, "cpu")
     with pretended_device():
         found, _ = train(setting, DEVICE)
     assert found == pytest.approx(expected, rel=1e-9)
 
 
-KEEP_TABLES = [s for s in SETTINGS if s.objective.__name__ not in (*STATELESS, "ExactGlobal")]
+@pytest.mark.parametrize("setting", [s for s in FIRST if not s.views], ids=lambda s: s.name)
+def test_losses_are_those_of_the_cpu(setting: Setting) -> None:
+    assert_as_on_the_cpu(setting)
 
 
-@pytest.mark.parametrize("setting", KEEP_TABLES, ids=lambda s: s.name)
-def test_tables_in_cpu_memory_give_the_same_losses_and_state(setting: Setting) -> None:
-    on_cpu = replace(setting, arguments=setting.arguments | {"state_device": "cpu"})
+@pytest.mark.nightly
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
+def test_losses_of_every_variant_are_those_of_the_cpu(setting: Setting) -> None:
+    assert_as_on_the_cpu(setting)
+
+
+REMEMBERING = [s for s in FIRST if s.objective.__name__ in ("GlobalCache", "NegativeCache") and not s.views]
+
+
+@pytest.mark.parametrize("setting", REMEMBERING, ids=lambda s: s.name)
+def test_a_memory_on_the_cpu_stays_there_and_gives_the_same_losses(setting: Setting) -> None:
+    on_cpu = replace(setting, arguments=setting.arguments | {"memory_device": "cpu"})
     expected, state = train(setting, "cpu")
     with pretended_device():
         found, found_state = train(on_cpu, DEVICE)
+        criterion = on_cpu.build()
+        criterion.to(DEVICE)
+        assert criterion.log_temperature.device == DEVICE
+        memories = [module for module in criterion.modules() if isinstance(module, EmbeddingMemory)]
+        assert {memory.embeddings.device.type for memory in memories} == {"cpu"}
+        assert found_state["memories.0.embeddings"].device.type == "cpu"
         found_state = {name: values.to("cpu") for name, values in found_state.items()}
     assert found == pytest.approx(expected, rel=1e-9)
-    assert found_state.keys() == state.keys()
     for name, values in state.items():
         torch.testing.assert_close(found_state[name], values, equal_nan=True)
 
 
-@pytest.mark.parametrize("setting", KEEP_TABLES, ids=lambda s: s.name)
-def test_tables_in_cpu_memory_stay_there(setting: Setting) -> None:
-    criterion = replace(setting, arguments=setting.arguments | {"state_device": "cpu"}).build()
-    with pretended_device():
-        criterion.to(DEVICE)
-        assert criterion.log_temperature.device == DEVICE
-        # The one scale of SACLR's matrix form is no table.
-        tables = [t for m in criterion.modules() if isinstance(m, ItemState) for t in m.buffers() if t.numel() != 1]
-        assert {t.device.type for t in tables} <= {"cpu"}
+STATELESS = ("InfoNCE", "DCL", "HCL", "SigLIP", "SogCLR", "ISogCLR", "SACLR")
 
 
-def test_tables_in_cpu_memory_follow_the_precision_of_the_rest() -> None:
-    criterion = SogCLR(num_left=5, state_device="cpu")
-    assert criterion.double().left_averages.log_u.dtype == torch.float64
-
-
-@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.objective.__name__ in STATELESS], ids=lambda s: s.name)
-def test_a_step_seldom_waits(setting: Setting) -> None:
-    """Once, to look at the values."""
+@pytest.mark.parametrize("setting", [s for s in FIRST if s.objective.__name__ in STATELESS], ids=lambda s: s.name)
+def test_a_step_without_encoding_waits_once_to_check_the_values(setting: Setting) -> None:
     with pretended_device() as device:
         criterion, ids = setting.build().to(DEVICE), torch.arange(8).to(DEVICE)
         draws = torch.nn.functional.normalize(torch.randn(2, 8, 5).double(), dim=2)
         left, right = (draw.to(DEVICE).requires_grad_() for draw in draws)
         before = device.waits
         criterion(left, right, ids, ids.clone()).loss.backward()
-        assert device.waits - before == 1
+        assert device.waits - before == 1, device.places

@@ -1,4 +1,4 @@
-"""What objectives tell of their memory: the numbers that stand in it, of every kind of them, and for nothing."""
+"""What objectives say of their memory: the numbers in it, at no cost until asked, and metrics of the batch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import normalize
 
-from dualenc.objectives import EMC2, ISIR, GlobalCache, ISogCLR, NegativeCache, SogCLR
+from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, ISogCLR, NegativeCache, Objective, SogCLR
 from dualenc.objectives.chains import ChainObjective
-from tests.objectives.every import GUIDED, SETTINGS, Run, Setting, batch
+from tests.objectives.every import FIRST, WRAPPED, Run, Setting
 from tests.objectives.frozen import Frozen
 
-TELLING = {"EMC2", "ISIR", "SogCLR", "ISogCLR", "SACLR", "ExactGlobal", "NegativeCache", "GlobalCache"}
+WITH_MEMORY = {"EMC2", "ISIR", "SogCLR", "ISogCLR", "SACLR", "ExactGlobal", "NegativeCache", "GlobalCache"}
 
 
-@pytest.mark.parametrize("setting", SETTINGS + GUIDED, ids=lambda s: s.name)
-def test_every_objective_with_a_memory_tells_finite_numbers(setting: Setting) -> None:
+@pytest.mark.parametrize("setting", FIRST + WRAPPED, ids=lambda s: s.name)
+def test_every_objective_with_a_memory_gives_finite_numbers(setting: Setting) -> None:
     training = Run(setting)
     assert training.criterion.diagnostics().keys() <= {"remembered", "effective_items"}, "nothing yet"
     names = []
@@ -26,59 +28,71 @@ def test_every_objective_with_a_memory_tells_finite_numbers(setting: Setting) ->
         assert all(value.ndim == 0 and math.isfinite(value) and not value.requires_grad for value in found.values())
         names.append(list(found))
     assert names[0] == names[1] == names[2]
-    assert bool(names[0]) == (setting.objective.__name__ in TELLING)
+    assert bool(names[0]) == (setting.objective.__name__ in WITH_MEMORY)
 
 
 @pytest.mark.parametrize("kind", [EMC2, ISIR])
 def test_moves_of_chains_are_counted(kind: type[ChainObjective]) -> None:
-    frozen = Frozen.make(40)
+    frozen, ids = Frozen.make(40), torch.arange(10)
     criterion = frozen.build(kind, recent=0)
-    ids = torch.arange(10)
     frozen.loss(criterion, ids)
     found = criterion.diagnostics()
     assert float(found["chains_begun"]) == 1
-    assert float(found["chains_moved"]) == 0, "who begins has not moved"
-    states = [criterion.chains.state[criterion.chains_of(side)] for side in ("left", "right")]
-    before = torch.cat([of[ids] for of in states])
+    assert float(found["chains_moved"]) == 0, "a chain that begins has not moved"
+    rows = torch.cat([ids, ids + 40])
+    before = criterion.state[rows].clone()
     frozen.loss(criterion, ids)
-    after = torch.cat([of[ids] for of in states])
     found = criterion.diagnostics()
     assert float(found["chains_begun"]) == 0
-    assert float(found["chains_moved"]) == pytest.approx(float((before != after).float().mean()))
+    assert float(found["chains_moved"]) == pytest.approx(float((before != criterion.state[rows]).float().mean()))
     assert 0 < float(found["chains_moved"]) < 1
 
 
-def test_averages_of_the_last_batch_are_told() -> None:
+def test_averages_are_those_of_the_last_batch() -> None:
     frozen, ids = Frozen.make(40), torch.arange(5, 15)
     for kind, arguments in ((SogCLR, {}), (ISogCLR, {"temperature_rate": 0.0})):
         criterion = frozen.build(kind, **arguments)
         frozen.loss(criterion, torch.arange(40))
         frozen.loss(criterion, ids)
-        log_u = torch.cat([of.log_u[ids] for of in (criterion.left_averages, criterion.right_averages)]).double()
+        log_u = criterion.log_u[torch.cat([ids, ids + 40])].double()
         found = criterion.diagnostics()
         assert float(found["log_mean_exp"]) == pytest.approx(float(log_u.mean()), rel=1e-5)
         assert float(found["log_mean_exp_spread"]) == pytest.approx(float(log_u.std(correction=0)), rel=1e-4)
     assert float(found["own_temperature"]) == pytest.approx(frozen.tau, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", [GlobalCache, NegativeCache])
-def test_caches_tell_how_much_they_remember(kind: type[GlobalCache]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [(GlobalCache, {"extra_encodes": 0.0}), (NegativeCache, {"refresh": 0.0})]
+)
+def test_caches_say_how_much_they_remember(kind: type[Objective], arguments: dict[str, float]) -> None:
     frozen = Frozen.make(40)
-    criterion = frozen.build(kind, **({"refresh": 0.0} if kind is NegativeCache else {"extra_encodes": 0.0}))
+    criterion = frozen.build(kind, **arguments)
     for ids in torch.arange(20).split(10):
         frozen.loss(criterion, ids)
     found = criterion.diagnostics()
-    filled = sum(int(of.filled.sum()) for of in (criterion.left_cache, criterion.right_cache))
-    assert float(found["remembered"]) == filled / 80
+    assert 20 / 40 <= float(found["remembered"]) == sum(int((m.keys >= 0).sum()) for m in criterion.memories) / 80
     if kind is GlobalCache:
-        assert 1 <= float(found["effective_items"]) <= 10, "the first ten were remembered when the second came"
+        assert 1 <= float(found["effective_items"]) <= 10, "ten were remembered when the second batch came"
 
 
-def test_a_matryoshka_tells_of_its_greatest_length() -> None:
-    setting = next(s for s in SETTINGS if s.arguments == {"dims": [2, 5]} and s.objective is SogCLR and not s.views)
-    training = Run(setting)
-    training.step(0)
-    widest = training.criterion.widest.diagnostics()
-    assert training.criterion.diagnostics() == widest
-    assert set(widest) == {"log_mean_exp", "log_mean_exp_spread"}
-    assert len(batch(0, False)["left_id"]) > 1
+def test_metrics_are_those_of_a_loop_and_computed_when_read() -> None:
+    left, right = normalize(torch.randn(2, 6, 4, dtype=torch.float64), dim=2)
+    calls: list[int] = []
+    criterion = InfoNCE(temperature=0.2, num_left=50, num_right=80)
+    directions = criterion._directions
+    criterion._directions = lambda *given: calls.append(1) or directions(*given)  # type: ignore[method-assign]
+    metrics = criterion(left, right, torch.arange(6)).metrics
+    assert len(calls) == 1
+    estimates, hits = [], []
+    for own, other, corpus_size in ((left, right, 80), (right, left, 50)):
+        for i in range(6):
+            scores: Tensor = own[i] @ other.T / 0.2
+            negatives = torch.cat([scores[:i], scores[i + 1 :]])
+            estimates.append(negatives.exp().mean().log() + math.log(corpus_size - 1) - scores[i])
+            hits.append(bool((negatives < scores[i]).all()))
+    assert float(metrics["batch_estimate"]) == pytest.approx(float(torch.stack(estimates).mean()))
+    assert float(metrics["accuracy"]) == pytest.approx(sum(hits) / 12)
+    assert float(metrics["positive_similarity"]) == pytest.approx(float((left * right).sum(dim=1).mean()))
+    assert float(metrics["temperature"]) == pytest.approx(0.2)
+    torch.testing.assert_close(metrics.per_anchor, torch.stack(estimates))
+    assert len(calls) == 2

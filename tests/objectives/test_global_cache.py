@@ -4,65 +4,66 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
-from dualenc.objectives.feature_cache import Attention, FeatureCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from dualenc.errors import DualencError
-from dualenc.objectives import ExactGlobal, GlobalCache, Objective
+from dualenc.objectives import ExactGlobal, GlobalCache, global_cache
 from dualenc.objectives.global_cache import mean_shares
-from tests.objectives.slow import Case, GuideTable, gradients, make_case
-from tests.objectives.slow_chains import Corpus, Item, _anchors, _barred, _batch, _vector
+from dualenc.objectives.memory import Attention, EmbeddingMemory, sample
+from tests.objectives.slow import (
+    Case,
+    Corpus,
+    Item,
+    batch_items,
+    gradients,
+    is_hidden,
+    item_anchors,
+    make_case,
+    vector_of,
+)
 
-NUM_ITEMS = 20
-TAU = 0.2
+NUM_ITEMS, TAU = 20, 0.2
 
 
 class Slow:
-    """The same as loops over single anchors and items; draws are those of the criterion under test."""
+    """The same as loops over single anchors and items, given what was drawn."""
 
     def __init__(self, control: float, temperature: float, counts: dict[str, list[int]]) -> None:
         self.control, self.temperature, self.counts = control, temperature, counts
         self.memory: dict[Item, Tensor] = {}
 
     def direction(self, case: Case, corpus: Corpus, side: str, drawn: list[Item]) -> Tensor:
-        """Mean loss, but for its value, of one direction; remembers what it has seen."""
-        anchors, batch = _anchors(case, side), _batch(case, side)
+        """Mean surrogate of one direction; remembers what it has seen."""
+        anchors, batch = item_anchors(case, side), batch_items(case, side)
         other = "views" if case.views else "right" if side == "left" else "left"
         count = self.counts[other]
 
-        def mass(anchor: object, item: Item, vector: Tensor) -> float:
+        def mass(anchor: Any, item: Item, vector: Tensor) -> float:
             """c_z·exp(s/τ), 0 for what is no negative."""
-            if _barred(case, anchor, item):
+            if is_hidden(case, anchor, item):
                 return 0.0
-            return count[item.id] * math.exp(float(anchor.vector.detach() @ vector.detach()) / self.temperature)  # type: ignore[attr-defined]
+            return count[item.id] * math.exp(float(anchor.vector.detach() @ vector.detach()) / self.temperature)
 
         sides = ("left", "right") if case.views else (other,)
         remembered = {item: vector for item, vector in self.memory.items() if item.side in sides}
         sums = [sum(mass(anchor, item, vector) for item, vector in remembered.items()) for anchor in anchors]
         seeing = [(anchor, total) for anchor, total in zip(anchors, sums) if total > 0]
-        of_batch, num_pairs = len(case.left_id), sum(count)
+        num_pairs = len(case.left_id)
 
         def expected(item: Item) -> float:
             """How often a copy of the item was to be expected in this batch and among the draws."""
-            vector = remembered.get(item)
             share = 0.0
-            if vector is not None and seeing:
-                share = sum(mass(a, item, vector) / total for a, total in seeing) / len(seeing)
-            return (of_batch - 1) / (num_pairs - 1) + len(drawn) * share / count[item.id]
+            if item in remembered and seeing:
+                share = sum(mass(a, item, remembered[item]) / total for a, total in seeing) / len(seeing)
+            return (num_pairs - 1) / (sum(count) - 1) + len(drawn) * share / count[item.id]
 
-        column = {}
-        for item, vector in batch:
-            column.setdefault(item, vector)
-        present = [*((item, vector) for item, vector in batch), *((z, column.get(z)) for z in drawn)]
-        present = [(item, _vector(corpus, item) if vector is None else vector) for item, vector in present]
+        present = [*batch, *((item, vector_of(case, corpus, side, item)) for item in drawn)]
         losses = []
         for anchor, total in zip(anchors, sums):
             weights = [mass(anchor, item, vector) / count[item.id] / expected(item) for item, vector in present]
@@ -83,24 +84,23 @@ class Slow:
         return torch.stack(losses).mean()
 
 
-def run_with_draws(criterion: GlobalCache, case: Case, corpus: Corpus) -> tuple[Tensor, list[list[Item]]]:
+def loss_and_draws(criterion: GlobalCache, case: Case, corpus: Corpus) -> tuple[Tensor, list[list[Item]]]:
     """Its loss, and what each direction drew."""
     drawn: list[list[Item]] = []
-    original = FeatureCache.sample
 
-    def spy(cache: FeatureCache, attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
-        items = original(cache, attention, num_draws, uniform)
-        side = "left" if cache is criterion.left_cache else "right"
-        there = [i for i in items.tolist() if i >= 0]
-        drawn.append([Item(("left", "right")[i % 2], i // 2) if case.views else Item(side, i) for i in there])
+    def watched(*given: Any) -> Tensor:
+        items = sample(*given)
+        side = "left" if len(drawn) else "right"
+        found = [i for i in items.tolist() if i >= 0]
+        drawn.append([Item(("left", "right")[i % 2], i // 2) if case.views else Item(side, i) for i in found])
         return items
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FeatureCache, "sample", spy)
+        patch.setattr(global_cache, "sample", watched)
         return criterion(**case.arguments(), encode=corpus.encode).loss, drawn
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 1000),
     size=st.integers(2, 6),
@@ -108,204 +108,202 @@ def run_with_draws(criterion: GlobalCache, case: Case, corpus: Corpus) -> tuple[
     extra_encodes=st.sampled_from([0.0, 1.0, 3.0]),
     control=st.sampled_from([0.0, 0.5, 1.0]),
     counted=st.booleans(),
-    guided=st.booleans(),
 )
 def test_gradient_is_that_of_the_formula(
-    seed: int, size: int, views: bool, extra_encodes: float, control: float, counted: bool, guided: bool
+    seed: int, size: int, views: bool, extra_encodes: float, control: float, counted: bool
 ) -> None:
-    how = {"extra_encodes": extra_encodes, "control": control}
-    criterion = GlobalCache(num_left=NUM_ITEMS, temperature=TAU, views=views, seed=seed, **how).double()
+    arguments = {"extra_encodes": extra_encodes, "control": control, "seed": seed}
+    criterion = GlobalCache(num_left=NUM_ITEMS, temperature=TAU, views=views, **arguments).double()
     draw = torch.Generator().manual_seed(seed)
     counts = {side: torch.ones(NUM_ITEMS, dtype=torch.long) for side in ("left", "right")}
     if counted and not views:
-        # The same number of pairs on both sides.
         counts = {side: 1 + torch.randperm(NUM_ITEMS, generator=draw) % 3 for side in counts}
         criterion.set_counts(counts["left"], counts["right"])
-    of_sides = {side: of.tolist() for side, of in [*counts.items(), ("views", counts["left"])]}
-    slow = Slow(control, float(criterion.temperature), of_sides)
-    guide = GuideTable.make(seed) if guided else None
-    for step in range(4):
+    by_side = {side: values.tolist() for side, values in [*counts.items(), ("views", counts["left"])]}
+    slow = Slow(control, float(criterion.temperature), by_side)
+    for step in range(3):
         # Another corpus in every step: what is remembered is old.
-        case, corpus = make_case(seed * 4 + step, size, views, guide=guide), Corpus.make(seed * 4 + step)
-        loss, drawn = run_with_draws(criterion, case, corpus)
-        found = gradients(loss, case, corpus)
+        case, corpus = make_case(seed * 4 + step, size, views), Corpus.make(seed * 4 + step)
+        loss, drawn = loss_and_draws(criterion, case, corpus)
         sides = ["views"] if views else ["left", "right"]
         expected = [slow.direction(case, corpus, side, items) for side, items in zip(sides, drawn)]
-        torch.testing.assert_close(found, gradients(torch.stack(expected).mean(), case, corpus))
+        torch.testing.assert_close(gradients(loss, case, corpus), gradients(torch.stack(expected).mean(), case, corpus))
+
+
+def mean_of_sum(left: Tensor, right: Tensor, batch_size: int, num_draws: int, tau: float) -> Tensor:
+    """(N,) of each left anchor the mean, over all batches with it and all draws, of the weighed sum over batch and
+    draws, over the true sum; with everything remembered as it is now."""
+    num_items = len(left)
+    masses = (left @ right.T / tau).exp().fill_diagonal_(0)
+    memory, items = EmbeddingMemory(num_items), torch.arange(num_items)
+    memory.write(items, right)
+    total, count = torch.zeros(num_items).double(), torch.zeros(num_items)
+    for batch in itertools.combinations(range(num_items), batch_size):
+        rows = torch.tensor(batch)
+        queries, hidden = left[rows] / tau, rows[:, None]
+        seen = memory.attend(queries, hidden)
+        shares = mean_shares(queries, hidden, seen.log_sum, items, right, items >= 0, 0.0)
+        expected = (batch_size - 1) / (num_items - 1) + num_draws * shares
+        # One number u places all draws, at (k + u)/R along the cumulative shares: what is drawn changes at these u.
+        cuts = sorted({0.0, 1.0, *(num_draws * shares.cumsum(dim=0) % 1).tolist()})
+        for low, high in itertools.pairwise(cuts):
+            if high - low > 1e-12:
+                drawn = sample(seen, num_draws, torch.tensor([(low + high) / 2], dtype=torch.float64))
+                number = torch.bincount(torch.cat([rows, drawn]), minlength=num_items)
+                total[rows] += (high - low) * (masses[rows] * number / expected.clamp(min=1e-300)).sum(dim=1)
+        count[rows] += 1
+    return total / count / masses.sum(dim=1)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "tau", "low", "high"),
+    [(1, 0.2, 1 - 1e-9, 1 + 1e-9), (2, 0.07, 1.02, 1.04), (2, 1.0, 1.11, 1.13), (3, 1.0, 1.05, 1.065)],
+)
+def test_mean_of_the_sum_over_all_batches_and_draws(batch_size: int, tau: float, low: float, high: float) -> None:
+    """Exact for a batch of one, where draws do not depend on who else is in it; a few percent too large for others."""
+    found = []
+    for seed in range(10):
+        draws = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        left, right = normalize(draws, dim=2)
+        found.append(mean_of_sum(left, right, batch_size, max(1, round(batch_size / 2)), tau))
+    assert low < float(torch.stack(found).mean()) < high
 
 
 def test_sums_over_batch_and_draws_are_unbiased_whatever_is_remembered() -> None:
     """With memories of another model, and one item that was never seen; up to what q knows of the batch, O(1/B)."""
     size, tau, num_batch, num_draws = 30, 0.3, 10, 5
     old, now = (Corpus.make(seed, size) for seed in (1, 2))
-    cache = FeatureCache(size)
-    cache.write(torch.arange(1, size), old.right[1:].detach())
+    memory, items = EmbeddingMemory(size), torch.arange(size)
+    memory.write(items[1:], old.right[1:].detach())
     contributions = (now.left @ now.right.T / tau).detach().exp().fill_diagonal_(0)
-    remembered, known = cache.recall(torch.arange(size), like=old.right)
+    remembered, is_known = memory.recall(items, old.right)
     found: list[list[float]] = [[] for _ in range(size)]
     draw = torch.Generator().manual_seed(0)
-    for _ in range(4000):
+    for _ in range(2000):
         ids = torch.randperm(size, generator=draw)[:num_batch]
-        asking, barred = now.left[ids].detach() / tau, ids[:, None]
-        seen = cache.attend(asking, barred)
-        drawn = cache.sample(seen, num_draws, torch.rand(1, generator=draw, dtype=torch.float64))
-        shares = mean_shares(asking, barred, seen.log_sum, torch.arange(size), remembered) * known
+        queries, hidden = now.left[ids].detach() / tau, ids[:, None]
+        seen = memory.attend(queries, hidden)
+        drawn = sample(seen, num_draws, torch.rand(1, generator=draw, dtype=torch.float64))
+        shares = mean_shares(queries, hidden, seen.log_sum, items, remembered, is_known, 0.0) * is_known
         number = torch.bincount(torch.cat([ids, drawn]), minlength=size)
         weights = number / ((num_batch - 1) / (size - 1) + num_draws * shares)
         for anchor, value in zip(ids.tolist(), (contributions[ids] @ weights).tolist()):
             found[anchor].append(value)
-    ratios = torch.tensor([statistics.mean(values) for values in found]) / contributions.sum(dim=1)
-    spreads = torch.tensor([statistics.stdev(of) / len(of) ** 0.5 for of in found]) / contributions.sum(dim=1)
-    assert float(spreads.max()) < 0.02
-    assert float((ratios - 1).abs().max()) < 0.02 + 4 * float(spreads.max())
+    ratios = torch.tensor([sum(values) / len(values) for values in found]) / contributions.sum(dim=1)
+    spreads = torch.tensor([torch.tensor(v).std() / len(v) ** 0.5 for v in found]) / contributions.sum(dim=1)
+    assert float((ratios - 1).abs().max()) < 0.02 + 4 * float(spreads.max()) < 0.15
     assert abs(float(ratios.mean()) - 1) < 0.02
 
 
-@settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 10_000), num_draws=st.integers(0, 40), size=st.integers(1, 30))
-def test_an_item_is_drawn_as_often_as_its_share_says_up_to_rounding(seed: int, num_draws: int, size: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    shares = torch.rand(size, generator=draw, dtype=torch.float64).pow(4)
-    shares = shares / shares.sum()
-    nothing = torch.zeros(0)
-    attention = Attention(torch.arange(size), shares, nothing, nothing, nothing)
-    drawn = FeatureCache(size).sample(attention, num_draws, torch.rand(1, generator=draw, dtype=torch.float64))
-    assert len(drawn) == num_draws
-    times = torch.bincount(drawn, minlength=size)
-    assert bool((times >= (num_draws * shares - 1e-9).floor()).all())
-    assert bool((times <= (num_draws * shares + 1e-9).ceil()).all())
-
-
-def test_what_is_looked_at_is_the_softmax_over_the_filled_slots() -> None:
-    draw = torch.Generator().manual_seed(0)
-    features = torch.nn.functional.normalize(torch.randn(300, 6, generator=draw, dtype=torch.float64), dim=1)
-    anchors, barred = features[:7] / TAU, torch.tensor([[i, 200 + i, -1] for i in range(7)])
-    counts = torch.randint(1, 4, (300,), generator=draw)
-    cache, filled = FeatureCache(300), torch.arange(300) % 3 != 0
-    cache.write(filled.nonzero()[:, 0], features[filled])
-    for blocks in (None, [0, 3]):
-        logits = anchors @ features.T + counts.log()
-        logits[:, ~filled] = -torch.inf
-        logits[torch.arange(7)[:, None], barred[:, :2]] = -torch.inf
-        if blocks is not None:
-            logits[:, 64:192] = logits[:, 256:] = -torch.inf
-        softmax, attention = torch.softmax(logits, dim=1), cache.attend(anchors, barred, counts, blocks)
-        shares = torch.zeros(cache.num_blocks * cache.block_size, dtype=torch.float64)
-        shares[attention.items] = attention.shares
-        torch.testing.assert_close(shares[:300], softmax.mean(dim=0))
-        torch.testing.assert_close(attention.mean, softmax @ features)
-        torch.testing.assert_close(attention.log_sum, torch.logsumexp(logits, dim=1))
-        number = torch.where(torch.isfinite(logits), counts.double(), 0.0).sum(dim=1)
-        torch.testing.assert_close(attention.log_mean, attention.log_sum - number.log())
-
-
-def test_runs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    features = torch.nn.functional.normalize(torch.randn(500, 6, dtype=torch.float64), dim=1)
-    cache, query = FeatureCache(500), (features[:9] / TAU, torch.arange(9)[:, None])
-    cache.write(torch.arange(500), features)
-    whole = cache.attend(*query)
-    monkeypatch.setattr("dualenc.objectives.feature_cache.MAX_ELEMENTS", 2 * 9 * cache.block_size)
-    for one, other in zip(whole, cache.attend(*query)):
-        torch.testing.assert_close(one, other)
-    items = torch.arange(100, 200)
-    shares = mean_shares(*query, whole.log_sum, items, features[items])
-    torch.testing.assert_close(shares, whole.shares[items])
-    monkeypatch.setattr("dualenc.objectives.global_cache.MAX_ELEMENTS", 9 * 7)
-    torch.testing.assert_close(mean_shares(*query, whole.log_sum, items, features[items]), shares)
-
-
-@contextmanager
-def one_direction(criterion: Objective) -> Iterator[None]:
-    """Left anchors alone."""
-    both = criterion._anchors
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(criterion, "_anchors", lambda *of: itertools.islice(both(*of), 1))
-        yield
-
-
-def run_frozen(**how: float) -> tuple[Tensor, Tensor, float]:
-    """With embeddings that stay, of the last step: gradient into its anchors alone, the same of the oracle; and the
-    items encoded per pair."""
+def last_step(criterion: GlobalCache | ExactGlobal) -> tuple[Tensor, float]:
+    """Embeddings that stay, three epochs: the gradient into the last step's left embeddings as anchors alone; items
+    encoded per pair in the last epoch."""
     corpus = Corpus.make(0, 60)
-    criterion = GlobalCache(num_left=60, temperature=TAU, **how).double()  # type: ignore[arg-type]
     for epoch in range(3):
         corpus.asked.clear()
         for ids in torch.randperm(60, generator=torch.Generator().manual_seed(epoch)).split(12):
-            left, right = corpus.left[ids].detach(), corpus.right[ids].detach()
-            # Into the left items of pairs whose right items have no gradient: as anchors, and as candidates of these.
-            alone = left.requires_grad_(), right
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(
-                    criterion, "_anchors", lambda *of: itertools.islice(Objective._anchors(criterion, *of), 1)
-                )
-                found = torch.autograd.grad(criterion(*alone, ids, encode=corpus.encode).loss, left)[0]
-    oracle = ExactGlobal(num_left=60, temperature=TAU).double()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oracle, "_anchors", lambda *of: itertools.islice(Objective._anchors(oracle, *of), 1))
-        exact = torch.autograd.grad(oracle(*alone, ids, encode=Corpus.make(0, 60).encode).loss, left)[0]
-    return found, exact, len(corpus.asked) / 60
+            left, right = corpus.left[ids].detach().requires_grad_(), corpus.right[ids].detach()
+            # Without a weight on right anchors, for whom the left embeddings are candidates.
+            out = criterion(left, right, ids, encode=corpus.encode)
+    return torch.autograd.grad(out.loss, left)[0], len(corpus.asked) / 60
 
 
-def test_full_control_is_exact_for_anchors_whose_embeddings_stay() -> None:
-    found, exact, _ = run_frozen(control=1.0)
-    torch.testing.assert_close(found, exact)
-    found, exact, _ = run_frozen(control=0.0)
-    assert float((found - exact).norm()) > 0.05 * float(exact.norm())
+def anchors_only(criterion: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same objective without the losses of right anchors."""
+    losses = criterion.anchor_losses
+    monkeypatch.setattr(
+        criterion, "anchor_losses", lambda *given: losses(*given) * torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    )
+    return criterion
 
 
-@pytest.mark.parametrize("extra_encodes", [0.0, 0.5, 1.0, 2.0])
-def test_no_more_is_encoded_than_told(extra_encodes: float) -> None:
-    *_, asked = run_frozen(extra_encodes=extra_encodes)
-    # Of one direction.
-    assert asked <= extra_encodes / 2
-    assert (asked > extra_encodes / 4) or not extra_encodes
+def test_full_control_is_exact_for_anchors_whose_embeddings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradient(kind: Any, **arguments: Any) -> Tensor:
+        return last_step(anchors_only(kind(num_left=60, temperature=TAU, **arguments).double(), monkeypatch))[0]
+
+    exact = gradient(ExactGlobal)
+    torch.testing.assert_close(gradient(GlobalCache, control=1.0), exact)
+    assert float((gradient(GlobalCache, control=0.0) - exact).norm()) > 0.05 * float(exact.norm())
 
 
-def test_a_pool_is_all_that_a_step_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 1000
-    corpus = Corpus.make(0, size)
-    criterion = GlobalCache(num_left=size, temperature=TAU, pool=100).double()
-    criterion.left_cache.write(torch.arange(size), corpus.left.detach())
-    criterion.right_cache.write(torch.arange(size), corpus.right.detach())
+@pytest.mark.parametrize("extra_encodes", [0.0, 0.5, 2.0])
+def test_no_more_is_encoded_than_wished(extra_encodes: float) -> None:
+    _, per_pair = last_step(GlobalCache(num_left=60, temperature=TAU, extra_encodes=extra_encodes).double())
+    assert per_pair <= extra_encodes
+    assert per_pair > extra_encodes / 2 or not extra_encodes
+
+
+@pytest.mark.parametrize("extra_encodes", [1.0, 0.1, 0.0])
+def test_a_batch_of_one_pair_draws_at_least_one_item(extra_encodes: float) -> None:
+    corpus = Corpus.make(0, 6)
+    criterion = GlobalCache(num_left=6, temperature=TAU, extra_encodes=extra_encodes).double()
+    for step in range(12):
+        corpus.asked.clear()
+        criterion(**corpus.batch([step % 6]))
+        # Before the second step nothing is remembered that could be drawn.
+        assert len(corpus.asked) == (2 if extra_encodes and step else 0)
+
+
+def filled(num_items: int, **arguments: Any) -> tuple[GlobalCache, Corpus]:
+    corpus = Corpus.make(0, num_items)
+    criterion = GlobalCache(num_left=num_items, temperature=TAU, **arguments).double()
+    for memory, table in zip(criterion.memories, (corpus.right, corpus.left)):
+        memory.write(torch.arange(num_items), table.detach())
+    return criterion, corpus
+
+
+def test_a_step_looks_at_a_random_pool_and_what_its_anchors_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    criterion, corpus = filled(1000, pool=100)
     looked_at = []
-    original = FeatureCache.attend
+    original = EmbeddingMemory.attend
 
-    def spy(cache: FeatureCache, *query: object) -> Attention:
-        found = original(cache, *query)  # type: ignore[arg-type]
-        looked_at.append(found.items)
+    def watched(memory: EmbeddingMemory, *query: Any) -> Attention:
+        found = original(memory, *query)
+        if memory is criterion.memories[0]:
+            looked_at.append(found.items)
         return found
 
-    monkeypatch.setattr(FeatureCache, "attend", spy)
+    monkeypatch.setattr(EmbeddingMemory, "attend", watched)
     for _ in range(40):
-        ids = torch.arange(4)
-        criterion(corpus.left[ids], corpus.right[ids], ids, encode=corpus.encode)
-    assert all(len(items) == 128 for items in looked_at)
-    # Other blocks in every step.
-    assert len(torch.cat(looked_at[::2]).unique()) >= size
+        criterion(**corpus.batch([0, 1, 2, 3]))
+    assert all(100 <= len(items) <= 128 + 4 * 8 for items in looked_at)
+    assert len(torch.cat(looked_at).unique()) == 1000, "other blocks in every step"
+    similarities = (corpus.left[0] @ corpus.right.T).detach()
+    similarities[0] = -1
+    assert set(criterion.kept[0].tolist()) == set(similarities.topk(8).indices.tolist()), "the hardest are found"
+
+
+def test_the_partition_function_of_a_pool_is_unbiased() -> None:
+    """Over random pools, whatever is kept."""
+    criterion, corpus = filled(1000, pool=256)
+    criterion.eval()
+    criterion.kept[:4] = torch.arange(32).view(4, 8) * 31
+    exact = (corpus.left[:4] @ corpus.right.T / TAU).detach().exp()
+    exact[torch.arange(4), torch.arange(4)] = 0
+    sums = []
+    for position in range(300):
+        criterion.draws.position = position
+        loss = criterion(**corpus.batch([0, 1, 2, 3])).per_anchor[:4]
+        positive = (corpus.left[:4] * corpus.right[:4]).sum(dim=1).detach() / TAU
+        sums.append((loss + positive).exp())
+    ratios = torch.stack(sums) / exact.sum(dim=1)
+    error = ratios.std(dim=0) / 300**0.5
+    assert bool(((ratios.mean(dim=0) - 1).abs() < 4 * error).all())
+    assert float(error.max()) < 0.02
 
 
 def test_what_lies_outside_a_pool_may_be_nearer_than_all_inside_it() -> None:
-    """At small τ by more than any float32 can tell; the item counts as expected at most once per draw."""
-    draw = torch.Generator().manual_seed(0)
+    """At small τ by more than float32 can hold; an item counts as expected at most once per draw."""
     far, near = torch.eye(4)[0], torch.eye(4)[1]
+    nobody, items = torch.tensor([[-1]]), torch.arange(2)
     shares = mean_shares(
-        near[None] / 0.005, torch.tensor([[-1]]), torch.zeros(1), torch.arange(2), torch.stack([far, near])
+        near[None] / 0.005, nobody, torch.zeros(1), items, torch.stack([far, near]), items < 1, math.log(0.1)
     )
-    assert shares.tolist() == [1.0, 1.0]
+    assert shares.tolist() == pytest.approx([1.0, 0.1], rel=1e-5)
     corpus = Corpus.make(0, 1000)
-    criterion = GlobalCache(num_left=1000, temperature=0.005, pool=64)
+    criterion, draw = GlobalCache(num_left=1000, temperature=0.005, pool=64), torch.Generator().manual_seed(0)
     for _ in range(5):
         ids = torch.randperm(1000, generator=draw)[:8]
         left, right = (table[ids].detach().float().requires_grad_() for table in (corpus.left, corpus.right))
         loss = criterion(left, right, ids, encode=lambda side, ids: corpus.encode(side, ids).float()).loss
-        assert all(bool(torch.isfinite(of).all()) for of in (loss, *torch.autograd.grad(loss, [left, right])))
-
-
-def test_bad_arguments_are_told() -> None:
-    for given_, told in (
-        ({"extra_encodes": -1}, "extra_encodes is"),
-        ({"control": 2}, "control is"),
-        ({"pool": 0}, "pool"),
-    ):
-        with pytest.raises(DualencError, match=told):
-            GlobalCache(num_left=5, **given_)
+        assert all(torch.isfinite(values).all() for values in (loss, *torch.autograd.grad(loss, [left, right])))

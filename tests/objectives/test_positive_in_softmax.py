@@ -76,11 +76,11 @@ def test_a_pair_pulls_and_pushes_by_its_chance_to_be_missed(kind: type[Objective
 
 
 @pytest.mark.parametrize("kind", [DCL, InfoNCE, ISIR])
-def test_others_refuse(kind: type[Objective]) -> None:
+def test_other_objectives_refuse_it(kind: type[Objective]) -> None:
     with pytest.raises(DualencError, match="positive_in_softmax does not apply; leave it out, or take SogCLR"):
         kind(num_left=NUM, positive_in_softmax=True)
 
 
 def test_those_named_in_the_message_are_those_that_can() -> None:
-    able = {name for name in objectives.__all__ if getattr(getattr(objectives, name), "knows_partition", False)}
+    able = {name for name in objectives.__all__ if getattr(getattr(objectives, name), "estimates_partition", False)}
     assert able == {"SogCLR", "ISogCLR", "GlobalCache", "NegativeCache", "ExactGlobal"}

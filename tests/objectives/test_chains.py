@@ -1,0 +1,295 @@
+"""EMC2 and ISIR: one transition against the algorithm, what a chain's state weighs, and what is encoded."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from dualenc.objectives import DCL, EMC2, ISIR
+from dualenc.objectives.chains import ChainObjective
+from dualenc.objectives.emc2 import metropolis_hastings
+from dualenc.objectives.isir import isir_step
+from tests.objectives.frozen import Frozen
+from tests.objectives.slow import Corpus
+
+NUM = 20
+NO_PAIR = NUM + 1  # keys per item of two towers: item·21 + partner + 1
+
+
+def one_chain(
+    start: float, scores: list[float], is_negative: list[bool], uniform: list[float], burn_in: float
+) -> tuple[list[float], int]:
+    """Algorithm 1 of Yau et al. 2024: shares of the visits of each proposal and of the start, and the last state."""
+    num_steps = sum(is_negative)
+    skipped = int(num_steps * burn_in + 1e-9)
+    state, score = len(scores), start
+    visits = [0] * (len(scores) + 1)
+    step = 0
+    for proposal in range(len(scores)):
+        if not is_negative[proposal]:
+            continue
+        ratio = np.exp(min(scores[proposal] - score, 0.0))
+        if uniform[proposal] < ratio:
+            state, score = proposal, scores[proposal]
+        step += 1
+        if step > skipped:
+            visits[state] += 1
+    if num_steps == 0 and start > -np.inf:
+        visits[state] = 1
+    return [count / max(sum(visits), 1) for count in visits], state
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    num_chains=st.integers(0, 4),
+    num_proposals=st.integers(0, 30),
+    spread=st.sampled_from([1.0, 20.0, 200.0]),
+    burn_in=st.sampled_from([0.0, 0.29, 0.5, 0.9]),
+)
+def test_the_walk_is_algorithm_1(seed: int, num_chains: int, num_proposals: int, spread: float, burn_in: float) -> None:
+    draw = np.random.default_rng(seed)
+    scores = draw.uniform(-spread, spread, (num_proposals, num_chains))
+    start = np.where(draw.random(num_chains) < 0.3, -np.inf, draw.uniform(-spread, spread, num_chains))
+    is_negative = draw.random(scores.shape) < 0.8
+    uniform = draw.random(scores.shape)
+    visits, state = metropolis_hastings(start, scores, is_negative, np.log(uniform), burn_in)
+    for chain in range(num_chains):
+        given_ = scores[:, chain], is_negative[:, chain], uniform[:, chain]
+        expected, last = one_chain(float(start[chain]), *(values.tolist() for values in given_), burn_in)
+        np.testing.assert_allclose(visits[:, chain], expected)
+        assert state[chain] == last
+
+
+def test_the_softmax_is_invariant_under_the_walk() -> None:
+    draw, num_items, num_chains = np.random.default_rng(0), 6, 20_000
+    scores = draw.normal(size=num_items) * 1.5
+    law = np.exp(scores) / np.exp(scores).sum()
+    start = draw.choice(num_items, num_chains, p=law)
+    proposals = draw.integers(0, num_items, (5, num_chains))
+    everything = np.ones(proposals.shape, dtype=bool)
+    uniform = np.log(draw.random(proposals.shape))
+    visits, state = metropolis_hastings(scores[start], scores[proposals], everything, uniform, 0.0)
+    ends = np.where(state < 5, np.take_along_axis(proposals, np.minimum(state, 4)[None], 0)[0], start)
+    assert chisquare(np.bincount(ends, minlength=num_items), law * num_chains).pvalue > 0.001
+    weights = np.zeros(num_items)
+    np.add.at(weights, np.concatenate([proposals, start[None]]), visits)
+    np.testing.assert_allclose(weights / num_chains, law, atol=0.01)
+
+
+def transition(frozen: Frozen) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of left anchor 0: the law (P,) of its negative pairs, and (P, N) the mean law of the next item from each of them.
+
+    Every batch of three of the four pairs that holds the anchor's own is tried; nothing is drawn.
+    """
+    moves = []
+
+    def watched(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, column = isir_step(*arguments)
+        moves.append(weights[0, 0].clone())
+        return weights, column
+
+    right_id, pairs = [0, 1, 1, 2], [1, 2, 3]
+    similarities = (frozen.left[0] @ frozen.right.T).detach()
+    law = torch.softmax(torch.stack([similarities[right_id[pair]] / frozen.tau for pair in pairs]), dim=0)
+    following = torch.zeros(len(pairs), 3, dtype=torch.float64)
+    for start, others in product(pairs, combinations(pairs, 2)):
+        criterion = frozen.build(ISIR, recent=0).double()
+        criterion.state[0] = right_id[start] * 5 + start + 1
+        moves.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dualenc.objectives.isir.isir_step", watched)
+            frozen.loss(criterion, torch.tensor([0, *others]))
+        # Three proposals, and the state.
+        items = torch.tensor([right_id[pair] for pair in (0, *others, start)])
+        following[pairs.index(start)].index_add_(0, items, moves[0] / 3)
+    return law, following
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["equal similarities", "unequal similarities"])
+def test_isir_leaves_the_softmax_over_unevenly_shared_items_invariant(equal: bool) -> None:
+    """Queries 1 and 2 share document 1: over all batches it comes twice as often, and weighs twice."""
+    draw = torch.Generator().manual_seed(3)
+    left, right = (
+        torch.nn.functional.normalize(torch.randn(n, 3, generator=draw, dtype=torch.float64), dim=1) for n in (4, 3)
+    )
+    if equal:
+        right = right[:1].repeat(3, 1)
+    frozen = Frozen(left.requires_grad_(), right.requires_grad_(), right_id=torch.tensor([0, 1, 1, 2]), tau=0.2)
+    law, following = transition(frozen)
+    # Copies of an item are alike, so the law of items says all about the law of pairs.
+    expected = torch.stack([law[:0].sum(), law[:2].sum(), law[2]])
+    torch.testing.assert_close(law @ following, expected, rtol=0, atol=1e-6)
+    if equal:
+        torch.testing.assert_close(expected[1:], torch.tensor([2 / 3, 1 / 3], dtype=torch.float64))
+
+
+def test_isir_with_draws_leaves_the_softmax_over_items_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all draws of three items with replacement, from each state."""
+    corpus, moves = Corpus.make(4, num_items=4), []
+
+    def watched(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, column = isir_step(*arguments)
+        moves.append(weights[0, 0])
+        return weights, column
+
+    monkeypatch.setattr("dualenc.objectives.isir.isir_step", watched)
+    criterion = ISIR(num_left=4, temperature=0.5, proposals=3, recent=0).double()
+    law = torch.softmax((corpus.left[0] @ corpus.right[1:].T / 0.5).detach(), dim=0)
+    following = torch.zeros(3, 4, dtype=torch.float64)
+    for start, drawn in product(range(1, 4), product(range(4), repeat=3)):
+        monkeypatch.setattr(criterion, "_draw_ids", lambda anchors, ids=drawn: torch.tensor([ids, ids]))
+        criterion.state[:] = start * 5
+        moves.clear()
+        criterion(**corpus.batch([0]))
+        following[start - 1].index_add_(0, torch.tensor([*drawn, start]), moves[0] / 4**3)
+    torch.testing.assert_close(law @ following[:, 1:], law, rtol=0, atol=1e-7)
+
+
+def test_proposals_come_in_random_order() -> None:
+    """Where all items are equally similar, each proposal is accepted, and a chain ends on the last."""
+    corpus = Corpus(*(torch.eye(5, dtype=torch.float64)[:1].repeat(NUM, 1).requires_grad_() for _ in range(2)))
+    criterion, ends = EMC2(num_left=NUM, recent=0).double(), []
+    for _ in range(200):
+        criterion(**corpus.batch([0, 1, 2, 3]))
+        ends.append(int(criterion.state[0]) // NO_PAIR)
+    assert chisquare(np.bincount(ends, minlength=4)[1:]).pvalue > 0.001
+
+
+@pytest.mark.parametrize("kind", [EMC2, ISIR])
+def test_a_chain_on_a_known_positive_begins_anew(kind: type[ChainObjective]) -> None:
+    corpus, hard = hard_corpus()
+    criterion = on_item(kind(num_left=NUM, temperature=0.01, recent=0), hard)
+    listed = torch.full((4, 1), hard)
+    (gradient,) = torch.autograd.grad(
+        criterion(**corpus.batch([0, 1, 2, 3]), left_positives=listed).loss, corpus.right, allow_unused=True
+    )
+    assert not gradient[hard].any()
+    assert set((criterion.state[:4] // NO_PAIR).tolist()) <= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_isir_without_a_state_is_dcl(views: bool) -> None:
+    corpus = Corpus.make(3)
+    found, expected = (
+        torch.autograd.grad(criterion.double()(**corpus.batch([4, 1, 7])).loss, corpus.left)
+        for criterion in (ISIR(num_left=NUM, views=views, recent=0), DCL(views=views))
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def hard_corpus() -> tuple[Corpus, int]:
+    """A corpus where every left item is closest to right item 19, and nothing else is near."""
+    corpus = Corpus.make(0)
+    with torch.no_grad():
+        corpus.left.zero_()[:, 0] = 1
+        corpus.right.zero_()[:, 1] = 1
+        corpus.right[19] = corpus.left[19]
+    return corpus, 19
+
+
+def on_item(criterion: ChainObjective, items: Any, similarity: Any = 1.0) -> ChainObjective:
+    """The chains of left anchors stand on items that came with no pair."""
+    criterion.state[:NUM] = torch.as_tensor(items) * NO_PAIR
+    if isinstance(criterion, EMC2):
+        criterion.similarity[:NUM] = torch.as_tensor(similarity)
+    return criterion.double()
+
+
+@pytest.mark.parametrize("burn_in", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("score", ["stored", "fresh"])
+def test_a_state_that_outlives_burn_in_gets_all_the_weight_and_a_gradient(burn_in: float, score: Any) -> None:
+    corpus, hard = hard_corpus()
+    criterion = on_item(EMC2(num_left=NUM, temperature=0.01, score=score, burn_in=burn_in), hard)
+    out = criterion(**corpus.batch([0, 1, 2, 3]))
+    (gradient,) = torch.autograd.grad(out.loss, corpus.right)
+    # Half the loss is this direction; each of 4 anchors puts weight 1 on the state, at s/τ with s = ⟨left, right⟩.
+    torch.testing.assert_close(gradient[hard], 0.5 / 0.01 * corpus.left[0].detach())
+    assert (criterion.state[:4] == hard * NO_PAIR).all()
+
+
+def test_stored_encodes_only_the_states_that_weigh_and_fresh_all_of_them() -> None:
+    corpus, hard = hard_corpus()
+    asked = {}
+    for score in ("stored", "fresh"):
+        criterion = EMC2(num_left=NUM, temperature=0.01, score=score, recent=0)
+        on_item(criterion, [hard] * 2 + [10] * 18, [1.0] * 2 + [-1.0] * 18)(**corpus.batch([0, 1, 2, 3]))
+        asked[score], corpus.asked = corpus.asked, []
+    assert asked == {"stored": [("right", hard)], "fresh": [("right", 10), ("right", hard)]}
+
+
+def test_a_state_in_the_batch_is_not_encoded_again() -> None:
+    corpus, hard = hard_corpus()
+    on_item(ISIR(num_left=NUM, temperature=0.01, recent=0), hard)(**corpus.batch([0, 1, hard]))
+    assert corpus.asked == []
+
+
+def test_a_new_chain_accepts_its_first_proposal_and_remembers_its_similarity() -> None:
+    corpus = Corpus.make(1)
+    criterion = EMC2(num_left=NUM, temperature=0.01, burn_in=0.0, recent=0).double()
+    criterion(**corpus.batch([0, 1]))
+    assert criterion.state[:3].tolist() == [1 * NO_PAIR + 2, 0 * NO_PAIR + 1, -1]
+    expected = torch.stack([corpus.left[0] @ corpus.right[1], corpus.left[1] @ corpus.right[0]])
+    torch.testing.assert_close(criterion.similarity[:2], expected.detach())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_views_share_a_chain_only_if_wished(shared: bool) -> None:
+    corpus = Corpus.make(1)
+    criterion = ISIR(num_left=NUM, views=True, temperature=0.5, shared_chain=shared).double()
+    for _ in range(20):
+        criterion(**corpus.batch([3, 5, 8]))
+    assert len(criterion.state) == NUM * (1 if shared else 2)
+    states = criterion.state[criterion.state >= 0]
+    assert len(states) == 3 * (1 if shared else 2)
+    assert set((states // 2).tolist()) <= {3, 5, 8}
+
+
+def test_mined_negatives_are_no_proposals() -> None:
+    corpus = Corpus.make(2)
+    mined = {"negatives": corpus.right[[15, 16]], "negative_id": torch.tensor([15, 16])}
+    losses = [EMC2(num_left=NUM).double()(**corpus.batch([1, 2, 3]), **more).loss for more in ({}, mined)]
+    torch.testing.assert_close(losses[0], losses[1])
+
+
+@pytest.mark.parametrize("kind", [EMC2, ISIR])
+@pytest.mark.parametrize("proposals", ["batch", 9])
+def test_lower_precisions_agree_with_double_at_a_small_temperature(kind: Any, proposals: Any) -> None:
+    """β = 200 does not overflow; the draws are the same numbers in every precision."""
+    found = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        corpus = Corpus.make(5)
+        with torch.no_grad():  # what is compared is the arithmetic, not the rounding of the input
+            corpus.left.copy_(corpus.left.bfloat16())
+            corpus.right.copy_(corpus.right.bfloat16())
+        criterion = on_item(kind(num_left=NUM, temperature=0.005, seed=2, proposals=proposals), 18, 0.5)
+        batch = corpus.batch(list(range(9)))
+        batch |= {side: batch[side].to(dtype) for side in ("left", "right")}
+        batch["encode"] = lambda side, ids, c=corpus, d=dtype: c.encode(side, ids).to(d)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = criterion(**batch)
+        found[dtype] = torch.cat(torch.autograd.grad(out.loss, [corpus.left, corpus.right]))
+    exact = found[torch.float64]
+    assert torch.isfinite(exact).all()
+    assert (found[torch.float32] - exact).norm() <= 1e-4 * exact.norm()
+    assert (found[torch.bfloat16] - exact).norm() <= 2e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", [ISIR, EMC2])
+def test_the_value_is_reported_once_every_item_was_seen_and_only_if_recent_holds_all(kind: Any) -> None:
+    frozen = Frozen.make(num_pairs=20)
+    reported = {}
+    for recent in (0, 19, 20):
+        criterion = frozen.build(kind, recent=recent)
+        reported[recent] = []
+        for ids in (torch.arange(12), torch.arange(8, 20)):
+            frozen.loss(criterion, ids)
+            reported[recent].append(criterion.reports_loss)
+    assert reported == {0: [False, False], 19: [False, False], 20: [False, True]}

@@ -1,0 +1,182 @@
+"""SogCLR, iSogCLR and SACLR equal float64 loops over several steps (gradient, tables, temperatures), and LibAUC."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import normalize
+
+from dualenc.objectives import SACLR, ISogCLR, Objective, SogCLR
+from tests.objectives import slow
+from tests.objectives.slow import gradients
+
+NUM, STEPS = 20, 3
+TAU = 0.2
+few = settings(max_examples=6)
+BATCHES = {"seed": st.integers(0, 1000), "size": st.integers(2, 7), "views": st.booleans(), "guided": st.booleans()}
+
+
+def assert_equals_loop(criterion: Objective, batch: dict[str, Any], step_of: Any) -> None:
+    guide = slow.GuideTable.make(batch["seed"]) if batch["guided"] else None
+    for step in range(STEPS):
+        case = slow.make_case(batch["seed"] * STEPS + step, batch["size"], batch["views"], guide=guide)
+        found = gradients(criterion(**case.arguments()).loss, case)
+        torch.testing.assert_close(found, gradients(step_of(case), case), rtol=1e-5, atol=1e-6)
+
+
+def assert_holds(table: torch.Tensor, values: slow.Table, take: Any = math.log) -> None:
+    """A table of left items, then right ones, against a dictionary."""
+    for (side, item), value in values.items():
+        assert float(table[item + (NUM if side == "right" else 0)]) == pytest.approx(take(value), abs=1e-6)
+
+
+@few
+@given(gamma=st.sampled_from([0.3, 0.9, 1.0]), **BATCHES)
+def test_sogclr_equals_the_loop(gamma: float, **batch: Any) -> None:
+    criterion = SogCLR(num_left=NUM, temperature=TAU, gamma=gamma, views=batch["views"]).double()
+    u: slow.Table = {}
+    assert_equals_loop(criterion, batch, lambda case: slow.sogclr_surrogate(case, u, TAU, gamma))
+    assert_holds(criterion.log_u, u)
+
+
+@few
+@given(**BATCHES)
+def test_isogclr_equals_the_loop(**batch: Any) -> None:
+    arguments = {
+        "temperature": TAU,
+        "gamma": 0.6,
+        "radius": 0.3,
+        "temperature_rate": 0.02,
+        "temperature_momentum": 0.4,
+        "min_temperature": 0.05,
+        "max_temperature": 0.5,
+    }
+    criterion = ISogCLR(num_left=NUM, views=batch["views"], **arguments).double()
+    u: slow.Table = {}
+    taus: slow.Table = {}
+    slopes: slow.Table = {}
+    assert_equals_loop(criterion, batch, lambda case: slow.isogclr_surrogate(case, u, taus, slopes, arguments))
+    assert_holds(criterion.tau, taus, float)
+
+
+@few
+@given(cauchy=st.booleans(), **BATCHES)
+def test_saclr_equals_the_loop(cauchy: bool, **batch: Any) -> None:
+    arguments = {"alpha": 0.25, "rho": 0.7, "kernel": "cauchy" if cauchy else "gaussian", "views": batch["views"]}
+    criterion = SACLR(num_left=NUM, temperature=TAU, **arguments).double()
+    scales: slow.Table = {}
+    assert_equals_loop(criterion, batch, lambda case: slow.saclr_surrogate(case, scales, TAU, 0.25, 0.7, cauchy))
+    assert_holds(criterion.log_scale, scales)
+
+
+@few
+@given(**BATCHES)
+def test_saclr_of_its_authors_equals_the_loop(**batch: Any) -> None:
+    arguments = {"alpha": 0.25, "rho": 0.7, "variant": "authors", "views": batch["views"]}
+    criterion = SACLR(num_left=NUM, temperature=TAU, **arguments).double()
+    scales: slow.Table = {}
+    assert_equals_loop(criterion, batch, lambda case: slow.saclr_authors_surrogate(case, scales, TAU, 0.25, 0.7))
+    assert_holds(criterion.log_scale, scales)
+
+
+@pytest.mark.parametrize("own_temperatures", [False, True], ids=["SogCLR", "ISogCLR"])
+def test_gradients_are_those_of_libauc(own_temperatures: bool) -> None:
+    """Up to a factor: theirs sums both views' losses, each of them times τ."""
+    losses = pytest.importorskip("libauc.losses.contrastive")
+    theirs = losses.GCLoss_v1(N=NUM, tau=TAU, gamma=0.6, enable_isogclr=own_temperatures, beta=0.6, device="cpu")
+    ours: Objective = SogCLR(num_left=NUM, temperature=TAU, gamma=0.6, views=True)
+    if own_temperatures:
+        limits = {"min_temperature": 0.05, "max_temperature": 0.7}
+        ours = ISogCLR(num_left=NUM, temperature=TAU, gamma=0.6, views=True, temperature_momentum=0.4, **limits)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        views = normalize(torch.randn(2, 6, 5, generator=draw), dim=2).requires_grad_()
+        (found,) = torch.autograd.grad(ours(views[0], views[1], torch.arange(6)).loss, views)
+        (expected,) = torch.autograd.grad(theirs(views[0], views[1], torch.arange(6)), views)
+        # Theirs normalises once more, which leaves the part of the gradient across a vector.
+        across = found - (found * views).sum(dim=2, keepdim=True) * views
+        torch.testing.assert_close(across * 2 * TAU, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("tau", [0.05, 0.005])
+@pytest.mark.parametrize(("form", "negatives"), [("row", "all"), ("row", 1), ("matrix", "all")])
+def test_saclr_gradient_is_bounded_whatever_the_embeddings_do(tau: float, form: Any, negatives: Any) -> None:
+    """The repulsion of an anchor is at most r = 1/((1 − ρ)(1 − α)), in the matrix form on average, spread over unit
+    vectors; so its loss pulls at its own and at other embeddings with a total of at most 2·(1 + r)/τ."""
+    alpha, rho, draw = 0.125, 0.9, torch.Generator().manual_seed(0)
+    criterion = SACLR(num_left=40, temperature=tau, alpha=alpha, rho=rho, form=form, negatives=negatives)
+    largest = 0.0
+    for _ in range(50):
+        ids = torch.randperm(40, generator=draw)[:8]
+        # Embeddings far from those of the last visit, and a pair that was apart may now be together.
+        left, right = normalize(torch.randn(2, 8, 4, generator=draw), dim=2).unbind()
+        left, right = left.requires_grad_(), right.requires_grad_()
+        criterion(left, right, ids).loss.backward()
+        largest = max(largest, float(torch.cat([left.grad, right.grad]).norm()))
+    assert 1 / tau / 8 < largest <= 2 * (1 + 1 / ((1 - rho) * (1 - alpha))) / tau
+
+
+def test_saclr_matrix_form_keeps_the_mean_of_the_row_scales() -> None:
+    row, matrix = (
+        SACLR(num_left=NUM, alpha=0.25, rho=0.0, form=form, views=True).double() for form in ("row", "matrix")
+    )
+    case = slow.make_case(0, 6, views=True)
+    row(**case.arguments())
+    matrix(**case.arguments())
+    torch.testing.assert_close(matrix.log_scale.exp(), row.log_scale[case.left_id].exp().mean()[None])
+
+
+@pytest.mark.parametrize("form", ["row", "matrix"])
+def test_saclr_with_one_negative_estimates_the_gradient_with_all(form: Any) -> None:
+    case = slow.make_case(0, 6, views=True)
+    shared = {"num_left": NUM, "temperature": 0.5, "rho": 0.99, "form": form, "views": True}
+    with_all = SACLR(negatives="all", **shared).double()
+    with_all(**case.arguments())
+    one = SACLR(negatives=1, **shared).double()
+    one.load_state_dict(with_all.state_dict())
+    expected = gradients(with_all(**case.arguments()).loss, case)
+    one.eval()  # which leaves the scales as they are
+    total, num_draws = torch.zeros_like(expected), 400
+    for position in range(num_draws):
+        one.draws.position = position
+        total += gradients(one(**case.arguments()).loss, case)
+    assert (total / num_draws - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_first_visit_is_decided_per_item() -> None:
+    """A batch of known items and a new one: the new item starts from its own value, not from a batch-wide rule."""
+    criterion, alone = (SogCLR(num_left=NUM, gamma=0.1, temperature=TAU, views=True).double() for _ in range(2))
+    criterion(**slow.make_case(0, 6, views=True).arguments())
+    case = slow.make_case(0, 6, views=True)
+    new = next(i for i in range(NUM) if i not in case.left_id)
+    case.left_id[0] = new
+    case.right_id = case.left_id
+    criterion(**case.arguments())
+    alone(**case.arguments())
+    torch.testing.assert_close(criterion.log_u[new], alone.log_u[new])
+
+
+def test_averages_of_a_frozen_batch_converge_to_its_mean() -> None:
+    criterion = ISogCLR(num_left=NUM, gamma=0.3, temperature=TAU, temperature_rate=0.0, views=True).double()
+    case = slow.make_case(4, 6, views=True)
+    for _ in range(60):
+        criterion(**case.arguments())
+    for item in case.left_id:
+        rows = [row for row in slow.directions(case)[0] if row.item == item]
+        means = [torch.stack([(s / TAU).exp() for s in row.negatives]).mean() for row in rows]
+        expected = float(torch.stack(means).mean().detach())
+        assert float(criterion.log_u[item].exp()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_cosine_schedule_brings_gamma_from_one_to_its_value() -> None:
+    criterion = SogCLR(num_left=2, gamma=0.2, gamma_schedule="cosine")
+    seen = []
+    for fraction in (0.0, 0.5, 1.0):
+        criterion.set_progress(fraction)
+        seen.append(criterion.gamma)
+    assert seen == pytest.approx([1.0, 0.6, 0.2])
