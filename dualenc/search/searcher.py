@@ -98,6 +98,7 @@ class Searcher:
         judge: Rescore | None = None,
         nprobe: int | None = None,
         ef_search: int | None = None,
+        qdrant_path: str | None = None,
     ) -> Searcher:
         """Open an index, or an engine that a folder remembers, and the model that made it.
 
@@ -110,13 +111,20 @@ class Searcher:
             judge: a cross-encoder (`open_cross_encoder`) for `Query.rerank`; the texts that it reads are opened, too.
             nprobe: lists that an IVF index visits.
             ef_search: candidates that an HNSW index keeps.
+            qdrant_path: the store of an embedded Qdrant, see `EngineIndex.open`.
 
         Raises:
             DualencError: no index, no model, no BM25 or texts where they are needed, or the model has other weights
                 than the index was made with.
         """
         folder = Path(folder)
-        index: Index | EngineIndex = EngineIndex.open(folder) if is_engine(folder) else Index.open(folder)
+        index: Index | EngineIndex
+        if is_engine(folder):
+            index = EngineIndex.open(folder, qdrant_path)
+        elif qdrant_path is not None:
+            raise DualencError(f"{folder}: remembers no engine; leave --qdrant-path out")
+        else:
+            index = Index.open(folder)
         recorded, side = index.meta.get("model_checksum"), index.meta.get("side", "right")
         how: dict[str, Any] = {"nprobe": nprobe, "ef_search": ef_search, "judge": judge}
         if judge is not None:

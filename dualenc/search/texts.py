@@ -84,22 +84,24 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
     Raises:
         DualencError: no texts, or not those of the index.
     """
-    from dualenc.search.engines import EngineIndex, is_engine
+    from dualenc.search.engines.push import is_engine, read_engine_meta
     from dualenc.search.index import Index
 
     if corpus.modality != "text":
         raise DualencError(
             f"{folder}: its data holds {corpus.modality}s, and a cross-encoder reads texts; leave it out"
         )
-    index: Index | EngineIndex = EngineIndex.open(folder) if is_engine(folder) else Index.open(folder)
     ids: Sequence[str] = corpus.ids
     row_of = {name: row for row, name in enumerate(corpus.ids)}
-    if isinstance(index, EngineIndex):  # which does not list its ids
-        index.engine.close()
-        if len(ids) < len(index):
-            told = f"the data has {len(ids):,} texts for {len(index):,} vectors"
+    if is_engine(folder):  # which does not list its ids
+        about = read_engine_meta(folder)[0]
+        belongs_to = about.fingerprint
+        if len(ids) < about.count:
+            told = f"the data has {len(ids):,} texts for {about.count:,} vectors"
             raise DualencError(f"{folder}: {told}; name what the embeddings were made of")
     else:
+        index = Index.open(folder)
+        belongs_to = checksum_of(index)
         ids = index.ids
         for name in ids:
             if name not in row_of:
@@ -110,6 +112,6 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
         write_ids(part / "ids.txt", ids)
         write_snippets(part / "texts.jsonl", (corpus[row_of[name]] for name in ids))
         files = checksums(part, sorted(path.name for path in part.iterdir()))
-        head = {"format": "dualenc texts", "version": 1, "count": len(ids), "of": checksum_of(index)}
+        head = {"format": "dualenc texts", "version": 1, "count": len(ids), "of": belongs_to}
         write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
     return len(ids)

@@ -44,7 +44,8 @@ class Qdrant(Engine):
     """A collection in Qdrant.
 
     Args:
-        target: http:// or https:// URL, or the path of a folder for the embedded mode, for one process at a time.
+        target: http:// or https:// URL, or the path of a folder for the embedded mode, for one process at a time. The
+            client unpickles every point of such a folder, which can run code: take the path from the user alone.
         collection: its name.
 
     Raises:
@@ -56,7 +57,7 @@ class Qdrant(Engine):
 
     def __init__(self, target: str, collection: str) -> None:
         super().__init__(target, collection)
-        self.is_remote = target.startswith(("http://", "https://"))
+        self.is_remote = is_server(target)
         qdrant = import_extra("qdrant_client", "qdrant-client", "qdrant")
         self.models = qdrant.models
         with self._told(), warnings.catch_warnings():
@@ -242,6 +243,11 @@ class Qdrant(Engine):
         return isinstance(error, (exceptions.ResponseHandlingException, busy.ResourceExhaustedResponse))
 
 
+def is_server(target: str) -> bool:
+    """Whether a target is the URL of a server, and not a folder for the embedded mode."""
+    return target.startswith(("http://", "https://"))
+
+
 def _point(name: str) -> str:
     return str(uuid.uuid5(IDS, name))
 
@@ -282,4 +288,7 @@ def _checked_folder(target: str) -> Path:
     known = (folder / "meta.json").is_file() and (folder / ".lock").exists()
     if folder.exists() and not known and not (folder.is_dir() and not any(folder.iterdir())):
         raise DualencError(f"{folder}: exists and holds no Qdrant collections; choose a new or empty folder, or a URL")
+    if known:
+        told = "Qdrant's embedded mode unpickles what it holds, which can run code; open only what you trust"
+        print(printable(f"note: {folder}: {told}"), file=sys.stderr)
     return folder
