@@ -118,14 +118,14 @@ def whole_module(folder: Path) -> Path | None:
     Raises:
         DualencError: modules.json cannot be read, or names modules that nothing here can express.
     """
-    modules = _list_modules(folder, (*SUPPORTED, "CLIPModel"))
+    modules = list_modules(folder, (*SUPPORTED, "CLIPModel"))
     names = [name for name, _ in modules]
     return modules[0][1] if names[:1] in (["CLIPModel"], ["Transformer"]) and set(names[1:]) <= {"Normalize"} else None
 
 
 def _read_modules(folder: Path) -> list[tuple[str, Path]]:
     """Kind and folder of each module: Transformer, Pooling, then any of Dense and Normalize."""
-    file, found = folder / "modules.json", _list_modules(folder, SUPPORTED)
+    file, found = folder / "modules.json", list_modules(folder, SUPPORTED)
     names = [name for name, _ in found]
     for position, name in enumerate(MODULES[:2]):
         if name not in names:
@@ -135,8 +135,12 @@ def _read_modules(folder: Path) -> list[tuple[str, Path]]:
     return found
 
 
-def _list_modules(folder: Path, supported: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """Kind and folder of each module, all of supported kinds of sentence-transformers itself."""
+def list_modules(folder: Path, supported: tuple[str, ...]) -> list[tuple[str, Path]]:
+    """Kind and folder of each module, all of supported kinds of sentence-transformers itself.
+
+    Raises:
+        DualencError: modules.json cannot be read, names another kind, or a folder outside of this one.
+    """
     file = folder / "modules.json"
     modules = read_json(file)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
