@@ -43,7 +43,7 @@ FORMAT = "dualenc index"
 FORMAT_VERSION = 3
 """1 had a checksum of index.faiss alone, 2 no arrays beside ids.txt and snippets.jsonl, and no sizes."""
 OLDEST_VERSION = 2
-KEPT = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped")
+KEPT = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped", "texts_checksum")
 """What an index remembers of its embeddings: which model and side made them, and from what."""
 WRITE_BYTES = 1 << 22
 REBUILD = "build the index again"
