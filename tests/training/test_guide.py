@@ -113,9 +113,8 @@ def test_a_run_is_not_resumed_with_another_guide(tmp_path: Path, guide: tuple[st
     train(resume=False)
     train(resume=True)
     shutil.rmtree(guide[1])
-    embed(
-        LetterTower(), Corpus([str(i) for i in range(24)], texts(24)[::-1]), guide[1], progress=False, output="features"
-    )
+    changed = Corpus([str(i) for i in range(24)], texts(24)[::-1])
+    embed(LetterTower(), changed, guide[1], progress=False, output="features")
     with pytest.raises(DualencError, match=r"other data: guide\.right was"):
         train(resume=True)
 
