@@ -183,7 +183,6 @@ def write_sentence_files(
     *,
     default_prompt_name: str | None = None,
     head: Iterable[nn.Module] = (),
-    truncate_dim: int | None = None,
 ) -> None:
     """Write everything of a sentence-transformers folder but the transformer and the tokenizer.
 
@@ -197,7 +196,6 @@ def write_sentence_files(
         prompts: by name, "query" and "document" among them.
         default_prompt_name: which of them plain `encode` uses.
         head: `Dense` and `Normalize` modules behind the pooling, before the last `Normalize`.
-        truncate_dim: how many of the first components are used; None: all.
     """
     head = list(head)
     names = [*MODULES[:2], *(type(module).__name__ for module in head), "Normalize"]
@@ -215,7 +213,6 @@ def write_sentence_files(
             "prompts": prompts,
             "default_prompt_name": default_prompt_name,
             "similarity_fn_name": "cosine",
-            **({} if truncate_dim is None else {"truncate_dim": truncate_dim}),
         },
     )
     sizes = {"word_embedding_dimension": hidden_size}

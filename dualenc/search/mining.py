@@ -139,9 +139,9 @@ class Report:
         written: rows in the file: queries with a negative.
         negatives: in all rows together.
         candidates: documents in the windows of ranks.
-        known_positives: documents that were passed over down to the end of the window: known positives, documents with
-            the same contents, and documents with the contents or the id of the query; the positives are those of all queries
-            of the same contents.
+        known_positives: documents that were passed over down to the end of the window: known positives of the query and
+            of those with its contents, documents with the same contents, and documents with the contents or the id of
+            the query.
         false_negatives: candidates above their query's limit, likely relevant.
         repeated: candidates with the contents of a better one.
         without_negatives: queries of which no candidate was left; they have no row.
@@ -462,8 +462,7 @@ class _Miner:
         return row | {"query_id": name, "pos_id": pos_id, "neg_id": neg_id}
 
     def _known(self, query: int) -> np.ndarray:
-        """Right ids that are no candidates of a left item: the positives of all queries of its contents, copies of them,
-        and the query itself."""
+        """Right ids that are no candidates: positives of all queries of these contents, their copies, the query itself."""
         groups = self.same[self._group_positives.row(self._query_group[query])]
         if self._queries_same[query] >= 0:
             groups = np.append(groups, self._queries_same[query])
