@@ -153,9 +153,14 @@ def list_modules(folder: Path, supported: tuple[str, ...]) -> list[tuple[str, Pa
                 f"{folder}: its module {module.get('type')} is not supported; "
                 f"only models of {', '.join(supported)} can be loaded"
             )
-        place = folder / str(module.get("path", ""))
-        if not place.resolve().is_relative_to(folder.resolve()):
-            raise DualencError(f"{file}: {module.get('path')} leaves the folder; restore the file")
+        path = module.get("path", "")
+        place = folder / str(path)
+        try:
+            is_inside = place.resolve().is_relative_to(folder.resolve())
+        except (ValueError, OSError):  # a NUL byte, half a character, links in a circle
+            is_inside = False
+        if not (is_inside and isinstance(path, str)):
+            raise DualencError(f"{file}: {str(path)[:80]!r} is no path in the folder; restore the file")
         found.append((name, place))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -266,13 +266,7 @@ class Index:
         told = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
         read_head(folder, FORMAT, (OLDEST_VERSION, FORMAT_VERSION), told, REBUILD)
         meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
-        allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
-        for name, values in allowed.items():
-            if name in meta and meta[name] not in values:
-                raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {REBUILD}")
-        for name in ("model", "model_checksum"):
-            if not isinstance(meta.get(name, ""), str):
-                raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {REBUILD}")
+        check_kept(path, meta, REBUILD)
 
         path = folder / "index.faiss"
         snippets = folder / "snippets.jsonl"
@@ -394,6 +388,26 @@ def check_target(folder: str | os.PathLike[str]) -> None:
         DualencError: it holds something else.
     """
     check_free_for(folder, FORMAT, "holds no index")
+
+
+def check_kept(path: Path, meta: Mapping[str, Any], mend: str) -> None:
+    """Insist that what a meta.json remembers of its embeddings is of the right kind.
+
+    Args:
+        path: of the file.
+        meta: its entries.
+        mend: what to do about it.
+
+    Raises:
+        DualencError: an entry that is none of its values, or no text.
+    """
+    allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
+    for name, values in allowed.items():
+        if name in meta and meta[name] not in values:
+            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {mend}")
+    for name in ("model", "model_checksum"):
+        if not isinstance(meta.get(name, ""), str):
+            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {mend}")
 
 
 def write_contents(

@@ -462,7 +462,7 @@ class _Miner:
         return row | {"query_id": name, "pos_id": pos_id, "neg_id": neg_id}
 
     def _known(self, query: int) -> np.ndarray:
-        """Right ids that are no candidates: positives of all queries of these contents, their copies, the query itself."""
+        """Right ids that are no candidates: positives of all queries of these contents, copies of them, the query."""
         groups = self.same[self._group_positives.row(self._query_group[query])]
         if self._queries_same[query] >= 0:
             groups = np.append(groups, self._queries_same[query])

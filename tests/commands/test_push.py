@@ -207,6 +207,20 @@ def test_mistakes_are_told_in_one_line(
     assert "is not there; run `dualenc push` again" in failure(capsys, "search", tmp_path / "engine", "wing")
 
 
+@pytest.mark.parametrize(
+    "change", [{"model": 5}, {"model": ["x"]}, {"model_checksum": 1}, {"side": "up"}, {"output": 7}]
+)
+def test_a_folder_that_remembers_nonsense_is_told(
+    tmp_path: Path, emb: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
+) -> None:
+    run("push", emb, tmp_path / "lake", "--to", "lancedb", "--out", tmp_path / "engine", "--recall-queries", 0)
+    path = tmp_path / "engine" / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    told = failure(capsys, "search", tmp_path / "engine", "wing")
+    assert f"meta.json: {next(iter(change))} is " in told
+    assert "run `dualenc push` again" in told
+
+
 def test_push_to_parquet(tmp_path: Path, emb: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for new in (1, 0):
         run("push", emb, tmp_path / "out", "--to", "parquet")

@@ -259,6 +259,16 @@ def test_the_library_gives_truncated_vectors_of_length_one(
     assert TextEncoder(str(folder), truncate_dim=8).dim == 8
 
 
+@pytest.mark.parametrize("path", ["1_Pooling\0", "1_\ud800", "..", "/", 5, None])
+def test_paths_of_modules_that_are_none(saved: Path, path: Any) -> None:
+    file = saved / "modules.json"
+    modules = json.loads(file.read_text())
+    modules[1]["path"] = path
+    file.write_text(json.dumps(modules))
+    with pytest.raises(DualencError, match=r"modules\.json: .* is no path in the folder; restore the file"):
+        load_model(saved)
+
+
 def test_prompts_by_name_and_the_default_one(saved: Path, texts: list[str], tmp_path: Path) -> None:
     prompts = {"sts": "same meaning? ", "query": "ask: ", "passage": "told: "}
     path = saved / "config_sentence_transformers.json"

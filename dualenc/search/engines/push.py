@@ -21,7 +21,7 @@ from dualenc.search.engines.contract import QUANTIZATIONS, About, Engine, Hit, Q
 from dualenc.search.engines.lance import Lance
 from dualenc.search.engines.qdrant import Qdrant, is_server
 from dualenc.search.engines.where import Condition, column_kinds, meets
-from dualenc.search.index import KEPT
+from dualenc.search.index import KEPT, check_kept
 from dualenc.types import Metric
 
 ENGINES: dict[str, type[Engine]] = {"qdrant": Qdrant, "lancedb": Lance}
@@ -45,6 +45,7 @@ def read_engine_meta(folder: str | os.PathLike[str]) -> tuple[About, dict[str, A
     meta = read_json_object(folder / "meta.json", {"engine": str, "target": str, "collection": str})
     if meta["engine"] not in ENGINES:
         raise DualencError(f"{folder}: names the unknown engine {meta['engine'][:40]!r}; {AGAIN}")
+    check_kept(folder / "meta.json", meta, AGAIN)
     return About.from_dict(meta, str(folder / "meta.json")), meta
 
 
