@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,24 @@ def test_of_two_views_near_copies_of_an_image_are_no_negatives(tmp_path: Path, g
     strict, wide = (same(weights(tmp_path / "plain"), weights(tmp_path / name)) for name in ("strict", "wide"))
     assert strict
     assert not wide
+
+
+@pytest.mark.parametrize("kind", [InfoNCE, ISIR])
+def test_a_run_is_not_resumed_with_another_guide(tmp_path: Path, guide: tuple[str, str], kind: type[Objective]) -> None:
+    pairs = tiny_pairs()
+
+    def train(resume: bool) -> None:
+        folders = {"guide_left": guide[0], "guide_right": guide[1]}
+        trainer = Trainer(output=tmp_path / "run", batch_size=8, max_steps=2, progress=False, **folders)
+        trainer.fit(TinyEncoder(), pairs, kind(num_left=pairs.num_left, num_right=pairs.num_right), resume=resume)
+
+    train(resume=False)
+    train(resume=True)
+    shutil.rmtree(guide[1])
+    changed = Corpus([str(i) for i in range(24)], texts(24)[::-1])
+    embed(LetterTower(), changed, guide[1], progress=False, output="features")
+    with pytest.raises(DualencError, match=r"other data: guide\.right was"):
+        train(resume=True)
 
 
 def test_mistakes_are_told(tmp_path: Path, guide: tuple[str, str]) -> None:
