@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from dualenc import distributed
+from dualenc.errors import DualencError
 from dualenc.objectives.guide import Judgement, PairGuide
 from dualenc.objectives.looks import upload
 from dualenc.types import Side
@@ -432,9 +433,19 @@ def weighted_sum(weights: Tensor, scores: Tensor) -> Tensor:
     return ((weights.detach() if weights.requires_grad else weights) * scores).sum(dim=1)
 
 
+def refuse_second_derivatives() -> None:
+    """Called in a backward pass: its gradient takes weights for constants, so that its own derivative would be wrong.
+
+    torch's `once_differentiable` lets that pass where the incoming gradient is a constant, as that of a loss is.
+    """
+    if torch.is_grad_enabled():
+        raise DualencError("an objective has no second derivatives; call backward without create_graph")
+
+
 class WithGradient(torch.autograd.Function):
     """`WithGradient.apply(value, scores, weights)`: losses (A,) with a value (A,) of their own, whose gradient with
-    respect to scores (A, C) or (A,) is weights of that shape, besides that of the value; weights are constants."""
+    respect to scores (A, C) or (A,) is weights of that shape, besides that of the value; weights are constants, so that
+    there is no second derivative."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
@@ -443,6 +454,7 @@ class WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        refuse_second_derivatives()
         (weights,), (of_loss,) = ctx.saved_tensors, grad_outputs
         return of_loss, (of_loss if weights.dim() == 1 else of_loss[:, None]) * weights, None
 

@@ -25,10 +25,19 @@ from torch.nn.functional import pad, softplus
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import PADDING, Anchors, BothDirections, Pairs, joined, pair_anchors, view_anchors
+from dualenc.objectives.anchors import (
+    PADDING,
+    Anchors,
+    BothDirections,
+    Pairs,
+    joined,
+    pair_anchors,
+    refuse_second_derivatives,
+    view_anchors,
+)
 from dualenc.objectives.guide import LookUp, PairGuide, limits
 from dualenc.objectives.item_state import ItemState
-from dualenc.objectives.looks import Asking, Looks
+from dualenc.objectives.looks import NORM_TOLERANCE, Asking, Looks
 from dualenc.objectives.state import SharedRandom
 from dualenc.objectives.teacher import teacher_loss
 from dualenc.types import Side
@@ -38,8 +47,6 @@ Encode = Callable[[Side, Tensor], Tensor]
 the same order, also for no items: the passes through a sharded model are made by all of them together."""
 
 MIN_TEMPERATURE = 1e-3
-# Rounding to bfloat16 moves the norm of a unit vector by 0.4 % at most, normalising in bfloat16 by twice that.
-NORM_TOLERANCE = 0.01
 
 
 class Metrics(Mapping[str, Tensor]):
@@ -106,7 +113,8 @@ class AnchorLosses(NamedTuple):
 
 
 class Reported(torch.autograd.Function):
-    """`Reported.apply(surrogate, value)`: the value of one tensor with the gradient of another of its shape."""
+    """`Reported.apply(surrogate, value)`: the value of one tensor with the gradient of another of its shape; second
+    derivatives are refused."""
 
     @staticmethod
     def forward(ctx: Any, surrogate: Tensor, value: Tensor) -> Tensor:
@@ -114,6 +122,7 @@ class Reported(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivatives()
         return grad_outputs[0], None
 
 
@@ -164,7 +173,8 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
 
     Raises:
         DualencError: an argument out of range; in `forward`, shapes or ids that do not fit, embeddings that are not
-            finite or not of norm 1; in `load_state_dict`, the state of another objective or of other sizes.
+            finite or not of norm 1 (what `encode` gives may also be 0), weights or counts that are negative; in
+            `load_state_dict`, the state of another objective or of other sizes.
     """
 
     left_counts: Tensor | None
@@ -330,7 +340,13 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             "right_positives": right_positives,
             "negative_id": negative_id,
         }
-        pairs, copies = self._checked({"left": left, "right": right, "negatives": negatives}, ids)
+        if self.teacher is None and (teacher_scores is not None or teacher_rows is not None):
+            what = "and teacher_rows are given without a teacher; set teacher to margin_mse or kl, or leave them out"
+            self._fail("teacher_scores", what)
+        if weights is not None and weights.shape != left_id.shape:
+            self._fail("weights", f"has shape {tuple(weights.shape)}; it must hold {len(left_id)} numbers")
+        judged = {"weights": weights, "teacher_rows": teacher_rows}
+        pairs, copies = self._checked({"left": left, "right": right, "negatives": negatives}, ids, judged)
         if guide is not None or guide_left is not None or guide_right is not None:
             pairs = self._guided(pairs, guide, guide_left, guide_right, guide_negatives, negatives)
         if self.needs_encode and encode is None:
@@ -367,8 +383,6 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             every = joined([of.surrogate for of in losses])
             of_anchors = None
             if weights is not None:
-                if weights.shape != left_id.shape:
-                    self._fail("weights", f"has shape {tuple(weights.shape)}; it must hold {len(left_id)} numbers")
                 weights = weights.to(like)
                 of_anchors = weights.repeat(2)  # anchors are first the left, then the right ones of all pairs
             reported = every = every if of_anchors is None else every * of_anchors
@@ -445,16 +459,22 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         The corpus is the multiset of the pairs' items. Without this, every item stands in one pair.
 
         Raises:
-            DualencError: another number of items.
+            DualencError: another number of items, counts that are negative or not finite, or sums that differ.
         """
-        for side, counts in (("left", left_counts), ("right", left_counts if self.views else right_counts)):
-            total = self.num_left if side == "left" else self.num_right
-            if total is None:
-                continue
-            if counts.shape != (total,):
+        given: dict[Side, Tensor] = {"left": left_counts, "right": left_counts if self.views else right_counts}
+        given = {side: counts for side, counts in given.items() if self.num_items(side) is not None}
+        for side, counts in given.items():
+            if counts.shape != (total := self.num_items(side),):
                 self._fail(f"{side}_counts", f"has shape {tuple(counts.shape)}; it must hold {total} counts")
+            if not bool(((counts >= 0) & torch.isfinite(counts)).all()):
+                self._fail(f"{side}_counts", "holds negative or infinite counts, or NaN; they must be 0 or more")
+        sums = [float(counts.double().sum()) for counts in given.values()]
+        if given and not math.isclose(sums[0], sums[-1], rel_tol=1e-6):
+            what = f"sum to {sums[0]:g} and {sums[-1]:g}; each pair counts once on either side"
+            self._fail("left_counts and right_counts", what)
+        for side, counts in given.items():
             uneven = bool((counts != 1).any())
-            self.num_pairs = round(float(counts.sum()))
+            self.num_pairs = round(sums[0])
             setattr(self, f"{side}_counts", counts.to(self.log_temperature.device, torch.float32) if uneven else None)
 
     def set_neighbors(self, side: Side, ids: Tensor) -> None:
@@ -495,6 +515,17 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             number = total - (positives != PADDING).sum(dim=1)
         number = number if total is None else num_views * number
         return number.clamp(min=1).to(anchors.embeddings.dtype).log()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Objective:
+        """As of `torch.nn.Module`, but `half()` and `bfloat16()` leave the precision of τ, averages and tables: the
+        changes of a step are smaller than what half precision tells apart."""
+
+        def keep_precision(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            lowered = moved.dtype != tensor.dtype and moved.dtype in (torch.float16, torch.bfloat16)
+            return tensor.to(moved.device) if lowered else moved
+
+        return super()._apply(keep_precision, recurse)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of `torch.nn.Module`; what does not fit is told before anything is taken over.
@@ -548,10 +579,13 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         return dict(zip(Metrics.NAMES, means, strict=True)), torch.cat(estimates)
 
     def _checked(
-        self, embeddings: Mapping[str, Tensor | None], ids: Mapping[str, Tensor | None]
+        self,
+        embeddings: Mapping[str, Tensor | None],
+        ids: Mapping[str, Tensor | None],
+        judged: Mapping[str, Tensor | None],
     ) -> tuple[Pairs, tuple[Tensor, Tensor]]:
         """The pairs of all ranks, once all shapes, types and values are right; and copies of this rank's embeddings
-        that nobody changes later."""
+        that nobody changes later. `judged` are weights and a teacher's rows, of which the values are checked."""
         given = {name: tensor for name, tensor in embeddings.items() if tensor is not None}
         left, right, negatives = given["left"], given["right"], given.get("negatives")
         for name, tensor in given.items():
@@ -595,7 +629,7 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             both = torch.stack([left_id, right_id])
             both = both if alone else distributed.gather(both.T, sizes).T.contiguous()
             rows = torch.cat(list(given.values()))
-            left_copies, right_copies, *on_cpu = self._look(given, rows, both, known)
+            left_copies, right_copies, *on_cpu = self._look(given, rows, both, known, judged)
             parts = rows.split([len(tensor) for tensor in given.values()])
         precision = torch.float64 if left.dtype == torch.float64 else torch.float32
         left, right = left.to(precision), right.to(precision)
@@ -680,7 +714,12 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
         return replace(pairs, guide=guide)
 
     def _look(
-        self, embeddings: dict[str, Tensor], rows: Tensor, both: Tensor, ids: dict[str, Tensor]
+        self,
+        embeddings: dict[str, Tensor],
+        rows: Tensor,
+        both: Tensor,
+        ids: dict[str, Tensor],
+        judged: Mapping[str, Tensor | None],
     ) -> tuple[Any, ...]:
         """Check all values in one look: on a GPU each look waits for the work before it.
 
@@ -689,6 +728,7 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             rows: (n, D) all of them.
             both: (2, P) left and right ids of the pairs of all ranks.
             ids: by name, this rank's.
+            judged: weights of this rank's pairs, and a teacher's rows of this rank's negatives.
 
         Returns:
             How many pairs share one left item at most, and one right item; and where tables on the CPU need them, left
@@ -707,6 +747,9 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
                 seen[name] = ids[name].flatten().aminmax(dim=0, keepdim=True)
         if self.views and ids["left_id"] is not ids["right_id"] and len(ids["left_id"]):
             seen["differ"] = ((ids["left_id"] != ids["right_id"]).any()[None],)
+        for name, numbers in judged.items():
+            if numbers is not None and numbers.numel():
+                seen[name] = numbers.to(both.device, torch.float64).flatten().aminmax(dim=0, keepdim=True)
         on_cpu: list[Tensor] = []
         looked = torch.cat([part for parts in seen.values() for part in parts]) if seen else torch.zeros(0)
         if self.state_on_cpu and both.device.type != "cpu":
@@ -714,8 +757,8 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
             together = torch.cat([looked.to(both.device, torch.float64), both.flatten()]).cpu()
             looked, every = together.split([len(looked), both.numel()])
             on_cpu = list(every.long().view(2, -1))
-        numbers = iter(looked.tolist())
-        found = {name: list(islice(numbers, sum(map(len, parts)))) for name, parts in seen.items()}
+        values = iter(looked.tolist())
+        found = {name: list(islice(values, sum(map(len, parts)))) for name, parts in seen.items()}
 
         if not all(abs(norm - 1) <= NORM_TOLERANCE for norm in found.get("norms", [])):
             for name, tensor in embeddings.items():
@@ -741,6 +784,14 @@ class Objective(nn.Module, metaclass=_OfAnyLength):
                 self._fail(name, f"holds ids in [{low:.0f}, {high:.0f}]; they must lie in [0, {most}){padding}")
         if any(found.get("differ", [])):
             self._fail("right_id", "differs from left_id; with views=True both views carry the image's id")
+        low, high = found.get("weights", (0, 0))
+        if not 0 <= low <= high < math.inf:
+            self._fail("weights", f"holds numbers in [{low:.4g}, {high:.4g}]; they must be finite and 0 or more")
+        low, high = found.get("teacher_rows", (PADDING, PADDING))
+        num_mined = len(embeddings.get("negatives", ()))
+        if low < PADDING or high >= num_mined:
+            must = f"they must be rows of the {num_mined} negatives, or -1 (padding)"
+            self._fail("teacher_rows", f"holds rows in [{low:.0f}, {high:.0f}]; {must}")
         return int(left_copies), int(right_copies), *on_cpu
 
     def _fail(self, argument: str, problem: str) -> NoReturn:

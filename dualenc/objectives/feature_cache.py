@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import PADDING, Anchors
+from dualenc.objectives.anchors import PADDING, Anchors, listed
 from dualenc.objectives.chains import inverse_cdf, items_of
 from dualenc.objectives.guide import Judgement
 from dualenc.objectives.item_state import ItemState, pinned_for
@@ -29,14 +30,38 @@ class Place(NamedTuple):
     inside: slice | Tensor
 
 
+class Sample(NamedTuple):
+    """Which part of a cache is looked at: some items for certain, and of the others those in random blocks, which weigh
+    1 / the probability of that. So sums over it have the mean of sums over all that is remembered.
+
+    Attributes:
+        blocks: ascending numbers of the blocks, the same on every rank.
+        probability: of an item to be in one of them, above 0.
+        certain: (n,) ascending items, each once, after -1 for none; the same on every rank.
+        known: the same on the CPU, where the host knows them.
+    """
+
+    blocks: list[int]
+    probability: float
+    certain: Tensor
+    known: Tensor | None = None
+
+    def holds(self, items: Tensor, block_size: int, num_blocks: int) -> Tensor:
+        """(n,) whether items (n,) are looked at."""
+        drawn = torch.zeros(num_blocks, dtype=torch.bool)
+        drawn[self.blocks] = True
+        return upload(drawn, items.device)[items // block_size] | listed(self.certain[None], items)[0]
+
+
 class Attention(NamedTuple):
     """What anchors see in remembered embeddings.
 
     Attributes:
-        items, shares: (n,) what this rank looked at, ascending, and the mean over all anchors of its share of their
-            softmax; over all ranks shares sum to 1, or to 0 where no anchor sees anything.
+        items, shares: (n,) what this rank looked at, and the mean over all anchors of its share of their softmax; over
+            all ranks shares sum to 1, or to 0 where no anchor sees anything.
         mean: (A, D) of every anchor the mean embedding of what it sees; 0 if nothing.
         log_sum, log_mean: (A,) log of the sum and of the mean of exp(s/τ) over what it sees; -inf if nothing.
+        hardest: (A, K) the items that weigh most for each anchor, where asked for, padded with -1.
     """
 
     items: Tensor
@@ -44,6 +69,7 @@ class Attention(NamedTuple):
     mean: Tensor
     log_sum: Tensor
     log_mean: Tensor
+    hardest: Tensor | None = None
 
 
 class FeatureCache(ItemState):
@@ -146,8 +172,9 @@ class FeatureCache(ItemState):
         anchors: Tensor,
         barred: Tensor,
         counts: Tensor | None = None,
-        blocks: list[int] | None = None,
+        sample: Sample | None = None,
         guide: Judgement | None = None,
+        num_hardest: int = 0,
     ) -> Attention:
         """The anchors' softmax over the filled slots: as seen from the items, and from the anchors.
 
@@ -155,38 +182,76 @@ class FeatureCache(ItemState):
             anchors: (A, D) embeddings of the anchors of all ranks over τ, the same on every rank.
             barred: (A, K) distinct items that an anchor does not see, padded with -1.
             counts: (N,) how often each item counts; by default once.
-            blocks: ascending numbers of the blocks to look at, the same on every rank; by default all.
+            sample: what to look at; by default everything.
             guide: what it takes for positives of these anchors is not seen, and counts as 0 in the mean.
+            num_hardest: K of `Attention.hardest`.
         """
+        hardest = Hardest(anchors, num_hardest)
 
-        def runs() -> Iterator[tuple[Place, Tensor, Tensor, Tensor]]:
-            for place, logits, seen in self._runs(anchors, barred, counts, blocks, guide):
+        def runs(first_time: bool) -> Iterator[tuple[Place, Tensor, Tensor, Tensor]]:
+            for place, logits, seen in self._runs(anchors, barred, counts, sample, guide):
+                if num_hardest and first_time:
+                    hardest.add(place.rows + self.first_item, logits, self.block_size)
                 peak = logits.amax(dim=1)
                 peak.masked_fill_(torch.isneginf(peak), 0.0)
                 yield place, logits.sub_(peak[:, None]).exp_(), peak, seen
 
         log_sum, count, kept = anchors.new_full((len(anchors),), -torch.inf), torch.zeros_like(anchors[:, 0]), []
-        for number, run in enumerate(runs()):
+        for number, run in enumerate(runs(first_time=True)):
             _, weights, peak, seen = run
             log_sum, count = torch.logaddexp(log_sum, weights.sum(dim=1).log() + peak), count + seen
             kept = [run] if number == 0 else []
         found = torch.stack([log_sum, count])[None]
         log_sums, seen_by = distributed.gather(found, [1] * distributed.world_size()).unbind(dim=1)
         log_sum, count = torch.logsumexp(log_sums, dim=0), seen_by.sum(dim=0)
+        if num_hardest:
+            hardest.gather(0.0 if sample is None else -math.log(sample.probability))
+        if sample is not None:
+            certain, embeddings, seen_for_certain = self._certain(anchors, barred, counts, sample, guide)
+            log_sum, count = torch.logaddexp(log_sum, torch.logsumexp(certain, dim=1)), count + seen_for_certain
+            hardest.add(sample.certain, certain, 1)
         sees = torch.isfinite(log_sum)
         mean, nothing = torch.zeros_like(anchors), anchors.new_zeros(0)
         items, shares = [nothing.long()], [nothing]
+        if sample is not None and distributed.rank() == 0:
+            # All ranks look at these; one of them draws from them.
+            weights = torch.exp(certain - torch.where(sees, log_sum, torch.inf)[:, None])
+            items.append(sample.certain)
+            shares.append(weights.sum(dim=0) / sees.sum().clamp(min=1))
+            mean += weights @ embeddings
         # What fits into one run need not be computed again.
-        for place, weights, peak, _ in kept or runs():
+        for place, weights, peak, _ in kept or runs(first_time=False):
             scale = torch.exp(peak - log_sum).masked_fill(~sees, 0.0)
             items.append(place.rows + self.first_item)
             shares.append(scale @ weights / sees.sum().clamp(min=1))
             mean += scale[:, None] * (weights @ upload(self.features[place.inside], weights.device).to(weights))
-        log_mean = log_sum - count.clamp(min=1).log()
-        return Attention(torch.cat(items), torch.cat(shares), distributed.all_reduce(mean), log_sum, log_mean)
+        mean, log_mean = distributed.all_reduce(mean), log_sum - count.clamp(min=1).log()
+        return Attention(torch.cat(items), torch.cat(shares), mean, log_sum, log_mean, hardest.items)
+
+    def _certain(
+        self,
+        anchors: Tensor,
+        barred: Tensor,
+        counts: Tensor | None,
+        sample: Sample,
+        guide: Judgement | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `_runs` yields, of the items (n,) that a sample holds for certain: (A, n) logits, the items' embeddings
+        (n, D), and (A,) how many of them each anchor sees."""
+        items = sample.certain.clamp(min=0)
+        known = None if sample.known is None else sample.known.clamp(min=0)
+        embeddings, there = self.recall(items, anchors, known)
+        number = (there & (sample.certain >= 0)).to(anchors)
+        if counts is not None:
+            number = number * counts[items]
+        hidden = listed(barred, sample.certain)
+        seen = number.sum() - (hidden * number).sum(dim=1)
+        if guide is not None:
+            hidden = hidden | guide.of_items(items)
+        return (anchors @ embeddings.T + number.log()).masked_fill(hidden, -torch.inf), embeddings, seen
 
     def sample(self, attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
-        """(num_draws,) ascending items, alike on all ranks; item z comes num_draws·share_z times, rounded up or down.
+        """(num_draws,) items, alike on all ranks; item z comes num_draws·share_z times, rounded up or down.
 
         One number places all draws at equal distances along the cumulative shares (systematic sampling): of all ways
         to draw with these expectations one with little variance.
@@ -226,16 +291,18 @@ class FeatureCache(ItemState):
         anchors: Tensor,
         barred: Tensor,
         counts: Tensor | None = None,
-        blocks: list[int] | None = None,
+        sample: Sample | None = None,
         guide: Judgement | None = None,
     ) -> Iterator[tuple[Place, Tensor, Tensor]]:
-        """Runs of whole blocks of this rank, small enough for (A, n) similarities; some blocks, or all of them.
+        """Runs of whole blocks of this rank, small enough for (A, n) similarities; the blocks of a sample, without what
+        it holds for certain, or all of them.
 
         Yields:
             Where the run is; (A, n) s/τ, plus the log of an item's count, -inf where an anchor sees no item; and (A,)
             how many items each anchor sees.
         """
         self.settle()
+        blocks = None if sample is None else sample.blocks
         own, size = self.blocks, max(1, MAX_ELEMENTS // max(1, len(anchors) * self.block_size))
         wanted = range(own.start, own.stop) if blocks is None else [b for b in blocks if own.start <= b < own.stop]
         for first in range(0, len(wanted) if len(self.features) else 0, size):
@@ -253,6 +320,12 @@ class FeatureCache(ItemState):
             number = upload(self.filled[place.inside], anchors.device).to(anchors)
             if counts is not None:
                 number = number * counts[(rows + self.first_item).clamp(max=len(counts) - 1)]
+            if sample is not None:
+                number = number / sample.probability
+                local = sample.certain - self.first_item
+                column = torch.searchsorted(rows, local).clamp(max=len(rows) - 1)
+                column = torch.where(rows[column] == local, column, len(rows))
+                number = nn.functional.pad(number, (0, 1)).index_fill(0, column, 0.0)[:-1]
             logits = anchors @ upload(self.features[place.inside], anchors.device).to(anchors).T
             logits += number.log()
             local = barred - self.first_item
@@ -337,6 +410,42 @@ class FeatureCache(ItemState):
             self.features[: len(features[own])] = features[own]
             self.filled[: len(filled[own])] = filled[own]
         self.num_steps = int(state_dict[keys[2]])
+
+
+class Hardest:
+    """The K items with the largest logits of each anchor, of all that is added.
+
+    Args:
+        anchors: (A, D) of which there are so many, alike on all ranks.
+        number: K.
+    """
+
+    def __init__(self, anchors: Tensor, number: int) -> None:
+        self.number = number
+        self.items = torch.full((len(anchors), number), PADDING, device=anchors.device)
+        self.logits = torch.full((len(anchors), number), -torch.inf, dtype=anchors.dtype, device=anchors.device)
+
+    def add(self, items: Tensor, logits: Tensor, block_size: int) -> None:
+        """Of items (n,) with logits (A, n), in blocks of equal size; -inf is none."""
+        if block_size > 1 and logits.shape[1] > self.number * block_size:
+            # They lie in the blocks with the K largest maxima: far fewer entries to sort.
+            blocks = logits.unflatten(1, (-1, block_size))
+            best = blocks.amax(dim=2).topk(self.number, dim=1).indices
+            columns = (best[:, :, None] * block_size + torch.arange(block_size, device=items.device)).flatten(1)
+            logits, found = logits.gather(1, columns), items[columns]
+        else:
+            found = items.expand(len(logits), -1)
+        self._take(torch.cat([self.logits, logits], dim=1), torch.cat([self.items, found], dim=1))
+
+    def gather(self, correction: float) -> None:
+        """Take in those of all ranks, and subtract a number from all logits."""
+        size = [1] * distributed.world_size()
+        logits, items = (distributed.gather(of[None], size) for of in (self.logits - correction, self.items))
+        self._take(logits.transpose(0, 1).flatten(1), items.transpose(0, 1).flatten(1))
+
+    def _take(self, logits: Tensor, items: Tensor) -> None:
+        self.logits, column = logits.topk(self.number, dim=1)
+        self.items = items.gather(1, column).masked_fill(self.logits == -torch.inf, PADDING)
 
 
 def queries_of_all(anchors: Anchors) -> tuple[Tensor, Tensor, Judgement | None]:

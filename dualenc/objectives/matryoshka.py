@@ -134,7 +134,11 @@ class Matryoshka(Objective):
 
 def prefix(vectors: Tensor, dim: int) -> Tensor:
     """The first d components of unit vectors (n, D), scaled to length one again; zero stays zero."""
-    return vectors if dim == vectors.shape[1] else nn.functional.normalize(vectors[:, :dim], dim=1)
+    if dim == vectors.shape[1]:
+        return vectors
+    # In half precision the scaled prefix would be rounded a second time.
+    precision = torch.promote_types(vectors.dtype, torch.float32)
+    return nn.functional.normalize(vectors[:, :dim].to(precision), dim=1)
 
 
 class Remembered:

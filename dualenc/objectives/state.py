@@ -104,6 +104,22 @@ class SharedRandom(nn.Module):
         return torch.Generator(device).manual_seed(seed)
 
 
+class PairsSeen(nn.Module):
+    """How many pairs training has seen: a number of the host, which waits for no device, and part of the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def get_extra_state(self) -> Tensor:
+        """The number, for the state dict."""
+        return torch.tensor(self.number)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Continue from a saved number."""
+        self.number = int(state)
+
+
 class LogAverages(ItemState):
     """A moving average u of a positive quantity per item, kept as log u so that exp never overflows.
 

@@ -99,8 +99,10 @@ SETTINGS = [
 FIRST = [s for s in SETTINGS if s.arguments == VARIANTS.get(s.objective.__name__, [{}])[0]]
 GUIDED = [replace(setting, guided=True) for setting in FIRST]
 
-# Further variants of a class run on three ranks only, to save time, and with a guide on two.
-SETTINGS_AT = {2: FIRST + GUIDED, 3: SETTINGS}
+POOLED = [setting for setting in SETTINGS if "pool" in setting.arguments]
+
+# Further variants of a class run on three ranks only, to save time, and with a guide or a pool on two.
+SETTINGS_AT = {2: FIRST + GUIDED + POOLED, 3: SETTINGS}
 
 
 class Towers(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualenc.errors import DualencError
 from dualenc.objectives import ExactGlobal, GlobalCache, Objective
-from dualenc.objectives.feature_cache import Attention, FeatureCache
+from dualenc.objectives.feature_cache import Attention, FeatureCache, Sample
 from dualenc.objectives.global_cache import mean_shares
 from tests.objectives.slow import Case, GuideTable, gradients, make_case
 from tests.objectives.slow_chains import Corpus, Item, _anchors, _barred, _batch, _vector
@@ -189,7 +189,8 @@ def test_what_is_looked_at_is_the_softmax_over_the_filled_slots() -> None:
         logits[torch.arange(7)[:, None], barred[:, :2]] = -torch.inf
         if blocks is not None:
             logits[:, 64:192] = logits[:, 256:] = -torch.inf
-        softmax, attention = torch.softmax(logits, dim=1), cache.attend(anchors, barred, counts, blocks)
+        sample = None if blocks is None else Sample(blocks, 1.0, torch.zeros(0, dtype=torch.long))
+        softmax, attention = torch.softmax(logits, dim=1), cache.attend(anchors, barred, counts, sample)
         shares = torch.zeros(cache.num_blocks * cache.block_size, dtype=torch.float64)
         shares[attention.items] = attention.shares
         torch.testing.assert_close(shares[:300], softmax.mean(dim=0))
@@ -279,9 +280,10 @@ def test_a_pool_is_all_that_a_step_looks_at(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(40):
         ids = torch.arange(4)
         criterion(corpus.left[ids], corpus.right[ids], ids, encode=corpus.encode)
-    assert all(len(items) == 128 for items in looked_at)
+    # And what anchors keep, at most eight each, and those near their partners.
+    assert all(len(items) == 128 + 4 * (8 + 5 * 5) and int(items[-128:].min()) >= 0 for items in looked_at)
     # Other blocks in every step.
-    assert len(torch.cat(looked_at[::2]).unique()) >= size
+    assert len(torch.cat([items[-128:] for items in looked_at[::2]]).unique()) >= size
 
 
 def test_what_lies_outside_a_pool_may_be_nearer_than_all_inside_it() -> None:

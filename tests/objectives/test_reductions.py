@@ -102,6 +102,6 @@ def test_a_corpus_of_items_counts_each_once() -> None:
     values = []
     for counts in (torch.ones(4), torch.tensor([1.0, 5.0, 1.0, 1.0])):
         criterion = NegativeCache(num_left=4, refresh=0.0).double()
-        criterion.set_counts(torch.ones(4), counts)
+        criterion.set_counts(counts.flip(0), counts)
         values.append(float(criterion(torch.eye(4), torch.eye(4), torch.arange(4), encode=lambda s, i: 0).loss))
     assert values[0] == values[1]
