@@ -83,9 +83,11 @@ class Batch(NamedTuple):
     guide_negatives: Tensor | None = None
     bad: tuple[tuple[int, str], ...] = ()
 
-    def judged(self) -> dict[str, Tensor]:
-        """Weights, a teacher's scores and a guide's vectors, as far as there are any: arguments of an objective."""
-        names = ("weights", "teacher_scores", "teacher_rows", "guide_left", "guide_right", "guide_negatives")
+    def judged(self, taught: bool = True) -> dict[str, Tensor]:
+        """Weights, a teacher's scores (if `taught`) and a guide's vectors, as far as there are any: arguments of an
+        objective."""
+        scores = ("teacher_scores", "teacher_rows") if taught else ()
+        names = ("weights", *scores, "guide_left", "guide_right", "guide_negatives")
         given = {name: getattr(self, name) for name in names}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 

@@ -319,6 +319,7 @@ class Loop:
         keep, chunk_size = self.objective.needs_encode, self.settings.chunk_size
         self._rate = self.optimizer.param_groups[0]["lr"]
         self.objective.set_progress(self.steps / self.total_steps)
+        taught = getattr(self.objective, "teacher", None) is not None
         outputs: list[ObjectiveOutput] = []
         for number, batch in enumerate(batches, start=self.batches_done):
             encoding = PlainEncoding(*common, keep) if chunk_size is None else CachedEncoding(*common, keep, chunk_size)
@@ -336,7 +337,7 @@ class Loop:
                 right_positives=_moved(batch.right_positives, self.device),
                 negatives=None if batch.negatives is None else mined[0],
                 negative_id=_moved(batch.negative_id, self.device),
-                **{name: of.to(self.device, non_blocking=True) for name, of in batch.judged().items()},
+                **{name: of.to(self.device, non_blocking=True) for name, of in batch.judged(taught).items()},
                 guide=self.look_up,
             )
             loss = output.loss / len(batches)
