@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dualenc.errors import DualencError
 
@@ -437,5 +438,6 @@ class _GatherWithGrad(torch.autograd.Function):
         return _all_gather(tensor, sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad_outputs[0].contiguous(), "sum")[ctx.own], None

@@ -3,6 +3,8 @@
     python eval/estimator_bias.py --out runs/estimator_bias.png
     python eval/estimator_bias.py --views true --batch_size 32 --embeddings pairs.npy
     python eval/estimator_bias.py --mixing 8
+    python eval/estimator_bias.py --pool 3 --num_pairs 1000
+    python eval/estimator_bias.py --visits 20 --num_pairs 1000000
 
 Gradients are taken with respect to the embeddings themselves and compared with the gradient of the global loss
 (`dualenc.evaluation.objectives`; `dualenc evaluate objectives` does the same on a model and pairs).
@@ -14,12 +16,16 @@ mean error: the same distance with the noise left in, which more epochs would lo
 step error: distance of a single step's gradient from the exact gradient of the same anchors, relative.
 With --mixing: how the bias of the chains' gradient falls with the epochs, for chains that start on recent items and
 for chains that start cold.
+With --pool: GlobalCache that looks at 6 % of what is remembered per step, by epochs.
+With --visits: GlobalCache with its default pool, where a few anchors are visited again and again: how far its log of
+the partition function is from the exact one, and the bias of its gradient into these anchors, by visits.
 value: mean of the reported loss minus the exact loss. encodes: out-of-batch items encoded per step.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -53,6 +59,7 @@ from dualenc.objectives import (
     Objective,
     SogCLR,
 )
+from dualenc.objectives.base import AnchorLosses
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,
@@ -122,6 +129,100 @@ def mixing_table(frozen: FrozenPairs, replicas: int, kinds: Sequence[type[EMC2] 
     return Table(f"N = {len(frozen.left)}; bias of the epoch after so many, {replicas} runs", rows)
 
 
+def clustered(num_pairs: int, dimension: int = 32, of_a_cluster: int = 20) -> FrozenPairs:
+    """Pairs in clusters, one after the other: of each anchor a few negatives weigh most."""
+    draw, normalize = torch.Generator().manual_seed(0), partial(torch.nn.functional.normalize, dim=1)
+    centres = normalize(torch.randn(num_pairs // of_a_cluster, dimension, generator=draw))
+
+    def near(vectors: torch.Tensor, distance: float) -> torch.Tensor:
+        noise = torch.randn(vectors.shape, generator=draw) / dimension**0.5
+        return normalize(vectors + distance * noise)
+
+    left = near(centres.repeat_interleave(of_a_cluster, 0), 0.5)
+    right = near(left, 0.4)
+    # Blocks of a cache hold neighbouring ids, so that clusters must not.
+    order = torch.randperm(len(left), generator=draw)
+    return FrozenPairs.one_to_one(left[order], right[order])
+
+
+def pool_table(frozen: FrozenPairs, replicas: int, looks: Sequence[int] = (2, 5, 20), batch_size: int = 16) -> Table:
+    """A row per τ and number of encodes: bias and error of the value in an epoch, with a pool of 1/16 of the items."""
+    rows, pool = [], max(64, len(frozen) // 16)
+    for temperature, encodes in product((0.02, 0.07), (1.0, 2.0, 4.0)):
+        (exact, value), kind = frozen.exact(temperature), partial(GlobalCache, extra_encodes=encodes, pool=pool)
+        means = {look: torch.zeros(replicas, *exact.shape) for look in looks}
+        values: dict[int, list[float]] = {look: [] for look in looks}
+        for replica in range(replicas):
+            criterion = frozen.build(kind, temperature, seed=replica)
+            for epoch, order in zip(range(1, max(looks) + 1), epochs(len(frozen), batch_size, seed=replica)):
+                for rows_of_batch in order:
+                    gradient, found = frozen.step(criterion, rows_of_batch)
+                    if epoch in means:
+                        frozen.add_to(means[epoch][replica], gradient, len(rows_of_batch) / len(frozen))
+                        values[epoch].append(found)
+        row: dict[str, Any] = {"τ": temperature, "encodes": encodes}
+        for look in looks:
+            row[f"bias, epoch {look}"] = bias_of(means[look], exact).value
+            row[f"value, epoch {look}"] = statistics.mean(values[look]) - value
+        rows.append(row)
+    return Table(f"N = {len(frozen)}, pool = {pool}, B = {batch_size}, {replicas} runs", rows)
+
+
+class OfLeftAnchors(GlobalCache):
+    """The gradient of left anchors alone."""
+
+    def anchor_losses(self, anchors: Any, encode: Any) -> Any:
+        losses = yield from super().anchor_losses(anchors, encode)
+        return losses if anchors.side == "left" else AnchorLosses(losses.surrogate.detach(), losses.value)
+
+
+def visits_table(frozen: FrozenPairs, num_visits: int, num_anchors: int = 60, batch_size: int = 16) -> Table:
+    """A row per τ. Of every batch one pair is one of the anchors', the others are any; these anchors' hard
+    negatives are in the clusters' other pairs, which are visited as often, as they would be in epochs."""
+    rows, looks = [], sorted({2, 3, 5, 10, num_visits})
+    all_left, all_right = frozen.left.detach(), frozen.right.detach()
+    # Whole clusters.
+    anchors = (all_left @ all_left[: num_anchors // 20].T).topk(20, dim=0).indices.flatten().unique()
+    for temperature in (0.02, 0.07):
+        draw = torch.Generator().manual_seed(0)
+        criterion = frozen.build(OfLeftAnchors, temperature)
+        everyone = torch.arange(len(frozen))
+        criterion.left_cache.write(everyone, all_left)  # type: ignore[union-attr, operator]
+        criterion.right_cache.write(everyone, all_right)  # type: ignore[union-attr, operator]
+        scores = all_left[anchors] @ all_right.T / temperature
+        scores[torch.arange(len(anchors)), anchors] = -torch.inf
+        positives = all_right[anchors]
+        exact_value = torch.logsumexp(scores, dim=1) - (all_left[anchors] * positives).sum(dim=1) / temperature
+        exact = (torch.softmax(scores, dim=1) @ all_right - positives) / temperature
+        del scores
+        seconds, errors, deviations = [], {}, []
+        for visit in range(1, num_visits + 1):
+            found, values = torch.zeros_like(exact), []
+            for number in torch.randperm(len(anchors), generator=draw).tolist():
+                others = torch.randint(len(frozen), (batch_size - 1,), generator=draw)
+                ids = torch.cat([anchors[number, None], others]).unique()
+                own = int((ids == anchors[number]).nonzero())
+                left, right = (table[ids].requires_grad_() for table in (all_left, all_right))
+                start = time.perf_counter()
+                out = criterion(left, right, ids, encode=frozen.encode)
+                found[number] = torch.autograd.grad(out.loss, left)[0][own] * 2 * len(ids)
+                seconds.append(time.perf_counter() - start)
+                values.append(float(out.of_anchors[own].detach() - exact_value[number]))
+            errors[visit] = (statistics.mean(values), statistics.mean(map(abs, values)))
+            deviations.append(found - exact)
+        row: dict[str, Any] = {"τ": temperature}
+        for look in looks:
+            row[f"value, visit {look}"], row[f"|value|, visit {look}"] = errors[look]
+        late = torch.stack(deviations[num_visits // 2 :]).transpose(0, 1)
+        gram = late @ late.mT
+        # Products of the deviations of two visits have no noise in them.
+        products = float(gram.sum() - gram.diagonal(dim1=1, dim2=2).sum()) / (late.shape[1] * (late.shape[1] - 1))
+        row["bias, later half"] = max(0.0, products / float(exact.square().sum())) ** 0.5
+        row["ms per step"] = 1000 * statistics.median(seconds)
+        rows.append(row)
+    return Table(f"N = {len(frozen)}, B = {batch_size}, {len(anchors)} anchors", rows)
+
+
 def draw(results: dict[str, Measured], out: Path, title: str) -> None:
     """Error of the mean gradient as epochs add up, and error of a single step."""
     import matplotlib
@@ -153,6 +254,8 @@ def main(
     warm_up: int = 40,
     embeddings: Path | None = None,
     mixing: int = 0,
+    pool: int = 0,
+    visits: int = 0,
     out: Path | None = None,
 ) -> None:
     """Print one line per objective.
@@ -167,8 +270,14 @@ def main(
         warm_up: epochs before that.
         embeddings: real ones instead: a .npy file of shape (2, N, D), left then right, unit norm.
         mixing: show instead how fast chains mix, from so many independent runs, at several τ and B.
+        pool: show instead what GlobalCache gives with a pool, by epochs, from so many independent runs.
+        visits: show instead what it gives where few anchors of many are visited so often.
         out: a PNG file to draw to.
     """
+    if pool or visits:
+        frozen = clustered(num_pairs)
+        print_table(pool_table(frozen, pool) if pool else visits_table(frozen, visits))
+        return
     frozen = synthetic(num_pairs, dimension)
     if embeddings is not None:
         frozen = FrozenPairs.one_to_one(*(torch.from_numpy(side).float() for side in np.load(embeddings)))

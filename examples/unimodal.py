@@ -38,7 +38,7 @@ def main(folder: Path = Path("runs/example_unimodal"), epochs: int = 15) -> Trai
 
     before, after = result.before["knn_accuracy"], result.metrics["knn_accuracy"]
     print(f"5-NN accuracy on test images: {before:.3f} → {after:.3f}")
-    print(f'timm.create_model("local-dir:{result.model_folder}") loads the backbone')
+    print(f"{result.model_folder / 'README.md'} shows how timm loads the backbone with its small-image stem")
     return result
 
 

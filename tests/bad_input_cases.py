@@ -452,7 +452,16 @@ def cut_files(toys: Path) -> Iterator[Case]:
     for way, how in {**NOT_JSON, "cut": cut(0), "missing": remove, "a pipe": as_fifo}.items():
         yield Case(f"engine/meta.json: {way}", "search {engine} wing", spoil("engine/meta.json", how))
         yield Case(f"engine/meta.json: {way}, in an evaluation", ENGINE, spoil("engine/meta.json", how))
-    for name, value in {"engine": "x", "target": "/nowhere", "collection": "a/b", "count": -1, "columns": []}.items():
+    wrong = {
+        "engine": "x",
+        "target": "/nowhere",
+        "collection": "a/b",
+        "count": -1,
+        "columns": [],
+        "model": 5,
+        "side": 1,
+    }
+    for name, value in wrong.items():
         spoilt = spoil("engine/meta.json", saying(**{name: value}))
         yield Case(f"engine/meta.json: {name} is {value}", "search {engine} wing", spoilt)
     theirs = {

@@ -110,7 +110,7 @@ def corrupted(
     data: str,
     *,
     out: str | None = None,
-    split: str = "test",
+    split: str | None = None,
     clean: str | None = None,
     corruptions: list[str] | None = None,
     severity: int = 1,
@@ -134,7 +134,7 @@ def corrupted(
         model: model folder or name, of kind image or image-text.
         data: clean images, corrupted on the fly; or a CIFAR-C or Tiny-ImageNet-C folder.
         out: folder to write; by default evaluations/corrupted/MODEL-DATA.
-        split: which split of the clean images.
+        split: which split of the clean images, by default test; of a file a slice such as train[90%:], by default all.
         clean: with a CIFAR-C or Tiny-ImageNet-C folder: the images without corruption.
         corruptions: their names; by default all 19, or all that the folder has.
         severity: of the corruptions in retrieval, 1 to 5.
@@ -156,6 +156,9 @@ def corrupted(
     for value in [severity, *(severities or [])]:
         if value not in SEVERITIES:
             raise DualencError(f"severity {value}: choose from 1, 2, 3, 4, 5")
+    from dualenc.data.sources import usual_split
+
+    split = split or usual_split(clean or data, "test")
     target, device_to_use = begin("corrupted", model, data, out, device)
     source, images = _open(data, split, clean, corruptions or [], seed, label_column)
     at = severities or list(SEVERITIES)

@@ -56,7 +56,9 @@ class AskedEngine:
         return {name: {hit.id: hit.score for hit in hits[:depth]} for name, hits in zip(queries.ids, found)}
 
 
-def ask_engine(folder: str, words: Sequence[str], documents: Tower, ids: Sequence[str]) -> AskedEngine:
+def ask_engine(
+    folder: str, words: Sequence[str], documents: Tower, ids: Sequence[str], qdrant_path: str | None = None
+) -> AskedEngine:
     """Open the engine that a folder remembers, with the embeddings that were pushed there.
 
     Args:
@@ -64,6 +66,7 @@ def ask_engine(folder: str, words: Sequence[str], documents: Tower, ids: Sequenc
         words: conditions on its columns.
         documents: the side of the model that encodes documents.
         ids: of the documents of the evaluation.
+        qdrant_path: the store of an embedded Qdrant, see `EngineIndex.open`.
 
     Raises:
         DualencError: the collection was made by another model or of other documents, or the embeddings are gone.
@@ -73,7 +76,7 @@ def ask_engine(folder: str, words: Sequence[str], documents: Tower, ids: Sequenc
     from dualenc.search.engines import EngineIndex, parse_conditions
     from dualenc.search.engines.push import fingerprint_of
 
-    index = EngineIndex.open(folder)
+    index = EngineIndex.open(folder, qdrant_path)
     if index.meta.get("model_checksum") != tower_checksum(documents) or index.meta.get("side") != "right":
         raise DualencError(f"{folder}: was pushed from embeddings of another model; embed the documents and push again")
     pushed = Path(str(index.meta.get("embeddings", "")))

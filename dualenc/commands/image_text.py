@@ -31,7 +31,7 @@ def image_text(
     data: str,
     *,
     out: str | None = None,
-    split: str = "test",
+    split: str | None = None,
     left_column: str | None = None,
     right_column: str | None = None,
     batch_size: int = 64,
@@ -47,7 +47,7 @@ def image_text(
         data: images with captions: a table (parquet, jsonl, csv, a folder of them, a hub name), webdataset tars, or a
             folder of images.
         out: folder to write; by default evaluations/image-text/MODEL-DATA.
-        split: of a folder or hub name.
+        split: of a folder or hub name, by default test; of a file a slice such as train[90%:], by default all.
         left_column: of a table; by default `image` or another usual name.
         right_column: of a table, one caption or a list of them in each row; by default `captions` or another usual
             name.
@@ -55,9 +55,11 @@ def image_text(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc.data import Corpus, open_pairs
+    from dualenc.data.sources import usual_split
 
     check_range(1, MOST_ITEMS, batch_size=batch_size)
     target, device_to_use = begin("image-text", model, data, out, device)
+    split = split or usual_split(data, "test")
     pairs = open_pairs(data, left_column, right_column, split=split)
     if (pairs.left_modality, pairs.right_modality) != ("image", "text"):
         raise DualencError(

@@ -40,7 +40,8 @@ def mine(
 ) -> None:
     """Mine hard negatives: documents that a model ranks high for a query and that nobody calls relevant.
 
-    Known positives are left out by their ids, and with them documents of the same text. What scores too close to its
+    Known positives are left out by their ids, and with them documents of the same text; queries of the same text share
+    their positives. What scores too close to its
     positive is left out as likely relevant: by default above 95 % of the positive's score (Moreira et al. 2024); of
     several limits the lowest counts. Each row keeps the scores of its positives and negatives, as a teacher's. The same
     command again resumes an interrupted run; with other limits it embeds nothing anew. The processes of `accelerate

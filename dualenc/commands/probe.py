@@ -62,7 +62,7 @@ def probe(
     data: str,
     *,
     out: str | None = None,
-    split: str = "test",
+    split: str | None = None,
     train: str | None = None,
     train_split: str = "train",
     label_column: str | None = None,
@@ -85,7 +85,7 @@ def probe(
         model: model folder or name, of kind image or image-text.
         data: images with labels: parquet or other table, hub name, or a folder of class folders.
         out: folder to write; by default evaluations/probe/MODEL-DATA.
-        split: which split is tested.
+        split: which split is tested, by default test; of a file a slice such as train[90%:], by default all.
         train: images to train probes on, if they are not a split of the same data.
         train_split: which split is trained on.
         label_column: of a table; by default `label`.
@@ -107,6 +107,9 @@ def probe(
     check_range(0, HIGHEST_SEED, seed=seed)
     for value in l2 or ():
         check_range(1e-30, 1e30, l2=value)
+    from dualenc.data.sources import usual_split
+
+    split = split or usual_split(data, "test")
     target, device_to_use = begin("probe", model, data, out, device)
     sources = {"train": (train or data, train_split, train_limit), "test": (data, split, limit)}
     images, labels = {}, {}

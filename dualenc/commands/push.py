@@ -37,8 +37,9 @@ def push(
 
     Args:
         embeddings: folder that `dualenc embed` wrote.
-        target: of Qdrant the URL of a server, or a folder for its embedded mode; of LanceDB a folder, or a URL such as
-            s3://bucket/folder; of Parquet a folder.
+        target: of Qdrant the URL of a server, or a folder for its embedded mode, whose files can run code: name only
+            a new one, or one that you trust; of LanceDB a folder, or a URL such as s3://bucket/folder; of Parquet a
+            folder.
         to: the engine, or parquet for files with id, vector, snippet and columns.
         out: folder to write, with where the vectors are; by default EMBEDDINGS-engine.
         collection: name of the collection or table; by default that of the folder of embeddings.
@@ -54,6 +55,7 @@ def push(
     from dualenc.search.engines.parquet import export_parquet
     from dualenc.search.engines.push import check_engine_target, open_engine
     from dualenc.search.engines.push import push as push_embeddings
+    from dualenc.search.engines.qdrant import is_server
 
     check_range(1, MOST_ITEMS, batch_size=batch_size)
     check_range(0, MOST_ITEMS, recall_queries=recall_queries)
@@ -96,12 +98,13 @@ def push(
             f"recall@10 against exact search: {index.meta['recall_at_10']:.4f} ({index.meta['recall_queries']} queries)"
         )
     _advise(to, target, about.count)
-    print(printable(f'next: dualenc search {folder} "…"'))
+    store = f" --qdrant-path {target}" if to == "qdrant" and not is_server(target) else ""
+    print(printable(f'next: dualenc search {folder} "…"{store}'))
 
 
 def _advise(to: str, target: str, count: int) -> None:
-    from dualenc.search.engines.qdrant import LOCAL_POINTS
+    from dualenc.search.engines.qdrant import LOCAL_POINTS, is_server
 
-    if to == "qdrant" and "://" not in target and count > LOCAL_POINTS:
+    if to == "qdrant" and not is_server(target) and count > LOCAL_POINTS:
         told = f"Qdrant's embedded mode compares a query with all {count:,} vectors; a server or LanceDB has an index"
         print(f"note: {told}", file=sys.stderr)

@@ -70,6 +70,7 @@ def retrieval(
     small_vectors: bool = False,
     dims: str | None = None,
     engine: str | None = None,
+    qdrant_path: str | None = None,
     where: list[str] | None = None,
     batch_size: int = 32,
     device: str | None = None,
@@ -98,6 +99,8 @@ def retrieval(
             number, with and without a second scoring of the best in float32.
         dims: lengths to cut to, such as 256,128,64; by default the whole length and its halves down to 32.
         engine: folder that `dualenc push` wrote for the documents: ask that engine, too, and compare with exact search.
+        qdrant_path: the folder of Qdrant's embedded mode, if ENGINE was pushed there; its files can run code, so name
+            only one that you trust.
         where: search only documents that meet this: year>=2020, lang=en,de, lang!=en; may be repeated. Judgements of
             others, and queries without a relevant document among them, are left out. The columns are fields of
             corpus.jsonl or what embeddings have kept (`--columns`), with an engine those that were pushed.
@@ -119,11 +122,13 @@ def retrieval(
     if rerank is not None:
         judge = open_cross_encoder(rerank, batch_size=batch_size, device=str(device_to_use))[0]
     asked = None
+    if engine is None and qdrant_path is not None:
+        raise DualencError("--qdrant-path is of an engine; name it with --engine, or leave the path out")
     if engine is not None:
         if more or distributed.world_size() > 1:
             raise DualencError("--engine is asked about one BEIR folder, by one process; evaluate them one by one")
         name, collection = next(iter(collections.items()))
-        asked = ask_engine(engine, conditions, encoder.right, collection.corpus.ids)
+        asked = ask_engine(engine, conditions, encoder.right, collection.corpus.ids, qdrant_path)
         if conditions:
             names = set(asked.embeddings.ids)
             collections[name] = _among(collection, np.array([one in names for one in collection.corpus.ids]), name)

@@ -327,6 +327,7 @@ def search(
     model: str | None = None,
     nprobe: int | None = None,
     ef_search: int | None = None,
+    qdrant_path: str | None = None,
     device: str = "cpu",
 ) -> None:
     """Search an index or an engine with a text, or with an image or a vector given by its path.
@@ -349,6 +350,8 @@ def search(
         model: model folder or name, if the one that made the index has moved.
         nprobe: lists that an IVF index visits; by default what the build or the engine chose.
         ef_search: candidates that an HNSW index keeps; by default what the build or the engine chose.
+        qdrant_path: the folder of Qdrant's embedded mode, if INDEX was pushed there; its files can run code, so name
+            only one that you trust.
         device: such as cpu or cuda:0.
     """
     from dualenc.commands.evaluation import check_range, start_processes
@@ -372,7 +375,7 @@ def search(
     chosen = start_processes(device)
     if rerank is not None:
         how["judge"] = open_cross_encoder(rerank, device=str(chosen))[0]
-    searcher = Searcher.open(index, model, device=chosen, **how)
+    searcher = Searcher.open(index, model, device=chosen, qdrant_path=qdrant_path, **how)
     conditions = searcher.conditions(where or ())
     side = searcher.query_side(_modality(query, searcher.takes))
     item: Any = query

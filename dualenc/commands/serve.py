@@ -49,6 +49,7 @@ def serve(
     rerank_top: int = 100,
     nprobe: int | None = None,
     ef_search: int | None = None,
+    qdrant_path: str | None = None,
     watch: bool = True,
 ) -> None:
     """Serve an index or an engine over HTTP: a page to search on, /search, /v1/embeddings, /health, /metrics.
@@ -75,6 +76,8 @@ def serve(
         rerank_top: how many of the best it scores; so many results at most are given then.
         nprobe: lists that an IVF index visits; by default what the build or the engine chose.
         ef_search: candidates that an HNSW index keeps; by default what the build or the engine chose.
+        qdrant_path: the folder of Qdrant's embedded mode, if INDEX was pushed there; its files can run code, so name
+            only one that you trust.
         watch: open the index again when its folder is written anew, and on SIGHUP.
     """
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
@@ -104,7 +107,7 @@ def serve(
     listening = _listen(host, port, token)
     chosen = start_processes(device)
     judge = None if rerank is None else open_cross_encoder(rerank, device=str(chosen))[0]
-    how: dict[str, Any] = {"judge": judge, "nprobe": nprobe, "ef_search": ef_search}
+    how: dict[str, Any] = {"judge": judge, "nprobe": nprobe, "ef_search": ef_search, "qdrant_path": qdrant_path}
 
     def open_searcher(before: Searcher | None) -> Searcher:
         return Searcher.open(index, model, device=chosen, before=before, **how)

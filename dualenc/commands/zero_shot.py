@@ -42,7 +42,7 @@ def zero_shot(
     data: str,
     *,
     out: str | None = None,
-    split: str = "test",
+    split: str | None = None,
     label_column: str | None = None,
     class_names: str | None = None,
     templates: str | None = None,
@@ -58,7 +58,8 @@ def zero_shot(
         model: model folder or name.
         data: labelled images: a table (parquet, a folder of them, a hub name), or a folder with one folder per class.
         out: folder to write; by default evaluations/zero-shot/MODEL-DATA.
-        split: of a folder of tables or a hub name.
+        split: of a folder of tables or a hub name, by default test; of a file a slice such as train[90%:], by default
+            all.
         label_column: of a table, class numbers or names; by default `label`.
         class_names: text file with the name of each class on a line; by default the names that the data brings.
         templates: text file with prompt templates, one on a line, {} for the class; by default a set of eight.
@@ -66,10 +67,12 @@ def zero_shot(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc.data import Corpus
+    from dualenc.data.sources import usual_split
 
     check_range(1, MOST_ITEMS, batch_size=batch_size)
     target, device_to_use = begin("zero-shot", model, data, out, device)
     filled = TEMPLATES if templates is None else read_templates(templates)
+    split = split or usual_split(data, "test")
     images = open_images(data, split, label_column=label_column)
     labels = require_labels(images, f"{data}, {split}")
     names = images.class_names

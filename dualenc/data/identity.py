@@ -9,6 +9,7 @@ the contents is read; there files count with size and time of change besides, so
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ SAMPLED_IMAGES = 1 << 12
 _TEXT_BLOCK, _IMAGE_BLOCK = 1 << 14, 1 << 8  # items whose contents are in memory together
 _MOST_BYTES = 1 << 26  # larger files than that are sampled
 _PIECE, _PIECES = 1 << 16, 64
+_MODULUS = 1 << 128
 
 
 def items_identity(items: Items, modality: Modality = "text") -> str:
@@ -116,6 +118,21 @@ def digest_of(*parts: str | bytes | np.ndarray | Iterable[str]) -> str:
             values = [_bytes(entry) for entry in part]
         _add(digest, values)
     return digest.hexdigest()
+
+
+def texts_checksum(texts: Iterable[tuple[str, str]]) -> str:
+    """Checksum of texts by their ids, in hexadecimal: a sum, so that their order and grouping do not count."""
+    return f"{sum(int(digest_of(name, text), 16) for name, text in texts) % _MODULUS:032x}"
+
+
+def sum_checksums(parts: Iterable[Any]) -> str | None:
+    """The `texts_checksum` of several disjoint sets together; None if that of one is missing or no checksum."""
+    total = 0
+    for part in parts:
+        if not (isinstance(part, str) and re.fullmatch("[0-9a-f]{32}", part)):
+            return None
+        total += int(part, 16)
+    return f"{total % _MODULUS:032x}"
 
 
 def _add(digest: hashlib.blake2b, values: Sequence[bytes]) -> None:

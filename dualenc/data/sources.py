@@ -15,7 +15,19 @@ from dualenc.data.pairs import PairDataset, Skips
 from dualenc.data.remote import RemoteFile, is_url, shown, url_suffix
 from dualenc.data.remote_table import RemoteTexts, remote_corpus
 from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
-from dualenc.data.tables import TABLE_FORMATS, ColumnKind, file_format, find_files, is_saved, open_table, peek_columns
+from dualenc.data.tables import (
+    ONLY_SPLIT,
+    TABLE_FORMATS,
+    ColumnKind,
+    check_whole,
+    file_format,
+    find_files,
+    has_one_split,
+    is_saved,
+    is_whole,
+    open_table,
+    peek_columns,
+)
 from dualenc.data.vectors import ID_NAMES, is_vectors, open_vectors, usual_ids
 from dualenc.data.webdataset import IMAGES, WebDatasetPairs, is_tars, tar_corpus
 from dualenc.errors import DualencError
@@ -61,7 +73,7 @@ def open_corpus(
         id_column: ids; by default `_id` or another usual name, and the row's number if there is none.
         label_column: classes of images; by default `label`.
         columns: further columns of a table or BEIR folder, to keep for filters.
-        split: of a folder of tables, saved data set or hub name.
+        split: of a folder of tables, saved data set or hub name; of tables a slice such as train[:90%].
         subset: configuration of a hub data set.
         limit: read the first rows of a table only.
         allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
@@ -82,6 +94,7 @@ def open_corpus(
             f"{shown(path)}: has no columns to keep; give a table that names the images and their columns"
         )
     if is_tars(path):
+        check_whole(path, split)
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
     if is_image_folder(path) and not (is_beir(path) or is_vectors(path)):
         names = find_images(path)
@@ -91,7 +104,7 @@ def open_corpus(
     if is_beir(path):
         corpus = read_corpus(path, part, columns=columns, skips=skips)
     elif is_vectors(path):
-        corpus = open_vectors(path, columns=columns, skips=skips)
+        corpus = open_vectors(path, split=split, columns=columns, skips=skips)
     elif modality == "vector" or vector_column is not None:
         id_column = id_column or usual_ids(path, split, subset)
         how: dict[str, Any] = {"id_column": id_column, "split": split, "subset": subset, "limit": limit}
@@ -106,6 +119,7 @@ def open_corpus(
         label_column = label_column or _known(kinds, ("label",), but=main)
         title_column, label_column = (title_column, None) if modality == "text" else (None, label_column)
         streamed = is_url(path) and url_suffix(str(path)) == ".parquet" and modality == "text" and not columns
+        streamed = streamed and is_whole(split)
         if streamed and kinds.get(main) == "value":
             files = [file for file in find_files(str(path), split) if isinstance(file, RemoteFile)]
             corpus = remote_corpus(RemoteTexts(files, main, title_column), id_column, skips, limit)
@@ -148,7 +162,8 @@ def open_pairs(
         path: file, folder, glob, hub name, or URL (`dualenc.data.remote`) of files: tables or tars.
         left_column: of a table; by default `image` or `query` or another usual name.
         right_column: of a table; by default `captions`, `document` or another usual name.
-        split: of a BEIR folder, a folder of tables, a saved data set or a hub name.
+        split: of a BEIR folder, a folder of tables, a saved data set or a hub name; of tables a slice such as
+            train[:90%].
         subset: configuration of a hub data set.
         deduplicate: equal texts of a table are the same item and share an id.
         limit: read the first rows of a table only.
@@ -162,12 +177,13 @@ def open_pairs(
     if is_beir(path):
         return BeirPairs(path, split, on_error=on_error)
     if is_tars(path):
+        check_whole(path, split)
         return WebDatasetPairs(path, deduplicate=deduplicate, on_error=on_error)
     if is_image_folder(path):
         return ImageFolderPairs(path, deduplicate=deduplicate, on_error=on_error)
     kinds = peek_columns(path, split, subset)
     if left_column is None and right_column is None and {"pos", "positive_passages"} & kinds.keys():
-        return MinedPairs(path, limit=limit, on_error=on_error)
+        return MinedPairs(path, split=split, limit=limit, on_error=on_error)
     left = left_column or _known(kinds, (*_SURELY_IMAGES, *_QUERIES, "file_name"))
     right = right_column or _known(kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), but=left)
     if left is None or right is None:
@@ -186,6 +202,11 @@ def open_pairs(
         allow_outside=allow_outside,
         on_error=on_error,
     )
+
+
+def usual_split(path: str | Path, wanted: str) -> str:
+    """The split that is meant where none is named: the wanted one, or of a source without splits the only one."""
+    return ONLY_SPLIT if has_one_split(path) or is_tars(path) or is_vectors(path) else wanted
 
 
 def is_image_folder(path: str | Path) -> bool:

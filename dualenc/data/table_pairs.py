@@ -240,7 +240,7 @@ class TablePairs(ColumnPairs):
             Columns of lists of floating-point numbers are vectors.
         right_column: document or caption; a list of captions, or of vectors, makes one pair each.
         negative_column: mined negatives, one or a list of what the right column holds.
-        split: of a folder, saved data set or hub name.
+        split: of a folder, saved data set or hub name; of these and of files a slice such as train[:90%].
         subset: configuration of a hub data set.
         left_modality: "text", "image" or "vector"; found out from the values by default.
         right_modality: the same for the right column.
@@ -331,7 +331,8 @@ class MinedPairs(ColumnPairs):
         path: a .jsonl file, or a glob of them.
         titles: join a passage's title to its text.
         max_negatives: keep that many negatives of each query, from the front.
-        limit: read the first queries only.
+        split: a slice such as train[:90%], and of a folder of files which of them.
+        limit: read the first queries of that only.
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
         queries: vectors of the queries: a folder of embeddings, a .npy file, or a table of vectors and ids.
         documents: likewise of positives and negatives.
@@ -350,6 +351,7 @@ class MinedPairs(ColumnPairs):
         *,
         titles: bool = True,
         max_negatives: int | None = None,
+        split: str = "train",
         limit: int | None = None,
         on_error: OnError = "skip",
         queries: str | Path | None = None,
@@ -363,11 +365,12 @@ class MinedPairs(ColumnPairs):
         columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
         reshape = _mined_ids if left is not None else _mined_with_titles if titles else _mined
         modality: Modality = "text"
-        if left is None and peek_lines(path).get("query") == "vector":
+        if left is None and peek_lines(path, split).get("query") == "vector":
             columns, modality = {"query": "vector", "pos": "vectors", "neg": "vectors"}, "vector"
         if scores:
             columns |= {"pos_scores": "vector", "neg_scores": "vector"}
-        table = open_table(path, columns, skips, optional=("neg", "neg_scores"), limit=limit, reshape=reshape)
+        optional = ("neg", "neg_scores")
+        table = open_table(path, columns, skips, optional=optional, split=split, limit=limit, reshape=reshape)
         super().__init__(
             table,
             "query",

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 TableFile = Path | RemoteFile
 ColumnKind = Literal["value", "list", "vector", "vectors"]
 Reshape = Callable[[dict[str, Any]], dict[str, Any]]
+ONLY_SPLIT = "train"
+"""What `datasets` calls the rows of a file."""
 FILE, LINE = "__file__", "__line__"
 TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
 
@@ -109,9 +111,10 @@ def open_table(
         columns: the columns to read, and whether each may hold a list; other columns are left alone.
         skips: is told of malformed lines.
         optional: columns of these that may be missing.
-        split: which split of a folder, saved dataset or hub name.
+        split: which split of a folder, saved dataset or hub name, or slices of it as `datasets` writes them, such as
+            train[:90%]; of a file the only one is train.
         subset: configuration of a hub dataset.
-        limit: read the first rows only.
+        limit: read the first rows of that only.
         quotes: whether `"` encloses fields of csv and tsv files.
         reshape: applied to each record of a line-based file before its columns are taken.
         allow_outside: whether image paths may lead out of the table's folder.
@@ -124,6 +127,7 @@ def open_table(
         raise DualencError(f"{shown(source)}: limit is {limit}; give the number of rows to read, from 1 on")
     files = find_files(source, split)
     required = [name for name in columns if name not in optional]
+    first_rows = limit if is_whole(split) else None  # the rows of a slice are known once all have been read
     if not files:
         dataset = _from_datasets(source, subset, split)
     elif is_parquet(files[0]):
@@ -131,8 +135,10 @@ def open_table(
         dataset = _from_parquet(files, columns)
     else:
         files = [*_local(files)]
-        dataset = table_of_lines(_local(files), columns, optional, skips, quotes, limit, reshape)
+        dataset = table_of_lines(_local(files), columns, optional, skips, quotes, first_rows, reshape)
     check_columns(source, dataset.column_names, required)
+    if files:
+        dataset = _select_split({split_name(split): dataset}, split, shown(source))
     if limit is not None:
         dataset = dataset.select(range(min(limit, len(dataset))))
     if dataset._indices is not None:  # rows in another order than stored; columns are read as stored
@@ -397,11 +403,14 @@ def _vectors(value: Any) -> list[list[float] | None]:
 def find_files(source: str, split: str) -> list[TableFile]:
     """The table files that a path, glob, folder or URL means, sorted; none of a saved data set or a hub name.
 
-    Of a folder, the files named SPLIT.*, SPLIT-* or SPLIT_* in it or in its `data` folder, as the hub lays them out.
+    Of a folder, the files named SPLIT.*, SPLIT-* or SPLIT_* in it or in its `data` folder, as the hub lays them out;
+    everything else is one split, train.
 
     Raises:
-        DualencError: nothing matches, the formats differ, or a folder lacks the split.
+        DualencError: nothing matches, the formats differ, or there is no such split.
     """
+    if has_one_split(source) and split_name(split) != ONLY_SPLIT:
+        raise DualencError(f"{shown(source)}: no split {split!r}; there are: {ONLY_SPLIT}")
     if is_url(source):
         urls = expand(source)
         formats = {url_suffix(url) for url in urls}
@@ -420,7 +429,7 @@ def find_files(source: str, split: str) -> list[TableFile]:
     elif path.is_dir():
         inside = [p for folder in (path, path / "data") if folder.is_dir() for p in folder.iterdir() if p.is_file()]
         split_of = {p: re.split(r"[._-]", p.name)[0] for p in sorted(inside) if file_format(p) in TABLE_FORMATS}
-        files = [p for p, found in split_of.items() if found == split]
+        files = [p for p, found in split_of.items() if found == split_name(split)]
         if split_of and not files:
             raise DualencError(f"{path}: no split {split!r}; there are: {', '.join(sorted(set(split_of.values())))}")
     elif any(c in source for c in "*?["):
@@ -436,6 +445,51 @@ def find_files(source: str, split: str) -> list[TableFile]:
             f"give files of one format among {', '.join(TABLE_FORMATS)}"
         )
     return [*files]
+
+
+def has_one_split(source: str | Path) -> bool:
+    """Whether a source is one split and no more: files by name, glob or URL, or a saved data set without splits."""
+    path = Path(source)
+    if is_url(source) or path.is_file() or (path / "state.json").is_file():
+        return True
+    return not path.is_dir() and any(c in str(source) for c in "*?[")
+
+
+def split_name(split: str) -> str:
+    """The one name in a split such as train[:10%]+train[90%:]; several of different names as they stand."""
+    names = {part.partition("[")[0].strip() for part in split.split("+")}
+    return names.pop() if len(names) == 1 else split
+
+
+def is_whole(split: str) -> bool:
+    """Whether a split is a name alone, and no slice."""
+    return split_name(split) == split
+
+
+def check_whole(source: str | Path, split: str) -> None:
+    """Insist that no other split, and no slice, is wanted of what has neither: tars and vectors."""
+    if split != ONLY_SPLIT:
+        raise DualencError(f"{shown(source)}: no split {split!r}, for it has neither splits nor slices; leave it out")
+
+
+def _select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Dataset:
+    """The rows of a split, or of slices of splits, as `datasets` reads them."""
+    from datasets import ReadInstruction, concatenate_datasets
+
+    if split in splits:
+        return splits[split]
+    try:
+        parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+    except (ValueError, AssertionError) as error:
+        raise DualencError(
+            f"{source}: no split {split!r}; there are: {', '.join(splits)}, and slices such as train[:90%] "
+            f"({_first_line(error).rstrip('.')})"
+        ) from None
+    slices = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts if part.from_ < part.to]
+    if not slices:
+        sizes = ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
+        raise DualencError(f"{source}: split {split!r} has no rows (of {sizes}); widen the slice")
+    return concatenate_datasets(slices)
 
 
 def is_parquet(file: TableFile) -> bool:
@@ -463,11 +517,7 @@ def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
         except Exception as error:
             reason = f"saved data set cannot be read ({_first_line(error)}); save it again"
             raise DualencError(f"{source}: {reason}") from None
-        if not isinstance(loaded, datasets.DatasetDict):
-            return loaded
-        if split not in loaded:
-            raise DualencError(f"{source}: no split {split!r}; there are: {', '.join(loaded)}")
-        return loaded[split]
+        return _select_split(loaded if isinstance(loaded, dict) else {ONLY_SPLIT: loaded}, split, source)
     try:
         return datasets.load_dataset(source, subset, split=split)
     except Exception as error:

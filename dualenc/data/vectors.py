@@ -13,7 +13,7 @@ from dualenc.data.corpus import Corpus
 from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import Items, PairDataset, Skips
 from dualenc.data.remote import shown
-from dualenc.data.tables import ColumnKind, DataTable, check_columns, open_table, peek_columns
+from dualenc.data.tables import ColumnKind, DataTable, check_columns, check_whole, open_table, peek_columns
 from dualenc.errors import DualencError
 from dualenc.types import OnError
 
@@ -180,6 +180,7 @@ def open_vectors(
     table: DataTable | None = None
     known: pa.Table | None = None
     if Path(source).suffix == ".npy" or is_vectors(source):
+        check_whole(source, split)
         opened = None if Path(source).suffix == ".npy" else Embeddings.open(source)
         matrix = load_npy(Path(source)) if opened is None else opened.vectors
         known = None if opened is None else opened.columns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from dualenc.encoders.load import first_line
@@ -79,6 +80,23 @@ class Normalize(nn.Module):
     def forward(self, vectors: Tensor) -> Tensor:
         """Scale vectors (B, D) to length one."""
         return nn.functional.normalize(vectors, dim=-1)
+
+
+def first_components(input_dim: int, dim: int) -> Dense:
+    """A Dense module that gives the first components of its input as they are."""
+    dense = Dense(input_dim, dim, bias=False)
+    nn.init.eye_(dense.linear.weight)
+    return dense
+
+
+def kept_components(module: nn.Module) -> int | None:
+    """How many first components a module keeps that does nothing else; None of every other module."""
+    if not isinstance(module, Dense) or module.linear.bias is not None or module.is_residual:
+        return None
+    weight = module.linear.weight
+    if type(module.activation) is not nn.Identity or len(weight) >= weight.shape[1]:
+        return None
+    return len(weight) if torch.equal(weight, torch.eye(*weight.shape)) else None
 
 
 def read_dense(folder: Path) -> Dense:

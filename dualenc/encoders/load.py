@@ -96,11 +96,12 @@ def folder_kind(folder: Path) -> Kind:
     )
 
 
-def model_folder(name: str | os.PathLike[str]) -> Path:
+def model_folder(name: str | os.PathLike[str], *further: str) -> Path:
     """The local folder of a model: the one named, or the hub's, fetched without anything that could be code.
 
     Args:
         name: a folder, `local-dir:FOLDER`, a hub repository `owner/name`, or `hf-hub:owner/name`.
+        further: patterns of files to fetch from the hub besides configurations, vocabulary and safetensors.
 
     Raises:
         DualencError: there is no such folder, and the hub gives nothing under this name.
@@ -110,7 +111,7 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            return Path(snapshot_download(repository, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+            return Path(snapshot_download(repository, allow_patterns=[*WANTED, *further], ignore_patterns=UNWANTED))
         except Exception as error:
             raise DualencError(
                 f"{repository}: neither a folder here nor a model that the hub gives ({first_line(error)}); "

@@ -33,7 +33,7 @@ def pack(inputs: Inputs, first: int) -> Inputs:
 
     Args:
         inputs: tokenized texts on the CPU: "attention_mask" and others (n, T), padded on either side.
-        first: position of a text's first token.
+        first: position of a text's first token; the padding token of architectures that begin behind it is one less.
 
     Returns:
         The inputs (R, L) of R rows with L tokens, and their "position_ids"; "texts" (R, L), which text a token is of,
@@ -59,9 +59,22 @@ def pack(inputs: Inputs, first: int) -> Inputs:
         return flat.view(len(rows), longest)
 
     found = {name: packed(values) for name, values in inputs.items() if name != "attention_mask"}
-    found["position_ids"] = packed(position + first)
+    found["position_ids"] = packed(token_positions(inputs, first))
     found["texts"] = packed(torch.arange(len(mask))[:, None].expand_as(mask), -1)
     return found | {"place": place, "attention_mask": inputs["attention_mask"]}
+
+
+def token_positions(inputs: Inputs, first: int) -> Tensor:
+    """The position (n, T) of each token, as the architecture itself counts them.
+
+    RoBERTa and its kin leave out padding tokens wherever they stand, those that a text itself holds too, and give them
+    the position before the first.
+    """
+    counted = inputs["attention_mask"].bool()
+    if first > 0:
+        counted = counted & (inputs["input_ids"] != first - 1)
+    position = counted.cumsum(dim=1) - 1 + first
+    return position.masked_fill(~counted, max(first - 1, 0))
 
 
 def fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -118,14 +118,14 @@ def whole_module(folder: Path) -> Path | None:
     Raises:
         DualencError: modules.json cannot be read, or names modules that nothing here can express.
     """
-    modules = _list_modules(folder, (*SUPPORTED, "CLIPModel"))
+    modules = list_modules(folder, (*SUPPORTED, "CLIPModel"))
     names = [name for name, _ in modules]
     return modules[0][1] if names[:1] in (["CLIPModel"], ["Transformer"]) and set(names[1:]) <= {"Normalize"} else None
 
 
 def _read_modules(folder: Path) -> list[tuple[str, Path]]:
     """Kind and folder of each module: Transformer, Pooling, then any of Dense and Normalize."""
-    file, found = folder / "modules.json", _list_modules(folder, SUPPORTED)
+    file, found = folder / "modules.json", list_modules(folder, SUPPORTED)
     names = [name for name, _ in found]
     for position, name in enumerate(MODULES[:2]):
         if name not in names:
@@ -135,8 +135,12 @@ def _read_modules(folder: Path) -> list[tuple[str, Path]]:
     return found
 
 
-def _list_modules(folder: Path, supported: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """Kind and folder of each module, all of supported kinds of sentence-transformers itself."""
+def list_modules(folder: Path, supported: tuple[str, ...]) -> list[tuple[str, Path]]:
+    """Kind and folder of each module, all of supported kinds of sentence-transformers itself.
+
+    Raises:
+        DualencError: modules.json cannot be read, names another kind, or a folder outside of this one.
+    """
     file = folder / "modules.json"
     modules = read_json(file)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
@@ -149,9 +153,14 @@ def _list_modules(folder: Path, supported: tuple[str, ...]) -> list[tuple[str, P
                 f"{folder}: its module {module.get('type')} is not supported; "
                 f"only models of {', '.join(supported)} can be loaded"
             )
-        place = folder / str(module.get("path", ""))
-        if not place.resolve().is_relative_to(folder.resolve()):
-            raise DualencError(f"{file}: {module.get('path')} leaves the folder; restore the file")
+        path = module.get("path", "")
+        place = folder / str(path)
+        try:
+            is_inside = place.resolve().is_relative_to(folder.resolve())
+        except (ValueError, OSError):  # a NUL byte, half a character, links in a circle
+            is_inside = False
+        if not (is_inside and isinstance(path, str)):
+            raise DualencError(f"{file}: {str(path)[:80]!r} is no path in the folder; restore the file")
         found.append((name, place))
     return found
 
@@ -179,7 +188,6 @@ def write_sentence_files(
     *,
     default_prompt_name: str | None = None,
     head: Iterable[nn.Module] = (),
-    truncate_dim: int | None = None,
 ) -> None:
     """Write everything of a sentence-transformers folder but the transformer and the tokenizer.
 
@@ -193,7 +201,6 @@ def write_sentence_files(
         prompts: by name, "query" and "document" among them.
         default_prompt_name: which of them plain `encode` uses.
         head: `Dense` and `Normalize` modules behind the pooling, before the last `Normalize`.
-        truncate_dim: how many of the first components are used; None: all.
     """
     head = list(head)
     names = [*MODULES[:2], *(type(module).__name__ for module in head), "Normalize"]
@@ -211,7 +218,6 @@ def write_sentence_files(
             "prompts": prompts,
             "default_prompt_name": default_prompt_name,
             "similarity_fn_name": "cosine",
-            **({} if truncate_dim is None else {"truncate_dim": truncate_dim}),
         },
     )
     sizes = {"word_embedding_dimension": hidden_size}

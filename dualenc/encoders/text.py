@@ -7,14 +7,14 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from dualenc.encoders.dense import Dense, Normalize, read_dense
+from dualenc.encoders.dense import Dense, Normalize, first_components, kept_components, read_dense
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.load import first_line, model_folder
 from dualenc.encoders.packing import first_position, pack, run_packed
@@ -274,6 +274,11 @@ class TextTower(Tower):
 
     def write(self, prompts: dict[str, str], default_prompt_name: str | None, folder: Path) -> None:
         """Write a sentence-transformers folder, with prompts by name."""
+        head = list(self.head)
+        if self.truncate_dim is not None:
+            # sentence-transformers would cut behind the last Normalize, to vectors that are shorter than one.
+            widths = [module.dim for module in head if isinstance(module, Dense)]
+            head.append(first_components([self.backbone.config.hidden_size, *widths][-1], self.truncate_dim))
         length = self.prepare.max_length
         save_transformer(self.backbone, folder)
         save_tokenizer(self.prepare.tokenizer, folder, length)
@@ -284,8 +289,7 @@ class TextTower(Tower):
             length,
             prompts,
             default_prompt_name=default_prompt_name,
-            head=self.head,
-            truncate_dim=self.truncate_dim,
+            head=head,
         )
 
 
@@ -332,7 +336,11 @@ def _bases(
             lower_casing(read)
         # The towers' vectors are normalised in any case, so that a last Normalize is not theirs to keep.
         behind = says.head[:-1] if says.head[-1:] == (None,) else says.head
-        head = nn.Sequential(*(Normalize() if place is None else read_dense(place) for place in behind))
+        modules = [Normalize() if place is None else read_dense(place) for place in behind]
+        if modules and (cut := kept_components(modules[-1])) is not None:  # as `TextTower.write` writes it
+            modules.pop()
+            says = replace(says, truncate_dim=min(cut, says.truncate_dim or cut))
+        head = nn.Sequential(*modules)
         bases.append(_Base(backbone, read, says, head))
     return bases
 

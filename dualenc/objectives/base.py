@@ -258,7 +258,8 @@ class Objective(nn.Module):
             check_counts(self, side, values, size)
         sums = [float(values.double().sum()) for values in counts]
         if not math.isclose(sums[0], sums[-1], rel_tol=1e-6):
-            fail(self, "left_counts", f"sum to {sums[0]:g} and right_counts to {sums[1]:g}; both sum to the pairs")
+            problem = f"sum to {sums[0]:g} and {sums[-1]:g}; each pair counts once on either side"
+            fail(self, "left_counts and right_counts", problem)
         self.num_pairs = round(sums[0])
         together = torch.cat([values.float() for values in counts]).to(self.log_temperature.device)
         self.pair_counts = together if bool((together != 1).any()) else None

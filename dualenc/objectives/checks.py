@@ -130,7 +130,7 @@ def check_values(
             _check_range(owner, name, numbers[name], num_items[side])
     low, high = numbers.get("weights", torch.zeros(2)).tolist()
     if not 0 <= low <= high < math.inf:
-        fail(owner, "weights", f"lie in [{low:.4g}, {high:.4g}]; they must be finite numbers of 0 or more")
+        fail(owner, "weights", f"holds numbers in [{low:.4g}, {high:.4g}]; they must be finite and 0 or more")
     if numbers.get("differ", torch.zeros(1)).any():
         fail(owner, "right_id", "differs from left_id; with views=True both views carry the image's id")
     return int(numbers.get("copies", torch.zeros(1)))
@@ -162,12 +162,13 @@ def check_encoded(embeddings: Tensor) -> None:
     norms = torch.linalg.vector_norm(embeddings.detach(), dim=-1, dtype=torch.float64)
     if not norms.numel():
         return
-    low, high = torch.stack(torch.where(norms == 0, 1.0, norms).aminmax()).tolist()
-    if not math.isfinite(low) or not math.isfinite(high):
+    # NaN stays NaN in both; zeros are no rows of another norm.
+    low, high = torch.stack([norms.masked_fill(norms == 0, torch.inf).min(), norms.max()]).tolist()
+    if not math.isfinite(high):
         raise DualencError("encode gave NaN or infinite values; lower the learning rate or check the encoder")
-    if low < 1 - NORM_TOLERANCE or high > 1 + NORM_TOLERANCE:
+    if high > 0 and (low < 1 - NORM_TOLERANCE or high > 1 + NORM_TOLERANCE):
         ends = f"[{low:.4g}, {high:.4g}]"
-        raise DualencError(f"encode gave rows of norm in {ends}; they must be unit vectors: normalise them")
+        raise DualencError(f"encode gave rows of norm in {ends}; they must be unit vectors (or 0): normalise them")
 
 
 def check_counts(owner: object, side: str, counts: Tensor, num_items: int) -> None:
@@ -175,4 +176,4 @@ def check_counts(owner: object, side: str, counts: Tensor, num_items: int) -> No
     if counts.shape != (num_items,):
         fail(owner, f"{side}_counts", f"has shape {tuple(counts.shape)}; it must hold {num_items} counts")
     if not bool((torch.isfinite(counts) & (counts >= 0)).all()):
-        fail(owner, f"{side}_counts", "holds negative or infinite counts; pass in how many pairs each item is")
+        fail(owner, f"{side}_counts", "holds negative or infinite counts, or NaN; they must be 0 or more")

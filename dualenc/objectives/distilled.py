@@ -118,11 +118,10 @@ class Distilled(Wrapper):
         if rows.dim() != 2 or len(rows) != num_pairs or scores.shape != (num_pairs, 1 + rows.shape[-1]):
             shapes = f"{tuple(scores.shape)}, teacher_rows {tuple(rows.shape)}"
             fail(self, "teacher_scores", f"has shape {shapes}; they must be ({num_pairs}, 1 + K) and (…, K)")
-        if rows.numel():
-            low, high = torch.stack(rows.aminmax()).tolist()
-            if low < -1 or high >= max(num_negatives, 0 if num_negatives else math.inf):
-                end = num_negatives
-                fail(self, "teacher_rows", f"lie in [{low}, {high}]; they must lie in [0, {end}) (-1 is padding)")
+        low, high = torch.stack(rows.aminmax()).tolist() if rows.numel() else (-1, -1)
+        if low < -1 or high >= num_negatives:
+            expected = f"they must be rows of the {num_negatives} negatives, or -1 (padding)"
+            fail(self, "teacher_rows", f"holds rows in [{low}, {high}]; {expected}")
 
 
 def margin_mse(student: Tensor, teacher: Tensor, is_scored: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,9 @@ class GlobalCache(MemoryObjective):
     copy of z was to be expected (multiple importance sampling by the balance heuristic, Veach and Guibas 1995): what is
     remembered decides who is looked at, and what is old or missing only makes q a worse guide. Normalising leaves a
     bias: small where anchors share their hard negatives, and larger where every anchor has its own and R is below B.
+    The sum has not quite the mean Σ_z c_z·exp(s/τ), since what is drawn depends on who is in the batch: enumerated over
+    all batches and draws it is 1.03 to 1.12 times that at N = 6, B = 2 (τ from .07 to 1), and 1.01 times at N = 200, B
+    = 16.
 
     The gradient into an anchor moves by α times what the same comparison, made with remembered embeddings, misses of
     all that is remembered. That is 0 on average, and takes away noise where parameters move slowly: a control variate.
@@ -69,14 +72,22 @@ class GlobalCache(MemoryObjective):
     batch holds already are not encoded again. Ranks share the memory, and the work.
 
     A step compares all anchors with all that is remembered, 4·B·N·D multiply-adds for both directions together. With
-    `pool` below N it looks at a random part of the memory, where each item stands for N/pool, and at the hardest items
-    that its anchors have met so far, which stand for themselves: an estimate of the partition function without bias.
+    `pool` below N it looks at a random part of the memory, whose items stand for 1/π items each, with π the chance to
+    be in it; and at items that stand for themselves: the 8 hardest that each of its anchors has met so far, and those
+    that other anchors near the positive keep (a neighbour's hard negatives are hard, so lists fill far sooner than from
+    the pool alone). So the partition function is estimated without bias whatever is kept, and with little variance once
+    the kept items weigh most. With 1,000,000 clustered pairs and the default pool its log is off by -0.43, -0.02 and
+    -0.01 at the third, fifth and tenth visit of an anchor at τ = 0.02, and by at most 0.01 at τ = 0.07
+    (`eval/estimator_bias.py --visits 20 --num_pairs 1000000`).
+
+    `reports_loss` is False in the first epoch, while items are missing, and with a pool for 1/π epochs more.
 
     Args:
         extra_encodes: items drawn per pair of the batch, for both directions together: R = extra_encodes·B/2 of each
             side, at least 1, and with views R = extra_encodes·B views. 0 draws none.
         control: α in [0, 1].
-        pool: look at so many remembered items of each side per step, in random blocks; null: at all of them.
+        pool: look at so many remembered items of each side per step, in random blocks, and at no more than as many
+            that anchors keep; null: at all of them.
         **memory: see `MemoryObjective`.
     """
 
@@ -103,6 +114,15 @@ class GlobalCache(MemoryObjective):
     def needs_uniform_batches(self) -> str | None:
         """How often an item was to be expected in the batch is known for random batches only."""
         return "extra_encodes=0 (the batch alone)" if self.extra_encodes else None
+
+    @property
+    def reports_loss(self) -> bool:
+        """An epoch fills the memory; with a pool, anchors have looked at N items 1/π epochs later."""
+        memories = [(self.memory_of(direction), self._num_blocks(direction)) for direction in self.directions]
+        return all(
+            memory.num_seen > memory.num_expected * (1 if wanted is None else 1 + -(-memory.num_blocks // wanted))
+            for memory, wanted in memories
+        )
 
     @torch.no_grad()
     def plan(self, anchors: Anchors) -> Plan:
@@ -172,7 +192,7 @@ class GlobalCache(MemoryObjective):
         memory, counts = self.memory_of(direction), self.item_counts(direction)
         queries = anchors.all_embeddings[x] / anchors.temperature
         rows = self._rows_of_kept(anchors)[x]
-        slots, log_weights = self._look_at(direction, rows)
+        slots, log_weights = self._look_at(anchors, x, rows)
         num_kept = self.kept.shape[1] if slots is not None else 0
         seen = memory.attend(queries, hidden, counts, slots, log_weights, num_kept)
         if num_kept and self.updates_state:
@@ -231,22 +251,40 @@ class GlobalCache(MemoryObjective):
             return rows
         return 2 * rows + (torch.arange(anchors.num_batch, device=rows.device) >= anchors.num_batch // 2)
 
-    def _look_at(self, direction: int, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _look_at(self, anchors: Anchors, x: int, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """(n,) ascending slots to look at, None for all; (n,) log of how many slots each stands for.
 
-        A random pool, whose items stand for all that nobody keeps, and the items that these anchors keep.
+        A random pool, whose items stand for all that is not kept, and what anchors keep.
+
+        Args:
+            rows: (G,) rows of the anchors in the table of kept items.
         """
+        direction = anchors.directions[x]
         num_blocks = self._num_blocks(direction)
         if num_blocks is None:
             return None, None
         memory = self.memory_of(direction)
         blocks = self.draws.permutation(memory.num_blocks, torch.device("cpu"))[:num_blocks].sort().values
         pool = (blocks[:, None] * memory.block_size + torch.arange(memory.block_size)).flatten()
-        kept = self.kept[rows].unique()
+        kept = torch.cat([self.kept[rows].flatten(), self._kept_by_neighbors(anchors, x).flatten()]).unique()
         slots = torch.cat([pool[pool < memory.num_slots].to(kept.device), kept[kept != PADDING]]).unique()
         log_weights = torch.zeros(len(slots), device=slots.device)
         log_weights.masked_fill_(~torch.isin(slots, kept), math.log(memory.num_blocks / num_blocks))
         return slots, log_weights
+
+    def _kept_by_neighbors(self, anchors: Anchors, x: int) -> Tensor:
+        """(G, k, k) what those anchors keep that the anchors' positives keep; -1 for none."""
+        own_start, other_start = 0, 0
+        if not self.views:
+            starts = (0, self.num_left or 0)
+            own_start = starts[anchors.directions[x]]
+            other_start = sum(starts) - own_start
+        # No more than the pool in all.
+        width = min(NUM_KEPT, math.isqrt((self.pool or 0) // max(anchors.num_batch, 1)))
+        positives = anchors.gather(anchors.candidate_items.gather(1, anchors.positive_column))[x]
+        near = self.kept[other_start + positives][:, :width]
+        kept = self.kept[own_start + near.clamp(min=0)][..., :width]
+        return kept.masked_fill(near[..., None] == PADDING, PADDING)
 
 
 def mean_shares(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import faiss
 import numpy as np
 
+from dualenc.data.identity import sum_checksums
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, locked
 from dualenc.search.build import Database, reason
@@ -92,6 +93,8 @@ def _append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
             changed = merge_lists(_empty(base), [base, added], part / LISTS)
             changed = changed if refine is None else with_codes(changed, index.faiss, codes, part / "refine.faiss")
         meta = _changed(index, "appended", len(embeddings))
+        both = sum_checksums(made_of.meta.get("texts_checksum") for made_of in (index, embeddings))
+        meta |= {} if both is None else {"texts_checksum": both}
         write_contents(part, Path(folder), changed, itertools.chain(index.ids, embeddings.ids), snippets, columns, meta)
     return Index.open(folder)
 
@@ -177,7 +180,8 @@ def _mapped(index: Index) -> MappedIds:
 
 def _changed(index: Index, what: str, count: int) -> dict[str, Any]:
     """The meta.json of a changed index: what was measured when it was built is no longer said of it."""
-    meta = {key: value for key, value in index.meta.items() if key not in (*MEASURED, "files", "sizes")}
+    outdated = (*MEASURED, "files", "sizes", "texts_checksum")
+    meta = {key: value for key, value in index.meta.items() if key not in outdated}
     measured = {key: index.meta[key] for key in MEASURED if key in index.meta}
     meta |= {"count": len(index) + (count if what == "appended" else -count), what: meta.get(what, 0) + count}
     return meta | ({"when_built": measured} if measured else {})

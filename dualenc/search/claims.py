@@ -100,14 +100,15 @@ class Claims:
     def _abandoned(self, path: Path) -> bool:
         """Whether nobody works on a claimed piece any more.
 
-        The age is told by the clock of the disk alone: those of the machines may differ by minutes.
+        The age is told by the clock of the disk alone: those of the machines may differ by minutes. A time that lies
+        as far in the future was made by a clock that was wrong, and a living worker would have corrected it.
         """
         holder = _read(path)
         if holder and process_state(holder) == "gone":
             return True
         touched = path.stat().st_mtime
         with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".clock-") as now:
-            return os.fstat(now.fileno()).st_mtime - touched > self.take_over
+            return abs(os.fstat(now.fileno()).st_mtime - touched) > self.take_over
 
     def _keep_fresh(self) -> None:
         while not self._ended.wait(self.take_over / 10):

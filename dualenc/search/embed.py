@@ -114,7 +114,8 @@ def embed(
         # A new folder is removed on an error only if no other worker has written to it or is about to.
         with removed_if_refused(out, "shard-*.[nc]*") if distributed.is_main() else contextlib.nullcontext():
             contents = functools.partial(_contents, corpus)
-            writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes, contents)
+            texts = functools.partial(_texts, corpus) if corpus.modality == "text" else None
+            writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes, contents, texts)
             with tqdm(total=len(corpus), desc="embed", unit=" items", disable=not shows) as bar:
 
                 def encode(number: int) -> tuple[np.ndarray, Skipped]:
@@ -291,6 +292,12 @@ class _Windows(torch.utils.data.Dataset):
                 if following < len(self):
                     coming = thread.submit(self.__getitem__, following)
                 yield window
+
+
+def _texts(corpus: Corpus, rows: Sequence[int]) -> str:
+    from dualenc.data.identity import texts_checksum
+
+    return texts_checksum((corpus.ids[row], corpus[row]) for row in rows)
 
 
 def _contents(corpus: Corpus, rows: range) -> str:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualenc import distributed
+from dualenc.data.identity import sum_checksums
 from dualenc.errors import DiskFull, DualencError
 from dualenc.files import (
     atomic_path,
@@ -357,6 +358,8 @@ class EmbeddingWriter:
         notes: further entries of meta.json that need not be equal (`model`, …).
         contents: checksum of the items of a range of rows; a shard whose items have another one now is written again,
             bad ones included. Without it items are told apart by their ids alone.
+        texts: `texts_checksum` of some rows; that of all rows with a vector is kept in meta.json, so that what is put
+            beside an index later (`--bm25`, `--texts`) is known to be what was embedded.
 
     Raises:
         DualencError: ids that cannot be written, or the folder holds something else, or embeddings with another
@@ -372,6 +375,7 @@ class EmbeddingWriter:
         identity: dict[str, Any],
         notes: dict[str, Any] | None = None,
         contents: Callable[[range], str] | None = None,
+        texts: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         check_ids(ids)
         digest = hashlib.sha256()
@@ -382,6 +386,7 @@ class EmbeddingWriter:
         self.identity = {**identity, "dim": dim, "dtype": dtype, "ids_checksum": digest.hexdigest()}
         self.notes = notes or {}
         self.contents = functools.cache(contents or (lambda _: ""))
+        self.texts = texts
         self._written: dict[int, str] = {}
         """The contents of the shards that this worker wrote."""
         there = self.folder.exists() and not self.folder.is_dir()
@@ -564,7 +569,10 @@ class EmbeddingWriter:
             with atomic_path(path.with_suffix(".shown")) as part, open(part, "w", encoding="ascii") as stream:
                 stream.writelines(json.dumps(snippet(row)) + "\n" for row in self._kept(number, skipped))
         contents = self.contents(self.ranges[number])
-        write_json(path.with_suffix(".json"), {"contents": contents, "sha256": sha256, "skipped": list(skipped)})
+        note = {"contents": contents, "sha256": sha256, "skipped": list(skipped)}
+        if self.texts is not None:
+            note["texts"] = self.texts(self._kept(number, skipped))
+        write_json(path.with_suffix(".json"), note)
         self._written[number] = contents
 
     def finish(self, snippet: Callable[[int], str] | None = None, columns: pa.Table | None = None) -> Embeddings:
@@ -607,6 +615,8 @@ class EmbeddingWriter:
         shard_rows = list(map(len, kept))
         files = known | checksums(self.folder, others)
         entries = {"shard_rows": shard_rows, **skipped_entries(self.ids, skipped), "sizes": sizes(self.folder, files)}
+        if (texts := sum_checksums(note.get("texts") for note in notes)) is not None:
+            entries["texts_checksum"] = texts
         self._write_meta(complete=True, **entries, files=files)
         self._tidy_up()
         return Embeddings.open(self.folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ FORMAT = "dualenc index"
 FORMAT_VERSION = 3
 """1 had a checksum of index.faiss alone, 2 no arrays beside ids.txt and snippets.jsonl, and no sizes."""
 OLDEST_VERSION = 2
-KEPT = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped")
+KEPT = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped", "texts_checksum")
 """What an index remembers of its embeddings: which model and side made them, and from what."""
 WRITE_BYTES = 1 << 22
 REBUILD = "build the index again"
@@ -286,13 +286,7 @@ class Index:
         told = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
         read_head(folder, FORMAT, (OLDEST_VERSION, FORMAT_VERSION), told, REBUILD)
         meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
-        allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
-        for name, values in allowed.items():
-            if name in meta and meta[name] not in values:
-                raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {REBUILD}")
-        for name in ("model", "model_checksum"):
-            if not isinstance(meta.get(name, ""), str):
-                raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {REBUILD}")
+        check_kept(path, meta, REBUILD)
 
         path = folder / "index.faiss"
         snippets = folder / "snippets.jsonl"
@@ -414,6 +408,26 @@ def check_target(folder: str | os.PathLike[str]) -> None:
         DualencError: it holds something else.
     """
     check_folder_target(folder, is_index, "index")
+
+
+def check_kept(path: Path, meta: Mapping[str, Any], mend: str) -> None:
+    """Insist that what a meta.json remembers of its embeddings is of the right kind.
+
+    Args:
+        path: of the file.
+        meta: its entries.
+        mend: what to do about it.
+
+    Raises:
+        DualencError: an entry that is none of its values, or no text.
+    """
+    allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
+    for name, values in allowed.items():
+        if name in meta and meta[name] not in values:
+            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {mend}")
+    for name in ("model", "model_checksum"):
+        if not isinstance(meta.get(name, ""), str):
+            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {mend}")
 
 
 def write_contents(

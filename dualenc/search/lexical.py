@@ -125,18 +125,15 @@ def add_lexical(folder: str | os.PathLike[str], corpus: Corpus) -> Lexical:
         corpus: the texts that it was made of, in any order; more of them do no harm.
 
     Raises:
-        DualencError: no texts, or not those of the index.
+        DualencError: no texts, or not those of the index, or texts that have changed since they were embedded.
     """
     from dualenc.search.index import Index
+    from dualenc.search.texts import rows_in
 
     if corpus.modality != "text":
         raise DualencError(f"{folder}: BM25 needs texts, and its data holds {corpus.modality}s; leave --bm25 out")
-    row_of = {name: row for row, name in enumerate(corpus.ids)}
     with locked(folder):
         index = Index.open(folder)
-        for name in index.ids:
-            if name not in row_of:
-                raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what the index was made of")
-        lexical = Lexical.build(corpus[row_of[name]] for name in index.ids)
+        lexical = Lexical.build(corpus[row] for row in rows_in(corpus, index, folder))
         lexical.save(folder, str(index.meta["files"].get("ids.txt")))
     return lexical

@@ -28,6 +28,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from dualenc import distributed
+from dualenc.data.pairs import Ragged
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, open_regular, read_json, remove, removed_if_refused, save_array, write_json
 from dualenc.search.rerank import Rescore, finite_scores, rerank
@@ -138,8 +139,9 @@ class Report:
         written: rows in the file: queries with a negative.
         negatives: in all rows together.
         candidates: documents in the windows of ranks.
-        known_positives: documents that were passed over down to the end of the window: known positives, documents with
-            the same contents, and documents with the contents or the id of the query.
+        known_positives: documents that were passed over down to the end of the window: known positives of the query and
+            of those with its contents, documents with the same contents, and documents with the contents or the id of
+            the query.
         false_negatives: candidates above their query's limit, likely relevant.
         repeated: candidates with the contents of a better one.
         without_negatives: queries of which no candidate was left; they have no row.
@@ -357,8 +359,11 @@ class _Miner:
         of_right = _contents(right)
         contents, self.same = np.unique(of_right, return_inverse=True)
         self._queries_same = np.full(len(left), -1)  # the group of documents that repeat a query
+        own = _contents(left)
+        # Queries of equal contents under several ids are one query, with the positives of all of them.
+        distinct, self._query_group = np.unique(own, return_inverse=True)
+        self._group_positives = Ragged.from_pairs(self._query_group[pairs.left_id], pairs.right_id, len(distinct))
         if left.modality == right.modality == "text":
-            own = _contents(left)
             place = np.searchsorted(contents, own).clip(max=len(contents) - 1)
             self._queries_same = np.where(contents[place] == own, place, -1)
         self._by_group = np.argsort(self.same, kind="stable")
@@ -457,8 +462,8 @@ class _Miner:
         return row | {"query_id": name, "pos_id": pos_id, "neg_id": neg_id}
 
     def _known(self, query: int) -> np.ndarray:
-        """Right ids that are no candidates of a left item: its positives, copies of them, and the query itself."""
-        groups = self.same[self.pairs.positives("left", np.array([query]))[0]]
+        """Right ids that are no candidates: positives of all queries of these contents, copies of them, the query."""
+        groups = self.same[self._group_positives.row(self._query_group[query])]
         if self._queries_same[query] >= 0:
             groups = np.append(groups, self._queries_same[query])
         starts = self._group_starts

@@ -24,27 +24,30 @@ def open_cross_encoder(path: str, *, batch_size: int = 32, device: str = "cpu") 
     Its own activation is applied: a model may give logits or numbers from 0 to 1, and limits are in their unit.
 
     Args:
-        path: folder or name of a `CrossEncoder` with one output; only safetensors are read.
+        path: folder or name of a `CrossEncoder` with one output; only safetensors are read, and nothing in the folder
+            runs code.
         batch_size: pairs per forward pass.
         device: such as cpu or cuda:0.
 
     Raises:
-        DualencError: sentence-transformers is not installed, the model cannot be read, it has several outputs, or none
-            that was trained, as a bi-encoder.
+        DualencError: sentence-transformers is not installed, the model cannot be read, something in its folder could
+            lead to code, it has several outputs, or none that was trained, as a bi-encoder.
     """
     try:
         from sentence_transformers import CrossEncoder
     except ImportError as error:
         told = "a cross-encoder needs sentence-transformers; pip install 'dualenc[mining]'"
         raise DualencError(f"{told} ({error})") from None
+    from dualenc.encoders.cross_encoder_folder import cross_encoder_folder
     from dualenc.encoders.text import quiet_transformers
 
+    folder = cross_encoder_folder(path)
     log = logging.getLogger("sentence_transformers")
     level = log.level
     log.setLevel(logging.ERROR)  # what it remarks on other models is told below
     try:
         with quiet_transformers():
-            model = CrossEncoder(path, device=device, model_kwargs={"use_safetensors": True})
+            model = CrossEncoder(str(folder), device=device, model_kwargs={"use_safetensors": True})
     except Exception as error:  # of transformers, safetensors, the hub and their configurations
         why = " ".join(str(error).split())[:160] or type(error).__name__
         raise DualencError(f"{path}: no cross-encoder that sentence-transformers reads ({why})") from None
@@ -52,11 +55,7 @@ def open_cross_encoder(path: str, *, batch_size: int = 32, device: str = "cpu") 
         log.setLevel(level)
     made_for = getattr(model.config, "architectures", None) or ["…ForSequenceClassification"]
     is_bare = not any("ForSequenceClassification" in name for name in made_for)
-    if (
-        model[0].transformer_task == "sequence-classification"
-        and is_bare
-        and not hasattr(model[0].model, "peft_config")
-    ):
+    if model[0].transformer_task == "sequence-classification" and is_bare:
         told = f"is a {made_for[0]}, whose scores of pairs would be random weights'"
         raise DualencError(f"{path}: {told}; give a model that was trained as a cross-encoder")
     if model.num_labels != 1:

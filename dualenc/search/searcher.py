@@ -98,6 +98,7 @@ class Searcher:
         judge: Rescore | None = None,
         nprobe: int | None = None,
         ef_search: int | None = None,
+        qdrant_path: str | None = None,
     ) -> Searcher:
         """Open an index, or an engine that a folder remembers, and the model that made it.
 
@@ -110,14 +111,21 @@ class Searcher:
             judge: a cross-encoder (`open_cross_encoder`) for `Query.rerank`; the texts that it reads are opened, too.
             nprobe: lists that an IVF index visits.
             ef_search: candidates that an HNSW index keeps.
+            qdrant_path: the store of an embedded Qdrant, see `EngineIndex.open`.
 
         Raises:
             DualencError: no index, no model, no BM25 or texts where they are needed, a search parameter that the index
                 does not have, or the model has other weights than the index was made with.
         """
         folder = Path(folder)
-        index: Index | EngineIndex = EngineIndex.open(folder) if is_engine(folder) else Index.open(folder)
-        if nprobe is not None or ef_search is not None:  # one that does not apply is told now, not to every query
+        index: Index | EngineIndex
+        if is_engine(folder):
+            index = EngineIndex.open(folder, qdrant_path)
+        elif qdrant_path is not None:
+            raise DualencError(f"{folder}: remembers no engine; leave --qdrant-path out")
+        else:
+            index = Index.open(folder)
+        if nprobe is not None or ef_search is not None:  # one that does not apply is refused now, not at every query
             dim = index.about.dim if isinstance(index, EngineIndex) else index.dim
             index.search(np.eye(1, dim, dtype=np.float32), 1, nprobe=nprobe, ef_search=ef_search)
         recorded, side = index.meta.get("model_checksum"), index.meta.get("side", "right")

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from dualenc.data.identity import texts_checksum
 from dualenc.errors import DualencError
 from dualenc.files import (
     atomic_folder,
@@ -82,6 +83,40 @@ def checksum_of(index: Index | EngineIndex) -> str:
     return index.about.fingerprint if isinstance(index, EngineIndex) else str(index.meta["files"].get("ids.txt"))
 
 
+def rows_in(corpus: Corpus, index: Index, folder: str | os.PathLike[str]) -> list[int]:
+    """The row of a corpus that each item of an index was made of.
+
+    Raises:
+        DualencError: the corpus lacks one, or has another text under its id than was embedded.
+    """
+    row_of = {name: row for row, name in enumerate(corpus.ids)}
+    for name in index.ids:
+        if name not in row_of:
+            raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what the index was made of")
+    rows = [row_of[name] for name in index.ids]
+    # After `--remove` the beginnings of the texts are all that is known of them.
+    for place, row in enumerate(rows if index.snippets is not None else ()):
+        if index.snippet(place) != corpus.text(row):
+            _refuse_changed(folder, f"of {corpus.ids[row][:80]!r} ")
+    _check_unchanged(corpus, rows, index.meta, folder)
+    return rows
+
+
+def _check_unchanged(
+    corpus: Corpus, rows: Sequence[int], meta: Mapping[str, Any], folder: str | os.PathLike[str]
+) -> None:
+    """Insist that texts are those that a meta.json has the checksum of, if it has one."""
+    recorded = meta.get("texts_checksum")
+    if recorded is not None and recorded != texts_checksum((corpus.ids[row], corpus[row]) for row in rows):
+        _refuse_changed(folder)
+
+
+def _refuse_changed(folder: str | os.PathLike[str], which: str = "") -> NoReturn:
+    raise DualencError(
+        f"{folder}: the text {which}in the data is not what was embedded; embed and index the data again"
+    )
+
+
 def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
     """Put texts into the folder of an index or of a pushed collection.
 
@@ -93,7 +128,7 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
         How many.
 
     Raises:
-        DualencError: no texts, or not those of the index.
+        DualencError: no texts, or not those of the index, or texts that have changed since they were embedded.
     """
     if corpus.modality != "text":
         raise DualencError(
@@ -104,28 +139,30 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
 
 
 def _add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
-    from dualenc.search.engines import EngineIndex, is_engine
+    from dualenc.search.engines.push import is_engine, read_engine_meta
     from dualenc.search.index import Index
 
-    index: Index | EngineIndex = EngineIndex.open(folder) if is_engine(folder) else Index.open(folder)
     ids: Sequence[str] = corpus.ids
-    row_of = {name: row for row, name in enumerate(corpus.ids)}
-    if isinstance(index, EngineIndex):  # which does not list its ids
-        index.engine.close()
-        if len(ids) < len(index):
-            told = f"the data has {len(ids):,} texts for {len(index):,} vectors"
+    rows: Sequence[int] = range(len(corpus))
+    if is_engine(folder):  # which does not list its ids
+        about, meta = read_engine_meta(folder)
+        belongs_to = about.fingerprint
+        if len(ids) < about.count:
+            told = f"the data has {len(ids):,} texts for {about.count:,} vectors"
             raise DualencError(f"{folder}: {told}; name what the embeddings were made of")
+        if len(ids) == about.count:
+            _check_unchanged(corpus, rows, meta, folder)
     else:
+        index = Index.open(folder)
+        belongs_to = checksum_of(index)
         ids = index.ids
-        for name in ids:
-            if name not in row_of:
-                raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what the index was made of")
+        rows = rows_in(corpus, index, folder)
     check_ids(ids)
     with atomic_folder(Path(folder) / FOLDER, functools.partial(is_folder_of, wanted=FORMAT), "texts") as part:
         part.mkdir()
         write_ids(part / "ids.txt", ids)
-        write_snippets(part / "texts.jsonl", (corpus[row_of[name]] for name in ids))
+        write_snippets(part / "texts.jsonl", (corpus[row] for row in rows))
         files = checksums(part, sorted(path.name for path in part.iterdir()))
-        head = {"format": FORMAT, "version": 1, "count": len(ids), "of": checksum_of(index)}
+        head = {"format": FORMAT, "version": 1, "count": len(ids), "of": belongs_to}
         write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
     return len(ids)

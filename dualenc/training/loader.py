@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dualenc import distributed
+from dualenc.data.identity import digest_of
 from dualenc.data.pairs import Pair, PairDataset
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import BadSample, DualencError
@@ -125,10 +126,14 @@ class Guide:
         from dualenc.search.embeddings import Embeddings
 
         self._stored: dict[Side, Any] = {}
+        self._checksums: dict[Side, str] = {}
         self._rows: dict[Side, np.ndarray] = {}
         for side, folder, corpus in zip(SIDES, (left, right), corpora(pairs)):
             stored = Embeddings.open(folder)
             self._stored[side] = stored.vectors
+            files = stored.meta["files"]
+            made_of = [f"{name} {files[name]}" for name in sorted(files) if name.endswith((".npy", "ids.txt"))]
+            self._checksums[side] = digest_of(made_of)
             self._rows[side] = stored.rows_of(corpus.ids)
             if (self._rows[side] < 0).all():
                 raise DualencError(f"{folder}: embeds no {side} item of the pairs; embed the data that is trained on")
@@ -138,6 +143,10 @@ class Guide:
         dims = [int(self._stored[side].shape[1]) for side in SIDES]
         if dims[0] != dims[1]:
             raise DualencError(f"{left} has dimension {dims[0]} and {right} {dims[1]}; embed both with one model")
+
+    def identities(self) -> dict[str, str]:
+        """Checksum of each side's ids and vectors, so that a run is not resumed with others."""
+        return {f"guide.{side}": checksum for side, checksum in self._checksums.items()}
 
     def vectors(self, side: Side, ids: np.ndarray) -> np.ndarray:
         """(n, G) float32 unit vectors of items (n,) of a side; NaN where there is none."""

@@ -113,6 +113,7 @@ class Loop:
         guide = None
         if settings.guide_left is not None and settings.guide_right is not None:
             guide = Guide(pairs, settings.guide_left, settings.guide_right)
+        guides = {} if guide is None else guide.identities()
         self.loader = BatchLoader(
             pairs,
             model.left.prepare,
@@ -150,7 +151,7 @@ class Loop:
         for name, default in later.items():
             if getattr(settings, name) == default:
                 del described["trainer"][name]
-        described = fingerprint(described, model, objective, pairs, batching)
+        described = fingerprint(described, model, objective, pairs, batching) | guides
         self.checkpoints = Checkpoints(self.output / "checkpoints", settings.keep_checkpoints, described)
         self.bad: dict[int, str] = {}
         self.steps = self.epoch = self.batch = self.batches_done = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import sqlite3
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,11 @@ def found(capsys: pytest.CaptureFixture[str], *words: Any) -> list[dict[str, Any
     return json.loads(capsys.readouterr().out)["results"]
 
 
+def store(kind: str, folder: Path) -> tuple[Any, ...]:
+    """What names the store of an embedded engine whose files can run code."""
+    return ("--qdrant-path", folder / "data") if kind == "qdrant" else ()
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 def test_push_search_and_push_again(
     tmp_path: Path, toy_text: Path, emb: Path, capsys: pytest.CaptureFixture[str], kind: str
@@ -58,19 +65,20 @@ def test_push_search_and_push_again(
 
     run("index", emb, "--out", tmp_path / "index")
     by_faiss = found(capsys, tmp_path / "index", "wing flow", "-k", 7)
-    by_engine = found(capsys, tmp_path / "engine", "wing flow", "-k", 7)
+    engine = (tmp_path / "engine", "wing flow", *store(kind, tmp_path))
+    by_engine = found(capsys, *engine, "-k", 7)
     assert [hit["id"] for hit in by_engine] == [hit["id"] for hit in by_faiss]
     assert [hit["snippet"] for hit in by_engine] == [hit["snippet"] for hit in by_faiss]
     np.testing.assert_allclose([h["score"] for h in by_engine], [h["score"] for h in by_faiss], atol=2e-3)
 
-    everything = pd.DataFrame(found(capsys, tmp_path / "engine", "wing flow", "-k", 40))
+    everything = pd.DataFrame(found(capsys, *engine, "-k", 40))
     wanted = everything[(everything.year >= 2004) & (everything.lang == "no")].id.tolist()
     where = ("--where", "year>=2004", "--where", "lang=no")
-    assert [hit["id"] for hit in found(capsys, tmp_path / "engine", "wing flow", "-k", 40, *where)] == wanted
+    assert [hit["id"] for hit in found(capsys, *engine, "-k", 40, *where)] == wanted
     either = everything[everything.year.isin([2001, 2003])].id.tolist()
-    asked = found(capsys, tmp_path / "engine", "wing flow", "--where", "year=2001,2003")
+    asked = found(capsys, *engine, "--where", "year=2001,2003")
     assert [hit["id"] for hit in asked] == either[:10]
-    run("search", tmp_path / "engine", "wing flow", "-k", 2)
+    run("search", *engine, "-k", 2)
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("rank", "id", "score", "year", "lang", "snippet"))
     assert f" {everything.year[0]} " in shown, "a year has no thousands"
@@ -81,7 +89,7 @@ def test_evaluation_compares_the_engine_with_exact_search(
     tmp_path: Path, toy_text: Path, beir: Path, emb: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     run("push", emb, tmp_path / "data", "--to", kind, "--out", tmp_path / "engine", "--recall-queries", 0)
-    words = ("evaluate", "retrieval", toy_text, beir, "--engine", tmp_path / "engine")
+    words = ("evaluate", "retrieval", toy_text, beir, "--engine", tmp_path / "engine", *store(kind, tmp_path))
     run(*words, "--out", tmp_path / "all")
     shown = capsys.readouterr().out
     assert "Engine against exact search" in shown
@@ -102,6 +110,62 @@ def test_evaluation_compares_the_engine_with_exact_search(
     for query, order in zip(queries.ids, columns):
         assert sorted(by_query[query]) == sorted(documents.ids[rows[place]] for place in order)
         assert by_query[query][:3] == [documents.ids[rows[place]] for place in order[:3]]
+
+
+class Payload:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("target", ["data", "./data", "x://../data", "{}/data"])
+def test_an_embedded_qdrant_that_only_the_folder_names_is_not_opened(
+    tmp_path: Path,
+    toy_text: Path,
+    beir: Path,
+    emb: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+) -> None:
+    run("push", emb, tmp_path / "data", "--to", "qdrant", "--out", tmp_path / "engine", "--recall-queries", 0)
+    assert f"--qdrant-path {tmp_path / 'data'}" in capsys.readouterr().out
+    with sqlite3.connect(next(tmp_path.glob("data/collection/*/storage.sqlite"))) as database:
+        database.execute("UPDATE points SET point = ?", (pickle.dumps(Payload(tmp_path / "ran")),))
+    meta = json.loads((tmp_path / "engine" / "meta.json").read_text())
+    (tmp_path / "engine" / "meta.json").write_text(json.dumps(meta | {"target": target.format(tmp_path)}))
+    (tmp_path / "x:").mkdir()
+    monkeypatch.chdir(tmp_path)
+    evaluate = ("evaluate", "retrieval", toy_text, beir, "--out", tmp_path / "out", "--engine", tmp_path / "engine")
+    for words in (("search", tmp_path / "engine", "wing"), ("serve", tmp_path / "engine", "--port", 0), evaluate):
+        assert "names an embedded Qdrant, whose files can run code" in failure(capsys, *words), words
+    run("index", tmp_path / "engine", beir, "--texts")
+    assert "no URL of a Qdrant server" in failure(capsys, "push", emb, "x://../data", "--to", "qdrant", "--out", "new")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_store_that_is_named_is_trusted_aloud(
+    tmp_path: Path, emb: Path, beir: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("push", emb, tmp_path / "data", "--to", "qdrant", "--out", tmp_path / "engine", "--recall-queries", 0)
+    run(*words)
+    assert "unpickles" not in capsys.readouterr().err, "a new one holds nothing"
+    for again in (words, ("search", tmp_path / "engine", "wing", "--qdrant-path", tmp_path / "data")):
+        run(*again)
+        assert "unpickles what it holds, which can run code" in capsys.readouterr().err
+    run("push", emb, tmp_path / "lake", "--to", "lancedb", "--out", tmp_path / "other", "--recall-queries", 0)
+    run("index", emb, "--out", tmp_path / "index")
+    evaluate = ("evaluate", "retrieval", toy_text, beir, "--out", tmp_path / "out")
+    for others, told in (
+        (("search", tmp_path / "other", "wing"), "names no embedded Qdrant"),
+        (("search", tmp_path / "index", "wing"), "remembers no engine"),
+        (evaluate, "name it with --engine"),
+    ):
+        assert told in failure(capsys, *others, "--qdrant-path", tmp_path / "data")
 
 
 def test_mistakes_are_told_in_one_line(
@@ -141,6 +205,20 @@ def test_mistakes_are_told_in_one_line(
     monkeypatch.undo()
     (tmp_path / "data").rename(tmp_path / "moved")
     assert "is not there; run `dualenc push` again" in failure(capsys, "search", tmp_path / "engine", "wing")
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": 5}, {"model": ["x"]}, {"model_checksum": 1}, {"side": "up"}, {"output": 7}]
+)
+def test_a_folder_that_remembers_nonsense_is_told(
+    tmp_path: Path, emb: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
+) -> None:
+    run("push", emb, tmp_path / "lake", "--to", "lancedb", "--out", tmp_path / "engine", "--recall-queries", 0)
+    path = tmp_path / "engine" / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    told = failure(capsys, "search", tmp_path / "engine", "wing")
+    assert f"meta.json: {next(iter(change))} is " in told
+    assert "run `dualenc push` again" in told
 
 
 def test_push_to_parquet(tmp_path: Path, emb: Path, capsys: pytest.CaptureFixture[str]) -> None:

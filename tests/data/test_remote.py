@@ -334,6 +334,12 @@ class TestParquetCorpus:
         assert [local[i] for i in range(50)] == [there[i] for i in range(50)]
         assert [local.text(i) for i in range(50)] == [there.text(i) for i in range(50)]
 
+    def test_slices_are_those_of_the_local_file(self, server: Server, tmp_path: Path) -> None:
+        url = server.put("x.parquet", parquet(tmp_path / "x.parquet"))
+        local, there = (open_corpus(where, split="train[90%:]") for where in (tmp_path / "x.parquet", url))
+        assert [local[i] for i in range(5)] == [there[i] for i in range(len(there))]
+        assert "no split 'test'; there are: train" in failure(lambda: open_corpus(url, split="test"))
+
     def test_row_groups_are_read_when_asked_for(self, server: Server, tmp_path: Path) -> None:
         texts = [noise(2000, i).hex() for i in range(200)]
         content = parquet(tmp_path / "x.parquet", 200, 20, text=texts, blob=[noise(30_000, i) for i in range(200)])

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 
 from dualenc.data import (
@@ -12,6 +15,8 @@ from dualenc.data import (
     ImageFolderPairs,
     MinedPairs,
     TablePairs,
+    TableViews,
+    VectorPairs,
     WebDatasetPairs,
     open_corpus,
     open_pairs,
@@ -185,3 +190,48 @@ def test_wrong_arguments_are_told_in_one_line(arguments: dict, message: str) -> 
         Corpus(**arguments)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["texts", "vectors", "mined", "images"])
+def test_every_reader_takes_slices_and_refuses_other_splits(tmp_path: Path, kind: str) -> None:
+    vectors = np.eye(10, dtype=np.float32).tolist()
+    rows: dict[str, list[Any]] = {"query": [f"q{i}" for i in range(10)], "document": [f"d{i}" for i in range(10)]}
+    if kind == "vectors":
+        rows = {"query": vectors, "document": vectors}
+    elif kind == "mined":
+        rows = {"query": rows["query"], "pos": [[text] for text in rows["document"]], "neg": [["no"]] * 10}
+    elif kind == "images":
+        rows = {
+            "image": [{"bytes": encoded(picture(20 * i)), "path": None} for i in range(10)],
+            "caption": rows["query"],
+        }
+    path = tmp_path / "pairs.parquet"
+    datasets.Dataset.from_dict(rows).to_parquet(path)
+    readers: list[Callable[[str], Any]] = [lambda split: open_pairs(path, split=split)]
+    if kind == "texts":
+        readers += [lambda split: TablePairs(path, "query", "document", split=split)]
+        readers += [lambda split: open_corpus(path, text_column="document", split=split)]
+    elif kind == "vectors":
+        how = {"left_column": "query", "right_column": "document"}
+        readers += [lambda split: VectorPairs(path, **how, split=split)]
+        readers += [lambda split: open_corpus(path, vector_column="query", split=split)]
+    elif kind == "mined":
+        path = tmp_path / "pairs.jsonl"
+        datasets.Dataset.from_dict(rows).to_json(path)
+        readers += [lambda split: MinedPairs(path, split=split)]
+    else:
+        readers += [lambda split: TableViews(path, split=split), lambda split: open_corpus(path, split=split)]
+    for number, reader in enumerate(readers):
+        assert len(reader("train[:90%]")) == 9, number
+        assert len(reader("train[-2:]")) == 2, number
+        with pytest.raises(DualencError, match="no split 'test'; there are: train"):
+            reader("test")
+
+
+def test_what_has_no_slices_says_so(tmp_path: Path) -> None:
+    np.save(tmp_path / "vectors.npy", np.eye(4, dtype=np.float32))
+    (tmp_path / "one.tar").touch()
+    for name, reader in (("vectors.npy", open_corpus), ("one.tar", open_corpus), ("one.tar", open_pairs)):
+        for split in ("test", "train[:50%]"):
+            with pytest.raises(DualencError, match="it has neither splits nor slices"):
+                reader(tmp_path / name, split=split)

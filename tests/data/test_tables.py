@@ -82,6 +82,56 @@ def test_a_saved_dataset_with_splits(tmp_path: Path) -> None:
         read(tmp_path / "saved", split="test")
 
 
+SLICES = ["train", "train[:90%]", "train[-3:]", "train[2:4]", "train[:20%]+train[80%:]", "train[40%:60%]"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl", "saved", "splits", "folder"])
+@pytest.mark.parametrize("split", SLICES)
+def test_slices_are_those_of_datasets(tmp_path: Path, kind: str, split: str) -> None:
+    data = datasets.Dataset.from_dict({"query": [f"q{i}" for i in range(11)]})
+    path = tmp_path / f"data.{kind}"
+    if kind == "csv":
+        write_csv(path, ["query"], [[query] for query in data["query"]])
+    elif kind == "saved":
+        data.save_to_disk(path)
+    elif kind == "splits":
+        datasets.DatasetDict(train=data, test=data.select([0])).save_to_disk(path)
+    elif kind == "folder":
+        path.mkdir()
+        write_jsonl(path / "train.jsonl", [{"query": query} for query in data["query"]])
+        write_jsonl(path / "test.jsonl", [{"query": "another"}])
+    else:
+        getattr(data, f"to_{'json' if kind == 'jsonl' else 'parquet'}")(path)
+    data.to_parquet(tmp_path / "same.parquet")
+    cache = str(tmp_path / "cache")
+    theirs = datasets.load_dataset("parquet", data_files=str(tmp_path / "same.parquet"), split=split, cache_dir=cache)
+    wanted = {"query": "value"}
+    assert read(path, wanted, split=split).dataset["query"][:] == theirs["query"][:]
+    assert read(path, wanted, split=split, limit=2).dataset["query"][:] == theirs["query"][:2]
+    if kind in ("csv", "jsonl") and split == "train[2:4]":
+        assert read(path, wanted, split=split).where(1) == f"{path}:{4 if kind == 'jsonl' else 5}"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl", "saved", "glob"])
+@pytest.mark.parametrize("split", ["test", "validation", "test[:50%]", "train+test", "train[", "train[:200%]", ""])
+def test_splits_that_a_file_does_not_have_are_refused(tmp_path: Path, kind: str, split: str) -> None:
+    path: Path | str = tmp_path / f"train.{kind}"
+    if kind in ("csv", "glob"):
+        write_csv(tmp_path / "train.csv", ["query"], [["q"]])
+        path = str(tmp_path / "*.csv") if kind == "glob" else path
+    else:
+        path = save(tmp_path, kind)
+    with pytest.raises(DualencError, match=r"no split '.*'; there are: train") as error:
+        read(path, {"query": "value"}, split=split)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("split", ["train[3:]", "train[2:2]", "train[2:1]"])
+def test_a_slice_without_rows_is_refused(tmp_path: Path, split: str) -> None:
+    with pytest.raises(DualencError, match=r"has no rows \(of train 3\); widen the slice"):
+        read(save(tmp_path, "parquet"), split=split)
+
+
 def test_a_shuffled_saved_dataset_keeps_its_order(tmp_path: Path) -> None:
     data = datasets.Dataset.from_dict(ROWS).select([2, 0])
     data.save_to_disk(tmp_path / "saved")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -56,6 +58,24 @@ def test_the_same_vectors_and_gradients_for_less_work(model_type: str, tokenizer
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("model_type", [*COUNT_FROM_ZERO, *COUNT_FROM_BEHIND_PADDING])
+def test_texts_that_hold_the_padding_token_have_the_vectors_of_the_library(
+    model_type: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    pad = str(tokenizer.pad_token)
+    texts = [f"words {pad} words", f"{pad} words", "words " * 40, f"words words {pad}", pad, f"{pad} {pad} words {pad}"]
+    model = small_model(model_type, tokenizer).eval().float()
+    inputs = model.left.prepare(texts)
+    held = (inputs["input_ids"] == tokenizer.pad_token_id) & inputs["attention_mask"].bool()
+    assert held.sum() == 7
+    model.save(tmp_path / "model")
+    theirs = torch.from_numpy(SentenceTransformer(str(tmp_path / "model"), device="cpu").encode(texts))
+    packed = model.left.pack(inputs)
+    assert "place" in packed
+    for form in (packed, inputs):
+        torch.testing.assert_close(model.encode("left", form), theirs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_every_pooling_finds_its_tokens(pooling: Pooling, tokenizer: PreTrainedTokenizerBase) -> None:
     model = small_model("bert", tokenizer, pooling).eval()
@@ -69,7 +89,7 @@ def test_every_token_stands_in_one_place(lengths: list[int], left: bool) -> None
     width = max(1, *lengths)
     steps = torch.arange(width)
     mask = (steps >= width - torch.tensor(lengths)[:, None]) if left else (steps < torch.tensor(lengths)[:, None])
-    ids = torch.arange(mask.numel()).view(mask.shape) + 1
+    ids = torch.arange(mask.numel()).view(mask.shape) + 2  # 1 is the padding token where positions begin at 2
     packed = pack({"input_ids": ids, "attention_mask": mask.long()}, first=2)
     if "place" not in packed:
         assert torch.equal(packed["input_ids"], ids)

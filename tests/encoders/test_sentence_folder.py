@@ -238,6 +238,37 @@ def test_vectors_are_truncated_as_the_folder_says_and_the_argument_wins(
         TextEncoder(str(saved), truncate_dim=33)
 
 
+@pytest.mark.parametrize("dense", [None, 24])
+def test_the_library_gives_truncated_vectors_of_length_one(
+    saved: Path, texts: list[str], tmp_path: Path, dense: int | None
+) -> None:
+    base = saved if dense is None else with_modules(saved, tmp_path / "dense", Dense(32, dense))
+    model = TextEncoder(str(base), truncate_dim=12)
+    ours = encode(model, "left", texts)
+    folder = tmp_path / "model"
+    for _ in range(2):  # read and written again, it is the same folder
+        model.save(folder)
+        theirs = reference(folder, "left", texts)
+        assert (theirs.norm(dim=1) - 1).abs().max() < 1e-5
+        assert (ours - theirs).abs().max() < 1e-5
+        model = TextEncoder(str(folder))
+        assert model.dim == 12
+        assert (encode(model, "left", texts) - ours).abs().max() < 1e-6
+        assert model.num_parameters == TextEncoder(str(base)).num_parameters
+        assert len(json.loads((folder / "modules.json").read_text())) == (4 if dense is None else 5)
+    assert TextEncoder(str(folder), truncate_dim=8).dim == 8
+
+
+@pytest.mark.parametrize("path", ["1_Pooling\0", "1_\ud800", "..", "/", 5, None])
+def test_paths_of_modules_that_are_none(saved: Path, path: Any) -> None:
+    file = saved / "modules.json"
+    modules = json.loads(file.read_text())
+    modules[1]["path"] = path
+    file.write_text(json.dumps(modules))
+    with pytest.raises(DualencError, match=r"modules\.json: .* is no path in the folder; restore the file"):
+        load_model(saved)
+
+
 def test_prompts_by_name_and_the_default_one(saved: Path, texts: list[str], tmp_path: Path) -> None:
     prompts = {"sts": "same meaning? ", "query": "ask: ", "passage": "told: "}
     path = saved / "config_sentence_transformers.json"

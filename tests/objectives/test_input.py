@@ -136,7 +136,7 @@ def test_encodings_that_are_not_normalised_are_refused_but_zeros_pass(kind: type
     def build() -> Objective:
         return kind(num_left=SIZE, temperature=0.2, **arguments(kind)).double()
 
-    message = ", 1.5]; they must be unit vectors: normalise them"
+    message = ", 1.5]; they must be unit vectors (or 0): normalise them"
     with pytest.raises(DualencError, match=re.escape(message)):
         two_steps(build(), 1.5)
     with pytest.raises(DualencError, match="encode gave NaN or infinite values"):
@@ -158,7 +158,7 @@ def test_encodings_of_another_shape_are_refused(kind: type[Objective]) -> None:
 def test_weights_that_are_negative_or_infinite_are_refused(value: float) -> None:
     weights = torch.ones(6)
     weights[3] = value
-    with pytest.raises(DualencError, match=r"InfoNCE: weights lie in .*; they must be finite numbers of 0 or more"):
+    with pytest.raises(DualencError, match=r"InfoNCE: weights holds numbers in .*; they must be finite and 0 or more"):
         two_steps(InfoNCE(), weights=weights)
     with pytest.raises(DualencError, match=r"InfoNCE: weights has shape \(3,\); it must hold 6 numbers"):
         two_steps(InfoNCE(), weights=torch.ones(3))
@@ -168,7 +168,7 @@ def test_weights_that_are_negative_or_infinite_are_refused(value: float) -> None
 @pytest.mark.parametrize(
     ("left", "right", "message"),
     [
-        ([1, 1, 1], [2, 2], "left_counts sum to 3 and right_counts to 4"),
+        ([1, 1, 1], [2, 2], "left_counts and right_counts sum to 3 and 4"),
         ([1, 1, 1], [1, 1, 1], r"right_counts has shape \(3,\); it must hold 2 counts"),
         ([1, -1, 3], [1, 2], "left_counts holds negative"),
         ([1, 1, 1], [torch.nan, 1], "right_counts holds negative or infinite counts"),

@@ -124,6 +124,13 @@ class TestClaims:
         os.utime(tmp_path / "a.claim", (1, 1))
         assert Claims(tmp_path, take_over=60).take("a")
 
+    def test_one_of_the_future_is_not_waited_for(self, tmp_path: Path) -> None:
+        path = claim(tmp_path, "a", host="elsewhere")
+        os.utime(path, (time.time() + 30,) * 2)
+        assert not Claims(tmp_path, take_over=60).take("a"), "clocks differ a little"
+        os.utime(path, (time.time() + 86_400,) * 2)
+        assert Claims(tmp_path, take_over=60).take("a")
+
     def test_a_wrong_clock_takes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         claim(tmp_path, "a", host="elsewhere")
         monkeypatch.setattr(time, "time", lambda: 1e10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections import Counter
@@ -20,7 +21,7 @@ from dualenc.search import Index
 from dualenc.search.lexical import K1, B, Lexical, add_lexical
 from dualenc.search.searcher import Query, Searcher
 from tests.commands import toy
-from tests.commands.in_process import run
+from tests.commands.in_process import failure, run
 
 TEXTS = st.lists(st.lists(st.sampled_from(toy.ANIMALS), min_size=1, max_size=8).map(" ".join), min_size=1, max_size=12)
 
@@ -106,6 +107,40 @@ def test_it_is_never_of_other_texts(made: Path, tmp_path: Path, capsys: pytest.C
     (folder / "bm25" / "data.csc.index.npy").write_bytes(b"broken")
     with pytest.raises(DualencError, match="corrupt"):
         Searcher.open(folder, made / "model")
+
+
+@pytest.mark.parametrize("beside", ["--bm25", "--texts"])
+@pytest.mark.parametrize("kind", ["index", "appended", "removed", "engine"])
+def test_texts_that_have_changed_since_they_were_embedded_are_refused(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], beside: str, kind: str
+) -> None:
+    if (beside, kind) == ("--bm25", "engine"):
+        pytest.skip("an engine is searched by vectors alone")
+    folder, data = tmp_path / "index", tmp_path / "docs.jsonl"
+    rows = [
+        {"_id": f"d{i}", "text": f"{text} {'so it goes on ' * 20} to the end"} for i, text in enumerate(toy.texts(9))
+    ]
+
+    def write(documents: list[dict[str, str]]) -> Path:
+        data.write_text("".join(json.dumps(row) + "\n" for row in documents))
+        return data
+
+    run("embed", made / "model", write(rows), "--out", tmp_path / "emb")
+    if kind == "engine":
+        run("push", tmp_path / "emb", tmp_path / "lake", "--to", "lancedb", "--out", folder)
+    elif kind == "appended":
+        run("index", made / "model", write(rows[:5]), "--out", folder, "--factory", "Flat")
+        run("index", made / "model", write(rows[5:]), "--out", folder, "--append")
+    else:
+        run("index", tmp_path / "emb", "--out", folder, "--factory", "Flat")
+    if kind == "removed":
+        (tmp_path / "gone.txt").write_text("d0\n")
+        run("index", folder, "--remove", tmp_path / "gone.txt")
+    run("index", folder, write(rows[::-1]), beside)
+    where = "fox" if kind == "removed" else rows[3]["text"]  # only its beginning is known then
+    changed = [*rows[:3], {"_id": "d3", "text": where + " and another end"}, *rows[4:]]
+    told = failure(capsys, "index", folder, write(changed), beside)
+    assert "in the data is not what was embedded; embed and index the data again" in told
 
 
 def test_mistakes(made: Path) -> None:

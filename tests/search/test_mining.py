@@ -183,6 +183,26 @@ def test_copies_of_positives_and_of_the_query_are_no_negatives_and_others_stand_
     assert (report.known_positives, report.repeated, report.candidates) == (3, 1, 3)
 
 
+@pytest.mark.parametrize("of_vectors", [False, True])
+def test_queries_of_equal_contents_do_not_mine_each_others_positives(tmp_path: Path, of_vectors: bool) -> None:
+    queries, documents, pairs = collection()
+    queries.vectors[1], queries.vectors[7] = queries.vectors[0], queries.vectors[0]
+    if of_vectors:
+        items: list[Any] = [queries.vectors, documents.vectors]
+        how: dict[str, Any] = {"left_modality": "vector", "right_modality": "vector"}
+    else:
+        items = [["one text" if i in (0, 1, 7) else f"query {i}" for i in range(QUERIES)], pairs.right_items]
+        how = {}
+    alike = PairDataset(*items, pairs.left_id, pairs.right_id, **how)
+    rule = Rule(num_negatives=DOCUMENTS, last_rank=DOCUMENTS, relative=None)
+    mine(queries, documents, alike, tmp_path / "mined.jsonl", rule=rule, progress=False)
+    rows = {row["query_id"]: row for row in rows_of(tmp_path / "mined.jsonl")}
+    theirs = {str(d) for q, d in zip(pairs.left_id, pairs.right_id) if q in (0, 1, 7)}
+    everything = {str(i) for i in range(DOCUMENTS)}
+    assert all(set(rows[query]["neg_id"]) == everything - theirs for query in ("0", "1", "7"))
+    assert set(rows["2"]["neg_id"]) == everything - set(rows["2"]["pos_id"])
+
+
 def test_an_item_without_a_vector_is_neither_asked_for_nor_found(tmp_path: Path) -> None:
     queries, documents, pairs = collection(per_query=1)
     lost = int(pairs.right_id[3])

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,3 +158,87 @@ def test_mistakes(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(DualencError, match=r"needs sentence-transformers; pip install 'dualenc\[mining\]'"):
         open_cross_encoder("any")
+
+
+HOSTILE = "torch.distributed.run.main"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "told"),
+    [
+        ("config_sentence_transformers.json", {"activation_fn": HOSTILE}, "is no activation of torch.nn"),
+        ("config_sentence_transformers.json", {"activation_fn": [HOSTILE]}, "is no activation of torch.nn"),
+        ("config.json", {"sentence_transformers": {"activation_fn": HOSTILE}}, "is no activation of torch.nn"),
+        ("config.json", {"sbert_ce_default_activation_function": HOSTILE}, "is no activation of torch.nn"),
+        ("config.4.0.0.json", {"sbert_ce_default_activation_function": HOSTILE}, "is no activation of torch.nn"),
+        ("1_Dense/config.json", {"activation_function": "torch.nn.modules.this.that"}, "is no activation of torch.nn"),
+        ("sentence_bert_config.json", {"model_args": {"attn_implementation": "me/kernel"}}, "are not passed on"),
+        (
+            "sentence_bert_config.json",
+            {"modality_config": {"text": {"method": "push_to_hub", "method_output_name": "logits"}}},
+            "names a method other than forward",
+        ),
+        ("config.json", {"attn_implementation": "me/kernel"}, "is code from the hub"),
+        ("adapter_config.json", {"base_model_name_or_path": "elsewhere"}, "holds adapters of another model"),
+        (
+            "modules.json",
+            [{"idx": 0, "name": "0", "path": "", "type": "torch.distributed.run.main"}],
+            "its module torch.distributed.run.main is not supported",
+        ),
+        (
+            "modules.json",
+            [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.Router"}],
+            "is not supported",
+        ),
+        (
+            "modules.json",
+            [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.dense.Dense"}],
+            r"no model\.safetensors",
+        ),
+    ],
+)
+def test_a_folder_that_leads_to_code_is_refused_before_it_is_loaded(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, change: Any, told: str
+) -> None:
+    monkeypatch.setattr("torch.distributed.run.main", lambda: pytest.fail("was called"))
+    monkeypatch.setattr("sentence_transformers.CrossEncoder.__init__", lambda *_, **__: pytest.fail("was loaded"))
+    judge = tmp_path / "judge"
+    shutil.copytree(made / "judge", judge)
+    path = judge / file
+    path.parent.mkdir(exist_ok=True)
+    if file == "modules.json":
+        (judge / "model.safetensors").rename(judge / "other.safetensors")
+    else:
+        change = (json.loads(path.read_text()) if path.is_file() else {}) | change
+    path.write_text(json.dumps(change))
+    with pytest.raises(DualencError, match=told) as error:
+        open_cross_encoder(str(judge))
+    assert "\n" not in str(error.value)
+
+
+def test_no_command_calls_what_a_cross_encoder_names(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = tmp_path / "judge"
+    shutil.copytree(made / "judge", judge)
+    path = judge / "config_sentence_transformers.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"activation_fn": HOSTILE}))
+    (tmp_path / "pairs.jsonl").write_text('{"query": "fox", "positive": "hen"}\n{"query": "cat", "positive": "dog"}\n')
+    beir = toy.write_beir(tmp_path / "beir")
+    for words in (
+        ("search", made / "index", "fox dog", "--rerank", judge),
+        ("serve", made / "index", "--port", 0, "--rerank", judge),
+        ("mine", made / "model", tmp_path / "pairs.jsonl", "--out", tmp_path / "out.jsonl", "--cross-encoder", judge),
+        ("evaluate", "retrieval", made / "model", beir, "--out", tmp_path / "out", "--rerank", judge),
+    ):
+        assert f"activation_fn '{HOSTILE}' is no activation of torch.nn" in failure(capsys, *words), words
+
+
+@pytest.mark.parametrize("activation", ["torch.nn.modules.linear.Identity", "torch.nn.Tanh", None])
+def test_activations_of_torch_are_applied(made: Path, tmp_path: Path, activation: str | None) -> None:
+    shutil.copytree(made / "judge", tmp_path / "judge")
+    path = tmp_path / "judge" / "config_sentence_transformers.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"activation_fn": activation}))
+    pairs = [("fox", "hen"), ("fox", "dog")]
+    expected = CrossEncoder(str(tmp_path / "judge")).predict(pairs)
+    np.testing.assert_allclose(open_cross_encoder(str(tmp_path / "judge"))[0](pairs), expected, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,23 @@ def test_objectives_that_look_beyond_the_batch_refuse_a_guide(tmp_path: Path, gu
     trainer = Trainer(output=tmp_path / "run", batch_size=8, progress=False, guide_left=guide[0], guide_right=guide[1])
     with pytest.raises(DualencError, match="guide_left judges candidates of the batch, and ISIR looks beyond"):
         trainer.fit(TinyEncoder(), tiny_pairs(), ISIR(num_left=24))
+
+
+def test_a_run_is_not_resumed_with_another_guide(tmp_path: Path, guide: tuple[str, str]) -> None:
+    pairs = tiny_pairs()
+
+    def train(resume: bool) -> None:
+        folders = {"guide_left": guide[0], "guide_right": guide[1]}
+        trainer = Trainer(output=tmp_path / "run", batch_size=8, max_steps=2, progress=False, **folders)
+        trainer.fit(TinyEncoder(), pairs, InfoNCE(), resume=resume)
+
+    train(resume=False)
+    train(resume=True)
+    shutil.rmtree(guide[1])
+    changed = Corpus([str(i) for i in range(24)], texts(24)[::-1])
+    embed(LetterTower(), changed, guide[1], progress=False, output="features")
+    with pytest.raises(DualencError, match=r"other data: guide\.right was"):
+        train(resume=True)
 
 
 def test_mistakes_are_told(tmp_path: Path, guide: tuple[str, str]) -> None:

@@ -19,15 +19,34 @@ from dualenc.search.build import METRICS, Database, as_queries, exact_probe, rec
 from dualenc.search.embeddings import Embeddings, check_ids, read_head
 from dualenc.search.engines.contract import QUANTIZATIONS, About, Engine, Hit, Quantization
 from dualenc.search.engines.lance import Lance
-from dualenc.search.engines.qdrant import Qdrant
+from dualenc.search.engines.qdrant import Qdrant, is_server
 from dualenc.search.engines.where import Condition, column_kinds, meets
-from dualenc.search.index import KEPT
+from dualenc.search.index import KEPT, check_kept
 from dualenc.types import Metric
 
 ENGINES: dict[str, type[Engine]] = {"qdrant": Qdrant, "lancedb": Lance}
 FORMAT = "dualenc engine"
 FORMAT_VERSION = 1
 _COLLECTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+
+
+AGAIN = "run `dualenc push` again"
+
+
+def read_engine_meta(folder: str | os.PathLike[str]) -> tuple[About, dict[str, Any]]:
+    """What a folder that `push` wrote says of its collection, and all entries of its meta.json; nothing is opened.
+
+    Raises:
+        DualencError: no such folder, or its meta.json cannot be read.
+    """
+    folder = Path(folder)
+    versions = (FORMAT_VERSION, FORMAT_VERSION)
+    read_head(folder, FORMAT, versions, "was not written by `dualenc push`; push embeddings first", AGAIN)
+    meta = read_json_object(folder / "meta.json", {"engine": str, "target": str, "collection": str})
+    if meta["engine"] not in ENGINES:
+        raise DualencError(f"{folder}: names the unknown engine {meta['engine'][:40]!r}; {AGAIN}")
+    check_kept(folder / "meta.json", meta, AGAIN)
+    return About.from_dict(meta, str(folder / "meta.json")), meta
 
 
 class EngineIndex:
@@ -55,23 +74,32 @@ class EngineIndex:
         write_json(Path(folder) / "meta.json", {"format": FORMAT, "version": FORMAT_VERSION, **self.meta})
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> EngineIndex:
+    def open(cls, folder: str | os.PathLike[str], qdrant_path: str | None = None) -> EngineIndex:
         """Find the collection that a folder remembers.
 
+        Args:
+            folder: that `dualenc push` wrote.
+            qdrant_path: the store of Qdrant's embedded mode, if that is the engine. The client unpickles its points,
+                which can run code, so the path is the caller's to name and never taken from the folder.
+
         Raises:
-            DualencError: no such folder, the engine does not answer or its package is missing, or the collection has
-                become another one.
+            DualencError: no such folder, the engine does not answer or its package is missing, the collection has
+                become another one, or an embedded Qdrant that the caller does not name.
         """
-        folder, again = Path(folder), "run `dualenc push` again"
-        versions = (FORMAT_VERSION, FORMAT_VERSION)
-        read_head(folder, FORMAT, versions, "was not written by `dualenc push`; push embeddings first", again)
-        meta = read_json_object(folder / "meta.json", {"engine": str, "target": str, "collection": str})
-        if meta["engine"] not in ENGINES:
-            raise DualencError(f"{folder}: names the unknown engine {meta['engine'][:40]!r}; {again}")
-        about = About.from_dict(meta, str(folder / "meta.json"))
-        engine = open_engine(meta["engine"], meta["target"], meta["collection"])
+        about, meta = read_engine_meta(folder)
+        target = meta["target"]
+        if meta["engine"] == "qdrant" and not is_server(target):
+            if qdrant_path is None:
+                raise DualencError(
+                    f"{folder}: names an embedded Qdrant, whose files can run code; if you trust them, say where they "
+                    "are with --qdrant-path, or push to LanceDB"
+                )
+            target = qdrant_path
+        elif qdrant_path is not None:
+            raise DualencError(f"{folder}: names no embedded Qdrant; leave --qdrant-path out")
+        engine = open_engine(meta["engine"], target, meta["collection"])
         if engine.known != about:
-            raise DualencError(f"{engine.place}: holds other embeddings than {folder} was written for; {again}")
+            raise DualencError(f"{engine.place}: holds other embeddings than {folder} was written for; {AGAIN}")
         return cls(engine, about, meta)
 
     def search(self, queries: np.ndarray, k: int = 10, where: Sequence[Condition] = (), **how: Any) -> list[list[Hit]]:
@@ -280,6 +308,8 @@ def open_engine(kind: str, target: str, collection: str) -> Engine:
         raise DualencError(f"--collection is {collection[:40]!r}; give a name of letters, digits, - and _")
     if kind == "qdrant" and re.fullmatch(r"[\w.-]+:[0-9]+(/.*)?", target):
         raise DualencError(f"{target}: is it a server? then write http://{target}, or ./{target} for a folder")
+    if kind == "qdrant" and "://" in target and not is_server(target):
+        raise DualencError(f"{target}: no URL of a Qdrant server; give one with http:// or https://, or a folder")
     return ENGINES[kind](target if "://" in target else os.path.abspath(os.path.expanduser(target)), collection)
 
 

@@ -45,7 +45,8 @@ class Qdrant(Engine):
     """A collection in Qdrant.
 
     Args:
-        target: http:// or https:// URL, or the path of a folder for the embedded mode, for one process at a time.
+        target: http:// or https:// URL, or the path of a folder for the embedded mode, for one process at a time. The
+            client unpickles every point of such a folder, which can run code: take the path from the user alone.
         collection: its name.
 
     Raises:
@@ -57,7 +58,7 @@ class Qdrant(Engine):
 
     def __init__(self, target: str, collection: str) -> None:
         super().__init__(target, collection)
-        self.is_remote = target.startswith(("http://", "https://"))
+        self.is_remote = is_server(target)
         qdrant = import_extra("qdrant_client", "qdrant-client", "qdrant")
         self.models = qdrant.models
         with self._told(), warnings.catch_warnings():
@@ -243,6 +244,11 @@ class Qdrant(Engine):
         return isinstance(error, (exceptions.ResponseHandlingException, busy.ResourceExhaustedResponse))
 
 
+def is_server(target: str) -> bool:
+    """Whether a target is the URL of a server, and not a folder for the embedded mode."""
+    return target.startswith(("http://", "https://"))
+
+
 def _point(name: str) -> str:
     return str(uuid.uuid5(IDS, name))
 
@@ -279,9 +285,13 @@ def _key_for(url: str) -> str | None:
 
 def _checked_folder(target: str) -> Path:
     """The folder of the embedded mode: new, empty, or one that it has written."""
+    folder = Path(target)
 
     def is_qdrant(folder: Path) -> bool:
         return (folder / "meta.json").is_file() and (folder / ".lock").exists()
 
-    check_folder_target(target, is_qdrant, "Qdrant collections")
-    return Path(target)
+    check_folder_target(folder, is_qdrant, "Qdrant collections")
+    if is_qdrant(folder):
+        told = "Qdrant's embedded mode unpickles what it holds, which can run code; open only what you trust"
+        print(printable(f"note: {folder}: {told}"), file=sys.stderr)
+    return folder

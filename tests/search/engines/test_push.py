@@ -223,7 +223,7 @@ def test_an_engine_folder_finds_its_collection_again(filled: EngineIndex, tmp_pa
         assert found.search(query, 3) == filled.search(query, 3)
     else:
         with pytest.raises(DualencError, match="another process uses this folder"):
-            EngineIndex.open(tmp_path / "engine")
+            EngineIndex.open(tmp_path / "engine", qdrant_path=filled.engine.target)
 
 
 @pytest.mark.parametrize(
