@@ -59,7 +59,7 @@ from dualenc.objectives import (
     Objective,
     SogCLR,
 )
-from dualenc.objectives.base import AnchorLosses
+from dualenc.objectives.anchors import Anchors
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,
@@ -171,9 +171,9 @@ def pool_table(frozen: FrozenPairs, replicas: int, looks: Sequence[int] = (2, 5,
 class OfLeftAnchors(GlobalCache):
     """The gradient of left anchors alone."""
 
-    def anchor_losses(self, anchors: Any, encode: Any) -> Any:
-        losses = yield from super().anchor_losses(anchors, encode)
-        return losses if anchors.side == "left" else AnchorLosses(losses.surrogate.detach(), losses.value)
+    def losses(self, anchors: Anchors, plan: Any = None, outside: torch.Tensor | None = None) -> torch.Tensor:
+        left, right = super().losses(anchors, plan, outside)
+        return torch.stack([left, right.detach()])
 
 
 def visits_table(frozen: FrozenPairs, num_visits: int, num_anchors: int = 60, batch_size: int = 16) -> Table:
@@ -187,8 +187,8 @@ def visits_table(frozen: FrozenPairs, num_visits: int, num_anchors: int = 60, ba
         draw = torch.Generator().manual_seed(0)
         criterion = frozen.build(OfLeftAnchors, temperature)
         everyone = torch.arange(len(frozen))
-        criterion.left_cache.write(everyone, all_left)  # type: ignore[union-attr, operator]
-        criterion.right_cache.write(everyone, all_right)  # type: ignore[union-attr, operator]
+        for memory, embeddings in zip(criterion.memories, (all_right, all_left), strict=True):
+            memory.write(everyone, embeddings)
         scores = all_left[anchors] @ all_right.T / temperature
         scores[torch.arange(len(anchors)), anchors] = -torch.inf
         positives = all_right[anchors]
@@ -207,7 +207,7 @@ def visits_table(frozen: FrozenPairs, num_visits: int, num_anchors: int = 60, ba
                 out = criterion(left, right, ids, encode=frozen.encode)
                 found[number] = torch.autograd.grad(out.loss, left)[0][own] * 2 * len(ids)
                 seconds.append(time.perf_counter() - start)
-                values.append(float(out.of_anchors[own].detach() - exact_value[number]))
+                values.append(float(out.per_anchor[own] - exact_value[number]))
             errors[visit] = (statistics.mean(values), statistics.mean(map(abs, values)))
             deviations.append(found - exact)
         row: dict[str, Any] = {"τ": temperature}

@@ -24,7 +24,7 @@ from dualenc.data import PairDataset
 from dualenc.data.corpus import corpora
 from dualenc.encoders import DualEncoder
 from dualenc.evaluation.report import Table, print_table
-from dualenc.objectives import InfoNCE
+from dualenc.objectives import Distilled, InfoNCE
 from dualenc.search.embed import embed
 from dualenc.search.mining import Rule, mine
 from dualenc.training import Trainer
@@ -37,7 +37,7 @@ VARIANTS: dict[str, tuple[float | None, bool, dict[str, Any]]] = {
     "mined, no limit": (0.0, False, {}),
     "mined, at most 0.95 of the positive": (0.95, False, {}),
     "the same, guide": (0.95, True, {}),
-    "the same, teacher": (0.95, False, {"teacher": "kl", "teacher_temperature": 0.05}),
+    "the same, teacher": (0.95, False, {"kind": "kl", "teacher_temperature": 0.05}),
 }
 
 
@@ -66,14 +66,15 @@ def with_negatives(pairs: PairDataset, mined: Path) -> PairDataset:
 
 
 def train(model: DualEncoder, pairs: PairDataset, seed: int, epochs: int, folder: Path, **options: Any) -> None:
-    """One training; options of the trainer begin with guide_, the others are the objective's."""
+    """One training; options of the trainer begin with guide_, the others are those of `Distilled`."""
     guides = {name: value for name, value in options.items() if name.startswith("guide_")}
     own = {name: value for name, value in options.items() if name not in guides}
     trainer = Trainer(
         output=folder, seed=seed, batch_size=32, epochs=epochs, learning_rate=1e-3, save_every=None, progress=False,
         **guides,
     )  # fmt: skip
-    trainer.fit(model, pairs, InfoNCE(temperature=0.05, **own))
+    objective = InfoNCE(temperature=0.05)
+    trainer.fit(model, pairs, Distilled(objective, **own) if own else objective)
 
 
 def main(path: Path, epochs: int = 20, seeds: int = 3, num_negatives: int = 4) -> None:

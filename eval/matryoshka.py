@@ -22,7 +22,7 @@ from dualenc.evaluation.compression import first_components
 from dualenc.evaluation.metrics import score_queries
 from dualenc.evaluation.report import Table, print_table
 from dualenc.evaluation.retrieval import retrieve
-from dualenc.objectives import GlobalCache, Objective
+from dualenc.objectives import GlobalCache, Matryoshka, Objective
 from dualenc.training import Trainer
 from dualenc.training.evaluators import embed_side
 
@@ -62,7 +62,9 @@ def main(path: Path, epochs: int = 10, batch_size: int = 128, dims: list[int] | 
             torch.manual_seed(seed)
             model = VectorEncoder(256, tower="mlp", dim=dims[-1], hidden=512, shared=False)
             sizes = {"num_left": task.pairs.num_left, "num_right": task.pairs.num_right}
-            objective: Objective = GlobalCache(**sizes, temperature=0.05, dims=lengths, seed=seed)
+            objective: Objective = GlobalCache(**sizes, temperature=0.05, seed=seed)
+            if lengths:
+                objective = Matryoshka(objective, lengths)
             with tempfile.TemporaryDirectory() as folder:
                 settings = {"batch_size": batch_size, "epochs": epochs, "learning_rate": task.learning_rate}
                 trainer = Trainer(output=folder, seed=seed, save_every=None, progress=False, **settings)

@@ -25,7 +25,7 @@ from torch.nn.functional import normalize
 
 from dualenc.evaluation.report import Table, print_table
 from dualenc.objectives import EMC2, ISIR, SACLR, GlobalCache, InfoNCE, ISogCLR, NegativeCache, Objective, SogCLR
-from dualenc.objectives.feature_cache import FeatureCache
+from dualenc.objectives.memory import EmbeddingMemory
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "InfoNCE": InfoNCE,
@@ -49,9 +49,10 @@ CORPORA = {
 def stepper(criterion: Objective, batch_size: int, dimension: int) -> Callable[[], None]:
     """A step of an objective that has seen all of its items."""
     draw = torch.Generator().manual_seed(0)
-    for cache in {module for module in criterion.modules() if isinstance(module, FeatureCache)}:
-        for items in torch.arange(cache.num_items).split(WRITTEN):
-            cache.write(items, normalize(torch.randn(len(items), dimension, generator=draw), dim=1))
+    for memory in {module for module in criterion.modules() if isinstance(module, EmbeddingMemory)}:
+        for items in torch.arange(memory.num_items).split(WRITTEN):
+            embeddings = normalize(torch.randn(len(items), dimension, generator=draw), dim=1)
+            memory.write(items * memory.keys_per_item, embeddings)
 
     def encode(side: str, ids: Tensor) -> Tensor:
         return normalize(torch.randn(len(ids), dimension, generator=draw), dim=1).requires_grad_()
@@ -69,7 +70,7 @@ def state_bytes(build: Callable[..., Objective], num_items: int, dimension: int)
     """Bytes of state of N items on each side that every rank holds whole, and that ranks divide among them."""
     criterion = build(num_left=num_items)
     stepper(criterion, 8, dimension)()
-    divided = sum(b.nbytes for m in criterion.modules() if isinstance(m, FeatureCache) for b in m.buffers())
+    divided = sum(b.nbytes for m in criterion.modules() if isinstance(m, EmbeddingMemory) for b in m.buffers())
     return sum(b.nbytes for b in criterion.buffers()) - divided, divided
 
 

@@ -8,6 +8,7 @@ for out-of-batch items it includes noting BatchNorm's statistics, as training do
 forward and backward, on embeddings of such a batch. ratio = (model + objective) / (model + InfoNCE). Out-of-batch
 items come from a table here, so the ratio is without them; their number is shown, and "with encodes" adds the model's
 time for them, normalised by the batch's statistics (with gradient in full, without gradient a third).
+"operations" counts the objective's kernels and views, forward and backward: what launching costs on a GPU.
 ResNet-18 trains on two views of images, MiniLM on pairs of texts. On a single CPU thread the clock is CPU time, which
 other processes on the machine disturb little.
 """
@@ -23,6 +24,7 @@ import torch
 from common import in_turn, new_backbone, quietest_clock
 from jsonargparse import auto_cli
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualenc.encoders import BatchStatistics
 from dualenc.evaluation.report import Table, print_table
@@ -117,6 +119,18 @@ def least_seconds(runs: Sequence[Callable[[], Any]], repeats: int, device: torch
     return [min(times[number]) for number in range(len(runs))]
 
 
+class Operations(TorchDispatchMode):
+    """Counts every operation, forward and backward, while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
 @dataclass
 class FrozenItems:
     """An embedding for every item of the corpus: what `encode` gives, at no cost; counts what was asked for."""
@@ -135,8 +149,8 @@ class FrozenItems:
 
 def time_objective(
     criterion: Objective, model: Model, batch_size: int, num_items: int, repeats: int
-) -> tuple[float, float, float]:
-    """Seconds per step of the objective alone; items encoded per step with and without gradient."""
+) -> tuple[float, int, float, float]:
+    """Seconds and operations per step of the objective alone; items encoded per step with and without gradient."""
     draw = torch.Generator().manual_seed(0)
     vectors = nn.functional.normalize(torch.randn(num_items, model.dimension, generator=draw), dim=1)
     items = FrozenItems(vectors.to(model.device))
@@ -150,9 +164,11 @@ def time_objective(
 
     for _ in range(8):
         step()
+    with Operations() as operations:
+        step()
     items.with_gradient = items.without_gradient = 0
     (seconds,) = least_seconds([step], repeats, model.device)
-    return seconds, items.with_gradient / (repeats + 1), items.without_gradient / (repeats + 1)
+    return seconds, operations.count, items.with_gradient / (repeats + 1), items.without_gradient / (repeats + 1)
 
 
 def compare(model: Model, batch_size: int, num_items: int, chunk_size: int, repeats: int) -> list[dict[str, object]]:
@@ -162,10 +178,10 @@ def compare(model: Model, batch_size: int, num_items: int, chunk_size: int, repe
     reference = 0.0
     for name, build in OBJECTIVES.items():
         criterion = build(num_left=num_items, views=model.views).to(model.device)
-        alone, graphs, no_graphs = time_objective(criterion, model, batch_size, num_items, repeats)
+        alone, operations, graphs, no_graphs = time_objective(criterion, model, batch_size, num_items, repeats)
         base = noting if criterion.needs_encode else plain
         reference = reference or base + alone
-        row: dict[str, object] = {"B": batch_size, "objective": name}
+        row: dict[str, object] = {"B": batch_size, "objective": name, "operations": operations}
         row |= {"model, ms": base * 1000, "objective, ms": alone * 1000, "ratio": (base + alone) / reference}
         encodes = per_item * (graphs + no_graphs / 3)
         rows.append(row | {"encodes": graphs + no_graphs, "with encodes": (base + alone + encodes) / reference})

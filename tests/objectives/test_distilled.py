@@ -165,6 +165,6 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 def test_rows_that_are_no_negatives_are_refused(row: int) -> None:
     batch = case()
     batch["teacher_rows"][4, 0] = row
-    ends = rf"\[{min(row, -1)}, {max(row, N - 1)}\]; they must lie in \[0, {N}\)"
+    ends = rf"\[{min(row, -1)}, {max(row, N - 1)}\]; they must be rows of the {N} negatives"
     with pytest.raises(DualencError, match=f"Distilled: teacher_rows holds rows in {ends}"):
         alone("kl")(**batch)
