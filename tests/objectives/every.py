@@ -12,9 +12,9 @@ import dualenc.objectives
 from dualenc import distributed
 from dualenc.objectives import Distilled, GuideVectors, Matryoshka, Objective
 
-NUM_LEFT, NUM_RIGHT, STEPS = 20, 70, 5
-# Uneven for 2 and 3 ranks; in the last batch a third rank has nothing.
-BATCH_SIZES = (8, 7, 5, 8, 2)
+NUM_LEFT, NUM_RIGHT, STEPS = 20, 70, 4
+# Uneven for 2 and 3 ranks; in the third batch a third rank has nothing.
+BATCH_SIZES = (8, 5, 2, 7)
 
 CLASSES = [
     value

@@ -15,7 +15,7 @@ from tests.objectives.every import FIRST, GUIDED, SETTINGS, STEPS, THREE, WRAPPE
 pytestmark = pytest.mark.slow
 FEW = FIRST + WRAPPED + GUIDED
 FURTHER = [s for s in SETTINGS if s not in FEW]
-RESUMED_AT = 4
+RESUMED_AT = 3
 TOLERANCE = 1e-9
 Results = dict[str, dict[str, Any]]
 
