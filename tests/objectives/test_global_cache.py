@@ -179,7 +179,7 @@ def test_sums_over_batch_and_draws_are_unbiased_whatever_is_remembered() -> None
     remembered, is_known = memory.recall(items, old.right)
     found: list[list[float]] = [[] for _ in range(size)]
     draw = torch.Generator().manual_seed(0)
-    for _ in range(2000):
+    for _ in range(1200):
         ids = torch.randperm(size, generator=draw)[:num_batch]
         queries, hidden = now.left[ids].detach() / tau, ids[:, None]
         seen = memory.attend(queries, hidden)
@@ -281,15 +281,15 @@ def test_the_partition_function_of_a_pool_is_unbiased() -> None:
     exact = (corpus.left[:4] @ corpus.right.T / TAU).detach().exp()
     exact[torch.arange(4), torch.arange(4)] = 0
     sums = []
-    for position in range(300):
+    for position in range(150):
         criterion.draws.position = position
         loss = criterion(**corpus.batch([0, 1, 2, 3])).per_anchor[:4]
         positive = (corpus.left[:4] * corpus.right[:4]).sum(dim=1).detach() / TAU
         sums.append((loss + positive).exp())
     ratios = torch.stack(sums) / exact.sum(dim=1)
-    error = ratios.std(dim=0) / 300**0.5
+    error = ratios.std(dim=0) / 150**0.5
     assert bool(((ratios.mean(dim=0) - 1).abs() < 4 * error).all())
-    assert float(error.max()) < 0.02
+    assert float(error.max()) < 0.03
 
 
 def test_what_lies_outside_a_pool_may_be_nearer_than_all_inside_it() -> None:
