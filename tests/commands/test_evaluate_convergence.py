@@ -87,7 +87,7 @@ def test_folders_of_models_and_several_runs(run: Path, data: Path, tmp_path: Pat
     points = points_of(tmp_path / "out")
     assert {name: [point["step"] for point in own] for name, own in points.items()} == {
         "folders": [2, 10],
-        "model": [0],
+        "short": [0],
     }
     alone = tmp_path / "alone"
     assert evaluate(tmp_path / "folders" / "model-10", data, "--out", alone, "--pairs", "8") == 0
@@ -160,8 +160,9 @@ def test_the_numbers_do_not_depend_on_how_many_models_are_measured(run: Path, da
     assert evaluate(run, data, "--out", tmp_path / "a", "--pairs", "8") == 0
     assert evaluate(run, data, run / "model", "--out", tmp_path / "b", "--pairs", "8") == 0
     ours, theirs = points_of(tmp_path / "a"), points_of(tmp_path / "b")
-    assert ours["short"] == theirs["short"]
-    assert np.isclose(theirs["model"][0]["loss"], ours["short"][-1]["loss"])
+    # Two of one name are called by their paths.
+    assert ours["short"] == theirs[str(run)]
+    assert np.isclose(theirs[str(run / "model")][0]["loss"], ours["short"][-1]["loss"])
 
 
 @pytest.mark.slow
@@ -190,11 +191,11 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
 def test_weights_replaced_under_the_same_names_and_times_are_measured_anew(data: Path, tmp_path: Path) -> None:
     losses = []
     for seed in (1, 2):
-        save_image_model(tmp_path / "model", seed=seed)
-        for file in (tmp_path / "model").rglob("*"):
+        save_image_model(tmp_path / "encoder", seed=seed)
+        for file in (tmp_path / "encoder").rglob("*"):
             os.utime(file, (1e9, 1e9))
-        assert evaluate(tmp_path / "model", data, "--out", tmp_path / "out", "--pairs", "8") == 0
-        losses.append(points_of(tmp_path / "out")["model"][0]["loss"])
+        assert evaluate(tmp_path / "encoder", data, "--out", tmp_path / "out", "--pairs", "8") == 0
+        losses.append(points_of(tmp_path / "out")["encoder"][0]["loss"])
     assert losses[0] != losses[1]
 
 

@@ -146,13 +146,16 @@ def test_images_replaced_under_the_same_names_and_sizes_are_encoded_anew(
 
 
 @pytest.mark.slow
-def test_other_weights_under_the_same_name_are_used(data: Path, tmp_path: Path) -> None:
-    found = []
-    for seed, out in ((1, "out"), (2, "out"), (2, "fresh")):
-        save_image_model(tmp_path / "model", seed=seed)
-        assert evaluate(tmp_path / "model", data, "--shots", "1", "--out", tmp_path / out) == 0
-        found.append(json.loads((tmp_path / out / "metrics.json").read_text())["features"])
-    assert found[1] == found[2] != found[0]
+def test_other_weights_under_the_same_name_are_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_image_model(tmp_path / "model", seed=1)
+    assert evaluate(tmp_path / "model", data, "--shots", "1", "--out", tmp_path / "out") == 0
+    before = (tmp_path / "out" / "metrics.json").read_text()
+    save_image_model(tmp_path / "model", seed=2)
+    assert evaluate(tmp_path / "model", data, "--shots", "1", "--out", tmp_path / "out") == 2
+    assert "holds an evaluation of other weights than" in capsys.readouterr().err
+    assert (tmp_path / "out" / "metrics.json").read_text() == before
 
 
 def test_a_repaired_image_is_tried_again(image_model: Path, data: Path, tmp_path: Path) -> None:
