@@ -44,8 +44,8 @@ class ObjectiveOutput(NamedTuple):
         loss: scalar. Its value is the objective's estimate of L(θ) (if `reports_loss`), its gradient the objective's.
             The mean over ranks, of losses and of gradients, is that of the global batch.
         metrics: detached scalars for logging, computed when read.
-        per_anchor: (2b,) the losses of this rank's anchors, left ones first; over all ranks their mean is `loss`, without
-            what a teacher adds.
+        per_anchor: (2b,) the losses of this rank's anchors, left ones first; over all ranks their mean is `loss`,
+            without what a teacher adds.
     """
 
     loss: Tensor
@@ -80,7 +80,6 @@ class Objective(nn.Module):
     """
 
     pair_counts: Tensor | None
-    sizes: Tensor
 
     needs_num_left = False
     needs_encode = False
@@ -129,8 +128,9 @@ class Objective(nn.Module):
         self.guide_relative = guide_relative
         log_temperature = torch.tensor(math.log(temperature), dtype=torch.float64).float()
         self.log_temperature = nn.Parameter(log_temperature, requires_grad=learnable_temperature)
-        # Both sizes, since tables hold both sides: a saved state of swapped sizes would fit.
-        self.register_buffer("sizes", torch.tensor([self.num_left or 0, self.num_right or 0]))
+        if self.needs_num_left:
+            # Holds nothing, but its shape names both sizes: tables hold both sides, and would fit swapped ones.
+            self.register_buffer("sizes", torch.zeros(self.num_left or 0, self.num_right or 0, 0))
         # A fact about the data, set anew in every run; None where every item is in one pair.
         self.register_buffer("pair_counts", None, persistent=False)
         self.num_pairs: int | None = None
@@ -350,11 +350,6 @@ class Objective(nn.Module):
                         f"has shape {saved} in the saved state, {shape} here; "
                         "load it into an objective with the same num_left, num_right, views and options",
                     )
-        for key, own in self.named_buffers():
-            saved = state_dict.get(key)
-            if key.split(".")[-1] == "sizes" and saved is not None and saved.tolist() != own.tolist():
-                sizes = f"is {saved.tolist()} in the saved state, {own.tolist()} here"
-                fail(self, key, f"{sizes}; load it into an objective with the same num_left, num_right")
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except RuntimeError as error:
