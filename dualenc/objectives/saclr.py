@@ -92,24 +92,29 @@ class SACLR(Objective):
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         draws = []
         if self.negatives == 1:
+            # Drawn for the global batch, so that any number of ranks draws alike.
             uniform = self.draws.uniform(len(anchors.directions), anchors.num_batch, like=anchors.embeddings)
-            draws = [uniform[:, anchors.batch_rows]]
+            draws.append(uniform[:, anchors.batch_rows])
         log_mean, has_negatives = anchors.by_blocks(self._log_mean_kernel, *draws)
         log_positive = self._log_kernel(anchors.positive_similarities, anchors.temperature)
         log_num = has_negatives * self.log_num_negatives(anchors)
         with torch.no_grad():
             log_scale = self._update_scale(anchors, log_positive, log_mean, log_num)
-        log_sum = log_mean if self.variant == "authors" else torch.logaddexp(log_positive, log_mean + log_num)
-        repulsion = torch.exp(log_sum - log_scale)
-        losses = FirstOrder.apply(repulsion - log_positive)
+        if self.variant == "authors":
+            repulsion = torch.exp(log_mean - log_scale)
+            log_inverse_scale = log_scale + log_num  # theirs is kept as 1/(s·n)
+        else:
+            repulsion = torch.exp(torch.logaddexp(log_positive, log_mean + log_num) - log_scale)
+            log_inverse_scale = log_scale
         # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1 (Eq. 13).
-        constant = log_scale - 1
-        return losses + (constant + log_num if self.variant == "authors" else constant)
+        return FirstOrder.apply(repulsion - log_positive) + log_inverse_scale - 1
 
     def _log_kernel(self, similarities: Tensor, temperature: Tensor) -> Tensor:
         """log q of cosines: on the unit sphere ‖x − z‖²/2 = 1 − s."""
         distance = (1 - similarities) / temperature
-        return -distance if self.kernel == "gaussian" else -torch.log1p(distance.clamp(min=0))
+        if self.kernel == "gaussian":
+            return -distance
+        return -torch.log1p(distance.clamp(min=0))
 
     def _log_mean_kernel(self, block: Anchors, uniform: Tensor | None = None) -> tuple[Tensor, ...]:
         """(X, A) log of the mean of q over the sampled negatives, LOG_NOTHING without any; (X, A) if there are any.
@@ -127,12 +132,14 @@ class SACLR(Objective):
 
     def _all_but_one(self, not_negative: Tensor, uniform: Tensor) -> Tensor:
         """(X, A, C) True but for the negative that a draw chooses; with views, for both views of an image."""
-        num_choices = not_negative.shape[-1] // (2 if self.views else 1)
-        allowed = ~not_negative[..., :num_choices]
+        num_views = 2 if self.views else 1
+        allowed = ~not_negative[..., : not_negative.shape[-1] // num_views]
         count = allowed.sum(dim=-1)
         chosen = (uniform * count).long().clamp(max=(count - 1).clamp(min=0))
-        others = ~allowed | (allowed.cumsum(dim=-1) - 1 != chosen[..., None])
-        return not_negative | (torch.cat([others, others], dim=-1) if self.views else others)
+        # The number of a candidate among those allowed.
+        number = allowed.cumsum(dim=-1) - 1
+        not_chosen = ~allowed | (number != chosen[..., None])
+        return not_negative | torch.cat([not_chosen] * num_views, dim=-1)
 
     def _update_scale(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor) -> Tensor:
         """(X, A) log 1/s with this step counted in; in the authors' variant log 1/(s·n) from before it.
@@ -151,8 +158,9 @@ class SACLR(Objective):
         old = self.log_scale[rows].to(log_new)
         log_scale = log_average(old, log_new, 1 - self.rho)
         if self.updates_state:
-            all_rows, written = anchors.gather(rows).flatten(), anchors.gather(log_scale).flatten()
-            write_log_means(self.log_scale, all_rows, written, torch.ones_like(all_rows, dtype=torch.bool))
+            all_rows = anchors.gather(rows).flatten()
+            is_usable = torch.ones_like(all_rows, dtype=torch.bool)  # the positive gives every anchor a scale
+            write_log_means(self.log_scale, all_rows, anchors.gather(log_scale).flatten(), is_usable)
         self.watch(log_scale=log_scale)
         return old if self.variant == "authors" else log_scale
 

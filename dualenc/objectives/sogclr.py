@@ -76,10 +76,13 @@ class SogCLR(Objective):
 
     def update_averages(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
         """(X, A) log u_a with this batch's log mean of exp(s/τ) (X, A) counted in; 0 where no negative was ever met."""
-        log_u = log_average(self.log_u[anchors.rows].to(log_mean), log_mean, self.gamma)
+        remembered = self.log_u[anchors.rows].to(log_mean)
+        log_u = log_average(remembered, log_mean, self.gamma)
         if self.updates_state:
-            rows, written, usable = (anchors.gather(v).flatten() for v in (anchors.rows, log_u, log_mean > -torch.inf))
-            write_log_means(self.log_u, rows, written, usable)
+            # All ranks write what all of them found, so that the table stays the same everywhere.
+            rows = anchors.gather(anchors.rows).flatten()
+            has_negatives = anchors.gather(log_mean > -torch.inf).flatten()
+            write_log_means(self.log_u, rows, anchors.gather(log_u).flatten(), has_negatives)
         self.watch(log_mean_exp=log_u)
         return log_u.nan_to_num(nan=0.0)
 
@@ -182,8 +185,10 @@ class ISogCLR(SogCLR):
             slope: (X, A) ∂F_a/∂τ.
             usable: (X, A) whether the anchor has negatives.
         """
-        rows, slope, usable = (anchors.gather(values).flatten() for values in (anchors.rows, slope, usable))
-        slope, written = mean_over_duplicates(slope, usable, first_occurrence(rows))
+        rows = anchors.gather(anchors.rows).flatten()
+        usable = anchors.gather(usable).flatten()
+        # Two captions of one image are two slopes of one temperature.
+        slope, written = mean_over_duplicates(anchors.gather(slope).flatten(), usable, first_occurrence(rows))
         momentum = torch.lerp(self.tau_momentum[rows], slope.to(self.tau), 1 - self.temperature_momentum)
         tau = self.tau[rows] - self.temperature_rate * momentum
         write_rows(self.tau_momentum, rows, momentum, written)
