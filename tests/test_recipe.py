@@ -242,7 +242,7 @@ def test_several_sources_in_one_recipe(mixture, tmp_path, folder):
             "data.sources.third=x",
             "data.sources.third is 'x'; it must name a class derived from dualenc.data.pairs.Pair",
         ),
-        ("data.sources.first.path=x", r"unknown key data\.sources\.first\.path"),
+        ("data.sources.first.paths=x", r"unknown key data\.sources\.first\.init_args\.paths"),
         ("data.sources.first.init_args.pth=x", r"unknown key data\.sources\.first\.init_args\.pth \(did you mean path"),
         ("data.sources.first.class_path=BeerPairs", r"no class 'BeerPairs' in dualenc.data \(did you mean BeirPairs"),
         ("data.sources.first.init_args.path=nowhere", "data.sources.first: nowhere: no such folder"),
