@@ -125,9 +125,8 @@ class Trainer:
             "fresh" makes an evaluation-mode pass at the start of every epoch.
         selection_background: select while training goes on, one epoch late; false waits for it.
         guide_left: folder of a guide's embeddings of the left items, by which likely false negatives are no negatives
-            (`guide_margin` of the objective): `dualenc mine` keeps such folders, `dualenc embed` makes them. For
-            objectives that compare with items outside the batch all of it is held on the GPU, unless their
-            state_device is cpu.
+            (`guide_margin` of the objective): `dualenc mine` keeps such folders, `dualenc embed` makes them. Objectives
+            that look beyond the batch refuse it.
         guide_right: likewise of the right items; with two views of images the same folder.
         tracker: accelerate's trackers, such as tensorboard or wandb; several separated by commas.
         project: what trackers call the project.
