@@ -123,8 +123,8 @@ def test_a_memory_of_another_size_is_refused_and_nothing_is_loaded(kind: type[Ob
     saved(corpus, corpus, torch.arange(4), encode=lambda side, ids: corpus[:1].expand(len(ids), -1))
     state = saved.state_dict()
     other = kind(num_left=20, num_right=71)
-    if "kept" in state:
-        state["kept"] = other.state_dict()["kept"]
+    for name in {"sizes", "kept"} & state.keys():
+        state[name] = other.state_dict()[name]
     before = {key: values.clone() for key, values in other.state_dict().items()}
     with pytest.raises(DualencError, match=r"70,\) in the saved state, \(71,\) here"):
         other.load_state_dict(state)
