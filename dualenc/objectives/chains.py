@@ -8,7 +8,7 @@ The state of a chain is one integer, the *key* of the pair that its item came wi
     key = item·(anchors' ids + 1) + (id of the pair's other item + 1)      two towers; + 0 for a draw without a pair
     key = item                                                             views
 
-so that copies of a document that several queries share are told apart.
+so that copies of a document that several queries share are distinguished.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
     """A step of chains before anything is encoded.
 
     Attributes:
-        visit: where chains are.
+        visit: see `Visit`.
         outside: (X, r + A·S) this rank's share of the R draws, then states outside the batch; -1 for none.
         num_drawn: how many of the draws each rank encodes; empty where the batch makes the proposals.
     """
@@ -71,9 +71,9 @@ class Plan(NamedTuple):
 class ChainObjective(Objective):
     """Base of the objectives whose negatives come from a Markov chain per anchor that is kept from step to step.
 
-    Where a chain starts never changes its law, but decides when the law is reached. On an anchor's first visit it
-    starts on a draw from the softmax over the latest embeddings of up to `recent` items; once these are complete for
-    the first time (after an epoch, or 2·`recent` items of a larger corpus) every chain starts anew.
+    Where a chain starts never changes its stationary law, but decides how soon it is reached. On an anchor's first
+    visit it starts on a draw from the softmax over the latest embeddings of up to `recent` items; once these are
+    complete for the first time (after an epoch, or 2·`recent` items of a larger corpus) every chain starts anew.
 
     Chains give the gradient of the loss and not its value. Where the corpus has no more than `recent` items, the value
     takes the partition function from their latest embeddings: exact at fixed parameters from the second epoch on. Of a
@@ -85,12 +85,12 @@ class ChainObjective(Objective):
 
     Args:
         proposals: "batch", the other items of the batch: the corpus is then the multiset of the pairs' items, so that a
-            document counts once for each of its queries (pairs that are listed twice are one). Or R: so many items
-            drawn
-            uniformly from the whole id space, encoded once and shared by all chains: every item then counts once.
+            document counts once for each of its queries (pairs that are listed twice are one). Or R, the number of
+            items drawn uniformly from the whole id space, encoded once and shared by all chains: every item then counts
+            once.
         shared_chain: with views, False gives each of an image's two views a chain of its own, which is exact. True is
             Fig. 2 of Yau et al. 2024 (arXiv:2404.10575): both walk on from one state, and the first view's walk is
-            kept; that costs a relative bias of the gradient of 0.2 to 0.5 at τ ≤ 0.07.
+            kept, at a relative bias of the gradient of 0.2 to 0.5 at τ ≤ 0.07.
         recent: of how many items of each side the latest embeddings are kept (`recent`·D numbers besides the model),
             for chains to start on and for the value of the loss. 0 keeps none: chains start on their first batch.
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
@@ -119,26 +119,30 @@ class ChainObjective(Objective):
         self.proposals = proposals
         # Draws from the corpus weigh every item once.
         self.corpus_of_pairs = proposals == "batch"
+        self.num_views = 2 if self.views else 1
         self.chain_per_view = self.views and not shared_chain
-        self.register_buffer("state", torch.full((self.num_rows * (2 if self.chain_per_view else 1),), NO_STATE))
-        # Of each direction, the keys that an item of the candidates' side may have.
-        key_sizes = [1] if self.views else [1 + (self.num_left or 0), 1 + (self.num_right or 0)]
+        num_chains = self.num_rows * (1 + self.chain_per_view)
+        self.register_buffer("state", torch.full((num_chains,), NO_STATE))
+        # Keys of views name no pair: an image is in one only.
+        key_sizes = [1]
+        if not self.views:
+            key_sizes = [1 + (self.num_left or 0), 1 + (self.num_right or 0)]
         self.register_buffer("keys_per_item", torch.tensor(key_sizes), persistent=False)
         self.draws = SharedRandom(self.seed)
         self.memories = nn.ModuleList()
-        num_views = 2 if self.views else 1
-        for direction, keys_per_item in zip(self.directions if recent else (), key_sizes, strict=False):
-            num_items = (self.num_candidates(direction) or 0) * num_views
-            self.memories.append(EmbeddingMemory(num_items, recent * num_views, keys_per_item))
+        if recent:
+            for direction, keys_per_item in zip(self.directions, key_sizes, strict=True):
+                num_items = (self.num_candidates(direction) or 0) * self.num_views
+                self.memories.append(EmbeddingMemory(num_items, recent * self.num_views, keys_per_item))
 
     @property
     def needs_uniform_batches(self) -> str | None:
-        """In-batch proposals follow the law that chains assume in random batches only."""
+        """In-batch proposals are uniform, as chains assume, in random batches only."""
         return "proposals=64" if self.proposals == "batch" else None
 
     @property
     def reports_loss(self) -> bool:
-        """A corpus that `recent` holds gives the partition function; of a larger one it is not known."""
+        """Whether the memories hold the whole corpus, and so its partition function."""
         return len(self.memories) > 0 and all(memory.holds_corpus for memory in self._memories)
 
     @property
@@ -149,12 +153,14 @@ class ChainObjective(Objective):
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
         super().set_counts(left_counts, right_counts)
         for memory in self._memories:
-            memory.expect((self.num_pairs or 0) * (2 if self.views else 1))
+            # The counts of pairs, not of items, say when an epoch has shown them all.
+            memory.expect((self.num_pairs or 0) * self.num_views)
 
     def items_of(self, keys: Tensor) -> Tensor:
         """(X, …) the items of keys (X, …); -1 for NO_STATE."""
-        sizes = self.keys_per_item.view(-1, *[1] * (keys.dim() - 1))
-        return torch.where(keys < 0, keys, keys // sizes)
+        num_trailing = keys.dim() - 1
+        # Floor division keeps -1.
+        return keys // self.keys_per_item.view(-1, *[1] * num_trailing)
 
     def keys_of(self, items: Tensor) -> Tensor:
         """(X, n) the keys of items (X, n) of no pair."""
@@ -172,23 +178,28 @@ class ChainObjective(Objective):
         """Remember the batch; where the anchors' chains are, and what is proposed to them."""
         batch_keys = self.keys_of(anchors.candidate_items)
         if self.proposals == "batch" and not self.views:
-            # A copy of an item is told by the other item of its pair.
+            # The other item of its pair distinguishes copies of an item.
             batch_keys = batch_keys + anchors.candidate_ids.flip(0) + 1
         if self.updates_state:
             self._remember(anchors, batch_keys)
 
         chains = anchors.rows
         if self.chain_per_view:
-            chains = 2 * chains + (anchors.batch_rows >= anchors.num_batch // 2)
+            # All left views come first in the batch.
+            is_right_view = anchors.batch_rows >= anchors.num_batch // 2
+            chains = 2 * chains + is_right_view
         state = self.state[chains]
-        is_positive = is_listed(self.items_of(state)[..., None], anchors.hidden_items)[..., 0]
+        items = self.items_of(state)[..., None]
+        # A state may have become a positive since it was stored: lists of positives come with the batch.
+        is_positive = is_listed(items, anchors.hidden_items)[..., 0]
         started = (state == NO_STATE) | is_positive
         start_keys, start_scores, log_sum = self._starts(anchors, started)
         state = torch.where(started, start_keys, state)
 
         keys = batch_keys
         if self.proposals != "batch":
-            keys = self.keys_of_draws(self._draw_ids(anchors))
+            ids = self._draw_ids(anchors)
+            keys = self.keys_of_draws(ids)
         is_found, column = find(self.items_of(keys), self.items_of_state(state))
         self.watch(started=started, before=state)
         return Visit(chains, state, started, start_scores, log_sum, keys, is_found, column)
@@ -199,55 +210,55 @@ class ChainObjective(Objective):
         Args:
             wanted: (X, A) whether the state's embedding is needed.
         """
-        items = self.items_of_state(visit.state)
-        away = items.masked_fill(visit.is_found | ~wanted[..., None], PADDING).flatten(1)
+        items = self.items_of_state(visit.state)  # (X, A, S)
+        is_known = visit.is_found | ~wanted[..., None]
+        states = items.masked_fill(is_known, PADDING).flatten(1)
         if self.proposals == "batch":
-            return Plan(visit, away, [])
-        own, sizes = distributed.share(self.items_of(visit.keys).T)
-        return Plan(visit, torch.cat([own.T, away], dim=1), sizes)
+            return Plan(visit, states, [])
+        # All ranks made the same draws; each encodes a part of them.
+        draws = self.items_of(visit.keys)
+        own, sizes = distributed.share(draws.T)
+        return Plan(visit, torch.cat([own.T, states], dim=1), sizes)
 
     def embedded(self, anchors: Anchors, plan: Plan, outside: Tensor) -> tuple[Anchors, Tensor]:
         """The anchors with the proposals as candidates; and (X, A, S) s/τ of states outside them, with gradient."""
-        num_drawn = plan.num_drawn[distributed.rank()] if plan.num_drawn else 0
+        num_drawn = 0
         if plan.num_drawn:
+            num_drawn = plan.num_drawn[distributed.rank()]
             own = outside[:, :num_drawn].transpose(0, 1).contiguous()
             drawn = distributed.gather_with_grad(own, plan.num_drawn).transpose(0, 1)
             if self.updates_state:
                 for memory, keys, embeddings in zip(self._memories, plan.visit.keys, drawn, strict=False):
                     memory.write(keys, embeddings)
             items = self.items_of(plan.visit.keys)
-            ids = items // 2 if self.views else items
-            anchors = anchors.with_candidates(drawn, ids)
-        states = outside[:, num_drawn:].unflatten(1, (-1, self.state_size))
-        return anchors, (anchors.embeddings[:, :, None] * states).sum(dim=-1) / anchors.temperature
+            anchors = anchors.with_candidates(drawn, items // self.num_views)
+        states = outside[:, num_drawn:].unflatten(1, (-1, self.state_size))  # (X, A, S, D)
+        similarities = (anchors.embeddings[:, :, None] * states).sum(dim=-1)
+        return anchors, similarities / anchors.temperature
 
     def chain_losses(
-        self,
-        block: Anchors,
-        weights: Tensor,
-        state_weights: Tensor,
-        state_scores: Tensor,
-        scores: Tensor,
-        log_sum: Tensor,
+        self, block: Anchors, weights: Tensor, scores: Tensor, state_scores: Tensor, log_sum: Tensor
     ) -> Tensor:
         """(X, a) losses with the gradient Σ_c w_c·∇(s_c/τ) − ∇(s⁺/τ) over proposals and states.
 
         Args:
-            weights, scores: (X, a, C) of the proposals.
-            state_weights, state_scores: (X, a, S) of the states.
+            weights: (X, a, C + S) of the proposals, then of the states.
+            scores: (X, a, C) of the proposals.
+            state_scores: (X, a, S) of the states.
             log_sum: (X, a) see `Visit`.
         """
         positive = block.positive_scores
         all_scores = torch.cat([scores, state_scores, positive[..., None]], dim=-1)
         pull = torch.full_like(positive, -1.0)[..., None]
-        all_weights = torch.cat([weights, state_weights, pull], dim=-1).to(all_scores)
+        all_weights = torch.cat([weights, pull], dim=-1).to(all_scores)
+        # The surrogate, unless the partition function is known.
         value = (all_weights * all_scores).sum(dim=-1)
         if self.reports_loss:
             value = log_sum.nan_to_num(neginf=0.0) - positive
         return Estimate.apply(value.detach(), all_scores, all_weights)
 
-    def store(self, anchors: Anchors, visit: Visit, state: Tensor, **tables: tuple[Tensor, Tensor]) -> None:
-        """Write the state (X, A) that chains are on now; of several rows of a chain, the first with a state counts.
+    def store(self, anchors: Anchors, visit: Visit, state: Tensor, *tables: tuple[Tensor, Tensor]) -> None:
+        """Write the new states (X, A) of the chains; of several anchors of one chain, the first with a state counts.
 
         Args:
             tables: further tables, and their new values (X, A).
@@ -255,18 +266,24 @@ class ChainObjective(Objective):
         self.watch(after=state)
         if not self.updates_state:
             return
-        rows, state = anchors.gather(visit.chains).flatten(), anchors.gather(state).flatten()
+        rows = anchors.gather(visit.chains).flatten()  # (X·G,)
+        state = anchors.gather(state).flatten()
         has_state = state != NO_STATE
+        # Duplicates must write one value: which of several writes to a row wins is undefined on an accelerator.
         first = first_occurrence(rows, preferred=has_state)
         write_rows(self.state, rows, state[first], has_state[first])
-        for table, values in tables.values():
-            write_rows(table, rows, anchors.gather(values).flatten()[first], has_state[first])
+        for table, values in tables:
+            values = anchors.gather(values).flatten()
+            write_rows(table, rows, values[first], has_state[first])
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The share of chains that moved on in the last step, and of those that began anew in it."""
         if "after" not in self._watched:
             return {}
-        started, before, after = (self._watched[name][0] for name in ("started", "before", "after"))
+        started = self._watched["started"][0]
+        before = self._watched["before"][0]
+        after = self._watched["after"][0]
+        # Chains with nothing to start on yet have no state to move from.
         has_state = before != NO_STATE
         moved = (has_state & (after != before)).sum() / has_state.sum().clamp(min=1)
         return {"chains_moved": moved, "chains_begun": started.double().mean().nan_to_num()}
@@ -277,39 +294,45 @@ class ChainObjective(Objective):
 
     def _remember(self, anchors: Anchors, batch_keys: Tensor) -> None:
         """Write the batch into the memory; chains that began before it was complete begin anew."""
-        for direction, memory, keys, embeddings in zip(
-            anchors.directions, self._memories, batch_keys, anchors.candidates, strict=False
+        states = [self.state]
+        if not self.views:
+            states = list(self.state.tensor_split([self.num_left or 0]))
+        for memory, state, keys, embeddings in zip(
+            self._memories, states, batch_keys, anchors.candidates, strict=False
         ):
             memory.write(keys, embeddings)
             if memory.count(anchors.num_batch):
-                is_left = self.views or direction == 0
-                own = slice(None) if self.views else slice(self.num_left) if is_left else slice(self.num_left, None)
-                self.state[own] = NO_STATE
+                # A view of the buffer, so that this side's chains alone are cleared.
+                state.fill_(NO_STATE)
 
     def _starts(self, anchors: Anchors, started: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(X, A) keys to start on, (X, A) their s/τ, (X, A) log of the sum of exp(s/τ) over the remembered
         negatives."""
-        nothing = torch.full_like(anchors.rows, NO_STATE)
-        none = torch.full_like(anchors.positive_scores, -torch.inf)
-        uniform = self.draws.uniform(2, len(anchors.directions), anchors.num_batch, like=none)
+        no_keys = torch.full_like(anchors.rows, NO_STATE)
+        no_scores = torch.full_like(anchors.positive_scores, -torch.inf)
+        # Drawn even where unused: the number of draws must not depend on what is remembered.
+        uniform = self.draws.uniform(2, len(anchors.directions), anchors.num_batch, like=no_scores)
         if not self.memories or any(memory.is_empty for memory in self._memories):
-            return nothing, none, none
-        # All ranks look at the memory, or none does.
+            return no_keys, no_scores, no_scores
+        # The memory is divided among ranks, so that all of them draw from it or none does.
         is_needed = distributed.all_reduce(started.any().long(), "max")
         if not self.reports_loss and not bool(is_needed):
-            return nothing, none, none
-        queries = anchors.all_embeddings / anchors.temperature
+            return no_keys, no_scores, no_scores
+
+        queries = anchors.all_embeddings / anchors.temperature  # (X, G, D)
         hidden = anchors.gather_lists(anchors.hidden_items)
-        found = []
+        keys, scores, log_sums = [], [], []
         for x, (direction, memory) in enumerate(zip(anchors.directions, self._memories, strict=True)):
             counts = self.item_counts(direction)
             draws = memory.draw(queries[x], hidden[x], uniform[:, x], counts)
-            # What is not remembered yet counts as what is.
-            total = self.corpus_size(direction) * (2 if self.views else 1)
-            missing = (total / memory.num_remembered(counts)).log().to(queries)
-            found.append((draws.keys, draws.scores, draws.log_sum + missing))
-        keys, scores, log_sum = (torch.stack(values)[:, anchors.batch_rows] for values in zip(*found, strict=True))
-        return keys, scores, log_sum
+            keys.append(draws.keys)
+            scores.append(draws.scores)
+            # Items that are not remembered yet are taken to be like those that are.
+            total = self.corpus_size(direction) * self.num_views
+            log_missing = (total / memory.num_remembered(counts)).log()
+            log_sums.append(draws.log_sum + log_missing.to(queries))
+        own = anchors.batch_rows
+        return torch.stack(keys)[:, own], torch.stack(scores)[:, own], torch.stack(log_sums)[:, own]
 
     def _draw_ids(self, anchors: Anchors) -> Tensor:
         """(X, R) uniform draws from the id spaces."""
@@ -321,8 +344,10 @@ class ChainObjective(Objective):
 
 def find(items: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Whether wanted items (X, …) are among items (X, C), and the first place of each; any place where not."""
+    # Without candidates there is no place that a later `gather` could read.
     if not items.shape[1]:
         return torch.zeros_like(wanted, dtype=torch.bool), torch.zeros_like(wanted)
+    # Binary search: comparing all pairs would be a second (X, A, C) matrix. Stable, so that the first copy is found.
     ordered, order = items.sort(dim=1, stable=True)
     flat = wanted.flatten(1)
     place = torch.searchsorted(ordered, flat).clamp(max=items.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Numbered random draws: alike on every rank, and two integers of state."""
+"""Counter-based random draws: the same on every rank, with two integers of state."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dualenc.seeds import derive_seed
 
 
 class SharedRandom(nn.Module):
-    """Draws that all ranks make alike: draw for the whole global batch, then take the rank's own rows.
+    """A random stream that all ranks share: each draws for the whole global batch, then takes its own rows.
 
-    Draw k comes from a generator seeded by (seed, k) on the device that wants it. So nothing is copied to an
+    Draw k comes from a generator seeded by (seed, k) on the device that needs it, so nothing is copied to an
     accelerator, and the state is valid on any device and for any number of ranks.
 
     Args:
@@ -26,7 +26,9 @@ class SharedRandom(nn.Module):
 
     def uniform(self, *shape: int, like: Tensor) -> Tensor:
         """Draws in [0, 1) of the given shape, in double precision, on the device of `like`."""
-        return torch.rand(shape, generator=self._next(like.device), device=like.device, dtype=torch.float64)
+        generator = self._next(like.device)
+        # Always double: inverse-CDF draws from large corpora need more than float32's 24 bits.
+        return torch.rand(shape, generator=generator, device=like.device, dtype=torch.float64)
 
     def integers(self, high: int, *shape: int, device: torch.device) -> Tensor:
         """Integers in [0, high) of the given shape."""
@@ -44,9 +46,10 @@ class SharedRandom(nn.Module):
         """Restore from `get_extra_state()`."""
         if state.shape != (2,):
             raise DualencError("objective state: _extra_state of the random draws must hold seed and position")
-        self.seed, self.position = (int(number) for number in state)
+        self.seed, self.position = state.long().tolist()
 
     def _next(self, device: torch.device) -> torch.Generator:
+        # A fresh generator per draw has no state to save or to keep alike between devices.
         seed = derive_seed("draw", self.seed, self.position)
         self.position += 1
         return torch.Generator(device).manual_seed(seed)

@@ -30,25 +30,28 @@ class Walk(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """See `chains.Plan`; `walk` is None where it needs what is to be encoded."""
+    """A step of EMC²; `walk` is None where it needs what is yet to be encoded."""
 
-    visit: Visit
-    outside: Tensor
-    num_drawn: list[int]
+    encoding: ChainPlan
     walk: Walk | None
+
+    @property
+    def outside(self) -> Tensor:
+        """See `chains.Plan`."""
+        return self.encoding.outside
 
 
 class EMC2(ChainObjective):
-    """Negatives weigh what a Metropolis–Hastings chain on the corpus, kept per anchor from step to step, gives them.
+    """Negatives are weighted by the visits of a Metropolis–Hastings chain on the corpus, kept per anchor between steps.
 
     Each proposal z' in turn, in random order, is accepted in place of the state z with probability
 
         min(1, exp((s(x, z') − s(x, z))/τ)).
 
-    The weight of an item is the share of the steps after burn-in that the chain spends on it. The law of a chain at
-    fixed parameters is the softmax over all negatives of its anchor, so the gradient is that of the global loss
-    whatever the batch size, once the chains have mixed. Source: Yau et al. 2024 (EMC²: Efficient MCMC negative sampling
-    for contrastive learning, arXiv:2404.10575), Algorithm 1 and Eq. 11.
+    The weight of an item is the share of the steps after burn-in that the chain spends on it. At fixed parameters the
+    stationary law of a chain is the softmax over all negatives of its anchor: once the chains have mixed, the gradient
+    is that of the global loss at any batch size. Source: Yau et al. 2024 (EMC²: Efficient MCMC negative sampling for
+    contrastive learning, arXiv:2404.10575), Algorithm 1 and Eq. 11.
 
     With views a chain moves between single views. The walk is sequential and runs on the CPU, which holds the (X, A, C)
     scores of the step.
@@ -76,30 +79,32 @@ class EMC2(ChainObjective):
     def plan(self, anchors: Anchors) -> Plan:
         visit = self.visit(anchors)
         if self.score == "fresh" or self.proposals != "batch":
-            return Plan(*self.plan_encoding(visit, wanted=visit.state != NO_STATE), None)
-        # The walk needs scores of the batch only; of states outside it, those are encoded that outlive burn-in.
+            return Plan(self.plan_encoding(visit, wanted=visit.state != NO_STATE), None)
+        # This walk needs scores of the batch only, so that states that do not outlive burn-in are never encoded.
         walk = self._walk(anchors, visit, self._stored_scores(anchors, visit))
-        return Plan(*self.plan_encoding(visit, wanted=walk.weights[..., -1] > 0), walk)
+        has_weight = walk.weights[..., -1] > 0
+        return Plan(self.plan_encoding(visit, wanted=has_weight), walk)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         assert outside is not None
-        visit = plan.visit
-        proposed, outside_scores = self.embedded(anchors, ChainPlan(*plan[:3]), outside)
+        visit = plan.encoding.visit
+        proposed, outside_scores = self.embedded(anchors, plan.encoding, outside)
         start_scores = self._stored_scores(anchors, visit)
         if self.score == "fresh":
             start_scores = self._fresh_scores(proposed, visit, outside_scores)
         walk = plan.walk
         if walk is None:
             walk = self._walk(proposed, visit, start_scores)
+        self._store(proposed, visit, walk, start_scores)
 
         def weigh(
             block: Anchors, is_found: Tensor, column: Tensor, outside_scores: Tensor, weights: Tensor, log_sum: Tensor
         ) -> Tensor:
-            scores = block.scores
-            state_scores = torch.where(is_found, scores.gather(-1, column), outside_scores)
-            return self.chain_losses(block, weights[..., :-1], weights[..., -1:], state_scores, scores, log_sum)
+            scores = block.scores  # (X, a, C)
+            # States in the batch take their gradient through the batch, and are not encoded again.
+            state_scores = torch.where(is_found, scores.gather(-1, column), outside_scores)  # (X, a, 1)
+            return self.chain_losses(block, weights, scores, state_scores, log_sum)
 
-        self._store(proposed, visit, walk, start_scores)
         rows = (visit.is_found, visit.column, outside_scores, walk.weights, visit.log_sum)
         return proposed.by_blocks(weigh, *rows)
 
@@ -118,23 +123,28 @@ class EMC2(ChainObjective):
     @torch.no_grad()
     def _fresh_scores(self, proposed: Anchors, visit: Visit, outside_scores: Tensor) -> Tensor:
         """(X, A) s/τ of the states at the current parameters."""
-        scores = outside_scores
-        if proposed.candidates.shape[1]:
-            scores = torch.where(visit.is_found, proposed.scores.gather(-1, visit.column), outside_scores)
+        proposed_scores = proposed.scores.gather(-1, visit.column)  # (X, A, 1)
+        scores = torch.where(visit.is_found, proposed_scores, outside_scores)
         return scores[..., 0].masked_fill(visit.state == NO_STATE, -torch.inf)
 
     @torch.no_grad()
     def _walk(self, proposed: Anchors, visit: Visit, start_scores: Tensor) -> Walk:
         """Run each chain through the proposals in random order."""
-        scores, is_negative = proposed.scores, ~proposed.not_negative
+        scores = proposed.scores
+        is_negative = ~proposed.not_negative
         num_directions, num_anchors, num_proposals = scores.shape
+        # Order and uniforms are drawn for the global batch: the walk is the same on any number of ranks.
         order = self.draws.permutation(num_proposals, torch.device("cpu"))
         uniform = self.draws.uniform(num_proposals, num_directions, proposed.num_batch, like=start_scores.cpu())
-        uniform = uniform[:, :, proposed.batch_rows.cpu()].flatten(1)
-        visits, column = metropolis_hastings(
+        uniform = uniform[:, :, proposed.batch_rows.cpu()].flatten(1)  # (C, X·A)
+        # Proposals come first, because each step of the walk reads one of them for all chains.
+        device_order = order.to(scores.device)
+        scores_in_order = scores.flatten(0, 1).T[device_order]
+        is_negative_in_order = is_negative.flatten(0, 1).T[device_order]
+        visits, last = metropolis_hastings(
             start_scores.flatten().cpu().numpy(),
-            scores.flatten(0, 1).T[order.to(scores.device)].cpu().numpy(),
-            is_negative.flatten(0, 1).T[order.to(scores.device)].cpu().numpy(),
+            scores_in_order.cpu().numpy(),
+            is_negative_in_order.cpu().numpy(),
             uniform.log().numpy(),
             self.burn_in,
         )
@@ -142,29 +152,23 @@ class EMC2(ChainObjective):
         place = torch.cat([order, torch.tensor([num_proposals])])
         weights = torch.zeros(visits.shape, dtype=scores.dtype)
         weights[place] = torch.from_numpy(visits).to(scores.dtype)
-        shape = (num_directions, num_anchors)
-        return Walk(
-            weights.T.reshape(*shape, num_proposals + 1).to(scores.device),
-            place[torch.from_numpy(column)].view(shape).to(scores.device),
-        )
+        weights = weights.T.reshape(num_directions, num_anchors, num_proposals + 1)
+        column = place[torch.from_numpy(last)].view(num_directions, num_anchors)
+        return Walk(weights.to(scores.device), column.to(scores.device))
 
     @torch.no_grad()
     def _store(self, proposed: Anchors, visit: Visit, walk: Walk, start_scores: Tensor) -> None:
         """Remember where chains are, and the similarity of that."""
         num_proposals = visit.keys.shape[1]
-        moved = walk.column < num_proposals
-        state, scores = visit.state, start_scores
-        if num_proposals:
-            column = walk.column.clamp(max=num_proposals - 1)
-            state = torch.where(moved, visit.keys.gather(1, column), state)
-            accepted = torch.cat(
-                [
-                    (proposed.embeddings[x] * proposed.candidates[x][column[x]]).sum(dim=-1)[None]
-                    for x in range(len(column))
-                ]
-            )
-            scores = torch.where(moved, accepted / proposed.temperature, scores)
-        self.store(proposed, visit, state, similarity=(self.similarity, scores * proposed.temperature))
+        has_moved = walk.column < num_proposals
+        column = walk.column.clamp(max=num_proposals - 1)
+        state = torch.where(has_moved, visit.keys.gather(1, column), visit.state)
+        # One product per anchor is cheaper than all (X, A, C) scores once more.
+        accepted = proposed.candidates.take_along_dim(column[..., None], dim=1)  # (X, A, D)
+        accepted_scores = (proposed.embeddings * accepted).sum(dim=-1) / proposed.temperature
+        scores = torch.where(has_moved, accepted_scores, start_scores)
+        # Stored without τ, which may be learned and change between visits.
+        self.store(proposed, visit, state, (self.similarity, scores * proposed.temperature))
 
 
 def metropolis_hastings(
@@ -193,10 +197,12 @@ def metropolis_hastings(
     score = start.copy()
     step = np.zeros(num_chains, dtype=np.int64)
     for proposal in range(num_proposals):
+        # In logs: exp of a difference of scores overflows at a small τ.
         accepts = is_negative[proposal] & (score + log_uniform[proposal] < scores[proposal])
         np.copyto(state, proposal, where=accepts)
         np.copyto(score, scores[proposal], where=accepts)
         step += is_negative[proposal]
         visits[state, chains] += is_negative[proposal] & (step > num_skipped)
+    # Without proposals there is no step to count, and the chain's state is all it has seen.
     visits[num_proposals] += (num_steps == 0) & (start > -np.inf)
     return visits / np.maximum(num_steps - num_skipped, 1), state

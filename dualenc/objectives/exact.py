@@ -49,45 +49,55 @@ class ExactGlobal(Objective):
 
         def scores_and_counts(items: Tensor) -> tuple[Tensor, Tensor]:
             """(X, A, n) s/τ of items (X, n); (X, A, n) log of how often each counts as a negative, -inf for never."""
-            scores = anchors.embeddings @ encoder(items, anchors.directions).mT / anchors.temperature
+            embeddings = encoder(items, anchors.directions)  # (X, n, D)
+            scores = anchors.embeddings @ embeddings.mT / anchors.temperature
             items = items.to(scores.device)
-            log_counts = self._log_counts(anchors, items)[:, None].to(scores)
-            return scores, log_counts.masked_fill(is_listed(items, anchors.hidden_items), -torch.inf)
+            log_counts = self._log_counts(anchors, items)[:, None].to(scores)  # (X, 1, n)
+            is_positive = is_listed(items, anchors.hidden_items)  # (X, A, n)
+            return scores, log_counts.masked_fill(is_positive, -torch.inf)
 
+        # Each p(z) needs the whole sum, so the first pass computes it, and keeps no activations of the encoder.
         with torch.no_grad():
             log_partition = torch.full_like(anchors.positive_scores, -torch.inf)
             for items in chunks:
                 scores, log_counts = scores_and_counts(items)
-                log_partition = torch.logaddexp(log_partition, (scores + log_counts).logsumexp(dim=-1))
-            log_partition = log_partition.nan_to_num(neginf=0.0)  # an anchor without negatives only pulls its positive
+                log_sum = torch.logsumexp(scores + log_counts, dim=-1)
+                log_partition = torch.logaddexp(log_partition, log_sum)
+            # An anchor without negatives only pulls its positive.
+            log_partition = log_partition.nan_to_num(neginf=0.0)
         self.watch(log_partition=log_partition)
 
         def chunk_gradient(items: Tensor) -> Tensor:
             """(X, A) zeros with the gradient Σ_z p(z)·∇s_z/τ over the chunk."""
             scores, log_counts = scores_and_counts(items)
-            weights = torch.exp(scores.detach() + log_counts - log_partition[..., None])
+            weights = torch.exp(scores.detach() + log_counts - log_partition[..., None])  # (X, A, n)
             return Estimate.apply(torch.zeros_like(log_partition), scores, weights)
 
         losses = log_partition - anchors.positive_scores
         for items in chunks:
+            # The backward pass encodes a chunk again, so that one chunk's activations exist at a time.
             losses = losses + checkpoint(chunk_gradient, items, use_reentrant=False)
         return losses
 
     def _corpus(self, anchors: Anchors) -> Tensor:
         """(X, n) all candidate items of each direction, padded with -1."""
-        sizes = [(self.num_candidates(direction) or 0) * (2 if self.views else 1) for direction in anchors.directions]
-        items = torch.arange(max(sizes)).expand(len(sizes), -1)
-        return items.where(items < torch.tensor(sizes)[:, None], PADDING)
+        num_ids = [self.num_candidates(direction) or 0 for direction in anchors.directions]
+        sizes = torch.tensor(num_ids) * (2 if self.views else 1)
+        items = torch.arange(int(sizes.max())).expand(len(sizes), -1)
+        return items.where(items < sizes[:, None], PADDING)
 
     def _log_counts(self, anchors: Anchors, items: Tensor) -> Tensor:
         """(X, n) log of how often items are in the corpus; -inf for -1."""
-        found = []
-        for direction, wanted in zip(anchors.directions, items, strict=True):
-            counts = self.candidate_counts(direction)
-            ids = (wanted // 2 if self.views else wanted).clamp(min=0)
-            number = torch.ones_like(wanted, dtype=torch.float64) if counts is None else counts.double()[ids]
-            found.append(number.where(wanted != PADDING, 0.0).log())
-        return torch.stack(found)
+        log_counts = []
+        for direction, candidates in zip(anchors.directions, items, strict=True):
+            number = torch.ones_like(candidates, dtype=torch.float64)
+            counts = self.item_counts(direction)
+            if counts is not None:
+                number = counts.double()[candidates.clamp(min=0)]
+            # The smaller side's chunks are padded to the length of the larger one's.
+            number = number.where(candidates != PADDING, 0.0)
+            log_counts.append(number.log())
+        return torch.stack(log_counts)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The logs of the partition functions."""

@@ -27,24 +27,26 @@ def isir_step(proposed: Tensor, states: Tensor, uniform: Tensor) -> tuple[Tensor
         (X, A, C + S) the softmax over both, 0 in a row without negatives; (X, A) the column of the next state, C or
         more where the chain stays.
     """
-    weights = torch.softmax(torch.cat([proposed, states], dim=-1), dim=-1).nan_to_num(0.0)
+    logits = torch.cat([proposed, states], dim=-1)
+    # A row of -inf only is 0/0.
+    weights = torch.softmax(logits, dim=-1).nan_to_num(0.0)
     return weights, inverse_cdf(weights, uniform)
 
 
 class ISIR(ChainObjective):
-    """Negatives weigh their share of the softmax over the state of a chain and all proposals; the next state is drawn
-    from it.
+    """Each negative is weighted by its share of the softmax over the chain's state and all proposals, from which the
+    next state is drawn.
 
-    The softmax over the whole corpus is invariant when the proposals are distinct and uniform and the state counts
-    apart
-    unless it is one of them: so for pairs, where copies of an item that come with other pairs are proposals of their
-    own. It is invariant for uniform draws when copies and the state count once. Source: Andrieu, Lee and Vihola 2018
-    (arXiv:1312.6432); the use of the probabilities themselves as weights, Cardoso et al. 2022 (arXiv:2207.06364). It
-    varies less than Metropolis–Hastings (`EMC2`); states outside the batch are always encoded.
+    The softmax over the whole corpus is the chain's invariant law if the proposals are distinct and uniform, and the
+    state counts separately unless it is one of them. So it is for pairs, where copies of an item that come with other
+    pairs are proposals of their own. With uniform draws it is invariant if copies and the state count once. Source:
+    Andrieu, Lee and Vihola 2018 (arXiv:1312.6432); the use of the probabilities themselves as weights, Cardoso et al.
+    2022 (arXiv:2207.06364). Its variance is lower than that of Metropolis–Hastings (`EMC2`), but states outside the
+    batch are always encoded.
 
-    With 200 random pairs at τ = 0.02 the bias of the gradient is gone from the second epoch on (below the 0.1
-    that a few runs resolve). With chains that start cold (`recent=0`) it is .93 after one epoch, .48 after 30 at B = 4;
-    0.67 and 0.31 after one and ten at B = 16; 0.51 and 0.16 at B = 32 (`eval/estimator_bias.py --mixing`).
+    With 200 random pairs at τ = 0.02 the bias of the gradient is gone from the second epoch on (below the 0.1 that a
+    few runs resolve). With cold starts (`recent=0`) it is 0.93 and 0.48 after 1 and 30 epochs at B = 4, 0.67 and 0.31
+    after 1 and 10 at B = 16, 0.51 and 0.16 at B = 32 (`eval/estimator_bias.py --mixing`).
 
     With views a chain moves between images, each with its two views; its state is named by the view that was drawn.
 
@@ -60,10 +62,12 @@ class ISIR(ChainObjective):
         assert outside is not None
         visit = plan.visit
         proposed, outside_scores = self.embedded(anchors, plan, outside)
+        # Drawn for the global batch, so that any number of ranks makes the same moves.
         uniform = self.draws.uniform(len(anchors.directions), anchors.num_batch, like=anchors.embeddings)
-        # The state counts apart, unless its own pair is proposed.
-        is_proposed = find(visit.keys, self._first_keys(visit.state)[..., None])[0][..., 0]
-        counts_apart = (visit.state != NO_STATE) & ~is_proposed
+        # A state whose own pair is proposed must not count twice.
+        first_keys = self._first_keys(visit.state)[..., None]
+        is_proposed, _ = find(visit.keys, first_keys)
+        counts_apart = (visit.state != NO_STATE)[..., None] & ~is_proposed  # (X, A, 1)
         log_copies = self._log_copies(visit.keys)
 
         def weigh(
@@ -75,15 +79,14 @@ class ISIR(ChainObjective):
             log_sum: Tensor,
             uniform: Tensor,
         ) -> tuple[Tensor, Tensor]:
-            scores = block.scores
-            state_scores = torch.where(is_found, scores.gather(-1, column), outside_scores)
+            scores = block.scores  # (X, a, C)
+            state_scores = torch.where(is_found, scores.gather(-1, column), outside_scores)  # (X, a, S)
             with torch.no_grad():
-                logits = scores.masked_fill(block.not_negative, -torch.inf) - log_copies[:, None]
-                state_logits = state_scores.masked_fill(~counts_apart[..., None], -torch.inf)
+                logits = scores.masked_fill(block.not_negative, -torch.inf)
+                logits = logits - log_copies[:, None]
+                state_logits = state_scores.masked_fill(~counts_apart, -torch.inf)
                 weights, drawn = isir_step(logits, state_logits, uniform)
-            state_weights = weights[..., scores.shape[-1] :]
-            weights = weights[..., : scores.shape[-1]]
-            return self.chain_losses(block, weights, state_weights, state_scores, scores, log_sum), drawn
+            return self.chain_losses(block, weights, scores, state_scores, log_sum), drawn
 
         rows = (visit.is_found, visit.column, outside_scores, counts_apart, visit.log_sum)
         losses, drawn = proposed.by_blocks(weigh, *rows, uniform[:, anchors.batch_rows])
@@ -98,8 +101,9 @@ class ISIR(ChainObjective):
         """Both views of the state's image."""
         if not self.views:
             return super().items_of_state(state)
-        first = self._first_keys(state)
-        return torch.stack([first, torch.where(first < 0, first, first + 1)], dim=-1)
+        left_view = self._first_keys(state)
+        right_view = torch.where(left_view < 0, left_view, left_view + 1)
+        return torch.stack([left_view, right_view], dim=-1)
 
     def keys_of_draws(self, ids: Tensor) -> Tensor:
         """Both views of each image; items of no pair otherwise."""
@@ -109,27 +113,27 @@ class ISIR(ChainObjective):
 
     def _first_keys(self, state: Tensor) -> Tensor:
         """(X, A) the keys that stand for states: with views the image's left view."""
-        return torch.where(state < 0, state, state // 2 * 2) if self.views else state
+        if not self.views:
+            return state
+        return torch.where(state < 0, state, state // 2 * 2)
 
     def _log_copies(self, keys: Tensor) -> Tensor:
-        """(X, C) log of how often each draw from the corpus is drawn: copies count once. 0 for proposals of the
-        batch."""
+        """(X, C) log of how often each draw from the corpus is drawn, so that copies count once; 0 for the batch."""
         if self.proposals == "batch":
             return torch.zeros_like(keys, dtype=torch.float32)
         ordered = keys.sort(dim=1).values
-        copies = torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
-        return copies.float().log()
+        first = torch.searchsorted(ordered, keys)
+        end = torch.searchsorted(ordered, keys, right=True)
+        return (end - first).float().log()
 
     def _drawn_keys(self, visit: Visit, drawn: Tensor) -> Tensor:
         """(X, A) the keys in the drawn columns (X, A), of which those from C on are the state's."""
         num_proposals = visit.keys.shape[1]
-        proposed = visit.keys[:, None].expand(-1, drawn.shape[1], -1)
-        if not num_proposals:
-            return visit.state
-        chosen = proposed.gather(-1, drawn.clamp(max=num_proposals - 1)[..., None])[..., 0]
+        staying = visit.state
         if self.views:
-            items = self.items_of_state(visit.state)
-            staying = items.gather(-1, (drawn - num_proposals).clamp(min=0)[..., None])[..., 0]
-        else:
-            staying = visit.state
-        return torch.where(drawn < num_proposals, chosen, staying)
+            # An image that stays takes the name of the view that was drawn.
+            views = self.items_of_state(visit.state)  # (X, A, 2)
+            view = (drawn - num_proposals).clamp(min=0)
+            staying = views.gather(-1, view[..., None])[..., 0]
+        proposed = visit.keys.gather(1, drawn.clamp(max=num_proposals - 1))
+        return torch.where(drawn < num_proposals, proposed, staying)

@@ -1,4 +1,4 @@
-"""Items outside the batch: each distinct one encoded once, by the caller's `encode`."""
+"""Items outside the batch: each distinct item is encoded once, by the caller's `encode`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.errors import DualencError
+from dualenc.objectives.anchors import PADDING
 from dualenc.objectives.checks import check_encoded
 from dualenc.types import Side
 
 Encode = Callable[[Side, Tensor], Tensor]
-"""`encode(side, ids)` embeds n items by id, on the CPU, to (n, D). With several processes each of them calls it equally
-often and in the same order, also for no items: all ranks make the passes through a sharded model together."""
+"""`encode(side, ids)` embeds n items, whose ids are on the CPU, as (n, D). With several processes all make the same
+calls in the same order, even for no items: a pass through a sharded model is collective."""
+
+CANDIDATE_SIDES: tuple[Side, Side] = ("right", "left")
+"""The candidates' side of directions 0 and 1."""
 
 
 class ItemEncoder:
@@ -24,16 +28,18 @@ class ItemEncoder:
     Args:
         encode: see `Encode`.
         views: items are views of images, see `anchors`.
-        like: (…, D) embeddings of the wanted dimension, precision and device.
+        like: (…, D) embeddings whose dimension, precision and device the results have.
     """
 
     def __init__(self, encode: Encode, views: bool, like: Tensor) -> None:
-        self.encode, self.views, self.like = encode, views, like
+        self.encode = encode
+        self.views = views
+        self.like = like
+        # Objectives switch autocast off for themselves; encoders run under the caller's, which is still on here.
+        self._autocast: AbstractContextManager[object] = nullcontext()
         device = like.device.type
-        # Objectives compute in full precision, encoders in the caller's.
-        self._autocast: tuple[str, torch.dtype] | None = None
         if torch.is_autocast_enabled(device):
-            self._autocast = (device, torch.get_autocast_dtype(device))
+            self._autocast = torch.autocast(device, dtype=torch.get_autocast_dtype(device))
 
     def __call__(self, items: Tensor, directions: tuple[int, ...]) -> Tensor:
         """(X, n, D) embeddings of items (X, n); zeros for -1.
@@ -45,37 +51,40 @@ class ItemEncoder:
         Raises:
             DualencError: `encode` gives another shape, or vectors that are neither of norm 1 nor zero.
         """
-        embeddings = [
-            self._embed_views(wanted) if self.views else self._embed("right" if direction == 0 else "left", wanted)
-            for direction, wanted in zip(directions, items.cpu(), strict=True)
-        ]
-        found = torch.stack(embeddings)
-        check_encoded(found)
-        return found
+        embeddings = []
+        # One transfer for both directions: each stalls the queue of an accelerator.
+        for direction, ids in zip(directions, items.cpu(), strict=True):
+            if self.views:
+                embeddings.append(self._embed_views(ids))
+            else:
+                embeddings.append(self._embed(CANDIDATE_SIDES[direction], ids))
+        stacked = torch.stack(embeddings)
+        check_encoded(stacked)
+        return stacked
 
     def _embed_views(self, items: Tensor) -> Tensor:
         is_left = items % 2 == 0
-        ids = torch.where(items < 0, items, items // 2)
-        return self._embed("left", ids.where(is_left, -1)) + self._embed("right", ids.where(~is_left, -1))
+        ids = items // 2  # floor division keeps -1
+        left = self._embed("left", ids.where(is_left, PADDING))
+        right = self._embed("right", ids.where(~is_left, PADDING))
+        return left + right
 
     def _embed(self, side: Side, ids: Tensor) -> Tensor:
         """(n, D) embeddings of ids (n,) on the CPU; zeros for -1."""
+        dimension = self.like.shape[-1]
         distinct, inverse = ids.unique(return_inverse=True)
-        wanted = distinct[distinct >= 0]
-        rows = [self.like.new_zeros(len(distinct) - len(wanted), self.like.shape[-1])]  # -1 sorts first
-        if len(wanted) or distributed.is_initialized():
-            with self._precision():
-                found = self.encode(side, wanted)
-            if found.shape != (len(wanted), self.like.shape[-1]):
-                expected = (len(wanted), self.like.shape[-1])
-                raise DualencError(
-                    f"encode gave shape {tuple(found.shape)} for {len(wanted)} ids; it must be {expected}"
-                )
-            rows.append(found.to(self.like))
-        return torch.cat(rows)[inverse.to(self.like.device)]
+        inverse = inverse.to(self.like.device)
+        present = distinct[distinct >= 0]
+        padding = self.like.new_zeros(len(distinct) - len(present), dimension)
+        # A single process has no collective pass to join.
+        if not len(present) and not distributed.is_initialized():
+            return padding[inverse]
 
-    def _precision(self) -> AbstractContextManager[object]:
-        if self._autocast is None:
-            return nullcontext()
-        device, dtype = self._autocast
-        return torch.autocast(device, dtype=dtype)
+        with self._autocast:
+            embeddings = self.encode(side, present)
+        expected = (len(present), dimension)
+        if embeddings.shape != expected:
+            shape = tuple(embeddings.shape)
+            raise DualencError(f"encode gave shape {shape} for {len(present)} ids; it must be {expected}")
+        # -1 sorts first, so its row of zeros does too.
+        return torch.cat([padding, embeddings.to(self.like)])[inverse]
