@@ -91,7 +91,7 @@ def gather_batch(
     check_shapes(objective, given, given_ids, weights, objective.views)
     given_ids = {name: values.long() for name, values in given_ids.items()}
     left_id, right_id = given_ids["left_id"], given_ids["right_id"]
-    sizes = distributed.rank_sizes(len(left_id), left_id.device)
+    sizes, num_mined = distributed.rank_numbers([len(left_id), len(given.get("negatives", ()))], left_id.device)
     all_ids = distributed.gather(torch.stack([left_id, right_id], dim=1), sizes).T
     num_items = {"left": objective.num_left, "right": objective.num_right}
     most_copies = check_values(objective, given, given_ids, weights, all_ids, num_items, objective.views)
@@ -99,7 +99,6 @@ def gather_batch(
     precision = torch.float64 if given["left"].dtype == torch.float64 else torch.float32
     left, right = given["left"].to(precision), given["right"].to(precision)
     negatives = given["negatives"].to(precision) if "negatives" in given else right[:0]
-    num_mined = distributed.rank_sizes(len(negatives), negatives.device)
     return Batch(
         left=left,
         right=right,

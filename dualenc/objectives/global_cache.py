@@ -36,7 +36,6 @@ class Plan(NamedTuple):
         log_weights: (X, C + R) log of how often an item is here over how often that was to be expected; -inf for never.
         seen_mean: (X, A, D) what each anchor sees of the memory.
         log_partition: (X, A) log Z.
-        shares: of each direction, what its items are drawn by.
     """
 
     outside: Tensor
