@@ -21,15 +21,15 @@ from torch.nn.functional import softplus
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.objectives.anchors import PADDING, Anchors
+from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.batch import Batch, gather_batch, guided, two_towers, two_views, with_mined
 from dualenc.objectives.checks import (
     MIN_TEMPERATURE,
-    check_counts,
     check_sizes,
     check_temperature,
     fail,
 )
+from dualenc.objectives.corpus import Corpus
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.guide import GuideVectors
 from dualenc.objectives.items import Encode, ItemEncoder
@@ -79,8 +79,6 @@ class Objective(nn.Module):
             finite or not of norm 1; in `load_state_dict`, the state of another objective or of other sizes.
     """
 
-    pair_counts: Tensor | None
-
     needs_num_left = False
     needs_encode = False
     takes_mined = True
@@ -122,7 +120,9 @@ class Objective(nn.Module):
         self.num_left = num_left
         self.num_right = num_left if num_right is None or views else num_right
         self.views = views
+        self.num_views = 2 if views else 1
         self.seed = seed
+        self.corpus = Corpus(self.num_left, self.num_right, views, self.corpus_of_pairs)
         self.positive_in_softmax = positive_in_softmax
         self.guide_margin = guide_margin
         self.guide_relative = guide_relative
@@ -131,9 +131,6 @@ class Objective(nn.Module):
         if self.needs_num_left:
             # Holds nothing, but its shape names both sizes: tables hold both sides, and would fit swapped ones.
             self.register_buffer("sizes", torch.zeros(self.num_left or 0, self.num_right or 0, 0))
-        # A fact about the data, set anew in every run; None where every item is in one pair.
-        self.register_buffer("pair_counts", None, persistent=False)
-        self.num_pairs: int | None = None
         self.updates_state = False
         """Whether the present call is training, and may write memory: not in eval mode or without gradient."""
         self._watched: dict[str, list[Tensor]] = {}
@@ -257,63 +254,16 @@ class Objective(nn.Module):
         """
         if self.num_left is None or self.num_right is None:
             return
-        counts = [left_counts] if self.views else [left_counts, right_counts]
-        for side, values, size in zip(("left", "right"), counts, (self.num_left, self.num_right)):
-            check_counts(self, side, values, size)
-        sums = [float(values.double().sum()) for values in counts]
-        if not math.isclose(sums[0], sums[-1], rel_tol=1e-6):
-            problem = f"sum to {sums[0]:g} and {sums[-1]:g}; each pair counts once on either side"
-            fail(self, "left_counts and right_counts", problem)
-        self.num_pairs = round(sums[0])
-        together = torch.cat([values.float() for values in counts]).to(self.log_temperature.device)
-        self.pair_counts = together if bool((together != 1).any()) else None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a table with one per item: left items first, then right ones; with views one per image."""
-        return (self.num_left or 0) + (0 if self.views else self.num_right or 0)
+        num_pairs = self.corpus.set_counts(self, left_counts, right_counts, self.log_temperature.device)
+        for memory in self.modules():
+            if isinstance(memory, EmbeddingMemory):
+                # An epoch shows pairs, not items, so that items in many pairs come many times.
+                memory.expect(num_pairs * self.num_views)
 
     @property
     def directions(self) -> tuple[int, ...]:
         """All directions of `Anchors`: 0 for left anchors, and for views; 1 for right ones."""
         return (0,) if self.views else (0, 1)
-
-    def num_candidates(self, direction: int) -> int | None:
-        """N, the ids of a direction's candidates; None if unknown."""
-        return self.num_right if direction == 0 else self.num_left
-
-    def corpus_size(self, direction: int) -> int:
-        """N, a direction's candidates, each as often as it is in the corpus; 1 if unknown."""
-        is_counted = self.candidate_counts(direction) is not None
-        return (self.num_pairs if is_counted else self.num_candidates(direction)) or 1
-
-    def candidate_counts(self, direction: int) -> Tensor | None:
-        """(N,) how often each candidate id is in the corpus; None where each is in it once."""
-        if self.pair_counts is None or not self.corpus_of_pairs:
-            return None
-        if direction == 0 and not self.views:
-            return self.pair_counts[self.num_left :]
-        return self.pair_counts[: self.num_left]
-
-    def item_counts(self, direction: int) -> Tensor | None:
-        """(N,) or with views (2N,) likewise of items, see `anchors`."""
-        counts = self.candidate_counts(direction)
-        return counts.repeat_interleave(2) if counts is not None and self.views else counts
-
-    def log_num_negatives(self, anchors: Anchors) -> Tensor:
-        """(X, A) log of the number of negatives that each anchor has in the corpus, or in the batch if N is unknown."""
-        known = anchors.positive_ids != PADDING
-        numbers = []
-        for x, direction in enumerate(anchors.directions):
-            total, counts = self.num_candidates(direction), self.candidate_counts(direction)
-            if total is None:
-                numbers.append(anchors.of_direction(x).by_blocks(lambda block: block.num_negatives)[0])
-            elif counts is None:
-                numbers.append((total - known[x].sum(dim=-1)) * (2 if self.views else 1))
-            else:
-                positives = counts[anchors.positive_ids[x].clamp(min=0)] * known[x]
-                numbers.append((counts.sum() - positives.sum(dim=-1)) * (2 if self.views else 1))
-        return torch.stack(numbers).clamp(min=1).to(anchors.embeddings.dtype).log()
 
     def watch(self, **values: Tensor) -> None:
         """Keep tensors of this call for `diagnostics`."""
@@ -337,19 +287,19 @@ class Objective(nn.Module):
         Raises:
             DualencError: a table has another size, and nothing is changed; or the state is of another objective.
         """
+        advice = "load it into an objective with the same num_left, num_right, views and options"
         for prefix, module in self.named_modules():
-            is_memory = isinstance(module, EmbeddingMemory)
-            tables = [*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)]
-            shapes = {f"{prefix}.keys": (module.num_slots,)} if is_memory else {k: tuple(t.shape) for k, t in tables}
-            for key, shape in shapes.items():
-                saved = tuple(state_dict[key].shape) if key in state_dict else shape
-                if saved != shape and not (is_memory and saved == (0,)):  # a memory may be empty
-                    fail(
-                        self,
-                        key,
-                        f"has shape {saved} in the saved state, {shape} here; "
-                        "load it into an objective with the same num_left, num_right, views and options",
-                    )
+            allowed: dict[str, list[tuple[int, ...]]] = {}
+            if isinstance(module, EmbeddingMemory):
+                # Until something is written, a memory has no rows.
+                allowed[f"{prefix}.keys"] = [(module.num_slots,), (0,)]
+            else:
+                tables = [*module.named_parameters(prefix, recurse=False), *module.named_buffers(prefix, recurse=False)]
+                allowed = {key: [tuple(table.shape)] for key, table in tables}
+            for key in allowed.keys() & state_dict.keys():
+                shape = tuple(state_dict[key].shape)
+                if shape not in allowed[key]:
+                    fail(self, key, f"has shape {shape} in the saved state, {allowed[key][0]} here; {advice}")
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except RuntimeError as error:
@@ -380,7 +330,7 @@ class Objective(nn.Module):
 
         def compute() -> tuple[dict[str, Tensor], Tensor]:
             with torch.autocast(batch.left.device.type, enabled=False):
-                return batch_metrics(self._directions(batch, temperature), self.log_num_negatives)
+                return batch_metrics(self._directions(batch, temperature), self.corpus.log_num_negatives)
 
         return Metrics(compute)
 

@@ -118,10 +118,9 @@ class ChainObjective(Objective):
             fail(self, "recent", f"is {recent}; it must be at least 0, a number of items")
         self.proposals = proposals
         # Draws from the corpus weigh every item once.
-        self.corpus_of_pairs = proposals == "batch"
-        self.num_views = 2 if self.views else 1
+        self.corpus.counts_pairs = proposals == "batch"
         self.chain_per_view = self.views and not shared_chain
-        num_chains = self.num_rows * (1 + self.chain_per_view)
+        num_chains = self.corpus.num_rows * (1 + self.chain_per_view)
         self.register_buffer("state", torch.full((num_chains,), NO_STATE))
         # Keys of views name no pair: an image is in one only.
         key_sizes = [1]
@@ -132,7 +131,7 @@ class ChainObjective(Objective):
         self.memories = nn.ModuleList()
         if recent:
             for direction, keys_per_item in zip(self.directions, key_sizes, strict=True):
-                num_items = (self.num_candidates(direction) or 0) * self.num_views
+                num_items = self.corpus.num_items(direction)
                 self.memories.append(EmbeddingMemory(num_items, recent * self.num_views, keys_per_item))
 
     @property
@@ -149,12 +148,6 @@ class ChainObjective(Objective):
     def state_size(self) -> int:
         """S, how many items a state stands for."""
         return 1
-
-    def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
-        super().set_counts(left_counts, right_counts)
-        for memory in self._memories:
-            # The counts of pairs, not of items, say when an epoch has shown them all.
-            memory.expect((self.num_pairs or 0) * self.num_views)
 
     def items_of(self, keys: Tensor) -> Tensor:
         """(X, …) the items of keys (X, …); -1 for NO_STATE."""
@@ -323,12 +316,12 @@ class ChainObjective(Objective):
         hidden = anchors.gather_lists(anchors.hidden_items)
         keys, scores, log_sums = [], [], []
         for x, (direction, memory) in enumerate(zip(anchors.directions, self._memories, strict=True)):
-            counts = self.item_counts(direction)
+            counts = self.corpus.item_counts(direction)
             draws = memory.draw(queries[x], hidden[x], uniform[:, x], counts)
             keys.append(draws.keys)
             scores.append(draws.scores)
             # Items that are not remembered yet are taken to be like those that are.
-            total = self.corpus_size(direction) * self.num_views
+            total = self.corpus.size(direction) * self.num_views
             log_missing = (total / memory.num_remembered(counts)).log()
             log_sums.append(draws.log_sum + log_missing.to(queries))
         own = anchors.batch_rows
@@ -338,7 +331,7 @@ class ChainObjective(Objective):
         """(X, R) uniform draws from the id spaces."""
         assert isinstance(self.proposals, int)
         device = anchors.rows.device
-        sizes = [self.num_candidates(direction) or 1 for direction in anchors.directions]
+        sizes = [self.corpus.num_ids(direction) or 1 for direction in anchors.directions]
         return torch.stack([self.draws.integers(size, self.proposals, device=device) for size in sizes])
 
 

@@ -81,8 +81,7 @@ class ExactGlobal(Objective):
 
     def _corpus(self, anchors: Anchors) -> Tensor:
         """(X, n) all candidate items of each direction, padded with -1."""
-        num_ids = [self.num_candidates(direction) or 0 for direction in anchors.directions]
-        sizes = torch.tensor(num_ids) * (2 if self.views else 1)
+        sizes = torch.tensor([self.corpus.num_items(direction) for direction in anchors.directions])
         items = torch.arange(int(sizes.max())).expand(len(sizes), -1)
         return items.where(items < sizes[:, None], PADDING)
 
@@ -91,7 +90,7 @@ class ExactGlobal(Objective):
         log_counts = []
         for direction, candidates in zip(anchors.directions, items, strict=True):
             number = torch.ones_like(candidates, dtype=torch.float64)
-            counts = self.item_counts(direction)
+            counts = self.corpus.item_counts(direction)
             if counts is not None:
                 number = counts.double()[candidates.clamp(min=0)]
             # The smaller side's chunks are padded to the length of the larger one's.

@@ -107,7 +107,7 @@ class GlobalCache(MemoryObjective):
         self.pool = pool
         # The hardest items that each anchor met; with views an image has one row for both.
         num_kept = NUM_KEPT if any(self._num_blocks(direction) is not None for direction in self.directions) else 0
-        self.register_buffer("kept", torch.full((self.num_rows * (2 if self.views else 1), num_kept), PADDING))
+        self.register_buffer("kept", torch.full((self.corpus.num_rows * self.num_views, num_kept), PADDING))
 
     @property
     def needs_uniform_batches(self) -> str | None:
@@ -156,7 +156,7 @@ class GlobalCache(MemoryObjective):
                 is_drawn = plan.items[x, -drawn.shape[1] :] != PADDING if drawn.shape[1] else slice(0)
                 items = plan.items[x, anchors.candidates.shape[1] :]
                 self.memory_of(direction).write(items[is_drawn], drawn[x][is_drawn])
-        self.watch(log_mean_exp=plan.log_partition - self.log_num_negatives(anchors))
+        self.watch(log_mean_exp=plan.log_partition - self.corpus.log_num_negatives(anchors))
 
         def weigh(block: Anchors, seen_mean: Tensor, log_partition: Tensor) -> Tensor:
             scores, positive = block.scores, block.positive_scores
@@ -188,7 +188,7 @@ class GlobalCache(MemoryObjective):
     def _plan_direction(self, anchors: Anchors, x: int, hidden: Tensor) -> tuple[Tensor, ...]:
         """Items, remembered, is_known, log_weights of `Plan` for one direction; (G, D) means and (G,) log Z."""
         direction = anchors.directions[x]
-        memory, counts = self.memory_of(direction), self.item_counts(direction)
+        memory, counts = self.memory_of(direction), self.corpus.item_counts(direction)
         queries = anchors.all_embeddings[x] / anchors.temperature
         rows = self._rows_of_kept(anchors)[x]
         slots, log_weights = self._look_at(anchors, x, rows)
@@ -232,8 +232,8 @@ class GlobalCache(MemoryObjective):
 
     def _expected_in_batch(self, anchors: Anchors, direction: int) -> float:
         """How often a pair that is not the anchor's was to be expected in the batch."""
-        num_pairs = anchors.num_batch // (2 if self.views else 1)
-        return min(max(num_pairs - 1, 0) / max(self.corpus_size(direction) - 1, 1), 1.0)
+        num_pairs = anchors.num_batch // self.num_views
+        return min(max(num_pairs - 1, 0) / max(self.corpus.size(direction) - 1, 1), 1.0)
 
     def _num_blocks(self, direction: int) -> int | None:
         """How many blocks of the memory a step looks at; None for all."""

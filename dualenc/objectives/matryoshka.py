@@ -28,12 +28,12 @@ class Wrapper(Objective):
         self.num_left = self.main.num_left
         self.num_right = self.main.num_right
         self.views = self.main.views
+        self.num_views = self.main.num_views
         self.seed = self.main.seed
         self.needs_num_left = self.main.needs_num_left
         self.needs_encode = self.main.needs_encode
         self.needs_teacher = self.main.needs_teacher
         self.takes_mined = self.main.takes_mined
-        self.corpus_of_pairs = self.main.corpus_of_pairs
         self.encodes_in_backward = self.main.encodes_in_backward
         self.dims = self.main.dims
 

@@ -31,11 +31,9 @@ class MemoryObjective(Objective):
 
     def __init__(self, *, memory_device: Literal["auto", "cpu"] = "auto", **common: Any) -> None:
         super().__init__(**common)
-        num_views = 2 if self.views else 1
         # By direction: left anchors look at right items.
         self.memories = nn.ModuleList(
-            EmbeddingMemory((self.num_candidates(direction) or 0) * num_views, device=memory_device)
-            for direction in self.directions
+            EmbeddingMemory(self.corpus.num_items(direction), device=memory_device) for direction in self.directions
         )
         self.draws = SharedRandom(self.seed)
 
@@ -49,11 +47,6 @@ class MemoryObjective(Objective):
         assert isinstance(memory, EmbeddingMemory)
         return memory
 
-    def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
-        super().set_counts(left_counts, right_counts)
-        for direction in self.directions:
-            self.memory_of(direction).expect((self.num_pairs or 0) * (2 if self.views else 1))
-
     def remember_batch(self, anchors: Anchors) -> None:
         """Write the candidates of the batch and mined negatives."""
         for x, direction in enumerate(anchors.directions):
@@ -62,8 +55,8 @@ class MemoryObjective(Objective):
 
     def log_missing(self, direction: int) -> Tensor:
         """Scalar: log of the items of the corpus over those that are remembered, which stand for the rest."""
-        remembered = self.memory_of(direction).num_remembered(self.item_counts(direction))
-        return (self.corpus_size(direction) * (2 if self.views else 1) / remembered).log()
+        remembered = self.memory_of(direction).num_remembered(self.corpus.item_counts(direction))
+        return (self.corpus.size(direction) * self.num_views / remembered).log()
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The logs of the mean of exp(s/τ) over the corpus, and what share of all items is remembered."""

@@ -95,7 +95,7 @@ class NegativeCache(MemoryObjective):
         negative = (anchors.embeddings * negatives).sum(dim=-1) / anchors.temperature
         scores = torch.stack([negative, positive], dim=-1)
         weights = torch.stack([(plan.drawn != PADDING).to(scores), torch.full_like(positive, -1.0)], dim=-1)
-        self.watch(log_mean_exp=plan.log_partition - self.log_num_negatives(anchors))
+        self.watch(log_mean_exp=plan.log_partition - self.corpus.log_num_negatives(anchors))
         value = plan.log_partition.nan_to_num(neginf=0.0) - positive
         return Estimate.apply(value.detach(), scores, weights)
 

@@ -85,7 +85,7 @@ class SACLR(Objective):
         self.variant = variant
         # Log of 1/s, NaN before the first visit; the authors' as 1/(s·n), a mean of kernels, since n differs.
         start = math.log(0.01) if variant == "authors" else math.nan
-        num_scales = self.num_rows if form == "row" else len(self.directions)
+        num_scales = self.corpus.num_rows if form == "row" else len(self.directions)
         self.register_buffer("log_scale", torch.full((num_scales,), start))
         self.draws = SharedRandom(self.seed)
 
@@ -97,7 +97,7 @@ class SACLR(Objective):
             draws.append(uniform[:, anchors.batch_rows])
         log_mean, has_negatives = anchors.by_blocks(self._log_mean_kernel, *draws)
         log_positive = self._log_kernel(anchors.positive_similarities, anchors.temperature)
-        log_num = has_negatives * self.log_num_negatives(anchors)
+        log_num = has_negatives * self.corpus.log_num_negatives(anchors)
         with torch.no_grad():
             log_scale = self._update_scale(anchors, log_positive, log_mean, log_num)
         if self.variant == "authors":
@@ -132,14 +132,13 @@ class SACLR(Objective):
 
     def _all_but_one(self, not_negative: Tensor, uniform: Tensor) -> Tensor:
         """(X, A, C) True but for the negative that a draw chooses; with views, for both views of an image."""
-        num_views = 2 if self.views else 1
-        allowed = ~not_negative[..., : not_negative.shape[-1] // num_views]
+        allowed = ~not_negative[..., : not_negative.shape[-1] // self.num_views]
         count = allowed.sum(dim=-1)
         chosen = (uniform * count).long().clamp(max=(count - 1).clamp(min=0))
         # The number of a candidate among those allowed.
         number = allowed.cumsum(dim=-1) - 1
         not_chosen = ~allowed | (number != chosen[..., None])
-        return not_negative | torch.cat([not_chosen] * num_views, dim=-1)
+        return not_negative | torch.cat([not_chosen] * self.num_views, dim=-1)
 
     def _update_scale(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor) -> Tensor:
         """(X, A) log 1/s with this step counted in; in the authors' variant log 1/(s·n) from before it.
@@ -170,7 +169,7 @@ class SACLR(Objective):
             shares = ((self.alpha, log_positive), (1 - self.alpha, log_mean))
             terms = [log_kernel + math.log(share) for share, log_kernel in shares if share]
             return torch.stack(terms).logsumexp(dim=0)
-        corpus_sizes = log_positive.new_tensor([self.corpus_size(direction) for direction in anchors.directions])
+        corpus_sizes = log_positive.new_tensor([self.corpus.size(direction) for direction in anchors.directions])
         log_xi = log_positive + torch.log(self.alpha * corpus_sizes + 1 - self.alpha)[:, None]
         if self.alpha == 1:
             return log_xi

@@ -51,7 +51,7 @@ class SogCLR(Objective):
         self.final_gamma = gamma
         self.gamma_schedule = gamma_schedule
         self.gamma = gamma if gamma_schedule == "constant" else 1.0
-        self.register_buffer("log_u", torch.full((self.num_rows,), torch.nan))  # NaN: never visited
+        self.register_buffer("log_u", torch.full((self.corpus.num_rows,), torch.nan))  # NaN: never visited
 
     def set_progress(self, fraction: float) -> None:
         if self.gamma_schedule == "cosine":
@@ -61,7 +61,7 @@ class SogCLR(Objective):
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         with torch.no_grad():
             log_u = self.update_averages(anchors, anchors.by_blocks(log_mean_exp))
-            value = log_u + self.log_num_negatives(anchors) - anchors.positive_scores
+            value = log_u + self.corpus.log_num_negatives(anchors) - anchors.positive_scores
         return anchors.by_blocks(self._losses, log_u, value)
 
     @staticmethod
@@ -143,8 +143,8 @@ class ISogCLR(SogCLR):
         self.temperature_momentum = temperature_momentum
         self.min_temperature = min_temperature
         self.max_temperature = max_temperature
-        self.register_buffer("tau", torch.full((self.num_rows,), float(self.temperature)))
-        self.register_buffer("tau_momentum", torch.zeros(self.num_rows))
+        self.register_buffer("tau", torch.full((self.corpus.num_rows,), float(self.temperature)))
+        self.register_buffer("tau_momentum", torch.zeros(self.corpus.num_rows))
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         with torch.no_grad():
@@ -154,7 +154,7 @@ class ISogCLR(SogCLR):
             if self.temperature_rate and self.updates_state:
                 weighted_similarity = torch.exp(log_mean - log_u) * mean_similarity  # Σ_c w_c s_c
                 self._move_temperatures(anchors, log_u + self.radius - weighted_similarity / tau, log_mean > -torch.inf)
-            value = log_u + self.log_num_negatives(anchors) - anchors.positive_similarities / tau
+            value = log_u + self.corpus.log_num_negatives(anchors) - anchors.positive_similarities / tau
         self.watch(own_temperature=tau)
         return anchors.by_blocks(self._own_losses, tau, log_u, value)
 
