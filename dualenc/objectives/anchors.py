@@ -174,13 +174,13 @@ class Anchors:
 
         def block(start: int) -> Any:
             part = slice(start, start + size)
-            own: dict[str, Any] = {name: getattr(self, name)[:, part] for name in _BY_ANCHOR}
+            by_anchor: dict[str, Any] = {name: getattr(self, name)[:, part] for name in _BY_ANCHOR}
             if self.guide is not None:
-                own["guide"] = self.guide._replace(
+                by_anchor["guide"] = self.guide._replace(
                     anchors=self.guide.anchors[:, part], limits=self.guide.limits[:, part]
                 )
-            some = replace(self, batch_rows=self.batch_rows[part], **own)
-            return function(some, *(tensor[:, part] for tensor in rows))
+            anchors = replace(self, batch_rows=self.batch_rows[part], **by_anchor)
+            return function(anchors, *(tensor[:, part] for tensor in rows))
 
         starts = range(0, num_anchors, size)
         blocks: list[Any] = [
@@ -204,6 +204,11 @@ def is_listed(ids: Tensor, lists: Tensor) -> Tensor:
     ids = ids.expand(*lists.shape[:-1], ids.shape[-1]).contiguous()
     place = torch.searchsorted(lists.contiguous(), ids).clamp_(max=lists.shape[-1] - 1)
     return lists.gather(-1, place) == ids
+
+
+def log_count(mask: Tensor, like: Tensor) -> Tensor:
+    """(X, A) log of how many of a row of mask (X, A, C) are True, in the precision of `like`; 0 for none."""
+    return mask.sum(dim=-1).clamp(min=1).to(like.dtype).log()
 
 
 def items_of_views(ids: Tensor) -> Tensor:

@@ -57,7 +57,8 @@ class Batch:
 
     def detached(self) -> Batch:
         """The same without gradient, in copies: a loop may change its embeddings in place."""
-        left, right = self.left.detach().clone(), self.right.detach().clone()
+        left = self.left.detach().clone()
+        right = self.right.detach().clone()
         is_alone = self.all_left is self.left
         return replace(
             self,
@@ -89,16 +90,24 @@ def gather_batch(
     given = {name: tensor for name, tensor in embeddings.items() if tensor is not None}
     given_ids = {name: values for name, values in ids.items() if values is not None}
     check_shapes(objective, given, given_ids, weights, objective.views)
+
     given_ids = {name: values.long() for name, values in given_ids.items()}
-    left_id, right_id = given_ids["left_id"], given_ids["right_id"]
-    sizes, num_mined = distributed.rank_numbers([len(left_id), len(given.get("negatives", ()))], left_id.device)
-    all_ids = distributed.gather(torch.stack([left_id, right_id], dim=1), sizes).T
+    left_id = given_ids["left_id"]
+    right_id = given_ids["right_id"]
+    # Ranks may hold different numbers of pairs and of mined negatives: the last batch rarely divides evenly.
+    own_numbers = [len(left_id), len(given.get("negatives", ()))]
+    sizes, num_mined = distributed.rank_numbers(own_numbers, left_id.device)
+    all_ids = distributed.gather(torch.stack([left_id, right_id], dim=1), sizes).T  # (2, P)
     num_items = {"left": objective.num_left, "right": objective.num_right}
     most_copies = check_values(objective, given, given_ids, weights, all_ids, num_items, objective.views)
 
+    # Under mixed precision encoders give halves, in which a sum over thousands of candidates loses its digits.
     precision = torch.float64 if given["left"].dtype == torch.float64 else torch.float32
-    left, right = given["left"].to(precision), given["right"].to(precision)
-    negatives = given["negatives"].to(precision) if "negatives" in given else right[:0]
+    left = given["left"].to(precision)
+    right = given["right"].to(precision)
+    negatives = right[:0]
+    if "negatives" in given:
+        negatives = given["negatives"].to(precision)
     return Batch(
         left=left,
         right=right,
@@ -126,13 +135,15 @@ def guided(objective: Objective, batch: Batch, vectors: GuideVectors) -> Batch:
     if objective.needs_encode:
         able = "InfoNCE, DCL, HCL, SogCLR, ISogCLR, SACLR or SigLIP"
         fail(objective, "guide", f"judges candidates of the batch only; leave it out, or take {able}")
-    left, right = vectors.left.to(batch.left), vectors.right.to(batch.left)
+    left = vectors.left.to(batch.left)
+    right = vectors.right.to(batch.left)
     if left.shape != right.shape or left.dim() != 2 or len(left) != len(batch.left):
         shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
         fail(objective, "guide", f"has vectors of shapes {shapes}; give one for each item of {len(batch.left)} pairs")
     mined = right[:0] if vectors.negatives is None else vectors.negatives.to(right)
     limits = similarity_limits(left, right, objective.guide_margin, objective.guide_relative)
-    all_left, all_right = distributed.gather(left, batch.sizes), distributed.gather(right, batch.sizes)
+    all_left = distributed.gather(left, batch.sizes)
+    all_right = distributed.gather(right, batch.sizes)
     all_mined = distributed.gather(mined)
     if len(all_mined) != len(batch.negative_id):
         numbers = f"{len(all_mined)} vectors of {len(batch.negative_id)} mined negatives"
@@ -161,6 +172,7 @@ def two_towers(batch: Batch, num_left: int, temperature: Tensor) -> Anchors:
     right_positives = known_positives(
         batch.right_id, batch.left_id, all_ids[1], all_ids[0], batch.most_copies, batch.right_positives
     )
+    # Both directions in one tensor: the shorter lists are padded.
     width = max(left_positives.shape[1], right_positives.shape[1])
     lists = [pad(ids, (width - ids.shape[1], 0), value=PADDING) for ids in (left_positives, right_positives)]
     return Anchors(
@@ -183,7 +195,9 @@ def two_towers(batch: Batch, num_left: int, temperature: Tensor) -> Anchors:
 def with_mined(batch: Batch, num_left: int, temperature: Tensor) -> list[Anchors]:
     """Both directions apart (X = 1 each), with mined negatives among the candidates of the left anchors."""
     both = two_towers(replace(batch, guide=None), num_left, temperature)
-    left, right = both.of_direction(0), both.of_direction(1)
+    right = both.of_direction(1)
+    left = both.of_direction(0)
+    # Only left anchors see mined right items, so the directions differ in C.
     left = replace(
         left,
         candidates=torch.cat([left.candidates, batch.negatives[None]], dim=1),
@@ -197,7 +211,8 @@ def with_mined(batch: Batch, num_left: int, temperature: Tensor) -> list[Anchors
 
 def two_views(batch: Batch, temperature: Tensor) -> Anchors:
     """Both views of each image as anchors against the views of the global batch (X = 1, A = 2b, C = 2P)."""
-    total, own = sum(batch.sizes), _batch_rows(batch)
+    total = sum(batch.sizes)
+    own = _batch_rows(batch)
     listed = [ids for ids in (batch.left_positives, batch.right_positives) if ids is not None]
     positives = known_positives(
         batch.left_id,
@@ -249,6 +264,7 @@ def known_positives(
         positives = torch.cat([positives, listed], dim=1)
     if positives.shape[1] == 1:
         return positives
+    # Each id once: its copies stand side by side once sorted, and padding sorts to the front.
     positives = positives.sort(dim=1).values
     repeated = torch.zeros_like(positives, dtype=torch.bool)
     repeated[:, 1:] = positives[:, 1:] == positives[:, :-1]

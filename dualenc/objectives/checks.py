@@ -119,29 +119,40 @@ def check_values(
         ordered = all_ids.contiguous().sort(dim=1).values
         copies = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
         extremes["copies"] = copies.max()[None]
-    # Ids are exact in double precision.
-    flat = torch.cat([values.to(torch.float64) for values in extremes.values()]) if extremes else torch.zeros(0)
-    numbers = dict(zip(extremes, flat.cpu().split([len(values) for values in extremes.values()]), strict=True))
-
-    if not all(abs(norm - 1) <= NORM_TOLERANCE for norm in numbers.get("norms", torch.zeros(0)).tolist()):
+    numbers = _to_host(extremes)
+    # NaN is not within the tolerance either.
+    if not all(abs(norm - 1) <= NORM_TOLERANCE for norm in numbers.get("norms", [])):
         _explain_norms(owner, embeddings)
     for name, side in SIDE_OF_IDS.items():
         if name in numbers:
             _check_range(owner, name, numbers[name], num_items[side])
-    low, high = numbers.get("weights", torch.zeros(2)).tolist()
+    low, high = numbers.get("weights", [0.0, 0.0])
     if not 0 <= low <= high < math.inf:
         fail(owner, "weights", f"holds numbers in [{low:.4g}, {high:.4g}]; they must be finite and 0 or more")
-    if numbers.get("differ", torch.zeros(1)).any():
+    if any(numbers.get("differ", [])):
         fail(owner, "right_id", "differs from left_id; with views=True both views carry the image's id")
-    return int(numbers.get("copies", torch.zeros(1)))
+    return int(max(numbers.get("copies", [0.0])))
 
 
-def _check_range(owner: object, name: str, extremes: Tensor, num_items: int | None) -> None:
+def _to_host(tensors: dict[str, Tensor]) -> dict[str, list[float]]:
+    """The numbers in named tensors (k,), in one transfer."""
+    if not tensors:
+        return {}
+    # Ids are exact in double precision.
+    flat = torch.cat([values.to(torch.float64) for values in tensors.values()])
+    parts = flat.cpu().split([len(values) for values in tensors.values()])
+    return {name: part.tolist() for name, part in zip(tensors, parts, strict=True)}
+
+
+def _check_range(owner: object, name: str, extremes: list[float], num_items: int | None) -> None:
     low, high = (int(value) for value in extremes)
-    padded = name.endswith("positives")
-    if low < (PADDING if padded else 0) or (num_items is not None and high >= num_items):
+    smallest = 0
+    padding = ""
+    if name.endswith("positives"):
+        smallest = PADDING
+        padding = " (-1 is padding)"
+    if low < smallest or (num_items is not None and high >= num_items):
         end = "N" if num_items is None else num_items
-        padding = " (-1 is padding)" if padded else ""
         fail(owner, name, f"holds ids in [{low}, {high}]; they must lie in [0, {end}){padding}")
 
 

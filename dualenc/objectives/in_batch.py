@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.anchors import Anchors, log_count
 from dualenc.objectives.base import Objective
 from dualenc.objectives.checks import fail
 
@@ -88,9 +88,10 @@ class HCL(Objective):
         return anchors.by_blocks(self._losses)
 
     def _losses(self, block: Anchors) -> Tensor:
-        scores, not_negative, positive = block.scores, block.not_negative, block.positive_scores
-        num_negatives = (~not_negative).sum(dim=-1)
-        log_num = num_negatives.clamp(min=1).to(scores.dtype).log()
+        scores = block.scores  # (X, a, C)
+        not_negative = block.not_negative
+        positive = block.positive_scores  # (X, a)
+        log_num = log_count(~not_negative, like=scores)
         log_importance = log_sum_exp((self.hardness * scores).masked_fill(not_negative, -torch.inf))
         log_weighted = log_sum_exp(((1 + self.hardness) * scores).masked_fill(not_negative, -torch.inf))
         log_sum = log_weighted - log_importance + log_num  # log Σ_c w_c e_c
@@ -98,7 +99,7 @@ class HCL(Objective):
             log_sum = self._debiased(log_sum, log_num, positive, block.temperature)
         losses = torch.logaddexp(positive, log_sum) - positive
         # Without negatives there is nothing to lose.
-        return torch.where(num_negatives == 0, positive - positive, losses)
+        return losses.where(~not_negative.all(dim=-1), positive - positive)
 
     def _debiased(self, log_sum: Tensor, log_num: Tensor, positive: Tensor, temperature: Tensor) -> Tensor:
         """(X, A) log G, in the log domain."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.anchors import Anchors, log_count
 
 
 class Metrics(Mapping[str, Tensor]):
@@ -62,33 +62,33 @@ def batch_metrics(
     Returns:
         Scalars by name; (2b,) the estimate of each anchor, 0 without negatives.
     """
-    means, estimates = [], []
+    estimates = []
+    values: dict[str, list[Tensor]] = {name: [] for name in Metrics.NAMES}  # (X,) each
     for anchors in directions:
-        log_mean, hardest, num_negatives = anchors.by_blocks(_log_mean_and_hardest)
-        positive, has_negatives = anchors.positive_scores, num_negatives > 0
-        estimate = torch.where(has_negatives, log_mean + log_num_negatives(anchors) - positive, 0.0)
+        log_mean, hardest, has_negatives = anchors.by_blocks(_log_mean_and_hardest)
+        positive = anchors.positive_scores
+        estimate = log_mean + log_num_negatives(anchors) - positive
+        estimate = estimate.where(has_negatives, 0.0)
         estimates.append(estimate.flatten())
-        for x in range(len(anchors.directions)):
-            values = (
-                estimate[x].sum() / has_negatives[x].sum().clamp(min=1),
-                (positive[x] > hardest[x]).to(positive).mean().nan_to_num(),
-                anchors.positive_similarities[x].mean().nan_to_num(),
-                anchors.temperature,
-            )
-            means.append(torch.stack(values))
-    return dict(zip(Metrics.NAMES, torch.stack(means).mean(dim=0).unbind(), strict=True)), torch.cat(estimates)
+        # A rank without anchors reports 0, not NaN.
+        values["batch_estimate"].append(estimate.sum(dim=-1) / has_negatives.sum(dim=-1).clamp(min=1))
+        values["accuracy"].append((positive > hardest).to(positive).mean(dim=-1).nan_to_num())
+        values["positive_similarity"].append(anchors.positive_similarities.mean(dim=-1).nan_to_num())
+        values["temperature"].append(anchors.temperature[None])
+    means = {name: torch.cat(parts).mean() for name, parts in values.items()}
+    return means, torch.cat(estimates)
 
 
 def log_mean_exp(block: Anchors) -> Tensor:
     """(X, A) log of the mean of exp(s/τ) over the negatives of the batch; -inf without any."""
-    not_negative = block.not_negative
-    count = (~not_negative).sum(dim=-1).clamp(min=1)
-    return block.scores.masked_fill(not_negative, -torch.inf).logsumexp(dim=-1) - count.to(block.scores.dtype).log()
+    logits = block.logits  # (X, a, C)
+    return logits.logsumexp(dim=-1) - log_count(logits > -torch.inf, like=logits)
 
 
 def _log_mean_and_hardest(block: Anchors) -> tuple[Tensor, ...]:
-    logits = block.logits
-    num_negatives = (logits > -torch.inf).sum(dim=-1)
-    log_mean = logits.logsumexp(dim=-1) - num_negatives.clamp(min=1).to(logits).log()
+    logits = block.logits  # (X, a, C)
+    is_negative = logits > -torch.inf
+    log_mean = logits.logsumexp(dim=-1) - log_count(is_negative, like=logits)
+    # A rank with no candidates at all has no maximum.
     hardest = logits.amax(dim=-1) if logits.shape[-1] else block.positive_scores
-    return log_mean, hardest, num_negatives
+    return log_mean, hardest, is_negative.any(dim=-1)

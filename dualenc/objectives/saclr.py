@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.anchors import Anchors, log_count
 from dualenc.objectives.base import Objective
 from dualenc.objectives.checks import fail
 from dualenc.objectives.draws import SharedRandom
@@ -127,8 +127,7 @@ class SACLR(Objective):
         if uniform is not None:
             not_sampled = self._all_but_one(not_sampled, uniform)
         log_kernels = self._log_kernel(block.similarities, block.temperature).masked_fill(not_sampled, LOG_NOTHING)
-        log_num = (~not_sampled).sum(dim=-1).clamp(min=1).to(log_kernels).log()
-        return log_kernels.logsumexp(dim=-1) - log_num, has_negatives
+        return log_kernels.logsumexp(dim=-1) - log_count(~not_sampled, like=log_kernels), has_negatives
 
     def _all_but_one(self, not_negative: Tensor, uniform: Tensor) -> Tensor:
         """(X, A, C) True but for the negative that a draw chooses; with views, for both views of an image."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.anchors import Anchors, log_count
 from dualenc.objectives.base import Objective
 from dualenc.objectives.checks import fail
 from dualenc.objectives.metrics import log_mean_exp
@@ -69,7 +69,7 @@ class SogCLR(Objective):
         scores = block.scores
         with torch.no_grad():
             not_negative = block.not_negative
-            log_num = (~not_negative).sum(dim=-1).clamp(min=1).to(scores).log()
+            log_num = log_count(~not_negative, like=scores)
             weights = torch.exp(scores - (log_u + log_num)[..., None]).masked_fill(not_negative, 0.0)
             weights.scatter_(-1, block.positive_column[..., None], -1.0)  # the positive pulls
         return Estimate.apply(value, scores, weights)
@@ -161,17 +161,19 @@ class ISogCLR(SogCLR):
     @staticmethod
     def _statistics(block: Anchors, tau: Tensor) -> tuple[Tensor, ...]:
         """(X, A) log of the mean of exp(s/τ_a); (X, A) the mean similarity under the softmax, NaN without negatives."""
-        similarities, not_negative = block.similarities, block.not_negative
+        similarities = block.similarities  # (X, a, C)
+        not_negative = block.not_negative
         logits = (similarities / tau[..., None]).masked_fill(not_negative, -torch.inf)
-        log_num = (~not_negative).sum(dim=-1).clamp(min=1).to(logits).log()
-        return logits.logsumexp(dim=-1) - log_num, (logits.softmax(dim=-1) * similarities).sum(dim=-1)
+        log_mean = logits.logsumexp(dim=-1) - log_count(~not_negative, like=logits)
+        mean_similarity = (logits.softmax(dim=-1) * similarities).sum(dim=-1)
+        return log_mean, mean_similarity
 
     @staticmethod
     def _own_losses(block: Anchors, tau: Tensor, log_u: Tensor, value: Tensor) -> Tensor:
         similarities = block.similarities
         with torch.no_grad():
             not_negative = block.not_negative
-            log_num = (~not_negative).sum(dim=-1).clamp(min=1).to(similarities).log()
+            log_num = log_count(~not_negative, like=similarities)
             logits = similarities / tau[..., None] - (log_u + log_num)[..., None]
             weights = logits.exp().masked_fill(not_negative, 0.0)
             weights.scatter_(-1, block.positive_column[..., None], -1.0)  # the positive pulls

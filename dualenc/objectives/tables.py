@@ -33,10 +33,13 @@ def first_occurrence(ids: Tensor, preferred: Tensor | None = None) -> Tensor:
         ids: (n,) of 0 or more.
         preferred: (n,) positions that come before all others of their id.
     """
-    wanted = ids.contiguous() if preferred is None else 2 * ids
-    keys = wanted if preferred is None else wanted + ~preferred
+    # Even keys for preferred positions, odd ones for others: the smallest key of an id sorts first.
+    smallest = 2 * ids
+    keys = smallest
+    if preferred is not None:
+        keys = smallest + ~preferred
     ordered, order = keys.sort(stable=True)
-    return order[torch.searchsorted(ordered, wanted)]
+    return order[torch.searchsorted(ordered, smallest)]
 
 
 def mean_over_duplicates(values: Tensor, usable: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
