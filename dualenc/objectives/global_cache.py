@@ -24,12 +24,10 @@ NUM_KEPT = 8
 """Hardest items that each anchor keeps in mind, where a step looks at a part of the memory only."""
 
 
-class Plan(NamedTuple):
-    """The draws, and what the memory says of batch and draws (C + R).
+class Compared(NamedTuple):
+    """What the memory says of batch and draws; of one direction without X, and with all G anchors for A.
 
     Attributes:
-        outside: (X, r) this rank's share of the draws that are not in the batch; -1 elsewhere.
-        sizes: shares of all ranks.
         items: (X, C + R) the candidates of the batch, then the draws; -1 for a draw that is listed before.
         remembered: (X, C + R, D) their remembered embeddings; 0 for none.
         is_known: (X, C + R) whether there is one.
@@ -38,14 +36,38 @@ class Plan(NamedTuple):
         log_partition: (X, A) log Z.
     """
 
-    outside: Tensor
-    sizes: list[int]
     items: Tensor
     remembered: Tensor
     is_known: Tensor
     log_weights: Tensor
     seen_mean: Tensor
     log_partition: Tensor
+
+
+class Plan(NamedTuple):
+    """The draws to encode, and what all anchors are compared with.
+
+    Attributes:
+        outside: (X, r) this rank's share of the draws that are not in the batch; -1 elsewhere.
+        sizes: shares of all ranks.
+        compared: of all directions, and of this rank's anchors.
+    """
+
+    outside: Tensor
+    sizes: list[int]
+    compared: Compared
+
+
+class Pool(NamedTuple):
+    """The part of the memory that a step looks at.
+
+    Attributes:
+        slots: (n,) ascending.
+        log_weights: (n,) log of how many slots each stands for.
+    """
+
+    slots: Tensor
+    log_weights: Tensor
 
 
 class GlobalCache(MemoryObjective):
@@ -58,25 +80,23 @@ class GlobalCache(MemoryObjective):
 
     with n_z how often z is among batch and draws, M pairs, and c_z how many of them z is in. The bracket is how often a
     copy of z was to be expected (multiple importance sampling by the balance heuristic, Veach and Guibas 1995): what is
-    remembered decides who is looked at, and what is old or missing only makes q a worse guide. Normalising leaves a
-    bias: small where anchors share their hard negatives, and larger where every anchor has its own and R is below B.
-    The sum has not quite the mean Σ_z c_z·exp(s/τ), since what is drawn depends on who is in the batch: enumerated over
-    all batches and draws it is 1.03 to 1.12 times that at N = 6, B = 2 (τ from .07 to 1), and 1.01 times at N = 200, B
-    = 16.
+    old or missing in the memory only makes q a worse guide. Normalising leaves a bias: small where anchors share their
+    hard negatives, larger where every anchor has its own and R is below B. The sum is 1.03 to 1.12 times Σ_z
+    c_z·exp(s/τ) in the mean at N = 6, B = 2 (τ from .07 to 1), and 1.01 times at N = 200, B = 16, since what is drawn
+    depends on who is in the batch.
 
     The gradient into an anchor moves by α times what the same comparison, made with remembered embeddings, misses of
-    all that is remembered. That is 0 on average, and takes away noise where parameters move slowly: a control variate.
+    all that is remembered: a control variate, 0 on average, against noise where parameters move slowly.
 
-    Embeddings of the batch, of mined negatives and of draws are remembered as they come, at no cost; draws that the
-    batch holds already are not encoded again. Ranks share the memory, and the work.
+    Embeddings of the batch, of mined negatives and of draws are remembered as they come; draws that the batch holds are
+    not encoded again. Ranks share the memory, and the work.
 
     A step compares all anchors with all that is remembered, 4·B·N·D multiply-adds for both directions together. With
     `pool` below N it looks at a random part of the memory, whose items stand for 1/π items each, with π the chance to
     be in it; and at items that stand for themselves: the 8 hardest that each of its anchors has met so far, and those
-    that other anchors near the positive keep (a neighbour's hard negatives are hard, so lists fill far sooner than from
-    the pool alone). So the partition function is estimated without bias whatever is kept, and with little variance once
-    the kept items weigh most. With 1,000,000 clustered pairs and the default pool its log is off by -0.43, -0.02 and
-    -0.01 at the third, fifth and tenth visit of an anchor at τ = 0.02, and by at most 0.01 at τ = 0.07
+    that anchors near the positive keep (a neighbour's hard negatives are hard). So the partition function is estimated
+    without bias whatever is kept. With 1,000,000 clustered pairs and the default pool its log is off by -0.43, -0.02
+    and -0.01 at the third, fifth and tenth visit of an anchor at τ = 0.02, and by at most 0.01 at τ = 0.07
     (`eval/estimator_bias.py --visits 20 --num_pairs 1000000`).
 
     `reports_loss` is False in the first epoch, while items are missing, and with a pool for 1/π epochs more.
@@ -117,143 +137,140 @@ class GlobalCache(MemoryObjective):
     @property
     def reports_loss(self) -> bool:
         """An epoch fills the memory; with a pool, anchors have looked at N items 1/π epochs later."""
-        memories = [(self.memory_of(direction), self._num_blocks(direction)) for direction in self.directions]
-        return all(
-            memory.num_seen > memory.num_expected * (1 if wanted is None else 1 + -(-memory.num_blocks // wanted))
-            for memory, wanted in memories
-        )
+        for direction in self.directions:
+            memory = self.memory_of(direction)
+            num_blocks = self._num_blocks(direction)
+            epochs = 1
+            if num_blocks is not None:
+                epochs += math.ceil(memory.num_blocks / num_blocks)
+            if memory.num_seen <= memory.num_expected * epochs:
+                return False
+        return True
 
     @torch.no_grad()
     def plan(self, anchors: Anchors) -> Plan:
         hidden = anchors.gather_lists(anchors.hidden_items)
-        plans = [self._plan_direction(anchors, x, hidden[x]) for x in range(len(anchors.directions))]
-        items, remembered, is_known, log_weights, mean, log_sum = (
-            torch.stack(values) for values in zip(*plans, strict=True)
+        by_direction = [self._compare(anchors, x, hidden[x]) for x in range(len(anchors.directions))]
+        stacked = Compared(*(torch.stack(values) for values in zip(*by_direction, strict=True)))
+        compared = stacked._replace(
+            seen_mean=stacked.seen_mean[:, anchors.batch_rows],
+            log_partition=stacked.log_partition[:, anchors.batch_rows],
         )
-        num_candidates = anchors.candidates.shape[1]
-        own, sizes = distributed.share(items[:, num_candidates:].T)
-        return Plan(
-            outside=own.T,
-            sizes=sizes,
-            items=items,
-            remembered=remembered,
-            is_known=is_known,
-            log_weights=log_weights,
-            seen_mean=mean[:, anchors.batch_rows],
-            log_partition=log_sum[:, anchors.batch_rows],
-        )
+        # All ranks made the same draws; each encodes a part of them.
+        draws = compared.items[:, anchors.candidates.shape[1] :]
+        own, sizes = distributed.share(draws.T)
+        return Plan(own.T, sizes, compared)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         assert outside is not None
+        compared: Compared = plan.compared
         own = outside.transpose(0, 1).contiguous()
-        drawn = distributed.gather_with_grad(own, plan.sizes).transpose(0, 1)
-        compared = anchors.with_candidates(
-            torch.cat([anchors.candidates, drawn], dim=1), plan.items // 2 if self.views else plan.items
-        )
+        drawn = distributed.gather_with_grad(own, plan.sizes).transpose(0, 1)  # (X, R, D)
         if self.updates_state:
             self.remember_batch(anchors)
             for x, direction in enumerate(anchors.directions):
-                is_drawn = plan.items[x, -drawn.shape[1] :] != PADDING if drawn.shape[1] else slice(0)
-                items = plan.items[x, anchors.candidates.shape[1] :]
+                items = compared.items[x, anchors.candidates.shape[1] :]
+                is_drawn = items != PADDING
                 self.memory_of(direction).write(items[is_drawn], drawn[x][is_drawn])
-        self.watch(log_mean_exp=plan.log_partition - self.corpus.log_num_negatives(anchors))
+        self.watch(log_mean_exp=compared.log_partition - self.corpus.log_num_negatives(anchors))
 
         def weigh(block: Anchors, seen_mean: Tensor, log_partition: Tensor) -> Tensor:
-            scores, positive = block.scores, block.positive_scores
+            scores = block.scores  # (X, a, C + R)
+            positive = block.positive_scores  # (X, a)
             with torch.no_grad():
-                log_weights = plan.log_weights[:, None].masked_fill(block.not_negative, -torch.inf)
-                weights = torch.softmax(scores + log_weights, dim=-1).nan_to_num(0.0)
+                log_weights = compared.log_weights[:, None].masked_fill(block.not_negative, -torch.inf)
+                p = torch.softmax(scores + log_weights, dim=-1).nan_to_num(0.0)  # (X, a, C + R)
                 # The same comparison with remembered embeddings, and what it misses of all that is remembered.
-                old_scores = block.embeddings @ plan.remembered.mT / block.temperature
-                old_logits = (old_scores + log_weights).masked_fill(~plan.is_known[:, None], -torch.inf)
-                missed = seen_mean - torch.softmax(old_logits, dim=-1).nan_to_num(0.0) @ plan.remembered
-                all_weights = torch.cat(
-                    [weights, self.control * missed, torch.full_like(missed[..., :1], -1.0)], dim=-1
-                )
+                old_scores = block.embeddings @ compared.remembered.mT / block.temperature
+                old_logits = (old_scores + log_weights).masked_fill(~compared.is_known[:, None], -torch.inf)
+                old_p = torch.softmax(old_logits, dim=-1).nan_to_num(0.0)
+                missed = seen_mean - old_p @ compared.remembered  # (X, a, D)
+                pull = torch.full_like(positive, -1.0)[..., None]
+                all_weights = torch.cat([p, self.control * missed, pull], dim=-1)
+            # The anchor's own coordinates are scores too: what was missed is their gradient.
             all_scores = torch.cat([scores, block.embeddings / block.temperature, positive[..., None]], dim=-1)
             value = log_partition.nan_to_num(neginf=0.0) - positive
             return Estimate.apply(value.detach(), all_scores, all_weights)
 
-        width = 4 * compared.candidates.shape[1]
-        return compared.by_blocks(weigh, plan.seen_mean, plan.log_partition, width=width)
+        candidates = torch.cat([anchors.candidates, drawn], dim=1)
+        against_all = anchors.with_candidates(candidates, compared.items // self.num_views)
+        width = 4 * candidates.shape[1]
+        return against_all.by_blocks(weigh, compared.seen_mean, compared.log_partition, width=width)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Those of `MemoryObjective`; and over how many items q is spread, 1/Σ q²: far fewer than R, and draws
         repeat."""
-        squares = [distributed.all_reduce(shares.double().square().sum()) for shares in self._watched.get("shares", [])]
-        spread = [torch.where(square > 0, 1 / square, 0.0) for square in squares]
-        effective = torch.stack(spread).mean() if spread else torch.zeros(())
-        return super().diagnostics() | {"effective_items": effective}
+        effective = []
+        for shares in self._watched.get("shares", []):
+            square = distributed.all_reduce(shares.double().square().sum())
+            effective.append(torch.where(square > 0, 1 / square, 0.0))
+        mean = torch.stack(effective).mean() if effective else torch.zeros(())
+        return super().diagnostics() | {"effective_items": mean}
 
-    def _plan_direction(self, anchors: Anchors, x: int, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Items, remembered, is_known, log_weights of `Plan` for one direction; (G, D) means and (G,) log Z."""
+    def _compare(self, anchors: Anchors, x: int, hidden: Tensor) -> Compared:
+        """Draw for one direction, whose anchors do not see hidden (G, K), and weigh batch and draws."""
         direction = anchors.directions[x]
-        memory, counts = self.memory_of(direction), self.corpus.item_counts(direction)
-        queries = anchors.all_embeddings[x] / anchors.temperature
+        memory = self.memory_of(direction)
+        counts = self.corpus.item_counts(direction)
+        queries = anchors.all_embeddings[x] / anchors.temperature  # (G, D)
         rows = self._rows_of_kept(anchors)[x]
-        slots, log_weights = self._look_at(anchors, x, rows)
-        num_kept = self.kept.shape[1] if slots is not None else 0
-        seen = memory.attend(queries, hidden, counts, slots, log_weights, num_kept)
-        if num_kept and self.updates_state:
-            self.kept[rows] = seen.hardest[first_occurrence(rows)]
+        pool = self._pool(anchors, x, rows)
+        if pool is None:
+            seen = memory.attend(queries, hidden, counts)
+        else:
+            seen = memory.attend(queries, hidden, counts, *pool, self.kept.shape[1])
+            if self.updates_state:
+                self.kept[rows] = seen.hardest[first_occurrence(rows)]
+        self.watch(shares=seen.shares)
         num_draws = self._num_draws(anchors)
         drawn = sample(seen, num_draws, self.draws.uniform(1, like=queries))
-
-        # n_z: one for each place in the batch, none for mined negatives; all draws of an item count in its first place.
-        batch_items = anchors.candidate_items[x]
-        items = torch.cat([batch_items, drawn])
-        place = find(items[None], drawn[None])[1][0]
-        is_repeated = place != torch.arange(len(batch_items), len(items), device=place.device)
-        number = torch.zeros(len(items), dtype=queries.dtype, device=place.device)
-        number[: anchors.num_batch] = 1
-        number.index_add_(0, place, (drawn != PADDING).to(number))
-        items[len(batch_items) :] = drawn.masked_fill(is_repeated, PADDING)
+        items, number = _with_draws(anchors.candidate_items[x], drawn, anchors.num_batch)
 
         remembered, is_known = memory.recall(items, queries)
-        log_pool = 0.0 if log_weights is None else -float(log_weights.max())
-        looked_at = is_known if slots is None else is_known & torch.isin(items, slots)
+        looked_at = is_known
+        log_pool = 0.0
+        if pool is not None:
+            looked_at = is_known & torch.isin(items, pool.slots)
+            log_pool = -float(pool.log_weights.max())
         shares = mean_shares(queries, hidden, seen.log_sum, items, remembered, looked_at, log_pool)
+        # (B − 1)/(M − 1) + R·q/c: shares are those of a copy, so divided by c already.
         expected = self._expected_in_batch(anchors, direction) + num_draws * shares.where(is_known, 0.0)
-        log_weights = number.log() - expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
-        self.watch(shares=seen.shares)
-        return (
-            items,
-            remembered,
-            is_known,
-            log_weights,
-            seen.mean,
-            seen.log_sum + self.log_missing(direction).to(queries),
-        )
+        log_expected = expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
+        log_partition = seen.log_sum + self.log_missing(direction).to(queries)
+        log_weights = number.to(queries).log() - log_expected
+        return Compared(items, remembered, is_known, log_weights, seen.mean, log_partition)
 
     def _num_draws(self, anchors: Anchors) -> int:
         """R."""
-        wanted = round(self.extra_encodes * anchors.num_batch / 2)
-        return max(wanted, 1) if self.extra_encodes and anchors.num_batch else wanted
+        if not self.extra_encodes or not anchors.num_batch:
+            return 0
+        return max(round(self.extra_encodes * anchors.num_batch / 2), 1)
 
     def _expected_in_batch(self, anchors: Anchors, direction: int) -> float:
         """How often a pair that is not the anchor's was to be expected in the batch."""
-        num_pairs = anchors.num_batch // self.num_views
-        return min(max(num_pairs - 1, 0) / max(self.corpus.size(direction) - 1, 1), 1.0)
+        others_in_batch = max(anchors.num_batch // self.num_views - 1, 0)
+        others = max(self.corpus.size(direction) - 1, 1)
+        return min(others_in_batch / others, 1.0)
 
     def _num_blocks(self, direction: int) -> int | None:
         """How many blocks of the memory a step looks at; None for all."""
-        memory = self.memory_of(direction)
-        if self.pool is None or self.pool >= memory.num_slots:
+        if self.pool is None:
             return None
-        wanted = -(-self.pool // memory.block_size)
-        return None if wanted >= memory.num_blocks else wanted
+        memory = self.memory_of(direction)
+        num_blocks = math.ceil(self.pool / memory.block_size)
+        return num_blocks if num_blocks < memory.num_blocks else None
 
     def _rows_of_kept(self, anchors: Anchors) -> Tensor:
         """(X, G) rows of all ranks' anchors in the table of kept items."""
         rows = anchors.gather(anchors.rows)
         if not self.views:
             return rows
-        return 2 * rows + (torch.arange(anchors.num_batch, device=rows.device) >= anchors.num_batch // 2)
+        # All left views come first in the batch.
+        is_right_view = torch.arange(anchors.num_batch, device=rows.device) >= anchors.num_batch // 2
+        return 2 * rows + is_right_view
 
-    def _look_at(self, anchors: Anchors, x: int, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(n,) ascending slots to look at, None for all; (n,) log of how many slots each stands for.
-
-        A random pool, whose items stand for all that is not kept, and what anchors keep.
+    def _pool(self, anchors: Anchors, x: int, rows: Tensor) -> Pool | None:
+        """Random blocks, whose items stand for all that is not kept, and what anchors keep; None to look at all.
 
         Args:
             rows: (G,) rows of the anchors in the table of kept items.
@@ -261,29 +278,50 @@ class GlobalCache(MemoryObjective):
         direction = anchors.directions[x]
         num_blocks = self._num_blocks(direction)
         if num_blocks is None:
-            return None, None
+            return None
         memory = self.memory_of(direction)
-        blocks = self.draws.permutation(memory.num_blocks, torch.device("cpu"))[:num_blocks].sort().values
-        pool = (blocks[:, None] * memory.block_size + torch.arange(memory.block_size)).flatten()
+        shuffled = self.draws.permutation(memory.num_blocks, torch.device("cpu"))
+        starts = shuffled[:num_blocks].sort().values * memory.block_size
+        random_slots = (starts[:, None] + torch.arange(memory.block_size)).flatten()
+        # The last block may go beyond the last slot.
+        random_slots = random_slots[random_slots < memory.num_slots].to(rows.device)
         kept = torch.cat([self.kept[rows].flatten(), self._kept_by_neighbors(anchors, x).flatten()]).unique()
-        slots = torch.cat([pool[pool < memory.num_slots].to(kept.device), kept[kept != PADDING]]).unique()
+        slots = torch.cat([random_slots, kept[kept != PADDING]]).unique()
         log_weights = torch.zeros(len(slots), device=slots.device)
         log_weights.masked_fill_(~torch.isin(slots, kept), math.log(memory.num_blocks / num_blocks))
-        return slots, log_weights
+        return Pool(slots, log_weights)
 
     def _kept_by_neighbors(self, anchors: Anchors, x: int) -> Tensor:
         """(G, k, k) what those anchors keep that the anchors' positives keep; -1 for none."""
-        own_start, other_start = 0, 0
-        if not self.views:
-            starts = (0, self.num_left or 0)
-            own_start = starts[anchors.directions[x]]
-            other_start = sum(starts) - own_start
+        # Rows of left items come first in the table, then those of right ones; views have one row each.
+        own_start = 0
+        other_start = 0
+        if not self.views and anchors.directions[x] == 0:
+            other_start = self.num_left or 0
+        elif not self.views:
+            own_start = self.num_left or 0
         # No more than the pool in all.
         width = min(NUM_KEPT, math.isqrt((self.pool or 0) // max(anchors.num_batch, 1)))
         positives = anchors.gather(anchors.candidate_items.gather(1, anchors.positive_column))[x]
         near = self.kept[other_start + positives][:, :width]
         kept = self.kept[own_start + near.clamp(min=0)][..., :width]
         return kept.masked_fill(near[..., None] == PADDING, PADDING)
+
+
+def _with_draws(batch_items: Tensor, drawn: Tensor, num_batch: int) -> tuple[Tensor, Tensor]:
+    """(C + R,) items of batch (C,) and draws (R,), repeated ones -1; (C + R,) n_z of each.
+
+    Mined negatives, the candidates from `num_batch` on, count nothing of their own.
+    """
+    items = torch.cat([batch_items, drawn])
+    # All draws of an item count in its first place.
+    place = find(items[None], drawn[None])[1][0]
+    number = torch.zeros_like(items)
+    number[:num_batch] = 1
+    number.index_add_(0, place, (drawn != PADDING).long())
+    is_repeated = place != torch.arange(len(batch_items), len(items), device=place.device)
+    items[len(batch_items) :] = drawn.masked_fill(is_repeated, PADDING)
+    return items, number
 
 
 def mean_shares(

@@ -5,7 +5,6 @@ Shapes: G anchors of all ranks of one direction, K hidden items of each, N items
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,8 +37,9 @@ class Attention(NamedTuple):
     """The anchors' softmax over the memory.
 
     Attributes:
-        items, shares: (n,) the items that this rank holds and looked at, by slot, and the mean over all anchors of each
-            one's share of their softmax; over all ranks shares sum to 1, or to 0 where no anchor sees anything.
+        items: (n,) the items that this rank holds and looked at, by slot.
+        shares: (n,) the mean over all anchors of each item's share of their softmax; over all ranks they sum to 1, or
+            to 0 where no anchor sees anything.
         mean: (G, D) each anchor's mean of what it sees; 0 for nothing.
         log_sum: (G,) see `Draws`.
         hardest: (G, k) the items most similar to each anchor, padded with -1.
@@ -52,12 +52,30 @@ class Attention(NamedTuple):
     hardest: Tensor
 
 
+class Run(NamedTuple):
+    """A part of this rank's rows, small enough for a (G, n) matrix.
+
+    Attributes:
+        rows, items: (n,).
+        weights: (G, n) exp(s/τ − peak), times how many slots each stands for.
+        peak: (G,) the largest exponent, so that exp stays in range.
+        hardest: (G, k, 2) the items most similar to each anchor, and their s/τ.
+    """
+
+    rows: Tensor
+    items: Tensor
+    weights: Tensor
+    peak: Tensor
+    hardest: Tensor
+
+
 class EmbeddingMemory(nn.Module):
     """The latest embedding of each item, in half precision, divided among ranks; empty slots are never seen.
 
-    Item k has slot k mod `num_slots`: with fewer slots than items, each holds the latest of its class. A *key* names an
-    item, and where wanted the pair that it came with: item = key // keys_per_item. Rounding turns an embedding by 2e-4
-    rad, less than a step of training does. Double precision is kept.
+    Item k has slot k mod `num_slots`: with fewer slots than items, each holds the latest of its class. A rank's *rows*
+    are its slots, counted from its first. A *key* names an item, and where wanted the pair that it came with: item =
+    key // keys_per_item. Rounding turns an embedding by 2e-4 rad, less than a step of training does. Double precision
+    is kept.
 
     The state dict holds all slots, whatever the number of ranks: `state_dict()` is collective.
 
@@ -104,30 +122,40 @@ class EmbeddingMemory(nn.Module):
 
     def expect(self, num_rows: int) -> None:
         """Set how many rows the batches of an epoch bring: then, or at twice the slots of a sample, it is complete."""
-        self.num_expected = num_rows if self.num_slots == self.num_items else min(num_rows, 2 * self.num_slots)
+        self.num_expected = num_rows
+        if self.num_slots < self.num_items:
+            self.num_expected = min(num_rows, 2 * self.num_slots)
 
     def count(self, num_rows: int) -> bool:
         """Count rows of a batch; whether they complete the memory for the first time."""
-        before, self.num_seen = self.num_seen, self.num_seen + num_rows
+        before = self.num_seen
+        self.num_seen += num_rows
         return before < self.num_expected <= self.num_seen
 
     def write(self, keys: Tensor, embeddings: Tensor) -> None:
         """Remember embeddings (n, D) of keys (n,), the same on every rank; of a slot's duplicates the first counts."""
         if self.is_empty:
             self._allocate(embeddings)
-        first = first_occurrence(keys // self.keys_per_item % self.num_slots)
+        slots = keys // self.keys_per_item % self.num_slots
+        first = first_occurrence(slots)
         device = self.embeddings.device
-        keys, embeddings = keys[first].to(device), embeddings.detach()[first].to(device)
-        local = keys // self.keys_per_item % self.num_slots - self._first_slot
+        keys = keys[first].to(device)
+        embeddings = embeddings.detach()[first].to(device)
+        rows = self._rows_of(keys // self.keys_per_item)
+        # A single process holds all rows, and selecting them would wait for the device.
         if distributed.is_initialized():
-            own = (local >= 0) & (local < len(self.keys))
-            local, keys, embeddings = local[own], keys[own], embeddings[own]
-        self.keys[local] = keys
-        self.embeddings[local] = embeddings.to(self.embeddings.dtype)
+            is_own = (rows >= 0) & (rows < len(self.keys))
+            rows = rows[is_own]
+            keys = keys[is_own]
+            embeddings = embeddings[is_own]
+        self.keys[rows] = keys
+        self.embeddings[rows] = embeddings.to(self.embeddings.dtype)
 
     def due(self, share: float) -> Tensor:
         """(n,) the items to encode anew in this step, on the CPU: a share of all per step, in turn."""
-        step, self.num_refreshes = self.num_refreshes, self.num_refreshes + 1
+        step = self.num_refreshes
+        self.num_refreshes += 1
+        # The small number makes up for rounding: a hundred hundredths are the whole corpus.
         start = int(step * share * self.num_items + 1e-9)
         stop = int((step + 1) * share * self.num_items + 1e-9)
         return torch.arange(start, stop) % self.num_items
@@ -136,20 +164,17 @@ class EmbeddingMemory(nn.Module):
         """(n, D) remembered embeddings of items (n,), the same on every rank, 0 where none; (n,) whether there is
         one."""
         found = like.new_zeros(len(items), like.shape[-1])
-        is_known = torch.zeros_like(items)
+        is_known = torch.zeros_like(items, dtype=torch.bool)
         if len(self.keys):
-            local = items % self.num_slots - self._first_slot
-            inside = local.clamp(0, len(self.keys) - 1).to(self.keys.device)
-            is_known = (self._items()[inside].to(items.device) == items) & (local == inside.to(items.device))
-            found = self.embeddings[inside].to(like) * is_known[:, None]
+            rows = self._rows_of(items)
+            inside = rows.clamp(0, len(self.keys) - 1)
+            is_known = (self._items_at(inside) == items) & (rows == inside)
+            found = self._embeddings_at(inside, like) * is_known[:, None]
         return distributed.all_reduce(found), distributed.all_reduce(is_known.long()) > 0
 
     def num_remembered(self, counts: Tensor | None = None) -> Tensor:
         """Scalar: items that have an embedding, each as often as counts (N,) say; all ranks ask together."""
-        filled = self.keys != PADDING
-        number = filled.double()
-        if counts is not None:
-            number = number * counts.to(number)[self._items().clamp(min=0)]
+        number = _counts_of(self.keys // self.keys_per_item, counts)
         return distributed.all_reduce(number.sum())
 
     @torch.no_grad()
@@ -163,27 +188,31 @@ class EmbeddingMemory(nn.Module):
             counts: (N,) how often each item counts; by default once.
         """
         block_sums = [queries.new_full((len(queries), 0), -torch.inf)]
-        for _, logits in self._runs(queries, hidden, counts):
-            block_sums.append(logits.unflatten(1, (-1, self.block_size)).logsumexp(dim=2))
-        own_sums = torch.cat(block_sums, dim=1).double()  # (G, blocks)
-        rank_sums = distributed.gather(own_sums.logsumexp(dim=1)[None], [1] * distributed.world_size())
+        for rows in self._split_rows(queries):
+            _, logits = self._logits(rows, queries, hidden, counts)
+            by_block = logits.unflatten(1, (-1, self.block_size))
+            block_sums.append(by_block.logsumexp(dim=2))
+        own_sums = torch.cat(block_sums, dim=1).double()  # (G, blocks of this rank)
+        rank_sums = _by_rank(own_sums.logsumexp(dim=1))  # (ranks, G)
         log_sum = rank_sums.logsumexp(dim=0)
-        # Each rank has an interval of the cumulative shares, and so the same items as with any other number of ranks.
-        ends = torch.exp(rank_sums - log_sum).nan_to_num(0.0).cumsum(dim=0)
-        end = ends[distributed.rank()]
-        start = end - ends.diff(dim=0, prepend=torch.zeros_like(ends[:1]))[distributed.rank()]
-        target = uniform[0] * ends[-1]
+        rank_shares = torch.exp(rank_sums - log_sum).nan_to_num(0.0)
+        start, end = _rank_bounds(rank_shares)
+        target = uniform[0] * rank_shares.cumsum(dim=0)[-1]
         is_own = (target >= start) & (target < end)
 
         keys = torch.full_like(is_own, PADDING, dtype=torch.long)
         scores = torch.full_like(log_sum, -torch.inf)
         if own_sums.shape[1]:
-            inside = ((target - start) / (end - start)).nan_to_num(0.0)
-            block = inverse_cdf(torch.softmax(own_sums, dim=1).nan_to_num(0.0), inside)
-            found_keys, found_scores = self._draw_in_block(queries, hidden, block, uniform[1], counts)
-            keys = keys.where(~is_own, found_keys)
-            scores = scores.where(~is_own, found_scores)
-        keys, scores = distributed.all_reduce(keys, "max"), distributed.all_reduce(scores, "max")
+            # What is left of the first draw places it among this rank's blocks.
+            inside = (target - start) / (end - start)
+            block_shares = torch.softmax(own_sums, dim=1).nan_to_num(0.0)
+            block = inverse_cdf(block_shares, inside.nan_to_num(0.0))
+            own_keys, own_scores = self._draw_in_block(queries, hidden, block, uniform[1], counts)
+            keys = torch.where(is_own, own_keys, keys)
+            scores = torch.where(is_own, own_scores, scores)
+        # One rank has drawn for an anchor; the others bring less than any key or score.
+        keys = distributed.all_reduce(keys, "max")
+        scores = distributed.all_reduce(scores, "max")
         return Draws(keys, scores.to(queries), log_sum.to(queries))
 
     @torch.no_grad()
@@ -205,115 +234,119 @@ class EmbeddingMemory(nn.Module):
             num_hardest: how many of the most similar items to return.
         """
 
-        def weighted() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-            for rows, logits in self._runs(queries, hidden, counts, slots):
-                hardest = self._hardest(rows, logits, num_hardest)
-                if slots is not None and log_weights is not None:
-                    logits += log_weights[torch.searchsorted(slots, rows + self._first_slot)]
-                peak = logits.amax(dim=1).nan_to_num(neginf=0.0)
-                yield rows, logits.sub_(peak[:, None]).exp_(), peak, hardest
+        def weigh(rows: Tensor) -> Run:
+            items, logits = self._logits(rows, queries, hidden, counts)
+            hardest = no_items
+            if num_hardest:
+                # Before weights come in: an item is no harder for standing for others.
+                hardest = _hardest(items, logits, num_hardest)
+            if slots is not None and log_weights is not None:
+                place = torch.searchsorted(slots, rows + self._own_slots.start)
+                logits += log_weights[place]
+            peak = logits.amax(dim=1).nan_to_num(neginf=0.0)
+            # In place: this matrix is the largest of a step.
+            weights = logits.sub_(peak[:, None]).exp_()
+            return Run(rows, items, weights, peak, hardest)
+
+        no_items = queries.new_zeros(len(queries), num_hardest, 2, dtype=torch.float64) + PADDING
+        no_items[..., 1] = -torch.inf
+        parts = self._split_rows(queries, slots)
+        # A single run is kept for the second pass; several would not fit, and are computed again.
+        kept = [weigh(rows) for rows in parts] if len(parts) == 1 else None
 
         log_sum = queries.new_full((len(queries),), -torch.inf)
-        hardest = queries.new_zeros(len(queries), 0, 2, dtype=torch.float64)
-        runs: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        for run in weighted():
-            log_sum = torch.logaddexp(log_sum, run[1].sum(dim=1).log() + run[2])
-            hardest = _topk(torch.cat([hardest, run[3]], dim=1), num_hardest)
-            runs = [run] if not runs else [run, run]  # what fits into one run need not be computed again
-        log_sum = distributed.gather(log_sum[None], [1] * distributed.world_size()).logsumexp(dim=0)
-        sees = log_sum.isfinite()
-        mean = torch.zeros_like(queries)
-        items, shares = [hidden.new_zeros(0)], [queries.new_zeros(0)]
-        for rows, weights, peak, _ in runs if len(runs) == 1 else weighted():
-            scale = torch.exp(peak - log_sum).masked_fill(~sees, 0.0)
-            items.append(self._items(rows).to(queries.device))
-            shares.append(scale @ weights / sees.sum().clamp(min=1))
-            mean += scale[:, None] * (weights @ self._embeddings_of(rows, queries))
+        hardest = no_items
+        for run in kept or map(weigh, parts):
+            log_sum = torch.logaddexp(log_sum, run.weights.sum(dim=1).log() + run.peak)
+            hardest = _topk(torch.cat([hardest, run.hardest], dim=1), num_hardest)
+        log_sum = _by_rank(log_sum).logsumexp(dim=0)
         if num_hardest:
-            padding = hardest.new_tensor([PADDING, -torch.inf]).expand(len(queries), num_hardest, 2)
-            hardest = _topk(torch.cat([hardest, padding], dim=1), num_hardest)
-            of_ranks = distributed.gather(hardest[None], [1] * distributed.world_size())
-            hardest = _topk(of_ranks.transpose(0, 1).flatten(1, 2), num_hardest)
-        return Attention(
-            torch.cat(items), torch.cat(shares), distributed.all_reduce(mean), log_sum, hardest[..., 0].long()
-        )
+            of_ranks = _by_rank(hardest).transpose(0, 1)  # (G, ranks, k, 2)
+            hardest = _topk(of_ranks.flatten(1, 2), num_hardest)
 
-    def _hardest(self, rows: Tensor, logits: Tensor, number: int) -> Tensor:
-        """(G, k, 2) items of the largest logits (G, n), and these; both are exact in double precision."""
-        if not number:
-            return logits.new_zeros(len(logits), 0, 2, dtype=torch.float64)
-        best, place = logits.topk(min(number, logits.shape[1]), dim=1)
-        items = self._items(rows[place]).to(best.device).masked_fill(best == -torch.inf, PADDING)
-        return torch.stack([items.double(), best.double()], dim=-1)
+        sees = log_sum.isfinite()
+        num_seeing = sees.sum().clamp(min=1)
+        items = [hidden.new_zeros(0)]
+        shares = [queries.new_zeros(0)]
+        mean = torch.zeros_like(queries)
+        for run in kept or map(weigh, parts):
+            scale = torch.exp(run.peak - log_sum).masked_fill(~sees, 0.0)  # (G,) makes shares of weights
+            items.append(run.items)
+            shares.append(scale @ run.weights / num_seeing)
+            mean += scale[:, None] * (run.weights @ self._embeddings_at(run.rows, queries))
+        mean = distributed.all_reduce(mean)
+        return Attention(torch.cat(items), torch.cat(shares), mean, log_sum, hardest[..., 0].long())
 
-    def _runs(
-        self, queries: Tensor, hidden: Tensor, counts: Tensor | None = None, slots: Tensor | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(n,) rows of this rank and (G, n) logits: s/τ plus the log of each item's count, -inf for what is not
-        seen."""
+    def _split_rows(self, queries: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
+        """(n,) ascending rows of this rank in parts of whole blocks; of slots, or all."""
         rows = torch.arange(len(self.keys), device=queries.device)
         if slots is not None:
-            rows = slots - self._first_slot
+            rows = slots - self._own_slots.start
             rows = rows[(rows >= 0) & (rows < len(self.keys))]
-        blocks_per_run = max(1, RUN_ENTRIES // max(1, len(queries) * self.block_size))
-        hidden_rows = hidden % self.num_slots - self._first_slot
-        for run in rows.split(blocks_per_run * self.block_size) if len(rows) else ():
-            items = self._items(run).to(queries.device)
-            logits = queries @ self._embeddings_of(run, queries).T
-            logits += self._log_counts(items, counts).to(logits)
-            column = torch.searchsorted(run, hidden_rows).clamp(max=len(run) - 1)
-            is_hidden = (items[column] == hidden) & (hidden != PADDING)
-            logits.scatter_add_(
-                1, column, torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(is_hidden, -torch.inf)
-            )
-            yield run, logits
+        if not len(rows):
+            return ()
+        entries_per_block = max(1, len(queries) * self.block_size)
+        num_blocks = max(1, RUN_ENTRIES // entries_per_block)
+        return rows.split(num_blocks * self.block_size)
+
+    def _logits(self, rows: Tensor, queries: Tensor, hidden: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(n,) items of ascending rows, and (G, n) s/τ plus the log of each item's count, -inf for what is not
+        seen."""
+        items = self._items_at(rows)
+        logits = queries @ self._embeddings_at(rows, queries).T
+        logits += _counts_of(items, counts).log().to(logits)
+        column = torch.searchsorted(rows, self._rows_of(hidden)).clamp(max=len(rows) - 1)  # (G, K)
+        is_hidden = (items[column] == hidden) & (hidden != PADDING)
+        # Added, not written: a column may be that of a hidden item and of padding at once.
+        penalty = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(is_hidden, -torch.inf)
+        return items, logits.scatter_add_(1, column, penalty)
 
     def _draw_in_block(
         self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor, counts: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(G,) keys and (G,) scores of an item drawn from each anchor's block (G,) of this rank."""
-        keys, scores = [], []
+        drawn_rows, drawn_scores = [], []
+        in_block = torch.arange(self.block_size, device=block.device)
         anchors_per_chunk = max(1, RUN_ENTRIES // (self.block_size * queries.shape[1]))
         for chunk in torch.arange(len(queries), device=queries.device).split(anchors_per_chunk):
-            rows = block[chunk, None] * self.block_size + torch.arange(self.block_size, device=block.device)
-            items = self._items(rows).to(queries.device)
-            found = torch.einsum("gd,gnd->gn", queries[chunk], self._embeddings_of(rows, queries))
+            rows = block[chunk, None] * self.block_size + in_block  # (g, n)
+            items = self._items_at(rows)
+            scores = torch.einsum("gd,gnd->gn", queries[chunk], self._embeddings_at(rows, queries))
             is_hidden = (items[:, :, None] == hidden[chunk, None, :]).any(dim=2)
-            logits = (found + self._log_counts(items, counts).to(found)).masked_fill(is_hidden, -torch.inf)
-            place = inverse_cdf(logits.softmax(dim=1).nan_to_num(0.0), uniform[chunk])[:, None]
-            keys.append(self.keys[rows.to(self.keys.device)].to(queries.device).gather(1, place)[:, 0])
-            scores.append(found.gather(1, place)[:, 0].double())
-        return torch.cat(keys), torch.cat(scores)
+            logits = scores + _counts_of(items, counts).log().to(scores)
+            shares = logits.masked_fill(is_hidden, -torch.inf).softmax(dim=1)
+            column = inverse_cdf(shares.nan_to_num(0.0), uniform[chunk])[:, None]
+            drawn_rows.append(rows.gather(1, column)[:, 0])
+            drawn_scores.append(scores.gather(1, column)[:, 0])
+        keys = self.keys[torch.cat(drawn_rows).to(self.keys.device)]
+        return keys.to(queries.device), torch.cat(drawn_scores).double()
 
-    def _log_counts(self, items: Tensor, counts: Tensor | None) -> Tensor:
-        """Log of how often items count; -inf for an empty slot."""
-        number = (items >= 0).double()
-        if counts is not None:
-            number = number * counts.to(number)[items.clamp(min=0)]
-        return number.log()
+    def _items_at(self, rows: Tensor) -> Tensor:
+        """(…) the items in rows (…) of this rank; -1 for an empty one, which floor division keeps."""
+        keys = self.keys[rows.to(self.keys.device)]
+        return (keys // self.keys_per_item).to(rows.device)
 
-    def _items(self, rows: Tensor | None = None) -> Tensor:
-        """Items in rows of this rank; -1 for an empty one."""
-        keys = self.keys if rows is None else self.keys[rows.to(self.keys.device)]
-        return torch.where(keys < 0, keys, keys // self.keys_per_item)
-
-    def _embeddings_of(self, rows: Tensor, like: Tensor) -> Tensor:
-        if rows.dim() == 1 and len(rows) == len(self.keys):
+    def _embeddings_at(self, rows: Tensor, like: Tensor) -> Tensor:
+        """(…, D) the embeddings in rows (…) of this rank."""
+        is_all = rows.dim() == 1 and len(rows) == len(self.keys)
+        if is_all:
             return self.embeddings.to(like)
         return self.embeddings[rows.to(self.embeddings.device)].to(like)
 
-    @property
-    def _blocks(self) -> slice:
-        """The blocks of this rank."""
-        return distributed.rank_slice(self.num_blocks)
+    def _rows_of(self, items: Tensor) -> Tensor:
+        """(…) where this rank holds items (…); outside [0, rows) for those that other ranks hold."""
+        return items % self.num_slots - self._own_slots.start
 
     @property
-    def _first_slot(self) -> int:
-        return self._blocks.start * self.block_size
+    def _own_slots(self) -> range:
+        """The slots of this rank: whole blocks, the last of which may go beyond `num_slots`."""
+        blocks = distributed.rank_slice(self.num_blocks)
+        return range(blocks.start * self.block_size, blocks.stop * self.block_size)
 
     def _allocate(self, like: Tensor) -> None:
-        num_rows = (self._blocks.stop - self._blocks.start) * self.block_size
-        dtype = like.dtype if like.dtype == torch.float64 else torch.float16
+        """Empty rows for this rank's slots, of embeddings such as `like` (n, D)."""
+        num_rows = len(self._own_slots)
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float16
         device = torch.device("cpu") if self.on_cpu else like.device
         self.keys = torch.full((num_rows,), PADDING, device=device)
         self.embeddings = torch.zeros(num_rows, like.shape[1], dtype=dtype, device=device)
@@ -333,18 +366,23 @@ class EmbeddingMemory(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing_keys, _, _ = rest
         names = [prefix + name for name in ("progress", "keys", "embeddings")]
-        missing_keys.extend(name for name in names if name not in state_dict)
-        if any(name not in state_dict for name in names):
+        missing = [name for name in names if name not in state_dict]
+        missing_keys.extend(missing)
+        if missing:
             return
         progress, keys, embeddings = (state_dict[name] for name in names)
+        self.num_seen, self.num_refreshes = progress.long().tolist()
         device = self.keys.device
-        self.num_seen, self.num_refreshes = (int(number) for number in progress)
-        self.keys, self.embeddings = keys.to(device, copy=True), embeddings.to(device, copy=True)
-        if len(keys):
-            self._allocate(embeddings.to(device))
-            own = slice(self._first_slot, self._first_slot + len(self.keys))
-            self.keys[: len(keys[own])] = keys[own].to(device)
-            self.embeddings[: len(keys[own])] = embeddings[own].to(self.embeddings)
+        if not len(keys):
+            self.keys = keys.to(device, copy=True)
+            self.embeddings = embeddings.to(device, copy=True)
+            return
+        self._allocate(embeddings.to(device))
+        # This rank's last block may go beyond what was saved.
+        own = slice(self._own_slots.start, self._own_slots.stop)
+        num_saved = len(keys[own])
+        self.keys[:num_saved] = keys[own].to(device)
+        self.embeddings[:num_saved] = embeddings[own].to(self.embeddings)
 
 
 def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
@@ -358,23 +396,20 @@ def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
         num_draws: how many; all are -1 where all shares are 0.
         uniform: (1,) a draw in [0, 1), the same on every rank.
     """
-    cumulative = attention.shares.double().cumsum(dim=0)
     items = attention.items
+    cumulative = attention.shares.double().cumsum(dim=0)
     if not len(items):
-        cumulative, items = cumulative.new_zeros(1), items.new_zeros(1)
-    own = cumulative[-1:]
-    ends = distributed.gather(own, [1] * distributed.world_size()).cumsum(dim=0)
-    start = ends[distributed.rank()] - own
-    places = (torch.arange(num_draws, device=own.device) + uniform.double()) / max(num_draws, 1) * ends[-1]
-    is_own = (places >= start) & (places < start + own)
-    drawn = torch.searchsorted(cumulative, places - start, right=True).clamp(max=len(items) - 1)
-    return distributed.all_reduce(torch.where(is_own, items[drawn], PADDING), "max")
-
-
-def _topk(scored: Tensor, number: int) -> Tensor:
-    """(G, k, 2) those of items and scores (G, n, 2) with the largest scores."""
-    place = scored[..., 1].topk(min(number, scored.shape[1]), dim=1).indices
-    return scored.gather(1, place[..., None].expand(-1, -1, 2))
+        # A rank that looked at nothing has an interval of length 0.
+        items = items.new_zeros(1)
+        cumulative = cumulative.new_zeros(1)
+    rank_sums = _by_rank(cumulative[-1])
+    start, end = _rank_bounds(rank_sums)
+    steps = torch.arange(num_draws, device=items.device) + uniform.double()
+    target = steps / max(num_draws, 1) * rank_sums.cumsum(dim=0)[-1]
+    is_own = (target >= start) & (target < end)
+    column = torch.searchsorted(cumulative, target - start, right=True)
+    drawn = items[column.clamp(max=len(items) - 1)]
+    return distributed.all_reduce(torch.where(is_own, drawn, PADDING), "max")
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -385,4 +420,39 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     target = uniform[..., None] * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, target, right=True)[..., 0].clamp(max=weights.shape[-1] - 1)
+    column = torch.searchsorted(cumulative, target, right=True)[..., 0]
+    return column.clamp(max=weights.shape[-1] - 1)
+
+
+def _rank_bounds(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(…) start and end of this rank in the cumulative sum of values (ranks, …), so that any number of ranks makes the
+    same draws."""
+    ends = values.cumsum(dim=0)
+    bounds = torch.cat([torch.zeros_like(ends[:1]), ends])
+    return bounds[distributed.rank()], bounds[distributed.rank() + 1]
+
+
+def _by_rank(value: Tensor) -> Tensor:
+    """(ranks, …) every rank's value (…)."""
+    return distributed.gather(value[None], [1] * distributed.world_size())
+
+
+def _counts_of(items: Tensor, counts: Tensor | None) -> Tensor:
+    """(…) how often items (…) count, by counts (N,) or once; 0 for -1, an empty slot."""
+    number = (items != PADDING).double()
+    if counts is not None:
+        number *= counts.to(number)[items.clamp(min=0)]
+    return number
+
+
+def _hardest(items: Tensor, logits: Tensor, number: int) -> Tensor:
+    """(G, k, 2) those of items (n,) with the largest logits (G, n), and these; exact in double precision."""
+    best, column = logits.topk(min(number, logits.shape[1]), dim=1)
+    best_items = items[column].masked_fill(best == -torch.inf, PADDING)
+    return torch.stack([best_items.double(), best.double()], dim=-1)
+
+
+def _topk(scored: Tensor, number: int) -> Tensor:
+    """(G, k, 2) those of items and scores (G, n, 2) with the largest scores."""
+    column = scored[..., 1].topk(number, dim=1).indices
+    return scored.gather(1, column[..., None].expand(-1, -1, 2))

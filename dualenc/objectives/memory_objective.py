@@ -50,16 +50,21 @@ class MemoryObjective(Objective):
     def remember_batch(self, anchors: Anchors) -> None:
         """Write the candidates of the batch and mined negatives."""
         for x, direction in enumerate(anchors.directions):
-            self.memory_of(direction).write(anchors.candidate_items[x], anchors.candidates[x])
-            self.memory_of(direction).count(anchors.num_batch)
+            memory = self.memory_of(direction)
+            memory.write(anchors.candidate_items[x], anchors.candidates[x])
+            # Mined negatives do not count: batches alone pass through the corpus.
+            memory.count(anchors.num_batch)
 
     def log_missing(self, direction: int) -> Tensor:
         """Scalar: log of the items of the corpus over those that are remembered, which stand for the rest."""
-        remembered = self.memory_of(direction).num_remembered(self.corpus.item_counts(direction))
-        return (self.corpus.size(direction) * self.num_views / remembered).log()
+        counts = self.corpus.item_counts(direction)
+        remembered = self.memory_of(direction).num_remembered(counts)
+        total = self.corpus.size(direction) * self.num_views
+        return (total / remembered).log()
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The logs of the mean of exp(s/τ) over the corpus, and what share of all items is remembered."""
-        number = torch.stack([self.memory_of(direction).num_remembered() for direction in self.directions]).sum()
-        total = sum(self.memory_of(direction).num_items for direction in self.directions)
-        return self.spread("log_mean_exp") | {"remembered": number / total}
+        memories = [self.memory_of(direction) for direction in self.directions]
+        remembered = torch.stack([memory.num_remembered() for memory in memories]).sum()
+        total = sum(memory.num_items for memory in memories)
+        return self.spread("log_mean_exp") | {"remembered": remembered / total}

@@ -73,28 +73,36 @@ class NegativeCache(MemoryObjective):
         queries = anchors.all_embeddings / anchors.temperature
         hidden = anchors.gather_lists(anchors.hidden_items)
         uniform = self.draws.uniform(2, len(self.directions), anchors.num_batch, like=queries)
-        found = []
+        keys, log_sums = [], []
         for x, direction in enumerate(anchors.directions):
-            memory = self.memory_of(direction)
-            draws = memory.draw(queries[x], hidden[x], uniform[:, direction])
-            found.append((draws.keys, draws.log_sum + self.log_missing(direction).to(queries)))
-        drawn, log_partition = (torch.stack(values)[:, anchors.batch_rows] for values in zip(*found, strict=True))
+            draws = self.memory_of(direction).draw(queries[x], hidden[x], uniform[:, direction])
+            keys.append(draws.keys)
+            log_sums.append(draws.log_sum + self.log_missing(direction).to(queries))
+        # Every rank has drawn for the global batch, so that any number of ranks draws the same.
+        drawn = torch.stack(keys)[:, anchors.batch_rows]
+        log_partition = torch.stack(log_sums)[:, anchors.batch_rows]
         is_found, column = find(anchors.candidate_items, drawn)
-        return Plan(drawn.masked_fill(is_found, PADDING), drawn, is_found, column, log_partition)
+        outside = drawn.masked_fill(is_found, PADDING)
+        return Plan(outside, drawn, is_found, column, log_partition)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         assert outside is not None
         if self.updates_state:
-            items, embeddings = anchors.gather(plan.outside), anchors.gather(outside)
+            items = anchors.gather(plan.outside)  # (X, G)
+            embeddings = anchors.gather(outside)  # (X, G, D)
             for x, direction in enumerate(anchors.directions):
                 drawn = items[x] != PADDING
                 self.memory_of(direction).write(items[x][drawn], embeddings[x][drawn])
-        positive = anchors.positive_scores
-        in_batch = anchors.candidates.gather(1, plan.column[..., None].expand(-1, -1, outside.shape[-1]))
+        positive = anchors.positive_scores  # (X, A)
+        column = plan.column[..., None].expand(-1, -1, outside.shape[-1])
+        in_batch = anchors.candidates.gather(1, column)  # (X, A, D)
         negatives = torch.where(plan.is_found[..., None], in_batch, outside)
-        negative = (anchors.embeddings * negatives).sum(dim=-1) / anchors.temperature
+        negative = (anchors.embeddings * negatives).sum(dim=-1) / anchors.temperature  # (X, A)
         scores = torch.stack([negative, positive], dim=-1)
-        weights = torch.stack([(plan.drawn != PADDING).to(scores), torch.full_like(positive, -1.0)], dim=-1)
+        # An anchor that sees nothing has drawn none, and is only pulled to its positive.
+        push = (plan.drawn != PADDING).to(scores)
+        pull = torch.full_like(positive, -1.0)
+        weights = torch.stack([push, pull], dim=-1)
         self.watch(log_mean_exp=plan.log_partition - self.corpus.log_num_negatives(anchors))
         value = plan.log_partition.nan_to_num(neginf=0.0) - positive
         return Estimate.apply(value.detach(), scores, weights)
@@ -107,7 +115,9 @@ class NegativeCache(MemoryObjective):
             if not len(due):
                 continue
             own, sizes = distributed.share(due)
-            # As many chunks on every rank.
-            chunks = own.tensor_split(-(-max(sizes) // REFRESH_CHUNK))
-            renewed = torch.cat([encoder(chunk[None], (direction,))[0] for chunk in chunks])
-            memory.write(due.to(renewed.device), distributed.gather(renewed, sizes))
+            # As many chunks on every rank: a pass through a sharded model is collective.
+            num_chunks = -(-max(sizes) // REFRESH_CHUNK)
+            chunks = own.tensor_split(num_chunks)
+            encoded = torch.cat([encoder(chunk[None], (direction,))[0] for chunk in chunks])
+            embeddings = distributed.gather(encoded, sizes)
+            memory.write(due.to(embeddings.device), embeddings)
