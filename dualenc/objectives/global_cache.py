@@ -64,10 +64,12 @@ class Pool(NamedTuple):
     Attributes:
         slots: (n,) ascending.
         log_weights: (n,) log of how many slots each stands for.
+        log_chance: log π, of the chance of a slot to be looked at by chance.
     """
 
     slots: Tensor
     log_weights: Tensor
+    log_chance: float
 
 
 class GlobalCache(MemoryObjective):
@@ -218,7 +220,7 @@ class GlobalCache(MemoryObjective):
         if pool is None:
             seen = memory.attend(queries, hidden, counts)
         else:
-            seen = memory.attend(queries, hidden, counts, *pool, self.kept.shape[1])
+            seen = memory.attend(queries, hidden, counts, pool.slots, pool.log_weights, self.kept.shape[1])
             if self.updates_state:
                 self.kept[rows] = seen.hardest[first_occurrence(rows)]
         self.watch(shares=seen.shares)
@@ -231,7 +233,7 @@ class GlobalCache(MemoryObjective):
         log_pool = 0.0
         if pool is not None:
             looked_at = is_known & torch.isin(items, pool.slots)
-            log_pool = -float(pool.log_weights.max())
+            log_pool = pool.log_chance
         shares = mean_shares(queries, hidden, seen.log_sum, items, remembered, looked_at, log_pool)
         # (B − 1)/(M − 1) + R·q/c: shares are those of a copy, so divided by c already.
         expected = self._expected_in_batch(anchors, direction) + num_draws * shares.where(is_known, 0.0)
@@ -288,8 +290,9 @@ class GlobalCache(MemoryObjective):
         kept = torch.cat([self.kept[rows].flatten(), self._kept_by_neighbors(anchors, x).flatten()]).unique()
         slots = torch.cat([random_slots, kept[kept != PADDING]]).unique()
         log_weights = torch.zeros(len(slots), device=slots.device)
-        log_weights.masked_fill_(~torch.isin(slots, kept), math.log(memory.num_blocks / num_blocks))
-        return Pool(slots, log_weights)
+        log_chance = math.log(num_blocks / memory.num_blocks)
+        log_weights.masked_fill_(~torch.isin(slots, kept), -log_chance)
+        return Pool(slots, log_weights, log_chance)
 
     def _kept_by_neighbors(self, anchors: Anchors, x: int) -> Tensor:
         """(G, k, k) what those anchors keep that the anchors' positives keep; -1 for none."""
