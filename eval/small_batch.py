@@ -40,6 +40,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from quality import COMPARED, new_encoder, open_parts
 
 from dualenc.data import BeirPairs, ImageViews, PairDataset, TablePairs
@@ -88,6 +89,8 @@ GAPS_IN, GAPS_OF = "vectors papers", ("GlobalCache", "ISIR", "SogCLR", "DCL")
 """The task and the objectives of the figure that shows where the gap to InfoNCE opens and closes."""
 DRAWN = (*GAPS_OF, "InfoNCE", "SogCLR+", "GlobalCache+", "NegativeCache")
 """The objectives of the other figures: as many as can be told apart."""
+HEADLINE = {"GlobalCache": "GlobalCache", "SogCLR+": "SogCLR(positive_in_softmax=True)", "InfoNCE": "InfoNCE"}
+"""The objectives of the README's figure, and their labels."""
 
 
 Cell = tuple[int, str]
@@ -605,6 +608,8 @@ def report(results: Path = RESULTS, figures: Path | None = None, samples: int = 
             draw(task, rows, figures)
     if figures is not None:
         draw_gaps(by_length, runs, figures / "small_batch_gaps.svg")
+        rows = max((rows for (task, _), rows in by_length.items() if task == GAPS_IN), key=len, default=[])
+        draw_headline(rows, figures / "quality_by_batch_size.svg")
 
 
 def cells_of(rows: Sequence[Row], samples: int) -> Iterator[dict[str, object]]:
@@ -649,13 +654,32 @@ def draw(task: str, rows: Sequence[Row], folder: Path) -> None:
             (folder / f"{stem}_{label.split()[0]}.svg").write_text(as_svg(figure))
 
 
+def draw_headline(rows: Sequence[Row], path: Path) -> None:
+    """Test quality by batch size at equal pairs seen, mean and standard deviation over seeds, of three objectives."""
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    for colour, (name, label) in zip(COLOURS, HEADLINE.items(), strict=False):
+        points = [row for row in rows if row.objective == name]
+        sizes = [row.batch_size for row in points]
+        means = [row.mean("test") for row in points]
+        deviations = [float(np.std([seed["test"] for seed in row.seeds], ddof=1)) for row in points]
+        axes.errorbar(sizes, means, deviations, marker="o", markersize=4, capsize=2, color=colour, label=label)
+    ticks = sorted({row.batch_size for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xlabel("batch size, equal pairs seen")
+    axes.set_ylabel("nDCG@10 on test queries")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False)
+    path.write_text(as_svg(figure))
+
+
 def draw_gaps(by_length: dict[tuple[str, int], list[Row]], runs: Runs, path: Path) -> None:
     """How far objectives are above InfoNCE with the same settings: by batch size, τ, epochs and number of pairs.
 
     The first three of one task, the last of parts of another, each as far as there are runs.
     """
-    from matplotlib.figure import Figure
-
     panels: dict[str, dict[str, dict[float, float]]] = {}
 
     def add(panel: str, at: float, of_objective: dict[str, float]) -> None:

@@ -53,7 +53,7 @@ def test_readme_is_short() -> None:
 
 
 def test_files_of_the_architecture_exist() -> None:
-    tree = next(block for block in code(ROOT / "README.md", "text") if block.startswith("dualenc/"))
+    tree = next(block for block in code(ROOT / "docs" / "design.md", "text") if block.startswith("dualenc/"))
     folder, missing = ROOT, []
     for line in tree.splitlines():
         name = re.match(r"( *)(\w+)/", line)
