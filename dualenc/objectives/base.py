@@ -338,7 +338,9 @@ class Objective(nn.Module):
     def _draws_counted_in_training(self) -> Iterator[None]:
         """Outside of training, random draws are made but not counted."""
         positions = [(module, module.position) for module in self.modules() if isinstance(module, SharedRandom)]
-        yield
-        if not self.updates_state:
-            for draws, position in positions:
-                draws.position = position
+        try:
+            yield
+        finally:
+            if not self.updates_state:
+                for draws, position in positions:
+                    draws.position = position

@@ -66,8 +66,15 @@ def check_shapes(
     for name, tensor in embeddings.items():
         if tensor.dim() != 2 or not tensor.is_floating_point():
             fail(owner, name, f"has shape {tuple(tensor.shape)} ({tensor.dtype}); it must be a float (b, D) tensor")
-    if left.shape != right.shape or any(tensor.shape[1] != left.shape[1] for tensor in embeddings.values()):
+    if left.shape != right.shape:
         fail(owner, "left, right", f"have shapes {tuple(left.shape)}, {tuple(right.shape)}; both must be (b, D)")
+    negatives = embeddings.get("negatives")
+    if negatives is not None and negatives.shape[1] != left.shape[1]:
+        fail(
+            owner,
+            "negatives",
+            f"has shape {tuple(negatives.shape)}; it must be (n, {left.shape[1]}), as left and right",
+        )
     if views and "negatives" in embeddings:
         fail(owner, "negatives", "do not go with views=True, where every other image is a negative; leave them out")
     if ("negatives" in embeddings) != ("negative_id" in ids):
