@@ -231,12 +231,15 @@ class Task(Evaluator):
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         """Probes of the features, and retrieval of an image's other view by embeddings, as in Cho et al., Table 1."""
         train, validation, test = (embed(model.left.features, scaled(part)) for part in self.plain)
-        (known, *asked), found = self.labels, {}
-        probe = linear_probe(train, known, l2=(1e-2,)).classifier
-        for name, features, labels in zip(("validation", "linear"), (validation, test), asked):
+        train_labels, validation_labels, test_labels = self.labels
+        found = {}
+        probe = linear_probe(train, train_labels, l2=(1e-2,)).classifier
+        for name, features, labels in zip(
+            ("validation", "linear"), (validation, test), (validation_labels, test_labels)
+        ):
             found[name] = accuracy(probe.predict(features), labels)
         for name, k in (("knn20", 20), ("nn1", 1)):
-            found[name] = accuracy(knn_predict(train, known, test, k=k), asked[1])
+            found[name] = accuracy(knn_predict(train, train_labels, test, k=k), test_labels)
         found["pair"] = summarise(nearest_images(embed(model.left, self.pairs)))["top1"]
         return found
 

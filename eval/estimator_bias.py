@@ -186,9 +186,9 @@ def visits_table(frozen: FrozenPairs, num_visits: int, num_anchors: int = 60, ba
     for temperature in (0.02, 0.07):
         draw = torch.Generator().manual_seed(0)
         criterion = frozen.build(OfLeftAnchors, temperature)
-        everyone = torch.arange(len(frozen))
+        all_items = torch.arange(len(frozen))
         for memory, embeddings in zip(criterion.memories, (all_right, all_left), strict=True):
-            memory.write(everyone, embeddings)
+            memory.write(all_items, embeddings)
         scores = all_left[anchors] @ all_right.T / temperature
         scores[torch.arange(len(anchors)), anchors] = -torch.inf
         positives = all_right[anchors]

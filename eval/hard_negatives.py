@@ -51,14 +51,14 @@ def with_negatives(pairs: PairDataset, mined: Path) -> PairDataset:
         negatives[query] = list(zip(map(int, row["neg_id"]), row["neg_scores"]))
         score |= {(query, int(document)): value for document, value in zip(row["pos_id"], row["pos_scores"])}
     of_pairs = [negatives.get(query, []) for query in pairs.left_id.tolist()]
-    known = zip(pairs.left_id.tolist(), pairs.right_id.tolist())
+    judged = zip(pairs.left_id.tolist(), pairs.right_id.tolist())
     return PairDataset(
         pairs.left_items,
         pairs.right_items,
         pairs.left_id,
         pairs.right_id,
         negatives=[[document for document, _ in own] for own in of_pairs],
-        scores=[score.get(pair, float("nan")) for pair in known],
+        scores=[score.get(pair, float("nan")) for pair in judged],
         negative_scores=[value for own in of_pairs for _, value in own],
         left_modality="vector",
         right_modality="vector",

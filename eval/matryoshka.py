@@ -31,13 +31,15 @@ DIMS = [16, 32, 64, 128, 256]
 
 def qualities(model: VectorEncoder, test: Retrieval, dims: list[int]) -> dict[int, float]:
     """nDCG@10 of each length."""
-    of = test.collection
-    queries, documents = (embed_side(model, *part, 256) for part in (("left", of.queries), ("right", of.corpus)))
+    collection = test.collection
+    queries, documents = (
+        embed_side(model, *part, 256) for part in (("left", collection.queries), ("right", collection.corpus))
+    )
     found = {}
     for dim in dims:
         left, right = (first_components(np.asarray(side.vectors), dim) for side in (queries, documents))
         run = retrieve(queries.ids, left, documents.ids, right, depth=10)
-        found[dim] = statistics.mean(scores["ndcg@10"] for scores in score_queries(of.qrels, run).values())
+        found[dim] = statistics.mean(scores["ndcg@10"] for scores in score_queries(collection.qrels, run).values())
     return found
 
 

@@ -83,7 +83,9 @@ class BothRoles:
         remembered = self.left[rows], self.right[rows]
         if not self.corrected:
             self.left[rows], self.right[rows] = left, right
-        parts = [of[rows] * len(self.left) / len(rows) for of in softmax_gradient(self.left, self.right, tau)]
+        parts = [
+            gradient[rows] * len(self.left) / len(rows) for gradient in softmax_gradient(self.left, self.right, tau)
+        ]
         if self.corrected:
             fresh, old = softmax_gradient(left, right, tau), softmax_gradient(*remembered, tau)
             parts = [of_all + new - before for of_all, new, before in zip(parts, fresh, old)]
@@ -127,10 +129,10 @@ def measure(
                 if step % (1 + len(batches) // 8) == 0:
                     if has_both_roles:
                         of_others = torch.ones(num_pairs, dtype=torch.bool).index_fill(0, rows, False).repeat(2)
-                        wanted = now.exact(temperature)[0].masked_fill(of_others[:, None], 0.0) / share
+                        expected = now.exact(temperature)[0].masked_fill(of_others[:, None], 0.0) / share
                     else:
-                        wanted = gradient_by(oracle, now, rows)
-                    step_errors.append(float((gradient - wanted).norm() / wanted.norm()))
+                        expected = gradient_by(oracle, now, rows)
+                    step_errors.append(float((gradient - expected).norm() / expected.norm()))
         epoch_gradients.append(mean)
     bias = bias_of(torch.stack(epoch_gradients), exact)
     errors = [float((one - exact).norm() / exact.norm()) for one in epoch_gradients]

@@ -52,8 +52,8 @@ def new_encoder() -> DualEncoder:
 def open_parts(folder: str, num_train: int, num_test: int) -> tuple[ImageViews, ImageViews, ImageViews]:
     """Training, validation and test images: random parts of train.parquet and of test.parquet or val.parquet."""
     test_file = next(p for p in (Path(folder, "test.parquet"), Path(folder, "val.parquet")) if p.exists())
-    known = TableViews(Path(folder, "train.parquet")).sample(num_train + num_test)
-    train, validation = (known.subset(rows) for rows in np.split(np.arange(len(known)), [num_train]))
+    images = TableViews(Path(folder, "train.parquet")).sample(num_train + num_test)
+    train, validation = (images.subset(rows) for rows in np.split(np.arange(len(images)), [num_train]))
     return train, validation, TableViews(test_file).sample(num_test)
 
 

@@ -235,15 +235,15 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
     common = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
     criterion = OBJECTIVES[objective](temperature=tau, seed=seed, **common)
     steps = max(1, pairs_seen // batch_size)
-    every = -(-steps // POINTS)
-    passes, curve = Passes(model), Curve(task.validation, every * batch_size)
+    steps_between = -(-steps // POINTS)
+    passes, curve = Passes(model), Curve(task.validation, steps_between * batch_size)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             output=folder,
             batch_size=batch_size,
             max_steps=steps,
             learning_rate=rate * task.learning_rate * math.sqrt(batch_size / ORDINARY_BATCH),
-            evaluate_every=every,
+            evaluate_every=steps_between,
             keep_best=False,
             save_every=None,
             seed=seed,
@@ -281,16 +281,16 @@ class Runs:
     def key(settings: dict[str, Any]) -> str:
         return json.dumps(settings, sort_keys=True)
 
-    def get(self, wanted: Iterable[dict[str, Any]], compute: Compute) -> list[dict[str, Any]]:
+    def get(self, settings_of_runs: Iterable[dict[str, Any]], compute: Compute) -> list[dict[str, Any]]:
         """The runs with these settings, in their order; `compute` makes those that are not there, one line for each."""
-        wanted = list(wanted)
-        missing = {key: one for one in wanted if (key := self.key(one)) not in self.found}
+        settings_of_runs = list(settings_of_runs)
+        missing = {key: one for one in settings_of_runs if (key := self.key(one)) not in self.found}
         for settings, outcome in compute(list(missing.values())):
             self.found[self.key(settings)] = {"settings": settings, **outcome}
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(json.dumps(self.found[self.key(settings)]) + "\n")
-        return [self.found[self.key(settings)] for settings in wanted]
+        return [self.found[self.key(settings)] for settings in settings_of_runs]
 
 
 def beir_parts(path: Path) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
@@ -340,8 +340,8 @@ def on_features(
         vectors[~vectors.any(axis=1)] = dim**-0.5  # texts without a word that is known
         return vectors
 
-    def corpus(of: Corpus) -> Corpus:
-        return Corpus(of.ids, features(of.items), "vector")
+    def corpus(texts: Corpus) -> Corpus:
+        return Corpus(texts.ids, features(texts.items), "vector")
 
     train = PairDataset(
         features(pairs.left_items),
@@ -496,14 +496,14 @@ def run(
 
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
 
-        def compute(wanted: list[Settings]) -> Iterator[tuple[Settings, dict[str, Any]]]:
-            for one in as_completed([pool.submit(train, settings) for settings in wanted]):
+        def compute(missing: list[Settings]) -> Iterator[tuple[Settings, dict[str, Any]]]:
+            for one in as_completed([pool.submit(train, settings) for settings in missing]):
                 yield one.result()
 
-        def best(wanted: dict[tuple[Cell, float], Settings]) -> dict[Cell, float]:
+        def best(candidates: dict[tuple[Cell, float], Settings]) -> dict[Cell, float]:
             """Of each cell, the value whose run has the highest quality on held-out data."""
-            quality = [one["validation"] for one in runs.get(wanted.values(), compute)]
-            ranked = sorted(zip(quality, wanted, strict=True), key=lambda item: item[0])
+            quality = [one["validation"] for one in runs.get(candidates.values(), compute)]
+            ranked = sorted(zip(quality, candidates, strict=True), key=lambda item: item[0])
             return {cell: value for _, (cell, value) in ranked}
 
         cells: list[Cell] = list(itertools.product(batch_sizes, objectives))
@@ -551,9 +551,9 @@ class Row:
         if one["extra_encodes"] <= 0.01:
             return one
         pairs_seen = one["settings"]["pairs_seen"] / (1 + one["extra_encodes"] / 2)
-        wanted = {**one["settings"], "equal": "passes"}
-        del wanted["pairs_seen"]
-        alike = [found for found in runs.found.values() if wanted.items() <= found["settings"].items()]
+        settings = {**one["settings"], "equal": "passes"}
+        del settings["pairs_seen"]
+        alike = [found for found in runs.found.values() if settings.items() <= found["settings"].items()]
         return next((found for found in alike if abs(found["settings"]["pairs_seen"] / pairs_seen - 1) < 0.01), None)
 
     def mean(self, what: str) -> float:
@@ -569,7 +569,7 @@ class Row:
     def per_query(self) -> np.ndarray:
         """(Q,) mean over the seeds of each query's quality."""
         packed = (base64.b64decode(one["scores"]) for one in self.seeds)
-        decoded = [np.frombuffer(zlib.decompress(some), np.uint8) for some in packed]
+        decoded = [np.frombuffer(zlib.decompress(scores), np.uint8) for scores in packed]
         return np.mean(decoded, axis=0) / 255
 
 
@@ -609,7 +609,8 @@ def report(results: Path = RESULTS, figures: Path | None = None, samples: int = 
     if figures is not None:
         draw_gaps(by_length, runs, figures / "small_batch_gaps.svg")
         rows = max((rows for (task, _), rows in by_length.items() if task == GAPS_IN), key=len, default=[])
-        draw_headline(rows, figures / "quality_by_batch_size.svg")
+        if rows:
+            draw_headline(rows, figures / "quality_by_batch_size.svg")
 
 
 def cells_of(rows: Sequence[Row], samples: int) -> Iterator[dict[str, object]]:
@@ -697,10 +698,10 @@ def draw_gaps(by_length: dict[tuple[str, int], list[Row]], runs: Runs, path: Pat
         add("pairs seen", seen, small)
     tuning = [one for one in runs.found.values() if one["settings"]["task"] == GAPS_IN and one["settings"]["seed"] == 0]
     by_tau: dict[float, dict[str, float]] = {}
-    wanted = {"batch_size": ORDINARY_BATCH, "rate": RATES[0], "pairs_seen": longest, "equal": "pairs"}
+    same_settings = {"batch_size": ORDINARY_BATCH, "rate": RATES[0], "pairs_seen": longest, "equal": "pairs"}
     for one in tuning:
         own = one["settings"]
-        if wanted.items() <= own.items():
+        if same_settings.items() <= own.items():
             by_tau.setdefault(own["temperature"], {})[own["objective"]] = one["test"]
     for tau, of_objective in by_tau.items():
         add("τ of all (one seed)", tau, of_objective)

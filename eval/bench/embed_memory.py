@@ -32,9 +32,9 @@ FORMATS = ("jsonl", "parquet", "tar", "beir")
 def texts(count: int, words: int) -> Iterator[dict[str, str]]:
     """Records of an id and of so many random words."""
     random.seed(0)
-    known = ["".join(random.choices(string.ascii_lowercase, k=random.randint(2, 10))) for _ in range(5000)]
+    vocabulary = ["".join(random.choices(string.ascii_lowercase, k=random.randint(2, 10))) for _ in range(5000)]
     for number in range(count):
-        yield {"_id": f"document-{number:09d}", "text": " ".join(random.choices(known, k=words))}
+        yield {"_id": f"document-{number:09d}", "text": " ".join(random.choices(vocabulary, k=words))}
 
 
 def write(folder: Path, kind: str, count: int, words: int) -> Path:
@@ -70,7 +70,7 @@ def anonymous() -> int:
     return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) << 10
 
 
-def measure(data: str, out: str, told: Any) -> None:
+def measure(data: str, out: str, report: Any) -> None:
     """Embed; tell items, seconds and the highest memory."""
     import torch
     from torch import nn
@@ -107,7 +107,7 @@ def measure(data: str, out: str, told: Any) -> None:
     opened = highest[0]
     embed(Trivial(), corpus, out, batch_size=256, progress=False)
     ended.set()
-    told.put((len(corpus), time.monotonic() - started, before, opened, highest[0]))
+    report.put((len(corpus), time.monotonic() - started, before, opened, highest[0]))
 
 
 def main(
@@ -131,10 +131,10 @@ def main(
             peaks = []
             for count in (texts // 10, texts):
                 data = write(Path(name), kind, count, words)
-                told = spawn.Queue()
-                process = spawn.Process(target=measure, args=(str(data), f"{name}/{kind}-{count}", told))
+                report = spawn.Queue()
+                process = spawn.Process(target=measure, args=(str(data), f"{name}/{kind}-{count}", report))
                 process.start()
-                items, seconds, before, opened, highest = told.get()
+                items, seconds, before, opened, highest = report.get()
                 process.join()
                 size = sum(file.stat().st_size for file in (data.rglob("*") if data.is_dir() else [data])) >> 20
                 print(

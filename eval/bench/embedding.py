@@ -74,7 +74,7 @@ def main(
         theirs.encode(items[:batch_size], batch_size=batch_size)
         times, vectors = in_turn(runs, repeats)
         np.testing.assert_allclose(vectors["ours"], vectors["theirs"], atol=1e-4)
-        mine, reference = (statistics.median(times[who]) for who in ("ours", "theirs"))
+        mine, reference = (statistics.median(times[side]) for side in ("ours", "theirs"))
         rates = f"{len(items) / mine:8.1f} texts/s, SentenceTransformer.encode {len(items) / reference:8.1f}"
         print(f"{name:>10}: dualenc {rates}, ratio {reference / mine:.2f} (want ≥ 1.00)")
 

@@ -76,18 +76,20 @@ def main(
         faiss.omp_set_num_threads(threads)
         torch.set_num_threads(threads)
     random = np.random.default_rng(0)
-    asked = random.standard_normal((queries, dim), dtype=np.float32)
-    asked /= np.linalg.norm(asked, axis=1, keepdims=True)
+    query_vectors = random.standard_normal((queries, dim), dtype=np.float32)
+    query_vectors /= np.linalg.norm(query_vectors, axis=1, keepdims=True)
     with tempfile.TemporaryDirectory() as folder:
         kept = np.lib.format.open_memmap(Path(folder) / "documents.npy", "w+", np.float16, (documents, dim))
         for start in range(0, documents, 2**16):
             block = random.standard_normal((min(2**16, documents - start), dim), dtype=np.float32)
             kept[start : start + 2**16] = block / np.linalg.norm(block, axis=1, keepdims=True)
-        runs = {"FAISS, CPU": functools.partial(exact_search, asked, kept, k)}
+        runs = {"FAISS, CPU": functools.partial(exact_search, query_vectors, kept, k)}
         if torch_on_cpu:
-            runs["torch, CPU"] = functools.partial(by_torch_on_cpu, asked, kept, k)
+            runs["torch, CPU"] = functools.partial(by_torch_on_cpu, query_vectors, kept, k)
         if torch.cuda.is_available():
-            runs[f"torch, {torch.cuda.get_device_name()}"] = functools.partial(exact_search, asked, kept, k, device=GPU)
+            runs[f"torch, {torch.cuda.get_device_name()}"] = functools.partial(
+                exact_search, query_vectors, kept, k, device=GPU
+            )
         # On one thread and without a GPU processor time counts.
         clock = time.perf_counter if torch.cuda.is_available() else quietest_clock(faiss.omp_get_max_threads())
         times, found = in_turn(runs, repeats, warm_up=1, clock=clock)

@@ -41,18 +41,18 @@ def main(
         drawn = centres[random.integers(0, len(centres), count)] + 1.5 * random.normal(size=(count, dim))
         return (drawn / np.linalg.norm(drawn, axis=1, keepdims=True)).astype(np.float32)
 
-    database, asked = around(vectors), around(queries)
+    database, query_vectors = around(vectors), around(queries)
     masks = {share: random.random(vectors) < share for share in shares}
     exact = {}
     for share, kept in masks.items():
         rows = np.flatnonzero(kept)
-        exact[share] = rows[faiss.knn(asked, database[rows], 10, faiss.METRIC_INNER_PRODUCT)[1]]
+        exact[share] = rows[faiss.knn(query_vectors, database[rows], 10, faiss.METRIC_INNER_PRODUCT)[1]]
     for factory in factories:
         index = Index.build(database, factory=factory, threads=1)
         print(f"{factory} {index.meta['search_parameters']}")
         for share, kept in masks.items():
             begin, found = time.process_time(), []
-            for query in asked:
+            for query in query_vectors:
                 found.append(index.search_rows(query, 10, kept=None if share == 1 else kept)[1][0])
             milliseconds = 1000 * (time.process_time() - begin) / queries
             recall = np.mean(

@@ -137,9 +137,9 @@ def main(
     print(f"{vectors:,} vectors of dimension {dim}, {queries:,} queries, {faiss.omp_get_max_threads()} threads")
     with tempfile.TemporaryDirectory() as folder:
         embeddings = write(Path(folder) / "embeddings", clustered(vectors, dim, seed=1))
-        asked = clustered(queries, dim, seed=2)
+        query_vectors = clustered(queries, dim, seed=2)
         for factory in factories or FACTORIES:
-            measure(Path(folder), embeddings, asked, factory, k, repeats, seconds)
+            measure(Path(folder), embeddings, query_vectors, factory, k, repeats, seconds)
 
 
 if __name__ == "__main__":

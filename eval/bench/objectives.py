@@ -94,9 +94,11 @@ class Model:
             loss.backward()
 
         if size not in self.chunk_seconds:
-            alone = [partial(run, keep=False), partial(run, keep=True)]
+            passes = [partial(run, keep=False), partial(run, keep=True)]
             # Without BatchNorm both are the same.
-            measured = least_seconds(alone if uses_batch_statistics(self.encoder) else alone[:1], repeats, self.device)
+            measured = least_seconds(
+                passes if uses_batch_statistics(self.encoder) else passes[:1], repeats, self.device
+            )
             # By itself: it leaves more memory to its successor, which would run up to 0.05 faster for it.
             (both,) = least_seconds([partial(run, keep=True, out_of_batch=True)], repeats, self.device)
             self.chunk_seconds[size] = measured[0], measured[-1], both
@@ -178,13 +180,17 @@ def compare(model: Model, batch_size: int, num_items: int, chunk_size: int, repe
     reference = 0.0
     for name, build in OBJECTIVES.items():
         criterion = build(num_left=num_items, views=model.views).to(model.device)
-        alone, operations, graphs, no_graphs = time_objective(criterion, model, batch_size, num_items, repeats)
+        own_seconds, operations, graphs, no_graphs = time_objective(criterion, model, batch_size, num_items, repeats)
         base = noting if criterion.needs_encode else plain
-        reference = reference or base + alone
+        reference = reference or base + own_seconds
         row: dict[str, object] = {"B": batch_size, "objective": name, "operations": operations}
-        row |= {"model, ms": base * 1000, "objective, ms": alone * 1000, "ratio": (base + alone) / reference}
+        row |= {
+            "model, ms": base * 1000,
+            "objective, ms": own_seconds * 1000,
+            "ratio": (base + own_seconds) / reference,
+        }
         encodes = per_item * (graphs + no_graphs / 3)
-        rows.append(row | {"encodes": graphs + no_graphs, "with encodes": (base + alone + encodes) / reference})
+        rows.append(row | {"encodes": graphs + no_graphs, "with encodes": (base + own_seconds + encodes) / reference})
     return rows
 
 

@@ -64,7 +64,7 @@ def measure(encoder: EncoderName, layers: int) -> dict[str, int]:
     optimizer.step()
     states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
     parts = {"weights": list(model.parameters()), "gradients": [p.grad for p in trained], "optimizer": states}
-    held = {name: sum(distributed.local_part(t).nbytes for t in some) for name, some in parts.items()}
+    held = {name: sum(distributed.local_part(t).nbytes for t in tensors) for name, tensors in parts.items()}
     return {**held, "unit": unit}
 
 
