@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, SoftFileLock, Timeout
 from torch import nn
 
 from dualenc import distributed
@@ -35,12 +37,10 @@ from dualenc.files import (
     atomic_folder,
     check_path,
     checksums,
-    process_state,
     read_json,
     recover_inside,
     remove,
     save_tensors,
-    this_process,
     write_json,
 )
 from dualenc.seeds import random_state, seed_everything, set_random_state
@@ -91,55 +91,83 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> Iterator[None]:
-    """In this context a run has a folder for itself; all ranks enter it together, the main process holds the lock.
+    """Lock a run's folder in this context; all ranks enter it together, the main process holds the lock.
 
-    The folder is made if it is not there. Otherwise nothing in it changes here, and a folder in which nothing was
+    The folder is made if it is missing. Otherwise nothing in it changes here, and a folder in which nothing was
     written is gone at the end: a mistake that comes to light before the first step leaves no trace.
 
     Args:
         output: the folder.
-        resume: a run that is there will be resumed.
-        overwrite: a run that is there may be replaced, see `clear`.
+        resume: a run in the folder will be resumed.
+        overwrite: a run in the folder may be replaced, see `clear`.
 
     Raises:
-        DualencError: another run is going on there; there is a finished or broken one and neither is wanted; or the
+        DualencError: another run is using the folder; it holds a finished or broken one and neither is wanted; or the
             folder cannot be made.
     """
     check_path(output)
     folder = Path(output)
-    lock, problem = folder / ".lock", None
     made = [path for path in (folder, *folder.parents) if not path.exists()]
+    lock = FileLock(folder / ".lock", timeout=0)
+    problem = None
     if distributed.is_main():
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _lock(lock)
-            found = [name for name in RUN_FILES if (folder / name).exists()]
-            if found and not (resume or overwrite):
-                problem = (
-                    f"{folder}: holds a run already ({found[0]}); resume it (--resume), allow trainer.overwrite=true, "
-                    "or choose another trainer.output"
-                )
-            foreign = next((folder / name for name in found if not _is_of_a_run(folder / name)), None)
-            if foreign is not None and overwrite and not resume:
-                problem = f"{foreign}: was not written by a training and is not replaced; choose another trainer.output"
-            if problem is not None:
-                lock.unlink()
+            _check_contents(folder, resume, overwrite)
         except OSError as error:
             problem = f"{folder}: cannot be made or written to ({error.strerror}); choose another trainer.output"
         except DualencError as error:
             problem = str(error)
-    everywhere = distributed.broadcast_object(problem)
     try:
-        if everywhere:
-            raise DualencError(everywhere)
+        problem = distributed.broadcast_object(problem)
+        if problem:
+            raise DualencError(problem)
         yield
     finally:
+        if lock.is_locked:
+            # Removed while it is held: whoever waits for a removed lock file notices, and tries again.
+            Path(lock.lock_file).unlink(missing_ok=True)
+            lock.release()
         if distributed.is_main():
-            if problem is None and this_process().items() <= _holder(lock).items():
-                lock.unlink(missing_ok=True)
             with suppress(OSError):  # inner folders first, up to one that holds something
                 for path in made:
                     path.rmdir()
+
+
+def _lock(lock: FileLock) -> None:
+    """Take the lock, and write into its file who has it; the system frees it when the process ends."""
+    path = Path(lock.lock_file)
+    try:
+        lock.acquire()
+    except Timeout:
+        with suppress(OSError):
+            holder = " ".join(path.read_text(encoding="utf-8", errors="replace").split())[:200]
+            raise DualencError(
+                f"{path.parent}: a run is going on in this folder ({holder}); wait for it or stop it, or choose "
+                "another trainer.output"
+            ) from None
+        raise DualencError(f"{path.parent}: another run has just ended in this folder; start again") from None
+    # On a file system without locks, filelock keeps its own record in the file.
+    if not isinstance(lock, SoftFileLock):
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n", encoding="utf-8")
+
+
+def _check_contents(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Refuse a folder with a run that is neither to be resumed nor replaced, or with files of another origin."""
+    found = [name for name in RUN_FILES if (folder / name).exists()]
+    if found and not (resume or overwrite):
+        raise DualencError(
+            f"{folder}: holds a run already ({found[0]}); resume it (--resume), allow trainer.overwrite=true, or "
+            "choose another trainer.output"
+        )
+    if overwrite and not resume:
+        for name in found:
+            if not _is_of_a_run(folder / name):
+                raise DualencError(
+                    f"{folder / name}: was not written by a training and is not replaced; choose another trainer.output"
+                )
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -158,53 +186,6 @@ def _is_of_a_run(path: Path) -> bool:
     if path.name == "trackers":
         return (path.parent / "metrics.jsonl").is_file()
     return path.is_dir()
-
-
-def _lock(lock: Path) -> None:
-    """Write who works here, unless somebody does; the lock of a process that is gone is replaced."""
-    descriptor = os.open(lock.parent, os.O_RDONLY) if os.name == "posix" else None
-    try:
-        if descriptor is not None:
-            import fcntl
-
-            # Of several processes of this machine that find a stale lock one replaces it, and the others see that.
-            with suppress(OSError):  # some network file systems have no such locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if lock.exists():
-            holder = _holder(lock)
-            who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}, since {holder.get('since', '?')}"
-            state = process_state(holder)
-            if state == "unknown":
-                raise DualencError(
-                    f"{lock.parent}: locked by a run that cannot be looked up from here ({who}); if it has ended, "
-                    f"remove {lock} and start again"
-                )
-            if state == "running":
-                raise DualencError(
-                    f"{lock.parent}: a run is going on in this folder ({who}); wait for it or stop it, or choose "
-                    "another trainer.output"
-                )
-            lock.unlink(missing_ok=True)
-        try:
-            with open(lock, "x", encoding="utf-8") as stream:
-                stream.write(json.dumps({**this_process(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n")
-        except FileExistsError:
-            raise DualencError(f"{lock.parent}: another run has just begun in this folder; wait for it") from None
-        except OSError:
-            lock.unlink(missing_ok=True)
-            raise
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _holder(lock: Path) -> dict[str, Any]:
-    """Who a lock names; nobody when it cannot be read: it may be being written on another machine."""
-    try:
-        holder = json.loads(lock.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return holder if isinstance(holder, dict) else {}
 
 
 def clear(output: str | os.PathLike[str]) -> None:
