@@ -56,7 +56,7 @@ def is_main() -> bool:
 
 
 @contextmanager
-def lost_process_told() -> Iterator[None]:
+def explain_lost_process() -> Iterator[None]:
     """Another process that hangs or has ended is told in one line; every exchange of this file runs in this.
 
     On gloo. NCCL works outside the Python process and ends it itself, with words of its own.
@@ -81,14 +81,14 @@ def lost_process_told() -> Iterator[None]:
         raise
 
 
-@lost_process_told()
+@explain_lost_process()
 def barrier() -> None:
     """Wait until every process is here."""
     if is_initialized():
         dist.barrier()
 
 
-@lost_process_told()
+@explain_lost_process()
 def gather_objects(value: Any) -> list[Any]:
     """Any picklable value of every rank, in rank order, on every rank."""
     if not is_initialized():
@@ -98,7 +98,7 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-@lost_process_told()
+@explain_lost_process()
 def broadcast_object(value: Any) -> Any:
     """The main process's value, on every rank."""
     if not is_initialized():
@@ -113,7 +113,7 @@ def rank_sizes(local_size: int, device: torch.device) -> list[int]:
     return rank_numbers([local_size], device)[0]
 
 
-@lost_process_told()
+@explain_lost_process()
 def rank_numbers(local_numbers: Sequence[int], device: torch.device) -> list[list[int]]:
     """For each of this rank's numbers, as many on every rank, those of all ranks in rank order; one exchange."""
     if not is_initialized():
@@ -165,7 +165,7 @@ def gather_with_grad(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
     return _GatherWithGrad.apply(tensor, sizes or rank_sizes(tensor.shape[0], tensor.device))
 
 
-@lost_process_told()
+@explain_lost_process()
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     """A new tensor with the element-wise "sum", "mean", "max" or "min" over ranks, without gradient."""
     result = tensor.detach().clone()
@@ -222,7 +222,7 @@ class GradientAverage:
                     parameter.register_post_accumulate_grad_hook(partial(self._filled, number))
         self._missing = [len(bucket) for bucket in self.buckets]
 
-    @lost_process_told()
+    @explain_lost_process()
     def finish(self, number: int = 0) -> int:
         """Write the averages.
 
@@ -258,7 +258,7 @@ class GradientAverage:
         while len(self._sent) < len(self.buckets) and self._missing[len(self._sent)] == 0:
             self._send()
 
-    @lost_process_told()
+    @explain_lost_process()
     def _send(self) -> None:
         bucket = self.buckets[len(self._sent)]
         gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in bucket)
@@ -354,7 +354,7 @@ def shard_forward(module: torch.nn.Module, name: str) -> None:
     register_fsdp_forward_method(module, name)
 
 
-@lost_process_told()
+@explain_lost_process()
 def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the main process whole tensors on the CPU, elsewhere nothing; all ranks call it together, with equal keys."""
     whole = {}
@@ -365,7 +365,7 @@ def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
-@lost_process_told()
+@explain_lost_process()
 def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write sharded and whole tensors as safetensors, every rank its part; all ranks call it together.
 
@@ -382,7 +382,7 @@ def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         raise DualencError(f"{folder}: cannot be written ({error}); mend that, then go on with --resume") from error
 
 
-@lost_process_told()
+@explain_lost_process()
 def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors with what `save_shards` wrote, on any number of ranks; all ranks call it together.
 
@@ -420,7 +420,7 @@ def _checkpoint_told() -> Iterator[None]:
             raise _Failed(" ".join(str(reason).split())[:160]) from error
 
 
-@lost_process_told()
+@explain_lost_process()
 def _all_gather(tensor: Tensor, sizes: list[int]) -> Tensor:
     """Pad to the longest rank (gloo and NCCL want equal shapes), gather, cut the padding away."""
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))

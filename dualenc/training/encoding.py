@@ -87,7 +87,7 @@ class PlainEncoding:
             return list(self.encode("left", joined).split([num_rows(inputs) for _, inputs in parts]))
         return [self.encode(side, inputs) for side, inputs in parts]
 
-    @distributed.lost_process_told()
+    @distributed.explain_lost_process()
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of everything that was encoded with a graph."""
         self.statistics.release()
@@ -105,7 +105,7 @@ class PlainEncoding:
         self._encoded.append((encoded, leaf))
         return leaf
 
-    @distributed.lost_process_told()
+    @distributed.explain_lost_process()
     def _forward(self, side: Side, inputs: Inputs) -> Tensor:
         packed = self.model.tower(side).pack(inputs)
         on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in packed.items()}
@@ -216,7 +216,7 @@ class CachedEncoding(PlainEncoding):
             self._recorded.append(_Recorded(side, inputs, out_of_batch, chunks, random_states, embeddings, missing))
         return embeddings
 
-    @distributed.lost_process_told()
+    @distributed.explain_lost_process()
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients, encoding every chunk once more with its graph."""
         loss.backward()

@@ -317,8 +317,7 @@ class BestModel:
         self.best: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self.best_step = -1
-        self.worse = 0
-        """Evaluations since the best one."""
+        self.evaluations_without_improvement = 0
 
     @property
     def primary(self) -> str:
@@ -341,10 +340,12 @@ class BestModel:
         if step == 0:
             self.before = self.last
         elif self.keep_best and (not self.best or self.last[self.primary] > self.best[self.primary]):
-            self.best, self.best_step, self.worse = self.last, step, 0
+            self.best = self.last
+            self.best_step = step
+            self.evaluations_without_improvement = 0
             self._save(step, self.best)
         else:
-            self.worse += 1
+            self.evaluations_without_improvement += 1
         return self.last
 
     def finish(self, step: int, checkpoints: Checkpoints, say: Callable[[str], None]) -> dict[str, float]:
@@ -383,13 +384,14 @@ class BestModel:
     def state_dict(self) -> dict[str, Any]:
         """What later decisions depend on."""
         return {"before": self.before, "best": self.best, "last": self.last, "best_step": self.best_step} | (
-            {"worse": self.worse} if self.worse else {}
+            {"worse": self.evaluations_without_improvement} if self.evaluations_without_improvement else {}
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self.before, self.best, self.last = state["before"], state["best"], state["last"]
-        self.best_step, self.worse = state["best_step"], state.get("worse", 0)
+        self.best_step = state["best_step"]
+        self.evaluations_without_improvement = state.get("worse", 0)
 
     def _save(self, step: int, metrics: dict[str, float]) -> None:
         whole = nullcontext(self.model) if self.skeleton is None else assembled(self.model, self.skeleton)

@@ -222,7 +222,7 @@ def test_objectives_and_batches_that_do_not_know_weights_are_refused(tmp_path: P
     pairs = mixed(weights={"few": 2.0})
     sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
     told = {
-        "the mixture chooses who meets whom, but ISIR as set .* give it proposals=64, or weigh all sources 1": {
+        "the mixture chooses the batches, but ISIR as set .* give it proposals=64, or weigh all sources 1": {
             "objective": ISIR(**sizes)
         },
         "GlobalCache as set assumes random batches; .*, or weigh all sources 1 in mixed batches": {

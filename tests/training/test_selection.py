@@ -192,7 +192,7 @@ def test_a_fresh_pass_leaves_the_training_as_it_is(instant, tmp_path):
 def test_chains_refuse_selected_batches_before_the_folder_is_touched(tmp_path):
     """Their law assumes that any pairs may meet; proposals from the corpus do not depend on the batches."""
     selected, random = OSGDBatches(24, 6, seed=1), RandomBatches(24, 6, seed=1)
-    with pytest.raises(DualencError, match=r"OSGDBatches chooses who meets whom.*proposals=64") as raised:
+    with pytest.raises(DualencError, match=r"OSGDBatches chooses the batches.*proposals=64") as raised:
         train(tmp_path / "refused", objective=EMC2(num_left=24).double(), batching=selected)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "refused").exists()
