@@ -29,9 +29,10 @@ from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.seeds import seed_everything
 from dualenc.training.averages import AveragedWeights
+from dualenc.training.best import BestModel
 from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
-from dualenc.training.evaluators import BestModel, Evaluator
+from dualenc.training.evaluators import Evaluator
 from dualenc.training.loader import Batch, BatchLoader, Guide, ItemEncoder
 from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.optim import build_optimizer, build_schedule, trainable_parameters

@@ -225,7 +225,7 @@ def test_objectives_and_batches_that_do_not_know_weights_are_refused(tmp_path: P
         "the mixture chooses the batches, but ISIR as set .* give it proposals=64, or weigh all sources 1": {
             "objective": ISIR(**sizes)
         },
-        "GlobalCache as set assumes random batches; .*, or weigh all sources 1 in mixed batches": {
+        "GlobalCache as set assumes random ones; .*, or weigh all sources 1 in mixed batches": {
             "objective": GlobalCache(**sizes)
         },
         "which RandomBatches does not know; leave batching out, or weigh all sources 1": {
