@@ -1,4 +1,4 @@
-"""Training: one loop for every model and objective, exact resumption, gradient caching, selection of batches."""
+"""Training: one loop for every model and objective, exact resumption, gradient caching, batch selection."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The folder of a run: claimed by one run at a time, and its checkpoints, which are complete or not there.
+"""The folder of a run: locked by one run at a time, and its checkpoints, which are complete or absent.
 
     OUTPUT/checkpoints/step-00000500/
         state.pt      everything that is the same on all ranks, readable with torch.load(weights_only=True)
         ranks.pt      each rank's random generators
-        shards/       of a sharded model: the weights and what the optimizer keeps of them, as safetensors, a file by
-                      each rank; readable on any number of ranks
+        shards/       of a sharded model: weights and optimizer state as safetensors, a file by each rank; readable on
+                      any number of ranks
         meta.json     step, fingerprint of the recipe, size and SHA-256 of each file
 
-`accelerate.save_state` writes in place, in several files and with pickled parts, and knows neither the position in
-an epoch nor the state of a selection of batches; hence these few lines.
+`accelerate.save_state` is not used: it writes in place, in several files and with pickled parts, and knows neither the
+position in an epoch nor the state of a selection of batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, SoftFileLock, Timeout
-from torch import nn
+from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.data.pairs import PairDataset
@@ -56,12 +56,12 @@ def fingerprint(
 
     Args:
         settings: nested settings that the result depends on.
-        model: its class and the names and shapes of its weights count, which do not depend on the number of processes
-            as buffers may.
+        model: described by its class and the names and shapes of its weights, which do not depend on the number of
+            processes as buffers may.
         objective: likewise; its state is part of the run.
-        pairs: its class, sizes, ids and contents count (`PairDataset.identities`), so that changed data of equal size
-            is noticed; the main process reads them for all.
-        batching: its class counts.
+        pairs: described by class, sizes, ids and contents (`PairDataset.identities`), so that changed data of equal
+            size is noticed; the main process reads them for all.
+        batching: described by its class.
     """
     described = flatten(json.loads(json.dumps(settings, default=str)))
     for name, module in (("model", model), ("objective", objective)):
@@ -189,7 +189,7 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def clear(output: str | os.PathLike[str]) -> None:
-    """Remove what an earlier run has left, all but `selection`, in which the new one may be at work already."""
+    """Remove an earlier run, all but `selection`, which the new one may be using already."""
     if distributed.is_main():
         for name in RUN_FILES:
             if name != "selection":
@@ -200,13 +200,15 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: where they are; made when the first one is written.
+        folder: of the checkpoints; made when the first one is written.
         keep: how many of the latest stay.
         fingerprint: flat dict of what must be the same for a resumed run to be the same run.
     """
 
     def __init__(self, folder: Path, keep: int = 2, fingerprint: dict[str, Any] | None = None) -> None:
-        self.folder, self.keep, self.fingerprint = folder, keep, fingerprint or {}
+        self.folder = folder
+        self.keep = keep
+        self.fingerprint = fingerprint or {}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint; every rank calls it, the main process writes.
@@ -220,37 +222,36 @@ class Checkpoints:
             DualencError: there are shards, and not every rank sees the folder.
         """
         ranks = distributed.gather_objects(random_state())
-        shards = state.get("shards")
         target = self.folder / f"step-{step:08d}"
-        writing = atomic_folder(target, is_checkpoint, "checkpoint") if distributed.is_main() else nullcontext(target)
-        with writing as part:
-            if distributed.is_main():
+        is_main = distributed.is_main()
+        with atomic_folder(target, is_checkpoint, "checkpoint") if is_main else nullcontext(target) as part:
+            if is_main:
                 part.mkdir()
-            if shards is not None:
-                part = distributed.broadcast_object(part)
-                if not all(distributed.gather_objects(part.is_dir())):
-                    raise DualencError(
-                        f"{self.folder}: not every process sees this folder, and each writes its part of a sharded "
-                        "model to it; put trainer.output on a file system that all machines share"
-                    )
-                distributed.save_shards(part / SHARDS, shards)
-            if distributed.is_main():
+            if "shards" in state:
+                self._save_shards(distributed.broadcast_object(part), state["shards"])
+            if is_main:
                 save_tensors(part / "state.pt", {name: value for name, value in state.items() if name != "shards"})
                 save_tensors(part / "ranks.pt", ranks)
-                written = [path for path in sorted(part.rglob("*")) if path.is_file()]
-                sizes = {path.relative_to(part).as_posix(): path.stat().st_size for path in written}
-                meta = {"step": step, "files": sizes, "checksums": checksums(part, sizes)}
-                write_json(part / "meta.json", {**meta, "fingerprint": self.fingerprint})
-        if distributed.is_main():
-            if os.name == "posix":  # the rename itself goes to the disk too
-                descriptor = os.open(self.folder, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                self._save_meta(part, step)
+        if is_main:
+            _sync_folder(self.folder)
             for _, old in self.complete()[: -self.keep]:
                 remove(old)
         distributed.barrier()
+
+    def _save_shards(self, part: Path, shards: dict[str, Tensor]) -> None:
+        if not all(distributed.gather_objects(part.is_dir())):
+            raise DualencError(
+                f"{self.folder}: not every process sees this folder, and each writes its part of a sharded model to "
+                "it; put trainer.output on a file system that all machines share"
+            )
+        distributed.save_shards(part / SHARDS, shards)
+
+    def _save_meta(self, part: Path, step: int) -> None:
+        written = [path for path in sorted(part.rglob("*")) if path.is_file()]
+        sizes = {path.relative_to(part).as_posix(): path.stat().st_size for path in written}
+        meta = {"step": step, "files": sizes, "checksums": checksums(part, sizes), "fingerprint": self.fingerprint}
+        write_json(part / "meta.json", meta)
 
     def complete(self) -> list[tuple[int, Path]]:
         """(step, folder) of every checkpoint whose files are all there, in ascending order.
@@ -262,12 +263,7 @@ class Checkpoints:
             named = re.match(r"step-(\d+)$", folder.name)
             if named is None:
                 continue
-            try:
-                sizes = read_json(folder / "meta.json")["files"]
-                complete = all((folder / name).stat().st_size == size for name, size in sizes.items())
-            except (DualencError, OSError, KeyError, TypeError):
-                complete = False
-            if complete:
+            if _is_complete(folder):
                 found.append((int(named[1]), folder))
             else:
                 warnings.warn(f"{folder}: this checkpoint is not complete and is passed over", stacklevel=2)
@@ -289,16 +285,10 @@ class Checkpoints:
         folder = distributed.broadcast_object(complete[-1][1] if complete else None)
         if folder is None:
             return None
-        theirs = read_json(folder / "meta.json")["fingerprint"]
-        for key in sorted(set(theirs) | set(self.fingerprint)):
-            was, now = theirs.get(key), self.fingerprint.get(key)
-            if was != now:
-                raise DualencError(
-                    f"{folder}: this checkpoint is from another recipe or other data: {key} was {was!r} and is now "
-                    f"{now!r}; resume with the recipe and data it was made with, or choose another output folder"
-                )
+        self._check_fingerprint(folder)
         _check_files(folder)
-        state, ranks = _state_in(folder), _load(folder / "ranks.pt")
+        state = _state_in(folder)
+        ranks = _load(folder / "ranks.pt")
         if distributed.rank() < len(ranks):
             set_random_state(ranks[distributed.rank()])
         else:
@@ -306,36 +296,71 @@ class Checkpoints:
         return state
 
     def load_step(self, step: int) -> dict[str, Any] | None:
-        """The state of the checkpoint of a step, as of `load_latest`, or None; all ranks call it together."""
+        """The state of the checkpoint of a step, like `load_latest`, or None; all ranks call it together."""
         folder = distributed.broadcast_object(dict(self.complete()).get(step))
         if folder is None:
             return None
         _check_files(folder)
         return _state_in(folder)
 
+    def _check_fingerprint(self, folder: Path) -> None:
+        saved = read_json(folder / "meta.json")["fingerprint"]
+        for key in sorted(set(saved) | set(self.fingerprint)):
+            was = saved.get(key)
+            now = self.fingerprint.get(key)
+            if was != now:
+                raise DualencError(
+                    f"{folder}: this checkpoint is from another recipe or other data: {key} was {was!r} and is now "
+                    f"{now!r}; resume with the recipe and data it was made with, or choose another output folder"
+                )
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a checkpoint's files have the sizes in its meta.json."""
+    try:
+        sizes = read_json(folder / "meta.json")["files"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (DualencError, OSError, AttributeError, KeyError, TypeError):
+        return False
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush the rename of a finished checkpoint to the disk."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
 
 def _check_files(folder: Path) -> None:
     """Compare every file with its checksum, on the main process; what is wrong is raised on all."""
-    problem = None
-    if distributed.is_main():
-        recorded = read_json(folder / "meta.json").get("checksums")
-        if recorded is None:
-            problem = (
-                f"{folder}: an earlier version wrote this checkpoint, without checksums; finish the run with that "
-                "version, or start anew with trainer.overwrite=true"
-            )
-        else:
-            found = checksums(folder, recorded)
-            damaged = [name for name, expected in recorded.items() if found[name] != expected]
-            problem = _damage(folder / damaged[0], "its SHA-256 is not the one in meta.json") if damaged else None
-    problem = distributed.broadcast_object(problem)
+    problem = distributed.broadcast_object(_problem_with_files(folder) if distributed.is_main() else None)
     if problem:
         raise DualencError(problem)
 
 
+def _problem_with_files(folder: Path) -> str | None:
+    recorded = read_json(folder / "meta.json").get("checksums")
+    if recorded is None:
+        return (
+            f"{folder}: an earlier version wrote this checkpoint, without checksums; finish the run with that "
+            "version, or start anew with trainer.overwrite=true"
+        )
+    found = checksums(folder, recorded)
+    for name, expected in recorded.items():
+        if found[name] != expected:
+            return _damage(folder / name, "its SHA-256 is not the one in meta.json")
+    return None
+
+
 def _state_in(folder: Path) -> dict[str, Any]:
-    shards = {"shards": folder / SHARDS} if (folder / SHARDS).is_dir() else {}
-    return {**_load(folder / "state.pt"), **shards}
+    state: dict[str, Any] = _load(folder / "state.pt")
+    if (folder / SHARDS).is_dir():
+        state["shards"] = folder / SHARDS
+    return state
 
 
 def _load(path: Path) -> Any:
