@@ -31,6 +31,7 @@ _works_alone = False
 
 def is_initialized() -> bool:
     """Whether a process group of more than one process is up, and this process takes part in it."""
+    # A group of one process needs no communication either.
     return not _works_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -38,6 +39,7 @@ def is_initialized() -> bool:
 def alone() -> Iterator[None]:
     """Work as if there were no other process: for tasks of which each process does a different one."""
     global _works_alone
+    # Contexts may be nested.
     before = _works_alone
     _works_alone = True
     try:
@@ -73,6 +75,7 @@ def explain_lost_process() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # gloo has no exception classes for these; the words are those of its versions so far.
         reason = str(error)
         if any(words in reason for words in ("Timed out", "timed out", "imeout")):
             raise DualencError(
@@ -129,6 +132,7 @@ def rank_numbers(local_numbers: Sequence[int], device: torch.device) -> list[lis
     """
     if not is_initialized():
         return [[number] for number in local_numbers]
+    # As tensors: objects would be pickled, and take two exchanges.
     own = torch.tensor(local_numbers, device=device)
     numbers = [torch.empty_like(own) for _ in range(world_size())]
     dist.all_gather(numbers, own)
@@ -241,6 +245,7 @@ class GradientAverage:
         flags = torch.tensor([*has_gradient, number], dtype=torch.int32)
         while len(self._sent) < len(self.buckets):
             self._send()
+        # Whether a parameter has a gradient may differ by rank, but all must treat it alike.
         *used, number = all_reduce(flags.to(self.device), "max").tolist()
         is_used = iter(used)
         sent = self._sent
@@ -268,6 +273,7 @@ class GradientAverage:
     def _send(self) -> None:
         bucket = self.buckets[len(self._sent)]
         gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in bucket)
+        # One message of many gradients: each exchange has a fixed cost.
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         self._sent.append((dist.all_reduce(flat, group=self._group, async_op=True), flat))
 
@@ -311,6 +317,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float) -> Te
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
     parts = [local_part(p.grad) for p in parameters if p.grad is not None and is_sharded(p)]
     whole = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
+    # torch's own function would take the norm of this rank's parts alone.
     squares = torch.nn.utils.get_total_norm(parts).to(local_part(parameters[0])) ** 2
     norm = (all_reduce(squares) + torch.nn.utils.get_total_norm(whole).to(squares) ** 2).sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -360,6 +367,7 @@ def shard(modules: Iterable[torch.nn.Module], device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    # One dimension: every rank has a part of every weight.
     mesh = init_device_mesh(device.type, (world_size(),))
     for module in modules:
         scalars = {parameter for parameter in module.parameters() if parameter.dim() == 0}
@@ -441,7 +449,8 @@ def _explain_failure() -> Iterator[None]:
 
 @explain_lost_process()
 def _all_gather(tensor: Tensor, sizes: list[int]) -> Tensor:
-    """Pad to the longest rank (gloo and NCCL want equal shapes), gather, cut the padding away."""
+    """Gather tensors of different lengths: pad to the longest rank, gather, cut the padding off."""
+    # gloo and NCCL want equal shapes.
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor
     parts = [torch.empty_like(padded) for _ in sizes]

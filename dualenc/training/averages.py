@@ -36,6 +36,7 @@ class AveragedWeights:
         self.steps += 1
         share = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
         for name, tensor in self.model.state_dict().items():
+            # In place, on this rank's part only: no layer is gathered.
             average = local_part(self.average[name])
             current = local_part(tensor)
             if average.is_floating_point():

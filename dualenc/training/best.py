@@ -93,6 +93,7 @@ class BestModel:
             self.model.train()
         if self.primary not in metrics:
             raise DualencError(f"evaluator.primary is {self.primary!r}; choose one of {', '.join(metrics)}")
+        # All ranks must take the same decisions by it, bit for bit.
         own = {name: float(value) for name, value in metrics.items()}
         everywhere: dict[str, float] = distributed.broadcast_object(own)
         return everywhere
@@ -109,6 +110,7 @@ class BestModel:
             The metrics of what the folder holds.
         """
         if self.keep_best and self.best:
+            # The folder is written whole, so its card stands for all of it.
             if not distributed.broadcast_object(not (self.folder / "README.md").exists()):
                 return self.best
             state = checkpoints.load_step(self.best_step)

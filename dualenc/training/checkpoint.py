@@ -63,12 +63,14 @@ def fingerprint(
             size is noticed; the main process reads them for all.
         batching: described by its class.
     """
+    # Through JSON, as meta.json gives it back: tuples become lists, paths texts.
     described = flatten(json.loads(json.dumps(settings, default=str)))
     for name, module in (("model", model), ("objective", objective)):
         shapes = [(key, list(parameter.shape)) for key, parameter in module.named_parameters()]
         digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
         described[name] = f"{type(module).__name__} with weights {digest}"
     sizes = f"{len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
+    # Reading all contents takes minutes on large data: once, not on every rank.
     contents = distributed.broadcast_object(pairs.identities() if distributed.is_main() else {})
     return {
         **described,
@@ -120,6 +122,7 @@ def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) ->
         except DualencError as error:
             problem = str(error)
     try:
+        # Raised on all ranks: the others would wait for the main process in their first exchange.
         problem = distributed.broadcast_object(problem)
         if problem:
             raise DualencError(problem)
@@ -130,7 +133,8 @@ def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) ->
             Path(lock.lock_file).unlink(missing_ok=True)
             lock.release()
         if distributed.is_main():
-            with suppress(OSError):  # inner folders first, up to one that holds something
+            # Inner folders first, up to one that holds something.
+            with suppress(OSError):
                 for path in made:
                     path.rmdir()
 
@@ -177,7 +181,8 @@ def is_checkpoint(folder: Path) -> bool:
 
 def _is_of_a_run(path: Path) -> bool:
     """Whether something that has one of the names in `RUN_FILES` was written by a training."""
-    if path.suffix:  # of the files
+    # A user's file or folder of the same name must not be deleted; metrics.jsonl and the like are files.
+    if path.suffix:
         return path.is_file()
     if path.name == "checkpoints":
         return path.is_dir() and all(is_checkpoint(step) or step.name.startswith(".") for step in path.iterdir())
@@ -221,12 +226,14 @@ class Checkpoints:
         Raises:
             DualencError: there are shards, and not every rank sees the folder.
         """
+        # Dropout draws from each rank's own generators.
         ranks = distributed.gather_objects(random_state())
         target = self.folder / f"step-{step:08d}"
         is_main = distributed.is_main()
         with atomic_folder(target, is_checkpoint, "checkpoint") if is_main else nullcontext(target) as part:
             if is_main:
                 part.mkdir()
+            # Before meta.json, which lists the files of all ranks.
             if "shards" in state:
                 self._save_shards(distributed.broadcast_object(part), state["shards"])
             if is_main:
@@ -235,6 +242,7 @@ class Checkpoints:
                 self._save_meta(part, step)
         if is_main:
             _sync_folder(self.folder)
+            # Only now that a newer one is complete and on the disk.
             for _, old in self.complete()[: -self.keep]:
                 remove(old)
         distributed.barrier()
@@ -281,6 +289,7 @@ class Checkpoints:
         """
         if distributed.is_main():
             recover_inside(self.folder)
+        # The main process decides: another rank may see the folder later, on a shared file system.
         complete = self.complete()
         folder = distributed.broadcast_object(complete[-1][1] if complete else None)
         if folder is None:
@@ -289,6 +298,7 @@ class Checkpoints:
         _check_files(folder)
         state = _state_in(folder)
         ranks = _load(folder / "ranks.pt")
+        # A run may be resumed on more processes than it was saved by.
         if distributed.rank() < len(ranks):
             set_random_state(ranks[distributed.rank()])
         else:
@@ -364,6 +374,7 @@ def _state_in(folder: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Any:
+    # weights_only, so that a checkpoint of unknown origin cannot run code.
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

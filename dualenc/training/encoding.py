@@ -69,6 +69,7 @@ class PlainEncoding:
             return self._no_rows()
         tower = self.model.tower(side)
         with self.statistics.of_batch(tower, out_of_batch):
+            # A tower that packs several texts into a row computes for no padding anyway.
             groups = [] if tower.packs else length_groups(inputs, COST_OF_A_FORWARD.get(self.device.type, 4096))
             if len(groups) <= 1:
                 return self._forward(side, inputs)
@@ -81,6 +82,7 @@ class PlainEncoding:
         That makes fewer passes, and texts of like length on both sides are encoded together. BatchNorm layers see one
         part at a time.
         """
+        # BatchNorm would normalise both sides together.
         joined = None
         if self.model.shares_weights and not uses_batch_statistics(self.model):
             joined = self.model.left.prepare.join([inputs for _, inputs in parts if inputs])
@@ -91,6 +93,7 @@ class PlainEncoding:
     @distributed.explain_lost_process()
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of everything that was encoded with a graph."""
+        # Frees the stored activations layer by layer, as the backward pass is done with them.
         self.statistics.release()
         loss.backward()
         encoded = self._encoded
@@ -117,6 +120,7 @@ class PlainEncoding:
 
     def _no_rows(self) -> Tensor:
         """(0, D) with gradient: a rank without items still takes part in the collectives of the backward pass."""
+        # Of the weights' precision and device, as the other ranks' rows are.
         weight = next(self.model.parameters())
         return weight.new_zeros(0, self.model.dim).requires_grad_(torch.is_grad_enabled())
 
@@ -213,6 +217,7 @@ class CachedEncoding(PlainEncoding):
                 random_states.append(self._random_state())
                 with self.statistics.of_batch(self.model.tower(side), out_of_batch):
                     parts.append(self._forward(side, take(inputs, rows)))
+            # Sharded layers are gathered by all ranks together.
             for _ in range(missing):
                 self._forward(side, placeholder(self.model.tower(side)))
             if chunks:
@@ -228,6 +233,7 @@ class CachedEncoding(PlainEncoding):
     @distributed.explain_lost_process()
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients, encoding every chunk once more with its graph."""
+        # Ends at the leaves; from there on each chunk has a graph of its own.
         loss.backward()
         recorded = self._recorded
         self._recorded = []
@@ -244,6 +250,7 @@ class CachedEncoding(PlainEncoding):
         tower = self.model.tower(record.side)
         gradients = gradient_of(record.leaves)
         for rows, (on_cpu, on_gpu) in zip(record.chunks, record.random_states, strict=True):
+            # The same dropout as in the first pass.
             torch.set_rng_state(on_cpu)
             if on_gpu is not None:
                 torch.cuda.set_rng_state(on_gpu, self.device)

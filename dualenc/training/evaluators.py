@@ -104,6 +104,7 @@ class RetrievalEvaluator(Evaluator):
             raise DualencError("RetrievalEvaluator: where is for fields of a BEIR folder; give path in place of pairs")
         else:
             whole = held_out(pairs)
+        # The corpus stays whole: fewer documents would make retrieval easier.
         self.collection = whole
         if max_queries is not None:
             queries = whole.queries.take(range(min(max_queries, len(whole.queries))))
@@ -246,6 +247,7 @@ class TextsOf(Mapping[str, str]):
     """
 
     def __init__(self, corpus: Corpus, ids: Sequence[str]) -> None:
+        # Only texts can be shown in a report.
         readable = set(ids) if corpus.modality == "text" else set()
         self.corpus = corpus
         self.row_of = {name: row for row, name in enumerate(corpus.ids) if name in readable}

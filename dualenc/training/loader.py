@@ -155,6 +155,7 @@ class Guide:
         """(n, G) float32 unit vectors of items (n,) of a side; NaN for items without one."""
         rows = self._rows[side][ids]
         found = np.asarray(self._vectors[side][np.maximum(rows, 0)], dtype=np.float32)
+        # The rows of missing items are overwritten below; a zero vector, too, becomes NaN, which means "none".
         with np.errstate(invalid="ignore"):
             found = found / np.linalg.norm(found, axis=1, keepdims=True)
         found[rows < 0] = np.nan
@@ -212,6 +213,8 @@ class BatchLoader:
         Raises:
             DualencError: a bad sample, with on_error="raise".
         """
+        # Not accelerate's sharding of a loader, which hands each rank a batch of its own: a global batch was selected
+        # as a whole.
         rows = distributed.rank_slice(plan.shape[1])
         loader: DataLoader[Batch] = DataLoader(
             _PlannedBatches(self, plan[:, rows], epoch),
@@ -225,12 +228,14 @@ class BatchLoader:
             generator=torch.Generator().manual_seed(0),
         )
         for batch in loader:
+            # See `_PlannedBatches`.
             if isinstance(batch, DualencError):
                 raise batch
             yield batch
 
     def for_evaluation(self) -> BatchLoader:
         """The same with the preprocessing of evaluation; bad samples are left out."""
+        # Shares the data with this one; only the two settings differ.
         other = copy.copy(self)
         other.augment, other.on_error = False, "skip"
         return other
@@ -299,6 +304,7 @@ class BatchLoader:
         }
 
     def _positives(self, side: Side, ids: np.ndarray) -> Tensor | None:
+        # A batch may be empty on this rank, where every sample was bad.
         if len(ids) == 0:
             return None
         listed = self.pairs.positives(side, ids)
@@ -321,6 +327,7 @@ class BatchLoader:
             count = len(pair.negatives)
             if pair.score is not None:
                 scores[row, 0] = pair.score
+            # Negatives without a score keep NaN.
             scores[row, 1 : 1 + len(pair.negative_scores)] = torch.tensor(pair.negative_scores)
             rows[row, :count] = torch.arange(first, first + count)
             first += count
@@ -411,6 +418,7 @@ class ItemEncoder:
                 fetched = [asked[place] for place in places]
                 seeds = augmentation_seeds(self.seed, number, fetched, side, "item")
                 inputs = dict(self.model.tower(side).prepare(items, seeds))
+            # Even without any item: all ranks make this pass together.
             embeddings = encoding.encode(side, inputs, out_of_batch=True)
             if len(places) == len(asked):
                 return embeddings

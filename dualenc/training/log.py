@@ -45,6 +45,7 @@ class Meter:
 
     def add(self, step: int, loss: Tensor, values: dict[str, Tensor | float]) -> None:
         """Add the values of one step; `bad_step` reports a loss that is not finite."""
+        # Without a look at the value, which would wait for the device.
         first = ~torch.isfinite(loss) & (self.first_bad_step == 0)
         self.first_bad_step = torch.where(first, float(step), self.first_bad_step)
         for name, value in values.items():
@@ -69,6 +70,7 @@ class Meter:
         if not self.sums:
             return {}
         names = sorted(self.sums)
+        # One exchange and one transfer for all values.
         scalars = torch.stack([self.sums[name] for name in names])
         everything = torch.cat([scalars, self.source_sums, self.source_counts.to(self.device)])
         reduced = distributed.all_reduce(everything, "mean").tolist()
@@ -87,6 +89,7 @@ class Meter:
     def state_dict(self) -> dict[str, Any]:
         """The sums over all ranks, so that a resumed run logs the same means; all ranks call it together."""
         names = sorted(self.sums)
+        # Means over ranks, so that any number of processes can load them.
         sums = {name: float(distributed.all_reduce(self.sums[name], "mean")) for name in names}
         state = {"sums": sums, "counts": dict(self.counts)}
         if self.by_source:
@@ -132,6 +135,7 @@ class RunLog:
             desc="training",
             unit="step",
             disable=not (progress and self.active),
+            # A log file would get a line for each update.
             mininterval=0.5 if sys.stderr.isatty() else 15.0,
             dynamic_ncols=True,
         )
@@ -141,6 +145,7 @@ class RunLog:
 
         Lines of an earlier run after the step of `restart_at` go, and a line cut short by a kill.
         """
+        # On all ranks: accelerate decides on which of them a tracker runs.
         if self.accelerator.log_with:
             self.accelerator.init_trackers(project, {name: str(value) for name, value in config.items()})
         if self.active:
@@ -177,6 +182,7 @@ class RunLog:
         if self._waiting is not None:
             self._waiting.append((step, values))
             return
+        # JSON has no NaN.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         _append(self.path, {"step": step, **finite})
         self.accelerator.log({name: value for name, value in finite.items() if value is not None}, step=step)
@@ -233,6 +239,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text.decode("utf-8"))
         except json.JSONDecodeError:
+            # A kill cut the last line short.
             break
         except (ValueError, RecursionError):  # no text, or numbers or levels without end
             line = None

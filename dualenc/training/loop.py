@@ -87,6 +87,7 @@ class Loop:
         self.device = torch.device(accelerator.device.type, accelerator.device.index)
         self.output = Path(settings.output)
 
+        # In the order in which they need one another: the plan gives the number of steps, which the schedule needs.
         self.plan = BatchPlan(
             batching,
             len(pairs),
@@ -111,6 +112,7 @@ class Loop:
         self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
         sources = pairs.sources if isinstance(pairs, Mixture) else {}
         self.meter = Meter(self.device, [f"{kind}/{name}" for kind in ("loss", "batch_estimate") for name in sources])
+        # Last, as it reads all the data: a mistake in the settings is reported before that.
         described = fingerprint(self._described(), model, objective, pairs, batching)
         if guide is not None:
             described |= guide.identities()
@@ -187,6 +189,7 @@ class Loop:
     def _described(self) -> dict[str, Any]:
         """The settings that must be the same for a resumed run to be the same run."""
         settings = asdict(self.settings)
+        # The evaluator may change between two parts of a run: it does not change what is trained.
         free = {*FREE_SETTINGS, *(name for name, default in LATER_SETTINGS.items() if settings[name] == default)}
         described = {name: part for name, part in self.recipe.items() if name not in ("trainer", "evaluator")}
         described["trainer"] = {name: value for name, value in settings.items() if name not in free}
@@ -198,6 +201,7 @@ class Loop:
         Raises:
             Stopped, Interrupted: a signal has asked for it; after a checkpoint of the current step.
         """
+        # Before the checkpoint, which restores the generators that it knows.
         seed_everything(self.settings.seed, distributed.rank())
         state = self.checkpoints.load_latest(self.settings.seed) if resume else None
         if state is not None:
@@ -209,6 +213,7 @@ class Loop:
             self._evaluate()
         self.model.train()
         self.objective.train()
+        # A signal came before the evaluation that was due at the checkpoint's step.
         if self.evaluation_due:
             self._evaluate()
         while not self.is_finished:
@@ -216,6 +221,7 @@ class Loop:
             if not self.is_finished:
                 self.epoch += 1
                 self.batch = 0
+        # A run that was finished before, or has no steps, has not begun yet.
         self._begin()
         if self.out_of_patience:
             self.log.say(
@@ -270,7 +276,8 @@ class Loop:
             self.averages.load_state_dict(state["averages"])
         for name in self._whole_parts():
             getattr(self, name).load_state_dict(state[name])
-        self.objective.to(self.device)  # a table whose size only the checkpoint knows comes from the CPU
+        # A table whose size only the checkpoint knows comes from the CPU.
+        self.objective.to(self.device)
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.bad = dict(state["bad"])
@@ -284,6 +291,7 @@ class Loop:
 
     def all_bad(self) -> dict[int, str]:
         """Reason by pair index of all samples left out so far, on any rank; all ranks call it together."""
+        # Ranks read different pairs in each epoch, so several may have met the same one.
         return {index: why for bad in distributed.gather_objects(self.bad) for index, why in bad.items()}
 
     def _begin(self) -> None:
@@ -339,6 +347,7 @@ class Loop:
         def fresh() -> tuple[np.ndarray, np.ndarray]:
             return fresh_embeddings(self.model, self.loader, self.device, self.accelerator.autocast)
 
+        # A selection in the background takes effect in the next epoch, so the last one needs none.
         batches_left = self.settings.gradient_accumulation * (self.total_steps - self.steps)
         is_last_epoch = batches_left <= self.plan.num_batches(self.epoch)
         report = self.plan.start_epoch(self.epoch, self.steps, fresh, is_last_epoch)
@@ -352,6 +361,7 @@ class Loop:
 
     def _note_bad(self, batch: Batch) -> None:
         for index, reason in batch.bad:
+            # One line is enough to look into it; a broken folder would print thousands.
             if not self.bad:
                 self.log.say(f"pair {index} is left out: {reason} (further ones are counted)")
             self.bad[index] = reason
@@ -368,6 +378,7 @@ class Loop:
             objectives that ask for items items_encoded, so that its mean over ranks is their sum.
         """
         encoded_before = self.items.num_encoded
+        # Read before the schedule moves on: the log shows the rate of this step.
         self._rate = self.optimizer.param_groups[0]["lr"]
         self.objective.set_progress(self.steps / self.total_steps)
         outputs = [
@@ -393,6 +404,7 @@ class Loop:
     def _accumulate(self, batch: Batch, number: int, group_size: int) -> ObjectiveOutput:
         """Forward and backward pass of one of the batches whose mean gradient makes a step."""
         encoding = self._encoding()
+        # Through sharded towers this rank makes the pass for negatives even without any, because others make it.
         parts: list[tuple[Side, Inputs]] = [("left", batch.left), ("right", batch.right)]
         if batch.negatives is not None or (encoding.in_step and self.pairs.negatives is not None):
             parts.append(("right", batch.negatives or {}))
@@ -406,8 +418,10 @@ class Loop:
             negatives=None if batch.negatives is None else mined[0],
             **batch.arguments(self.device, self.objective.needs_teacher),
         )
+        # Only the last of the batches completes the gradients, which may then be sent while they are computed.
         if self.one_backward and number + 1 == self.batches_done + group_size:
             self.gradients.expect()
+        # Each batch has a share of the mean; the loss that is logged is not divided.
         loss = output.loss / group_size
         scaler = self.accelerator.scaler
         encoding.backward(loss if scaler is None else scaler.scale(loss))
@@ -436,7 +450,8 @@ class Loop:
         else:
             scaler.step(self.optimizer)
             scaler.update()
-        with warnings.catch_warnings():  # a step skipped by the scaler still advances the schedule
+        # A step that the scaler skips, for an overflow, still advances the schedule, so that it ends on time.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
             self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -469,8 +484,10 @@ class Loop:
         if is_last or _due(self.steps, settings.evaluate_every):
             self._fail_if_bad(self.meter.bad_step())
             self.evaluation_due = True
-            if not stop:  # after a signal there is little time: the resumed run evaluates
+            # After a signal there is little time: the resumed run evaluates.
+            if not stop:
                 self._evaluate()
+                # An evaluation takes long, so a signal that came meanwhile counts now.
                 stop = self.signals.agree(self.device)
         ends = is_last or bool(stop) or self.out_of_patience
         if settings.save_every is not None and (ends or _due(self.steps, settings.save_every)):

@@ -62,6 +62,7 @@ def build_optimizer(
     from timm.optim import create_optimizer_v2, get_optimizer_info
 
     check_optimizer(name, learning_rate, weight_decay, momentum, betas, layer_decay)
+    # Read twice below.
     modules = list(modules)
     groups = parameter_groups(modules, weight_decay, sharded)
     if layer_decay != 1:
@@ -129,6 +130,7 @@ def check_optimizer(
 
 def trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """All parameters that training changes, each once, in a fixed order."""
+    # By id: towers may share weights.
     return list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
 
 
@@ -161,6 +163,7 @@ def layer_depths(model: nn.Module) -> dict[int, int]:
             name: re.match(r".*?\.\d+\.", name) for name, _ in tower.named_parameters()
         }
         blocks = list(dict.fromkeys(match[0] for match in block_of.values() if match))
+        # In the order of registration, which is that of the forward pass but for the exceptions below.
         last = max((place for place, match in enumerate(block_of.values()) if match), default=-1)
         reached = 0
         for place, (name, parameter) in enumerate(tower.named_parameters()):
@@ -197,6 +200,7 @@ def groups_by_depth(
         for depth in sorted({depths.get(id(p), 0) for p in group["params"]}):
             members = [p for p in group["params"] if depths.get(id(p), 0) == depth]
             divided.append({**group, "params": members, "lr": learning_rate * layer_decay**depth})
+    # The first group's rate is what the log shows as learning rate.
     return sorted(divided, key=lambda group: -float(group["lr"]))
 
 

@@ -54,6 +54,7 @@ class EmbeddingTable:
 
     def add(self, indices: Tensor, left: Tensor, right: Tensor, step: int) -> None:
         """Add one batch of this rank, (b,), (b, D) and (b, D), as of an optimizer step."""
+        # Half precision: selecting batches needs no more, and the table has a row for every pair.
         self._fresh.append((indices, left.detach().half(), right.detach().half(), step))
         # Moved to the CPU many at a time: each transfer waits for the GPU.
         if left.device.type != "cpu" and len(self._fresh) % _MAX_STEPS_ON_DEVICE == 0:
@@ -195,6 +196,7 @@ class BatchPlan:
         Returns:
             A report on the selection that takes effect now: loss, random_loss, seconds, staleness in steps.
         """
+        # Waited for here and not when it finishes: a run must not depend on how fast the machine is.
         report = self._collect(step)
         if not self.uses_embeddings or (last and self.background):
             return report
@@ -225,6 +227,7 @@ class BatchPlan:
                 batches, report = job.result()
                 outcome = batches, {**report, "staleness": step - job.seen_at}
             except DualencError as error:
+                # Raised on all ranks, which wait for the outcome.
                 outcome = error
         outcome = distributed.broadcast_object(outcome)
         if isinstance(outcome, DualencError):
@@ -282,6 +285,7 @@ class BatchPlan:
         """Remove the folders of selections that a killed run was waiting for."""
         if distributed.is_main() and self.folder.is_dir():
             for path in self.folder.iterdir():
+                # The job of a resumed run has started before the first step.
                 if self.job is None or path != self.job.folder:
                     remove(path)
 

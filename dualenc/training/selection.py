@@ -33,6 +33,7 @@ def main(folder: Path) -> None:
         selector, epoch, seed = pickle.load(stream)
     left, right = (np.load(folder / f"{side}.npy") for side in _SIDES)
     batches, report = select(selector, epoch, left, right, seed)
+    # The report is written last: it says that the batches are complete.
     with atomic_path(folder / "batches.npy") as part:
         save_array(part, batches)
     write_json(folder / "report.json", report)
@@ -138,6 +139,7 @@ class SelectionJob:
     def state_dict(self) -> dict[str, Any]:
         """The outcome of a finished job, else what is needed to start again and get the same."""
         state: dict[str, Any] = {"epoch": self.epoch, "seen_at": self.seen_at}
+        # A job that failed raises here, too.
         if self._process is None or self._process.poll() not in (None, *_SENT_TO_ALL):
             batches, report = self.result()
             return {**state, "batches": batches, "report": dict(report)}

@@ -79,6 +79,7 @@ def shard_model(model: DualEncoder, device: torch.device) -> DualEncoder:
     empty = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
     skeleton = copy.deepcopy(model, empty)
     for root in _roots(model):
+        # Inner modules first: what is left is the root's own unit.
         distributed.shard([*repeated_layers(root), root], device)
         if isinstance(root, Tower) and type(root).features is not Tower.features:
             distributed.shard_forward(root, "features")
@@ -120,6 +121,7 @@ def assembled(model: DualEncoder, skeleton: DualEncoder) -> Iterator[DualEncoder
         skeleton: returned by `shard_model`; yielded with all weights on the main process, elsewhere without.
     """
     tensors = distributed.whole_tensors(model.state_dict())
+    # Assigned, not copied: on the main process the model is in memory once.
     if tensors:
         skeleton.load_state_dict(tensors, assign=True)
     del tensors
@@ -187,6 +189,7 @@ def join_state(
         averages.load_state_dict(small["averages"])
         large |= {f"average.{name}": averages.average[name] for name in _divisible(model)}
     states: dict[int, dict[str, Any]] = {}
+    # An optimizer without a step yet has no tensors to load into: they are made here.
     for number, parameter in enumerate(_parameters(optimizer)):
         states[number] = dict(small["optimizer"]["state"].get(number, {}))
         for key, value in states[number].items():

@@ -68,6 +68,7 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by something in C
         self._before = {}
+        # After the last step: what the signal means to the rest of the program is not decided here.
         if self.noted and error is None:
             signal.raise_signal(self.noted)
 
@@ -81,6 +82,7 @@ class StopSignals:
         return Interrupted() if self.agreed == signal.SIGINT else Stopped(self.agreed)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # Ctrl-C reaches this process several times where a launcher passes it on.
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._pressed_at is None:

@@ -171,6 +171,7 @@ class Trainer(TrainerSettings):
         if is_divided:
             skeleton = shard_model(model, device)
         if self.compile:
+            # A set, as both sides may be one tower.
             for tower in {model.left, model.right}:
                 tower.compile(dynamic=True)
         if pairs.negatives is not None and self.chunk_size is None and waits_for_others(model):
@@ -260,6 +261,7 @@ def _check_modalities(model: DualEncoder, pairs: PairDataset, evaluator: Evaluat
 
 def _last_loss(log: Path) -> float:
     """The loss in the last line of a log that has one; NaN without any."""
+    # Objectives that do not know their loss log none, and evaluations have lines of their own.
     for line in reversed(read_metrics(log)):
         if line.get("loss") is not None:
             return float(line["loss"])
