@@ -21,7 +21,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -111,7 +111,8 @@ def atomic_folder(target: str | os.PathLike[str], is_ours: Callable[[Path], bool
     check_folder_target(target, is_ours, what)
     target = _behind_link(target)
     with _work_folder(target) as work:
-        new, old = _new(work, target), _old(work, target)
+        new = _new(work, target)
+        old = _old(work, target)
         yield new
         for file in new.rglob("*"):
             if file.is_file():
@@ -236,7 +237,8 @@ def _work_folders(folder: Path) -> list[tuple[Path, Path]]:
     found = []
     with suppress(OSError):
         for named in filter(None, map(_WORK_FOLDER.match, sorted(os.listdir(folder)))):
-            path, target = folder / named[0], folder / named["target"]
+            path = folder / named[0]
+            target = folder / named["target"]
             # A folder of another user, which cannot be read, is nothing to recover.
             with suppress(OSError):
                 if set(path.iterdir()) <= {path / _LOCK, _new(path, target), _old(path, target)}:
@@ -284,7 +286,10 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     """
     target = Path(os.path.realpath(folder))
     recover(target)
-    with FileLock(target.with_name(f".{target.name}.lock")) if target.is_dir() else nullcontext():
+    if not target.is_dir():
+        yield
+        return
+    with FileLock(target.with_name(f".{target.name}.lock")):
         yield
 
 
@@ -348,8 +353,8 @@ def write_json(target: str | os.PathLike[str], value: Any) -> None:
         part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def is_folder_of(folder: str | os.PathLike[str], wanted: str) -> bool:
+def is_folder_of(folder: str | os.PathLike[str], format: str) -> bool:
     """Whether a folder that is replaced whole holds a format, by its meta.json."""
     recover(folder)
     path = Path(folder) / "meta.json"
-    return path.is_file() and read_json_object(path).get("format") == wanted
+    return path.is_file() and read_json_object(path).get("format") == format

@@ -73,12 +73,12 @@ def read_json_object(source: str | os.PathLike[str], kinds: Mapping[str, Any] | 
     value = read_json(source)
     if not isinstance(value, dict):
         raise DualencError(f"{source}: holds {_KINDS[type(value)]} instead of an object; write it again")
-    for name, kind in (kinds or {}).items():
+    for name, required in (kinds or {}).items():
         if name not in value:
             raise DualencError(f"{source}: lacks {name!r}; write it again")
-        allowed = kind if isinstance(kind, tuple) else (kind,)
+        allowed = required if isinstance(required, tuple) else (required,)
         # Not isinstance: a bool would pass for an int.
         if type(value[name]) not in allowed:
-            wanted = " or ".join(_KINDS[one] for one in allowed)
-            raise DualencError(f"{source}: {name!r} is {_KINDS[type(value[name])]}, not {wanted}; write it again")
+            expected = " or ".join(_KINDS[kind] for kind in allowed)
+            raise DualencError(f"{source}: {name!r} is {_KINDS[type(value[name])]}, not {expected}; write it again")
     return value

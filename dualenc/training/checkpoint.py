@@ -266,8 +266,10 @@ class Checkpoints:
 
         The rename that ends the writing of a folder is atomic, but disks and copies are not: sizes are compared.
         """
-        found = []
-        for folder in self.folder.iterdir() if self.folder.is_dir() else ():
+        found: list[tuple[int, Path]] = []
+        if not self.folder.is_dir():
+            return found
+        for folder in self.folder.iterdir():
             named = re.match(r"step-(\d+)$", folder.name)
             if named is None:
                 continue
@@ -347,7 +349,10 @@ def _sync_folder(folder: Path) -> None:
 
 def _check_files(folder: Path) -> None:
     """Compare every file with its checksum, on the main process; what is wrong is raised on all."""
-    problem = distributed.broadcast_object(_problem_with_files(folder) if distributed.is_main() else None)
+    problem = None
+    if distributed.is_main():
+        problem = _problem_with_files(folder)
+    problem = distributed.broadcast_object(problem)
     if problem:
         raise DualencError(problem)
 

@@ -287,9 +287,13 @@ def held_out(pairs: PairDataset) -> RetrievalSet:
 def _used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
     """The items of a side that belong to a pair, and each pair's row among them."""
     if side == "left":
-        ids, items, modality = pairs.left_id, pairs.left_items, pairs.left_modality
+        ids = pairs.left_id
+        items = pairs.left_items
+        modality = pairs.left_modality
     else:
-        ids, items, modality = pairs.right_id, pairs.right_items, pairs.right_modality
+        ids = pairs.right_id
+        items = pairs.right_items
+        modality = pairs.right_modality
     used, rows = np.unique(ids, return_inverse=True)
     # Ids of the two sides must differ: a document with the id of the query would be taken for a copy of it.
     return Corpus([f"{side}-{item}" for item in used], Picked(items, used), modality), rows

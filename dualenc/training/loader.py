@@ -237,7 +237,8 @@ class BatchLoader:
         """The same with the preprocessing of evaluation; bad samples are left out."""
         # Shares the data with this one; only the two settings differ.
         other = copy.copy(self)
-        other.augment, other.on_error = False, "skip"
+        other.augment = False
+        other.on_error = "skip"
         return other
 
     def build(self, indices: np.ndarray, epoch: int) -> Batch:
@@ -308,7 +309,10 @@ class BatchLoader:
         if len(ids) == 0:
             return None
         listed = self.pairs.positives(side, ids)
-        return torch.from_numpy(np.ascontiguousarray(listed)) if listed.shape[1] > 1 else None
+        # One positive each is the pair's own.
+        if listed.shape[1] <= 1:
+            return None
+        return torch.from_numpy(np.ascontiguousarray(listed))
 
     def _weights(self, pairs: list[Pair]) -> Tensor | None:
         if getattr(self.pairs, "weights", None) is None:
@@ -334,7 +338,9 @@ class BatchLoader:
         return scores, rows
 
     def _guide_vectors(self, side: Side, ids: np.ndarray) -> Tensor | None:
-        return None if self.guide is None else torch.from_numpy(self.guide.vectors(side, ids))
+        if self.guide is None:
+            return None
+        return torch.from_numpy(self.guide.vectors(side, ids))
 
 
 class _PlannedBatches(Dataset[Any]):
@@ -409,21 +415,21 @@ class ItemEncoder:
         """The `encode(side, ids)` of one batch, by its encoding and with seeds of its number."""
 
         def encode(side: Side, ids: Tensor) -> Tensor:
-            asked = ids.reshape(-1).tolist()
-            self._check_ids(side, asked)
-            items, places = self._fetch(side, asked)
+            item_ids = ids.reshape(-1).tolist()
+            self._check_ids(side, item_ids)
+            items, places = self._fetch(side, item_ids)
             self.num_encoded += len(items)
             inputs: Inputs = {}
             if items:
-                fetched = [asked[place] for place in places]
+                fetched = [item_ids[place] for place in places]
                 seeds = augmentation_seeds(self.seed, number, fetched, side, "item")
                 inputs = dict(self.model.tower(side).prepare(items, seeds))
             # Even without any item: all ranks make this pass together.
             embeddings = encoding.encode(side, inputs, out_of_batch=True)
-            if len(places) == len(asked):
+            if len(places) == len(item_ids):
                 return embeddings
             rows = torch.tensor(places, dtype=torch.int64, device=embeddings.device)
-            return embeddings.new_zeros(len(asked), embeddings.shape[1]).index_copy(0, rows, embeddings)
+            return embeddings.new_zeros(len(item_ids), embeddings.shape[1]).index_copy(0, rows, embeddings)
 
         return encode
 

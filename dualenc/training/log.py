@@ -50,7 +50,8 @@ class Meter:
         self.first_bad_step = torch.where(first, float(step), self.first_bad_step)
         for name, value in values.items():
             scalar = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
-            self.sums[name] = self.sums[name] + scalar if name in self.sums else scalar
+            # Not `+=`, which would change a metric's own tensor.
+            self.sums[name] = self.sums.get(name, 0.0) + scalar
             self.counts[name] = self.counts.get(name, 0) + 1
 
     def add_pairs(self, numbers: Tensor, per_anchor: Tensor) -> None:
@@ -235,7 +236,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         DualencError: a line that no training has written.
     """
     lines: list[dict[str, Any]] = []
-    for number, text in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
+    if not path.exists():
+        return lines
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             line = json.loads(text.decode("utf-8"))
         except json.JSONDecodeError:
@@ -282,8 +285,7 @@ def training_card(
         lengths = f"The first {listed} components can be used alone, scaled to length one (`truncate_dim`)."
     rows: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
-        rows[name] = {"untrained": before[name]} if name in before else {}
-        rows[name]["trained"] = value
+        rows[name] = {"untrained": before[name], "trained": value} if name in before else {"trained": value}
     results = None
     task: str = getattr(evaluator, "task", "")
     if evaluator is not None and task:

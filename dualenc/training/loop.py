@@ -537,5 +537,5 @@ class Loop:
         )
 
 
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
+def _due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0

@@ -107,7 +107,8 @@ class EmbeddingTable:
         """Restore from `state_dict()`."""
         self._fresh = []
         if state and distributed.is_main():
-            self.left, self.right = state["left"].numpy().copy(), state["right"].numpy().copy()
+            self.left = state["left"].numpy().copy()
+            self.right = state["right"].numpy().copy()
             self.seen_at = state["seen_at"].numpy().copy()
 
 
@@ -208,12 +209,16 @@ class BatchPlan:
             if distributed.broadcast_object(self.table.empty):
                 return report
             if self.table.left is not None and self.table.right is not None:
-                left, right, seen_at = self.table.left, self.table.right, float(self.table.seen_at.mean())
+                left = self.table.left
+                right = self.table.right
+                seen_at = float(self.table.seen_at.mean())
         if distributed.is_main():
             self.job = SelectionJob(
                 self.selector, epoch + self.background, seen_at, self.folder, self.seed, embeddings=(left, right)
             )
-        return report if self.background else self._collect(step)
+        if self.background:
+            return report
+        return self._collect(step)
 
     def _collect(self, step: int) -> dict[str, float]:
         """Wait for the selection under way, if any, and put it in force on all ranks."""

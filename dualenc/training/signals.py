@@ -66,7 +66,8 @@ class StopSignals:
 
     def __exit__(self, error: object, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by something in C
+            # None: it was set by something in C, which Python cannot restore.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
         # After the last step: what the signal means to the rest of the program is not decided here.
         if self.noted and error is None:
@@ -79,7 +80,9 @@ class StopSignals:
 
     def stop(self) -> BaseException:
         """The exception to raise once the checkpoint is written."""
-        return Interrupted() if self.agreed == signal.SIGINT else Stopped(self.agreed)
+        if self.agreed == signal.SIGINT:
+            return Interrupted()
+        return Stopped(self.agreed)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # Ctrl-C reaches this process several times where a launcher passes it on.
