@@ -68,6 +68,8 @@ __all__ = [
 
 _WORK_FOLDER = re.compile(r"\.(?P<target>.+)\.part-[0-9a-f]{8}$")
 _LOCK = "lock"
+_GONE = (FileNotFoundError, FileExistsError)
+"""What filelock raises when a lock's folder is removed: it first makes the folder, and then looks whether it exists."""
 _MAX_SWAP_SECONDS = 5.0
 """How long a reader waits for a living writer that is between the two renames of a folder."""
 
@@ -148,7 +150,7 @@ def _locked_folder(target: Path) -> tuple[Path, FileLock]:
         work.mkdir()
         lock = FileLock(work / _LOCK)
         # Between these two lines another writer may take the folder for that of a dead one, and remove it.
-        with suppress(Timeout, FileNotFoundError):
+        with suppress(Timeout, *_GONE):
             lock.acquire(timeout=0)
             return work, lock
 
@@ -169,11 +171,13 @@ def _sync(file: Path) -> None:
 
 
 def _behind_link(target: str | os.PathLike[str]) -> Path:
-    """The absolute path of a target; of a symbolic link that is no file's, what it points to."""
-    target = Path(os.path.abspath(target))
-    if target.is_symlink() and not target.is_file():
-        return Path(os.path.realpath(target))
-    return target
+    """The path of a target; of a symbolic link that is no file's, what it points to."""
+    target = Path(target)
+    # The current folder and its parent have a name only in full.
+    has_name = target.name not in ("", "..")
+    if has_name and (target.is_file() or not target.is_symlink()):
+        return target
+    return Path(os.path.realpath(target))
 
 
 def recover(target: str | os.PathLike[str], *, unfinished: bool = False) -> None:
@@ -202,7 +206,7 @@ def recover(target: str | os.PathLike[str], *, unfinished: bool = False) -> None
         try:
             with lock:
                 _settle(work, target)
-        except (Timeout, FileNotFoundError):
+        except (Timeout, *_GONE):
             # Its writer lives, or has just finished.
             continue
         except OSError as error:

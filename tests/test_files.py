@@ -286,6 +286,16 @@ class TestKilledSwap:
         recover(target)
         assert version_of(target) == "new"
 
+    def test_a_relative_folder_and_the_current_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        write_folder(Path("index"), "old")
+        dead_writer(Path("index"), new="half")
+        write_folder(Path("index"), "new")
+        assert os.listdir() == ["index"]
+        monkeypatch.chdir(tmp_path / "index")
+        write_folder(Path(), "newer")
+        assert version_of(tmp_path / "index") == "newer"
+
     def test_the_folder_behind_a_symbolic_link_is_replaced(self, tmp_path: Path) -> None:
         target, link = tmp_path / "disk" / "index", tmp_path / "link"
         write_folder(target, "old")
@@ -437,7 +447,7 @@ class TestFullDisk:
                 self.stream = stream
 
             def write(self, block: bytes) -> int:
-                signal.raise_signal(signal.SIGINT)
+                signal.default_int_handler(signal.SIGINT, None)  # not sent: tests in the background ignore it
                 return self.stream.write(block)
 
             def flush(self) -> None:

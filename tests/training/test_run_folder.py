@@ -129,9 +129,8 @@ def test_a_mistake_before_the_first_step_leaves_no_folder(tmp_path, name):
     assert list(tmp_path.rglob("*")) == [tmp_path / "a"]
 
 
-@pytest.mark.parametrize("name", list(MISTAKES))
-@pytest.mark.parametrize("how", ["overwrite", "resume"])
-def test_a_mistake_before_the_first_step_leaves_the_run_that_is_there(tmp_path, name, how):
+@pytest.mark.parametrize(("name", "how"), [("metric", "overwrite"), ("first step", "overwrite"), ("sample", "resume")])
+def test_a_mistake_before_the_first_step_leaves_an_earlier_run(tmp_path, name, how):
     train(tmp_path, evaluator=FixedEvaluator(0.1, 0.2), **({"max_steps": 5, "epochs": None} if how == "resume" else {}))
     before = contents(tmp_path)
     mistaken(tmp_path, MISTAKES[name], **{how: True})
