@@ -399,7 +399,7 @@ def test_each_rank_holds_its_share_and_gradients_are_those_of_one(tmp_path, rank
 
 
 def steps_in_parts(_: Path) -> None:
-    """Three steps with each optimizer, beside those of a model that is whole."""
+    """Three steps with each optimizer, compared with those of an unsharded model."""
     for name in SHARDED_OPTIMIZERS:
         model, whole = text_encoder(), text_encoder()
         shard_model(model, torch.device("cpu"))
