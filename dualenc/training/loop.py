@@ -100,23 +100,7 @@ class Loop:
         self.total_steps = self._count_steps()
         self._build_optimizer(is_sharded=skeleton is not None)
         guide = self._build_loader()
-        self.best = BestModel(
-            model,
-            objective,
-            evaluator,
-            self.output / "model",
-            keep_best=settings.keep_best,
-            card=partial(training_card, pairs, objective, asdict(settings), recipe, evaluator),
-            skeleton=skeleton,
-        )
-        self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
-        sources = pairs.sources if isinstance(pairs, Mixture) else {}
-        self.meter = Meter(self.device, [f"{kind}/{name}" for kind in ("loss", "batch_estimate") for name in sources])
-        # Last, as it reads all the data: a mistake in the settings is reported before that.
-        described = fingerprint(self._described(), model, objective, pairs, batching)
-        if guide is not None:
-            described |= guide.identities()
-        self.checkpoints = Checkpoints(self.output / "checkpoints", settings.keep_checkpoints, described)
+        self._build_outputs(evaluator, skeleton, guide)
 
         self.bad: dict[int, str] = {}
         self.steps = 0
@@ -185,6 +169,27 @@ class Loop:
             guide=guide,
         )
         return guide
+
+    def _build_outputs(self, evaluator: Evaluator | None, skeleton: DualEncoder | None, guide: Guide | None) -> None:
+        """What the run writes: model folder, log, checkpoints."""
+        settings = self.settings
+        self.best = BestModel(
+            self.model,
+            self.objective,
+            evaluator,
+            self.output / "model",
+            keep_best=settings.keep_best,
+            card=partial(training_card, self.pairs, self.objective, asdict(settings), self.recipe, evaluator),
+            skeleton=skeleton,
+        )
+        self.log = RunLog(self.output / "metrics.jsonl", self.accelerator, self.total_steps, settings.progress)
+        sources = self.pairs.sources if isinstance(self.pairs, Mixture) else {}
+        self.meter = Meter(self.device, [f"{kind}/{name}" for kind in ("loss", "batch_estimate") for name in sources])
+        # Last, as it reads all the data: a mistake in the settings is reported before that.
+        described = fingerprint(self._described(), self.model, self.objective, self.pairs, self.plan.selector)
+        if guide is not None:
+            described |= guide.identities()
+        self.checkpoints = Checkpoints(self.output / "checkpoints", settings.keep_checkpoints, described)
 
     def _described(self) -> dict[str, Any]:
         """The settings that must be the same for a resumed run to be the same run."""

@@ -125,14 +125,10 @@ class Trainer(TrainerSettings):
                 metrics = loop.run(resume)
             finally:
                 loop.close()
+        loss = _last_loss(Path(self.output) / "metrics.jsonl")
+        seconds = time.perf_counter() - start
         return TrainingResult(
-            model_folder=loop.best.folder,
-            steps=loop.steps,
-            loss=_last_loss(Path(self.output) / "metrics.jsonl"),
-            before=loop.best.before,
-            metrics=metrics,
-            seconds=time.perf_counter() - start,
-            skipped=len(loop.all_bad()),
+            loop.best.folder, loop.steps, loss, loop.best.before, metrics, seconds, skipped=len(loop.all_bad())
         )
 
     def _batching(self, pairs: PairDataset, batching: BatchSelector | None) -> BatchSelector:
