@@ -164,9 +164,11 @@ class BestModel:
         whole = nullcontext(self.model) if self.skeleton is None else assembled(self.model, self.skeleton)
         with whole as model:
             if distributed.is_main():
-                model.eval()
                 model.set_temperature(float(self.objective.temperature.detach()))
                 model.set_dims(self.objective.dims or ())
-                model.save(self.folder, card=self.card(self.before, metrics, step))
-                self.model.train()
+                model.eval()
+                try:
+                    model.save(self.folder, card=self.card(self.before, metrics, step))
+                finally:
+                    self.model.train()
         distributed.barrier()

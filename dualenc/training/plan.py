@@ -131,15 +131,18 @@ def fresh_embeddings(
     width = batch_size * distributed.world_size()
     encoding = PlainEncoding(model, device, autocast)
     table = EmbeddingTable(len(pairs))
+    # The last batch wraps around, so that all have the same width.
+    order = np.resize(np.arange(len(pairs)), (-(-len(pairs) // width), width))
     model.eval()
-    with torch.no_grad(), random_state_kept():
-        # The last batch wraps around, so that all have the same width.
-        order = np.resize(np.arange(len(pairs)), (-(-len(pairs) // width), width))
-        for batch in loader.for_evaluation().batches(order):
-            left = encoding.encode("left", batch.left)
-            right = left if pairs.views else encoding.encode("right", batch.right)
-            table.add(batch.indices, left, right, step=0)
-    model.train()
+    try:
+        with torch.no_grad(), random_state_kept():
+            for batch in loader.for_evaluation().batches(order):
+                left = encoding.encode("left", batch.left)
+                # Without augmentation both views of an image are the same.
+                right = left if pairs.views else encoding.encode("right", batch.right)
+                table.add(batch.indices, left, right, step=0)
+    finally:
+        model.train()
     table.flush(device)
     if table.left is None or table.right is None:
         empty = np.zeros((0, 0), dtype=np.float16)
