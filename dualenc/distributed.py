@@ -1,7 +1,12 @@
-"""Everything the package asks of other processes. No other file imports `torch.distributed`.
+"""Communication between processes: collectives, gradient averaging, sharding.
+
+No other file imports `torch.distributed`.
 
 With one process (or before a process group exists) every function is the identity, so callers never branch.
 Tensors may have a different first dimension on each rank: the last batch of an epoch rarely divides evenly.
+
+DTensor, FSDP and distributed checkpoints are imported where they are called: they add a second (a third) to the import
+of torch, and only sharded models need them.
 """
 
 from __future__ import annotations
@@ -25,15 +30,18 @@ _works_alone = False
 
 
 def is_initialized() -> bool:
-    """Whether a process group of more than one process is up, and this process works with the others."""
+    """Whether a process group of more than one process is up, and this process takes part in it."""
+    # A group of one process needs no communication either.
     return not _works_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Work as if there were no other process: for pieces of work that are shared out whole, one to each process."""
+    """Work as if there were no other process: for tasks of which each process does a different one."""
     global _works_alone
-    before, _works_alone = _works_alone, True
+    # Contexts may be nested.
+    before = _works_alone
+    _works_alone = True
     try:
         yield
     finally:
@@ -56,10 +64,10 @@ def is_main() -> bool:
 
 
 @contextmanager
-def lost_process_told() -> Iterator[None]:
-    """Another process that hangs or has ended is told in one line; every exchange of this file runs in this.
+def explain_lost_process() -> Iterator[None]:
+    """Explain in one line that another process hangs or has ended; every exchange of this file runs in this.
 
-    On gloo. NCCL works outside the Python process and ends it itself, with words of its own.
+    On gloo. NCCL ends the process itself, with its own message.
 
     Raises:
         DualencError: another process did not answer within the time limit of the process group, or is gone.
@@ -67,28 +75,29 @@ def lost_process_told() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # gloo has no exception classes for these; the words are those of its versions so far.
         reason = str(error)
         if any(words in reason for words in ("Timed out", "timed out", "imeout")):
             raise DualencError(
-                "another process of this run did not answer in time: it hangs or is far behind; see what it says, and "
+                "another process of this run did not answer in time: it hangs or is far behind; see its message, and "
                 "raise trainer.timeout_minutes if it only needs longer"
             ) from error
         if any(words in reason for words in ("onnection", "Socket", "Broken pipe", "remote process")):
             raise DualencError(
-                "the connection to another process of this run is lost: it has ended or was killed; see what it says, "
-                "then go on with --resume"
+                "the connection to another process of this run is lost: it has ended or was killed; see its message, "
+                "then resume with --resume"
             ) from error
         raise
 
 
-@lost_process_told()
+@explain_lost_process()
 def barrier() -> None:
     """Wait until every process is here."""
     if is_initialized():
         dist.barrier()
 
 
-@lost_process_told()
+@explain_lost_process()
 def gather_objects(value: Any) -> list[Any]:
     """Any picklable value of every rank, in rank order, on every rank."""
     if not is_initialized():
@@ -98,14 +107,14 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-@lost_process_told()
+@explain_lost_process()
 def broadcast_object(value: Any) -> Any:
     """The main process's value, on every rank."""
     if not is_initialized():
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def rank_sizes(local_size: int, device: torch.device) -> list[int]:
@@ -113,15 +122,21 @@ def rank_sizes(local_size: int, device: torch.device) -> list[int]:
     return rank_numbers([local_size], device)[0]
 
 
-@lost_process_told()
+@explain_lost_process()
 def rank_numbers(local_numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """For each of this rank's numbers, as many on every rank, those of all ranks in rank order; one exchange."""
+    """For each of this rank's numbers, those of all ranks in rank order; one exchange.
+
+    Args:
+        local_numbers: as many on every rank.
+        device: that the process group communicates on.
+    """
     if not is_initialized():
         return [[number] for number in local_numbers]
+    # As tensors: objects would be pickled, and take two exchanges.
     own = torch.tensor(local_numbers, device=device)
     numbers = [torch.empty_like(own) for _ in range(world_size())]
     dist.all_gather(numbers, own)
-    return [list(column) for column in zip(*(of_rank.tolist() for of_rank in numbers), strict=True)]
+    return [list(column) for column in zip(*(row.tolist() for row in numbers), strict=True)]
 
 
 def rank_slice(total: int, of_rank: int | None = None, of_world: int | None = None) -> slice:
@@ -143,7 +158,7 @@ def gather(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
 
     Args:
         tensor: this rank's part.
-        sizes: every rank's b where the caller knows them, which saves an exchange.
+        sizes: every rank's b if the caller knows them, which saves an exchange.
     """
     if not is_initialized():
         return tensor.detach() if tensor.requires_grad else tensor
@@ -153,93 +168,89 @@ def gather(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
 def gather_with_grad(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
     """Concatenate (b, ...) over ranks to (B, ...) so that gradients flow back to the rank that owns a row.
 
-    The backward pass sums what every rank's loss says about a row. Together with `average_gradients`, and losses
-    whose average over ranks is the global loss, the result is the gradient of one process with the global batch.
+    The backward pass sums every rank's gradient of a row. Together with `average_gradients`, and losses whose average
+    over ranks is the global loss, the result is the gradient of one process with the global batch.
 
     Args:
         tensor: this rank's part.
-        sizes: every rank's b where the caller knows them, which saves an exchange.
+        sizes: every rank's b if the caller knows them, which saves an exchange.
     """
     if not is_initialized():
         return tensor
     return _GatherWithGrad.apply(tensor, sizes or rank_sizes(tensor.shape[0], tensor.device))
 
 
-@lost_process_told()
+@explain_lost_process()
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     """A new tensor with the element-wise "sum", "mean", "max" or "min" over ranks, without gradient."""
     result = tensor.detach().clone()
     if not is_initialized():
         return result
-    dist.all_reduce(result, op=getattr(dist.ReduceOp, "SUM" if op == "mean" else op.upper()))
-    return result / world_size() if op == "mean" else result
+    # Not every backend has a mean.
+    is_mean = op == "mean"
+    dist.all_reduce(result, op=dist.ReduceOp.SUM if is_mean else getattr(dist.ReduceOp, op.upper()))
+    return result / world_size() if is_mean else result
 
 
 class GradientAverage:
-    """Replaces gradients by their averages over ranks; while the backward pass still runs, if it is told of one.
+    """Averages gradients over ranks; during the backward pass, if `expect` announces it.
 
-    Gradients travel in flat buckets, the last parameters first, as a backward pass comes to them. After `expect` each
-    bucket leaves when the next backward pass has filled it and those before it have left, so that every rank sends
-    them in the same order; `finish` sends what is left, waits, and writes the averages. A missing gradient counts as
-    zero, and a parameter that no rank has used keeps none. Sharded parameters are left alone: their backward pass
-    averages them.
+    Gradients are sent in flat buckets, the last parameters first, in the order of a backward pass. After `expect` each
+    bucket is sent when the next backward pass has filled it and those before it are sent, so that the order is the same
+    on every rank; `finish` sends the rest, waits, and writes the averages. A missing gradient counts as zero, and a
+    parameter that no rank has used keeps none. Sharded parameters are left out: their backward pass averages them.
 
     Args:
-        parameters: whose gradients; the same list on every rank.
-        bucket_elements: how many numbers travel at once, about.
+        parameters: the same list on every rank.
+        bucket_elements: about how many numbers are sent at once.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], bucket_elements: int = 2**22) -> None:
         trained = [p for p in parameters if p.requires_grad]
         self.device = trained[0].device if trained else torch.device("cpu")
         self.parameters = [p for p in trained if not is_sharded(p)]
-        self.buckets: list[list[torch.nn.Parameter]] = []  # each of one precision and device
-        elements = 0
-        for parameter in reversed(self.parameters):
-            last = self.buckets[-1][-1] if self.buckets else None
-            alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-            if not alike or elements + parameter.numel() > bucket_elements:
-                self.buckets.append([])
-                elements = 0
-            self.buckets[-1].append(parameter)
-            elements += parameter.numel()
+        self.buckets = _buckets(reversed(self.parameters), bucket_elements)
         self._group: Any = None
         self._missing: list[int] | None = None
         self._sent: list[tuple[Any, Tensor]] = []
 
     def expect(self) -> None:
-        """The next backward pass is the last one before `finish`: what it has filled may leave at once.
+        """Announce that the next backward pass is the last one before `finish`: filled buckets are sent at once.
 
         Not for models whose layers exchange values with other ranks in the middle of their backward pass.
         """
         if not is_initialized():
             return
         if self._group is None:
-            # Of its own: what an objective exchanges in the backward pass does not come in between.
+            # A group of its own, as an objective may exchange values during the backward pass, too.
             self._group = dist.new_group()
             for number, bucket in enumerate(self.buckets):
                 for parameter in bucket:
                     parameter.register_post_accumulate_grad_hook(partial(self._filled, number))
         self._missing = [len(bucket) for bucket in self.buckets]
 
-    @lost_process_told()
+    @explain_lost_process()
     def finish(self, number: int = 0) -> int:
         """Write the averages.
 
         Args:
-            number: of this rank; travels with what is exchanged anyhow.
+            number: of this rank; sent along with what is exchanged anyway.
 
         Returns:
             The largest `number` of all ranks, the same on every rank.
         """
         if not is_initialized():
             return number
-        flags = torch.tensor([*(p.grad is not None for b in self.buckets for p in b), number], dtype=torch.int32)
+        has_gradient = [parameter.grad is not None for bucket in self.buckets for parameter in bucket]
+        flags = torch.tensor([*has_gradient, number], dtype=torch.int32)
         while len(self._sent) < len(self.buckets):
             self._send()
+        # Whether a parameter has a gradient may differ by rank, but all must treat it alike.
         *used, number = all_reduce(flags.to(self.device), "max").tolist()
-        is_used, sent = iter(used), self._sent
-        self._missing, self._sent = None, []
+        is_used = iter(used)
+        sent = self._sent
+        self._missing = None
+        self._sent = []
         for bucket, (work, flat) in zip(self.buckets, sent, strict=True):
             work.wait()
             parts = flat.div_(world_size()).split([parameter.numel() for parameter in bucket])
@@ -258,39 +269,55 @@ class GradientAverage:
         while len(self._sent) < len(self.buckets) and self._missing[len(self._sent)] == 0:
             self._send()
 
-    @lost_process_told()
+    @explain_lost_process()
     def _send(self) -> None:
         bucket = self.buckets[len(self._sent)]
         gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in bucket)
+        # One message of many gradients: each exchange has a fixed cost.
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         self._sent.append((dist.all_reduce(flat, group=self._group, async_op=True), flat))
 
 
+def _buckets(parameters: Iterable[torch.nn.Parameter], max_elements: int) -> list[list[torch.nn.Parameter]]:
+    """Consecutive parameters of one precision and device, together at most so many elements or a single one."""
+    buckets: list[list[torch.nn.Parameter]] = []
+    elements = 0
+    for parameter in parameters:
+        last = buckets[-1][-1] if buckets else None
+        fits = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
+        if not fits or elements + parameter.numel() > max_elements:
+            buckets.append([])
+            elements = 0
+        buckets[-1].append(parameter)
+        elements += parameter.numel()
+    return buckets
+
+
 def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Average gradients over ranks, once the backward pass is over; for a loop of one's own.
+    """Average gradients over ranks after the backward pass; for training loops outside of `dualenc.training`.
 
     Args:
-        parameters: whose gradients; the same list on every rank.
+        parameters: the same list on every rank.
     """
     GradientAverage(parameters).finish()
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float) -> Tensor:
-    """Scale gradients down to a norm, once they are averaged; of sharded ones every rank has a part.
+    """Clip averaged gradients to a norm; each rank may have a part of sharded ones.
 
     Args:
-        parameters: whose gradients; the same list on every rank.
-        limit: the norm that all of them together have at most.
+        parameters: the same list on every rank.
+        limit: the largest norm of all gradients together.
 
     Returns:
-        The norm that they had, a scalar.
+        The norm before, a scalar.
     """
     parameters = list(parameters)
     if not any(is_sharded(p) for p in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
-    gradients = [(p.grad, is_sharded(p)) for p in parameters if p.grad is not None]
-    parts = [local_part(gradient) for gradient, divided in gradients if divided]
-    whole = [gradient for gradient, divided in gradients if not divided]
+    parts = [local_part(p.grad) for p in parameters if p.grad is not None and is_sharded(p)]
+    whole = [p.grad for p in parameters if p.grad is not None and not is_sharded(p)]
+    # torch's own function would take the norm of this rank's parts alone.
     squares = torch.nn.utils.get_total_norm(parts).to(local_part(parameters[0])) ** 2
     norm = (all_reduce(squares) + torch.nn.utils.get_total_norm(whole).to(squares) ** 2).sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -300,7 +327,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float) -> Te
 
 
 def can_shard() -> bool:
-    """Whether this version of torch divides models, and writes their parts, as is needed here."""
+    """Whether this version of torch has what sharding needs here."""
     try:
         from torch.distributed.checkpoint import HuggingFaceStorageWriter
         from torch.distributed.fsdp import fully_shard
@@ -320,27 +347,27 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, which is all of it unless it is sharded."""
+    """This rank's part of a sharded tensor; any other tensor as it is."""
     local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return local
 
 
 def shard(modules: Iterable[torch.nn.Module], device: torch.device) -> None:
-    """Divide the parameters of modules among all ranks, by rows; gradients and what an optimizer keeps follow.
+    """Divide the parameters of modules among all ranks, by rows; gradients and optimizer state follow.
 
-    Each module brings its parameters together for its own forward and backward pass only. All ranks must therefore make
-    the same passes in the same order. Scalars stay whole.
+    Each module gathers its parameters for its own forward and backward pass only. All ranks must therefore make the
+    same passes in the same order. Scalars stay whole.
 
     Source: Zhao et al. 2023 (PyTorch FSDP, arXiv:2304.11277), in torch's second version.
 
     Args:
-        modules: inner ones before those that hold them; parameters and buffers move to the device one module after the
-            other.
-        device: where they are to be.
+        modules: inner ones before outer ones; parameters and buffers move to the device one module after the other.
+        device: of the parts.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    # One dimension: every rank has a part of every weight.
     mesh = init_device_mesh(device.type, (world_size(),))
     for module in modules:
         scalars = {parameter for parameter in module.parameters() if parameter.dim() == 0}
@@ -348,15 +375,15 @@ def shard(modules: Iterable[torch.nn.Module], device: torch.device) -> None:
 
 
 def shard_forward(module: torch.nn.Module, name: str) -> None:
-    """Let another method of a sharded module be called as its forward is."""
+    """Make another method of a sharded module gather its parameters, as its forward does."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     register_fsdp_forward_method(module, name)
 
 
-@lost_process_told()
+@explain_lost_process()
 def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the main process whole tensors on the CPU, elsewhere nothing; all ranks call it together, with equal keys."""
+    """Whole tensors on the main process's CPU, elsewhere {}; all ranks call it together, with equal keys."""
     whole = {}
     for name, tensor in tensors.items():
         full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
@@ -365,7 +392,7 @@ def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
-@lost_process_told()
+@explain_lost_process()
 def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write sharded and whole tensors as safetensors, every rank its part; all ranks call it together.
 
@@ -375,14 +402,14 @@ def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
 
     try:
-        with _checkpoint_told():
+        with _explain_failure():
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
             save(dict(tensors), storage_writer=writer, no_dist=not is_initialized())
     except _Failed as error:
-        raise DualencError(f"{folder}: cannot be written ({error}); mend that, then go on with --resume") from error
+        raise DualencError(f"{folder}: cannot be written ({error}); mend that, then resume with --resume") from error
 
 
-@lost_process_told()
+@explain_lost_process()
 def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors with what `save_shards` wrote, on any number of ranks; all ranks call it together.
 
@@ -392,7 +419,7 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     try:
-        with _checkpoint_told():
+        with _explain_failure():
             reader = HuggingFaceStorageReader(str(folder))
             load(dict(tensors), storage_reader=reader, no_dist=not is_initialized())
     except _Failed as error:
@@ -400,14 +427,14 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 class _Failed(Exception):
-    """Why some rank could not write or read its part, in one line."""
+    """The reason, in one line, why a rank could not write or read its part."""
 
 
 @contextmanager
-def _checkpoint_told() -> Iterator[None]:
-    """torch raises what went wrong on any rank on all of them, traceback by traceback; here it is the first reason.
+def _explain_failure() -> Iterator[None]:
+    """Raise the first rank's reason, where torch raises the tracebacks of all ranks on each.
 
-    Its warning that one process saves alone is left out: that is meant.
+    Its warning that a single process saves is suppressed: that is intended.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -420,9 +447,10 @@ def _checkpoint_told() -> Iterator[None]:
             raise _Failed(" ".join(str(reason).split())[:160]) from error
 
 
-@lost_process_told()
+@explain_lost_process()
 def _all_gather(tensor: Tensor, sizes: list[int]) -> Tensor:
-    """Pad to the longest rank (gloo and NCCL want equal shapes), gather, cut the padding away."""
+    """Gather tensors of different lengths: pad to the longest rank, gather, cut the padding off."""
+    # gloo and NCCL want equal shapes.
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor
     parts = [torch.empty_like(padded) for _ in sizes]

@@ -1,6 +1,6 @@
-"""Where randomness comes from: seeds derived from seeds, and the generators of Python, numpy and torch together.
+"""Random seeds: derived seeds, and the states of the generators of Python, numpy and torch.
 
-torch is imported late, as the background process of a selection of batches goes without it.
+torch is imported where it is needed, as the background process of a selection of batches runs without it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def derive_seed(*parts: int | str, bits: int = 63) -> int:
-    """A seed that is a pure function of numbers and words, unrelated to those of any others.
+    """A seed that is a pure function of numbers and words; other parts give an unrelated one.
 
     The same in every process, on every machine and in every version of Python.
 
@@ -23,7 +23,8 @@ def derive_seed(*parts: int | str, bits: int = 63) -> int:
         parts: for instance ("batch", seed, epoch, index, view).
         bits: the seed lies in [0, 2^bits); at most 64.
     """
-    plain = tuple(part if isinstance(part, str) else int(part) for part in parts)  # repr(np.int64(1)) differs
+    # As plain ints: repr(np.int64(1)) differs between versions of numpy.
+    plain = tuple(part if isinstance(part, str) else int(part) for part in parts)
     digest = hashlib.blake2b(repr(plain).encode(), digest_size=-(-bits // 8)).digest()
     return int.from_bytes(digest, "little") >> -bits % 8
 
@@ -34,12 +35,12 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 
     derived = derive_seed("rank", seed, rank)
     random.seed(derived)
-    np.random.seed(derived % 2**32)  # noqa: NPY002  # whoever uses the legacy generator gets it seeded too
+    np.random.seed(derived % 2**32)  # noqa: NPY002  # augmentations of other libraries use the legacy generator
     torch.manual_seed(derived)
 
 
 def random_state() -> dict[str, Any]:
-    """The states of Python's, numpy's, torch's CPU and current CUDA generator, as `torch.load` reads them safely."""
+    """The states of Python's, numpy's, torch's CPU and current CUDA generator, as types that `torch.load` trusts."""
     import torch
 
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]  # noqa: NPY002
@@ -54,7 +55,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put all generators back to what `random_state` returned."""
+    """Restore all generators from `random_state()`."""
     import torch
 
     version, internal, gauss = state["python"]
@@ -68,7 +69,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """What happens inside (an evaluation) draws from the generators without shifting them for the training."""
+    """Restore all generators at the end, so that an evaluation does not change what the training draws."""
     state = random_state()
     try:
         yield

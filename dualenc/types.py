@@ -1,4 +1,4 @@
-"""Names for what several parts of the package pass to one another."""
+"""Type aliases that several parts of the package share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Side: TypeAlias = Literal["left", "right"]
 """A tower, and the items that it encodes."""
 Modality: TypeAlias = Literal["text", "image", "vector"]
 OnError: TypeAlias = Literal["skip", "raise"]
-"""What happens to a sample that cannot be read: left out, counted and reported; or the run stops."""
+"""How to treat a sample that cannot be read: leave it out, count and report it; or stop the run."""
 Inputs: TypeAlias = "dict[str, Tensor]"
-"""What a tower takes: tensors by name, a row per item."""
+"""Inputs of a tower: tensors by name, a row per item."""
 Pooling: TypeAlias = Literal["mean", "cls", "last"]
-"""How the vectors of a text's tokens become one."""
+"""How the vectors of a text's tokens are combined."""
 Output: TypeAlias = Literal["embedding", "features"]
-"""What a tower gives: unit-norm embeddings, or the backbone's features before the projector."""
+"""Outputs of a tower: unit-norm embeddings, or the backbone's features before the projector."""
 Metric: TypeAlias = Literal["cosine", "ip"]
 """Of an index: cosine similarity, or inner product."""
 Vectors: TypeAlias = "npt.NDArray[np.floating]"

@@ -1,4 +1,4 @@
-"""Nothing is ever half-written: whatever kills a writer, a complete old or a complete new version stands there."""
+"""Nothing is ever half-written: whatever kills a writer, a complete old or a complete new version is found."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from filelock import FileLock
 
 from dualenc import files
 from dualenc.errors import DiskFull, DualencError
@@ -27,7 +29,6 @@ from dualenc.files import (
     atomic_folder,
     atomic_path,
     explain_full_disk,
-    is_running,
     read_json,
     read_json_object,
     recover,
@@ -54,10 +55,10 @@ def version_of(target: Path) -> str:
     return version
 
 
-def killed_at(step: int, target: Path, version: str) -> bool:
-    """Write a folder in a process that is killed before its `step`-th call to the system; whether it was."""
+def killed_at(step: int, work: Callable[[], None]) -> bool:
+    """Work in a process that is killed before its `step`-th call to the system; whether it was."""
 
-    def write() -> None:
+    def work_and_die() -> None:
         calls = iter(range(10**6))
 
         def dying(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,34 +69,51 @@ def killed_at(step: int, target: Path, version: str) -> bool:
 
             return call
 
-        for name in ("mkdir", "replace", "fsync", "rmdir", "unlink"):
+        for name in ("mkdir", "open", "replace", "fsync", "rmdir", "unlink"):
             setattr(os, name, dying(getattr(os, name)))
-        write_folder(target, version)
+        work()
 
-    process = FORK.Process(target=write)
+    process = FORK.Process(target=work_and_die)
     process.start()
     process.join()
     assert process.exitcode in (0, -signal.SIGKILL)
     return process.exitcode != 0
 
 
-class TestKilledSwap:
-    @pytest.fixture(autouse=True)
-    def hardly_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For a swap on another machine: there is none, but in the one test that sets the time itself."""
-        monkeypatch.setattr(files, "_SWAP_SECONDS", 0.02)
+def dead_writer(target: Path, **written: str) -> Path:
+    """What a killed writer left: a folder with a lock that nobody holds, and versions under `new` and `old`."""
+    work = target.with_name(f".{target.name}.part-00c0ffee")
+    work.mkdir()
+    (work / "lock").touch()
+    for stage, version in written.items():
+        write_folder(work / f"{stage}-{target.name}", version)
+    return work
 
+
+def write_slowly(target: Path, ready: Path) -> None:
+    with atomic_folder(target, lambda _: True, "versions") as part:
+        part.mkdir()
+        ready.touch()
+        time.sleep(60)
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+class TestKilledSwap:
     def test_at_every_step_a_complete_version_is_found(self, tmp_path: Path) -> None:
         seen, step = [], 0
         while True:
             target = tmp_path / str(step) / "index"
             write_folder(target, "old")
-            killed = killed_at(step, target, "new")
+            killed = killed_at(step, lambda: write_folder(target, "new"))  # noqa: B023
             recover(target)
             seen.append(version_of(target))
             write_folder(target, "newest")
             assert version_of(target) == "newest"
-            assert os.listdir(target.parent) == ["index"], "leftovers of the dead are cleaned up"
+            assert os.listdir(target.parent) == ["index"], "what dead writers left is removed"
             if not killed:
                 break
             step += 1
@@ -104,47 +122,67 @@ class TestKilledSwap:
         assert set(seen) == {"old", "new"}
 
     def test_without_an_old_version_there_is_the_new_one_or_none(self, tmp_path: Path) -> None:
-        step = 0
-        while killed_at(step, target := tmp_path / str(step) / "index", "new"):
+        for step in range(100):
+            target = tmp_path / str(step) / "index"
+            killed = killed_at(step, lambda: write_folder(target, "new"))  # noqa: B023
             recover(target)
             assert not target.exists() or version_of(target) == "new"
-            step += 1
+            if not killed:
+                break
         assert step >= 5
 
-    def test_a_second_kill_during_the_recovery(self, tmp_path: Path) -> None:
-        """Only `.old` and an unfinished part are left, as older versions of this program left them."""
-        target = tmp_path / "index"
-        write_folder(target, "old")
-        os.rename(target, tmp_path / ".index.old-999999999")
-        (tmp_path / ".index.part-999999999").mkdir()
-        recover(target)
-        assert version_of(target) == "old"
+    def test_a_second_kill_at_every_step_of_the_recovery(self, tmp_path: Path) -> None:
+        for step in range(100):
+            target = tmp_path / str(step) / "index"
+            target.parent.mkdir()
+            dead_writer(target, old="old", new="new")
+            killed = killed_at(step, lambda: recover(target))  # noqa: B023
+            recover(target)
+            assert version_of(target) == "new"
+            if not killed:
+                break
+        assert step >= 5
+        assert os.listdir(target.parent) == ["index"]
 
-    def test_a_part_is_never_taken_for_a_whole(self, tmp_path: Path) -> None:
-        part = tmp_path / ".index.part-999999999"
-        part.mkdir()
-        (part / "a.txt").write_text("new")
+    def test_an_unfinished_folder_is_not_taken_for_a_complete_one(self, tmp_path: Path) -> None:
+        work = dead_writer(tmp_path / "index", new="half")
         recover(tmp_path / "index")
         assert not (tmp_path / "index").exists()
-        assert part.exists(), "whoever only reads removes nothing: the writer may live on another machine"
+        assert work.exists(), "a reader removes nothing unfinished"
         recover(tmp_path / "index", unfinished=True)
-        assert not part.exists()
+        assert not work.exists()
 
-    def test_a_living_process_is_left_alone(self, tmp_path: Path) -> None:
+    def test_a_living_writer_is_left_alone_until_it_is_killed(self, tmp_path: Path) -> None:
         target = tmp_path / "index"
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
-            leftovers = [tmp_path / f".index.{stage}-{living.pid}" for stage in ("part", "new", "old")]
-            for leftover in leftovers:
-                write_folder(leftover, "theirs")
-            recover(target, unfinished=True)
-            assert not target.exists()
-            assert all(leftover.exists() for leftover in leftovers)
-            write_folder(target, "ours")
-            assert all(leftover.exists() for leftover in leftovers)
-            living.kill()
+        living = FORK.Process(target=write_slowly, args=(target, tmp_path / "ready"))
+        living.start()
+        wait_for(tmp_path / "ready")
+        (work,) = tmp_path.glob(".index.part-*")
         recover(target, unfinished=True)
-        assert os.listdir(tmp_path) == ["index"]
+        write_folder(target, "ours")
+        assert (work / "new-index").is_dir()
+        living.kill()
+        living.join()
+        recover(target, unfinished=True)
+        assert sorted(os.listdir(tmp_path)) == ["index", "ready"]
         assert version_of(target) == "ours"
+
+    def test_a_process_forked_by_a_writer_does_not_keep_its_lock(self, tmp_path: Path) -> None:
+        """Data workers outlive a killed run by seconds."""
+
+        def write_and_fork() -> None:
+            with atomic_folder(tmp_path / "index", lambda _: True, "versions") as part:
+                part.mkdir()
+                if os.fork():
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(10)
+                os._exit(0)
+
+        process = FORK.Process(target=write_and_fork)
+        process.start()
+        process.join()
+        recover(tmp_path / "index", unfinished=True)
+        assert os.listdir(tmp_path) == []
 
     def test_our_own_write_is_left_alone(self, tmp_path: Path) -> None:
         with atomic_folder(tmp_path / "index", lambda _: False, "index") as part:
@@ -153,44 +191,60 @@ class TestKilledSwap:
             assert part.exists()
         assert (tmp_path / "index").exists()
 
-    def test_a_process_that_reuses_the_number_does_not_keep_the_index(self, tmp_path: Path) -> None:
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as later:
-            assert is_running(later.pid)
-            if not is_running(later.pid, time.time() - 3600):
-                assert is_running(later.pid, time.time())
-            else:
-                pytest.skip("this system does not tell when a process began")
-            later.kill()
-        assert not is_running(later.pid)
+    def test_threads_and_processes_write_one_file_without_waiting(self, tmp_path: Path) -> None:
+        def write_often(number: int) -> None:
+            for _ in range(30):
+                files.write_json(tmp_path / "meta.json", [number] * 1000)
 
-    def test_a_swap_that_ends_meanwhile_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A writer on another machine looks dead from here; its two renames take less than we wait."""
-        monkeypatch.undo()
-        target, old, new = tmp_path / "index", tmp_path / ".index.old-999999999", tmp_path / ".index.new-999999999"
-        write_folder(old, "old")
-        write_folder(new, "new")
+        processes = [FORK.Process(target=write_often, args=(number,)) for number in range(2)]
+        for process in processes:
+            process.start()
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(write_often, range(2, 5)))
+        for process in processes:
+            process.join()
+            assert process.exitcode == 0
+        assert len(set(read_json(tmp_path / "meta.json"))) == 1
+        assert os.listdir(tmp_path) == ["meta.json"]
+
+    def test_a_swap_that_ends_meanwhile_is_waited_for(self, tmp_path: Path) -> None:
+        target = tmp_path / "index"
+        work = dead_writer(target, old="old", new="new")
 
         def end_the_swap() -> None:
-            time.sleep(0.1)
-            os.rename(new, target)
+            with FileLock(work / "lock"):
+                (tmp_path / "ready").touch()
+                time.sleep(0.2)
+                os.rename(work / "new-index", target)
 
         process = FORK.Process(target=end_the_swap)
         process.start()
+        wait_for(tmp_path / "ready")
         recover(target)
         process.join()
         assert process.exitcode == 0
         assert version_of(target) == "new"
 
-    def test_all_that_is_in_a_folder(self, tmp_path: Path) -> None:
-        write_folder(tmp_path / ".step-1.old-999999999", "old")
-        write_folder(tmp_path / ".step-2.part-999999999", "part")
-        write_folder(tmp_path / ".step-3.old-999999999", "old")
+    def test_all_targets_in_a_folder(self, tmp_path: Path) -> None:
+        dead_writer(tmp_path / "step-1", old="old")
+        dead_writer(tmp_path / "step-2", new="half")
+        dead_writer(tmp_path / "step-3", old="old")
         write_folder(tmp_path / "step-3", "new")
         (tmp_path / ".hidden").write_text("not ours")
         recover_inside(tmp_path)
         assert sorted(os.listdir(tmp_path)) == [".hidden", "step-1", "step-3"]
         assert version_of(tmp_path / "step-3") == "new"
         recover_inside(tmp_path / "nowhere")
+
+    def test_only_what_dualenc_wrote_is_removed(self, tmp_path: Path) -> None:
+        (tmp_path / ".index.part-00c0ffee").write_text("a file of the user's")
+        (tmp_path / ".index.part-0badcafe").mkdir()
+        (tmp_path / ".index.part-0badcafe" / "thesis.txt").touch()
+        (tmp_path / ".index.old").mkdir()
+        before = sorted(os.listdir(tmp_path))
+        write_folder(tmp_path / "index", "new")
+        recover_inside(tmp_path)
+        assert sorted(os.listdir(tmp_path)) == [*before, "index"]
 
     def test_an_error_in_the_swap_puts_the_old_folder_back(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +254,7 @@ class TestKilledSwap:
         replace = os.replace
 
         def failing(source: Any, destination: Any) -> None:
-            if ".new-" in str(source):
+            if "new-" in str(source):
                 raise PermissionError(errno.EACCES, "not today", str(destination))
             replace(source, destination)
 
@@ -209,6 +263,50 @@ class TestKilledSwap:
             write_folder(target, "new")
         assert version_of(target) == "old"
         assert os.listdir(tmp_path) == ["index"]
+
+    def test_a_folder_that_cannot_be_put_back_at_once_is_kept(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nothing can be renamed any more once the old folder has moved, as on a network disk that went away."""
+        target = tmp_path / "index"
+        write_folder(target, "old")
+        replace = os.replace
+
+        def failing(source: Any, destination: Any) -> None:
+            if "part-" in str(source):
+                raise OSError(errno.EIO, "disk gone")
+            replace(source, destination)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", failing)
+            with pytest.raises(OSError, match="disk gone"):
+                write_folder(target, "new")
+            with pytest.raises(DualencError, match=r"index: a killed process left it as .*; rename it to index"):
+                recover(target)
+        recover(target)
+        assert version_of(target) == "new"
+
+    def test_a_relative_folder_and_the_current_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        write_folder(Path("index"), "old")
+        dead_writer(Path("index"), new="half")
+        write_folder(Path("index"), "new")
+        assert os.listdir() == ["index"]
+        monkeypatch.chdir(tmp_path / "index")
+        write_folder(Path(), "newer")
+        assert version_of(tmp_path / "index") == "newer"
+
+    def test_the_folder_behind_a_symbolic_link_is_replaced(self, tmp_path: Path) -> None:
+        target, link = tmp_path / "disk" / "index", tmp_path / "link"
+        write_folder(target, "old")
+        link.symlink_to(target)
+        write_folder(link, "new")
+        assert link.is_symlink()
+        assert version_of(target) == "new"
+        dead_writer(target, old="old", new="newer")
+        shutil.rmtree(target)
+        recover(link)
+        assert version_of(target) == "newer"
 
 
 def numpy_saves(path: Path) -> None:
@@ -254,7 +352,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 
 class TestFullDisk:
     @pytest.mark.parametrize("writer", WRITERS)
-    def test_a_real_one_is_told_in_a_line_by_every_library(self, tiny_disk: Path, writer: str) -> None:
+    def test_a_real_one_is_explained_in_one_line_for_every_library(self, tiny_disk: Path, writer: str) -> None:
         (tiny_disk / "out").write_text("what stood there before")
         with (
             pytest.raises(DiskFull, match="no space left on the disk") as error,
@@ -269,7 +367,7 @@ class TestFullDisk:
         assert (tiny_disk / "out").read_text() == "what stood there before"
 
     def test_embeddings_and_index_on_a_real_one(self, tiny_disk: Path) -> None:
-        """Told in a line; with more room, embedding goes on with the shards that are there."""
+        """Explained in one line; with more room, embedding resumes with the shards that are there."""
         vectors = np.random.default_rng(0).normal(size=(2500, 16)).astype(np.float32)
 
         def embedded() -> list[int]:
@@ -291,7 +389,7 @@ class TestFullDisk:
         assert os.listdir(tiny_disk) == ["emb"]
         assert len(Embeddings.open(tiny_disk / "emb")) == 2500
 
-    @pytest.mark.parametrize("share", [0, 0.1, 1])
+    @pytest.mark.parametrize("share", [0.1, 1])
     @pytest.mark.parametrize("writer", WRITERS)
     def test_a_limit_on_the_size_of_files(self, tmp_path: Path, writer: str, share: float) -> None:
         """Needs no root: a process may lower its own limit, and the system then refuses to write on.
@@ -314,19 +412,19 @@ class TestFullDisk:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert os.listdir(tmp_path) == []
 
-    @pytest.mark.parametrize("call", ["mkdir", "fsync", "replace"])
-    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+    @pytest.mark.parametrize(
+        ("call", "number"), [("mkdir", errno.ENOSPC), ("fsync", errno.EDQUOT), ("replace", errno.EFBIG)]
+    )
     def test_at_every_step_of_a_write(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
     ) -> None:
         def full(*arguments: Any, **options: Any) -> None:
             raise OSError(number, os.strerror(number))
 
-        target = tmp_path / "new folder" / "index" if call == "mkdir" else tmp_path / "index"
         with monkeypatch.context() as patch:
             patch.setattr(os, call, full)
             with pytest.raises(DiskFull, match="could not be written"):
-                files.write_json(target, {})
+                files.write_json(tmp_path / "index", {})
         assert os.listdir(tmp_path) == []
 
     def test_a_folder_with_files_in_it_names_the_folder_that_was_wanted(self, tmp_path: Path) -> None:
@@ -349,7 +447,7 @@ class TestFullDisk:
                 self.stream = stream
 
             def write(self, block: bytes) -> int:
-                signal.raise_signal(signal.SIGINT)
+                signal.default_int_handler(signal.SIGINT, None)  # not sent: tests in the background ignore it
                 return self.stream.write(block)
 
             def flush(self) -> None:
@@ -374,10 +472,9 @@ class TestWhatIsThere:
             files.write_json(tmp_path / "report.html", {})
         assert os.listdir(tmp_path) == ["report.html"]
 
-    @pytest.mark.parametrize("there", ["a file", "a folder", "a hidden file in a folder"])
-    def test_a_folder_replaces_no_other_kind(self, tmp_path: Path, there: str) -> None:
-        target = tmp_path / "index"
-        path = {"a file": target, "a folder": target / "thesis.txt"}.get(there, target / ".git")
+    @pytest.mark.parametrize("name", ["index", "index/thesis.txt", "index/.git"])
+    def test_a_folder_replaces_no_other_kind(self, tmp_path: Path, name: str) -> None:
+        target, path = tmp_path / "index", tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("years of work")
         with pytest.raises(DualencError, match="exists and holds no versions; choose a new or empty folder"):
@@ -396,9 +493,7 @@ class TestWhatIsThere:
 
 
 class TestJson:
-    @pytest.mark.parametrize(
-        "text", ["", "{", "[" * 100_000, '{"a": ' * 50_000, "9" * 10_000, "\udcff", "nul", "{'a': 1}"]
-    )
+    @pytest.mark.parametrize("text", ["", "[" * 100_000, '{"a": ' * 50_000, "9" * 10_000, "\udcff", "{'a': 1}"])
     def test_malformed(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "meta.json"
         path.write_bytes(text.encode(errors="surrogateescape"))

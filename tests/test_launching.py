@@ -14,6 +14,7 @@ import psutil
 import pytest
 import yaml
 
+from dualenc.cli import main
 from tests.training.fakes import weights
 from tests.training.launched import free_port
 
@@ -21,31 +22,48 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "recipes" / "launch"
-STEPS = 400
+STEPS = 200
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    """An adapter on random vectors; 400 steps take long enough to be interrupted."""
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of an adapter on random vectors; 200 steps take long enough to be interrupted."""
+    folder = tmp_path_factory.mktemp("recipe")
     draw = np.random.default_rng(0)
     for name in ("left", "right"):
-        np.save(tmp_path / f"{name}.npy", draw.standard_normal((64, 8)).astype(np.float32))
+        np.save(folder / f"{name}.npy", draw.standard_normal((64, 8)).astype(np.float32))
     settings = {
         "model": {"class_path": "VectorEncoder", "init_args": {"dim": 8, "tower": "linear"}},
         "data": {
             "class_path": "VectorPairs",
-            "init_args": {"left": str(tmp_path / "left.npy"), "right": str(tmp_path / "right.npy")},
+            "init_args": {"left": str(folder / "left.npy"), "right": str(folder / "right.npy")},
         },
         "objective": {"class_path": "SogCLR", "init_args": {"temperature": 0.1}},
-        "trainer": {"output": str(tmp_path / "run"), "batch_size": 8, "max_steps": STEPS, "save_every": 20},
+        "trainer": {"output": "run", "batch_size": 8, "max_steps": STEPS, "save_every": 20},
     }
+    (folder / "mine.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+@pytest.fixture
+def recipe(shared_folder: Path, tmp_path: Path) -> Path:
+    """The same recipe with an output of its own."""
     path = tmp_path / "mine.yaml"
+    settings = yaml.safe_load((shared_folder / "mine.yaml").read_text())
+    settings["trainer"]["output"] = str(tmp_path / "run")
     path.write_text(yaml.safe_dump(settings))
     return path
 
 
+@pytest.fixture(scope="module")
+def alone(shared_folder: Path) -> Path:
+    """The run of one process, uninterrupted."""
+    main(["train", str(shared_folder / "mine.yaml"), f"trainer.output={shared_folder / 'run'}"])
+    return shared_folder / "run"
+
+
 class Node:
-    """A command that goes on in a group of processes of its own, as on a machine of its own."""
+    """A command in a session of its own, as on a machine of its own."""
 
     def __init__(self, folder: Path, *words: object, **environment: object) -> None:
         self.written = folder / f"written-{len(list(folder.glob('written-*')))}.txt"
@@ -98,13 +116,15 @@ def test_one_machine_has_as_many_ranks_as_it_says(tmp_path: Path, recipe: Path) 
     assert f"{STEPS} steps" in written
 
 
-def test_two_machines_train_what_one_process_trains(tmp_path: Path, recipe: Path) -> None:
+def test_two_machines_train_what_one_process_trains(tmp_path: Path, recipe: Path, alone: Path) -> None:
     ended = [node.end() for node in nodes(tmp_path, recipe)]
     assert [code for code, _ in ended] == [0, 0], ended
-    assert close(tmp_path / "run", trained_alone(tmp_path, recipe))
+    assert close(tmp_path / "run", alone)
 
 
-def test_a_lost_machine_ends_the_run_which_goes_on_with_another_number(tmp_path: Path, recipe: Path) -> None:
+def test_a_lost_machine_ends_the_run_which_is_resumed_with_another_number(
+    tmp_path: Path, recipe: Path, alone: Path
+) -> None:
     first, second = nodes(tmp_path, recipe)
     wait_for_checkpoint(tmp_path / "run", first)
     second.kill()
@@ -112,14 +132,13 @@ def test_a_lost_machine_ends_the_run_which_goes_on_with_another_number(tmp_path:
     code, written = first.end(60)
     assert code != 0
     assert time.monotonic() - begun < 60
-    told = [line for line in written.splitlines() if "dualenc: error: " in line]
-    assert len(told) == 1, written
-    assert "the connection to another process of this run is lost" in told[0]
-    assert "--resume" in told[0]
+    errors = [line for line in written.splitlines() if "dualenc: error: " in line]
+    assert len(errors) == 1, written
+    assert "the connection to another process of this run is lost" in errors[0]
+    assert "--resume" in errors[0]
     assert not (tmp_path / "run" / "model").exists()
-    code, written = Node(tmp_path, sys.executable, "-m", "dualenc", "train", recipe, "--resume").end()
-    assert code == 0, written
-    assert close(tmp_path / "run", trained_alone(tmp_path, recipe))
+    assert main(["train", str(recipe), "--resume"]) == 0
+    assert close(tmp_path / "run", alone)
 
 
 SRUN = """#!/bin/bash
@@ -142,25 +161,31 @@ if [ "$1" = requeue ]; then echo "requeued $2"; else echo 127.0.0.1; fi
 """
 
 
-def test_a_slurm_job_out_of_time_is_queued_again_and_goes_on(tmp_path: Path, recipe: Path) -> None:
+@pytest.mark.nightly
+def test_a_slurm_job_out_of_time_is_queued_again_and_resumes(tmp_path: Path, recipe: Path, alone: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
-    told = {"SLURM_JOB_ID": os.getpid(), "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2, "SLURM_JOB_NODELIST": "here"}
-    told |= {"TASKS": tmp_path / "tasks", "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    job = Node(tmp_path, "bash", LAUNCH / "slurm.sh", recipe, **told)
+    environment = {
+        "SLURM_JOB_ID": os.getpid(),
+        "SLURM_NTASKS": 2,
+        "SLURM_NTASKS_PER_NODE": 2,
+        "SLURM_JOB_NODELIST": "here",
+    }
+    environment |= {"TASKS": tmp_path / "tasks", "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    job = Node(tmp_path, "bash", LAUNCH / "slurm.sh", recipe, **environment)
     wait_for_checkpoint(tmp_path / "run", job)
     for pid in (tmp_path / "tasks").read_text().split():
         os.kill(int(pid), signal.SIGUSR1)
     code, written = job.end()
     assert code == 138, written
     assert f"requeued {os.getpid()}" in written
-    code, written = Node(tmp_path, "bash", LAUNCH / "slurm.sh", recipe, **told).end()
+    code, written = Node(tmp_path, "bash", LAUNCH / "slurm.sh", recipe, **environment).end()
     assert code == 0, written
     assert "requeued" not in written
-    assert close(tmp_path / "run", trained_alone(tmp_path, recipe))
+    assert close(tmp_path / "run", alone)
 
 
 def wait_for_checkpoint(run: Path, node: Node, seconds: float = 120) -> None:
@@ -170,14 +195,6 @@ def wait_for_checkpoint(run: Path, node: Node, seconds: float = 120) -> None:
         assert node.process.poll() is None, node.written.read_text()
         assert time.monotonic() < until, node.written.read_text()
         time.sleep(0.05)
-
-
-def trained_alone(folder: Path, recipe: Path) -> Path:
-    """The same run, unbroken, by one process."""
-    output = folder / "alone"
-    code, written = Node(folder, sys.executable, "-m", "dualenc", "train", recipe, f"trainer.output={output}").end()
-    assert code == 0, written
-    return output
 
 
 def close(*runs: Path) -> bool:

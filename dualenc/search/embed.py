@@ -246,8 +246,8 @@ class _Encoder:
             autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
             try:
                 # What a sharded tower brings together in inference mode could not be trained afterwards.
-                told = distributed.lost_process_told()
-                with told, autocast, torch.inference_mode(not self.in_step), torch.no_grad():
+                explained = distributed.explain_lost_process()
+                with explained, autocast, torch.inference_mode(not self.in_step), torch.no_grad():
                     vectors = self.forward(batch).float()
                     parts.append(unit_norm(vectors[:, : self.dim]) if self.dim < vectors.shape[1] else vectors)
             except torch.OutOfMemoryError:

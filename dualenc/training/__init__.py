@@ -1,4 +1,4 @@
-"""Training: one loop for every model and objective, exact resumption, gradient caching, selection of batches."""
+"""Training: one loop for every model and objective, exact resumption, gradient caching, batch selection."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dualenc.training.evaluators import Evaluator, ImageTextEvaluator, KNNEvaluator, RetrievalEvaluator
+    from dualenc.training.settings import TrainerSettings
     from dualenc.training.trainer import Trainer, TrainingResult
 
-__all__ = ["Evaluator", "ImageTextEvaluator", "KNNEvaluator", "RetrievalEvaluator", "Trainer", "TrainingResult"]
+__all__ = [
+    "Evaluator",
+    "ImageTextEvaluator",
+    "KNNEvaluator",
+    "RetrievalEvaluator",
+    "Trainer",
+    "TrainerSettings",
+    "TrainingResult",
+]
 
-_MODULES = {"Trainer": "trainer", "TrainingResult": "trainer"}
+_MODULES = {"Trainer": "trainer", "TrainerSettings": "settings", "TrainingResult": "trainer"}
 
 
 def __getattr__(name: str) -> Any:

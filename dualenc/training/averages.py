@@ -1,4 +1,4 @@
-"""A moving average of the weights, evaluated and saved in their place."""
+"""Weight averaging: a moving average of the weights, evaluated and saved in their place."""
 
 from __future__ import annotations
 
@@ -17,38 +17,45 @@ class AveragedWeights:
 
     θ̄ ← δ·θ̄ + (1 − δ)·θ after each step (Polyak and Juditsky 1992; as an exponential average Tarvainen and Valpola 2017,
     arXiv:1703.01780), where δ = min(decay, (1 + t)/(10 + t)) at step t, so that the first weights are soon forgotten.
-    Integers, such as a count of batches, are taken over. Of a sharded model each rank averages its part.
+    Integers, such as a count of batches, are copied. Each rank averages its part of a sharded model.
 
     Args:
-        model: whose weights, already sharded if they are to be; the average has a copy of them.
-        decay: δ of many steps, in (0, 1).
+        model: already sharded if it is to be; the average starts as a copy of its weights.
+        decay: δ after many steps, in (0, 1).
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.model, self.decay, self.steps = model, decay, 0
+        self.model = model
+        self.decay = decay
+        self.steps = 0
         self.average = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Count the weights of a step in."""
+        """Add the weights of a step."""
         self.steps += 1
         share = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
         for name, tensor in self.model.state_dict().items():
-            kept, now = local_part(self.average[name]), local_part(tensor)
-            kept.lerp_(now, share) if kept.is_floating_point() else kept.copy_(now)
+            # In place, on this rank's part only: no layer is gathered.
+            average = local_part(self.average[name])
+            current = local_part(tensor)
+            if average.is_floating_point():
+                average.lerp_(current, share)
+            else:
+                average.copy_(current)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it, the model has the averaged weights."""
+        """In this context the model has the averaged weights."""
         weights = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
-        self._give(self.average)
+        self._assign(self.average)
         try:
             yield
         finally:
-            self._give(weights)
+            self._assign(weights)
 
     @torch.no_grad()
-    def _give(self, weights: Mapping[str, Tensor]) -> None:
+    def _assign(self, weights: Mapping[str, Tensor]) -> None:
         for name, tensor in self.model.state_dict().items():
             local_part(tensor).copy_(local_part(weights[name]))
 
@@ -57,7 +64,7 @@ class AveragedWeights:
         return {"steps": self.steps, "average": self.average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore from `state_dict()`."""
         self.steps = state["steps"]
         for name, tensor in state["average"].items():
             self.average[name].copy_(tensor)

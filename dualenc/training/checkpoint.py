@@ -1,14 +1,14 @@
-"""The folder of a run: claimed by one run at a time, and its checkpoints, which are complete or not there.
+"""The folder of a run: locked by one run at a time, and its checkpoints, which are complete or absent.
 
     OUTPUT/checkpoints/step-00000500/
         state.pt      everything that is the same on all ranks, readable with torch.load(weights_only=True)
         ranks.pt      each rank's random generators
-        shards/       of a sharded model: the weights and what the optimizer keeps of them, as safetensors, a file by
-                      each rank; readable on any number of ranks
+        shards/       of a sharded model: weights and optimizer state as safetensors, a file by each rank; readable on
+                      any number of ranks
         meta.json     step, fingerprint of the recipe, size and SHA-256 of each file
 
-`accelerate.save_state` writes in place, in several files and with pickled parts, and knows neither the position in
-an epoch nor the state of a selection of batches; hence these few lines.
+`accelerate.save_state` is not used: it writes in place, in several files and with pickled parts, and knows neither the
+position in an epoch nor the state of a selection of batches.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from filelock import FileLock, SoftFileLock, Timeout
+from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.data.pairs import PairDataset
@@ -35,12 +37,10 @@ from dualenc.files import (
     atomic_folder,
     check_path,
     checksums,
-    process_state,
     read_json,
     recover_inside,
     remove,
     save_tensors,
-    this_process,
     write_json,
 )
 from dualenc.seeds import random_state, seed_everything, set_random_state
@@ -56,19 +56,21 @@ def fingerprint(
 
     Args:
         settings: nested settings that the result depends on.
-        model: its class and the names and shapes of its weights count, which do not depend on the number of processes
-            as buffers may.
+        model: described by its class and the names and shapes of its weights, which do not depend on the number of
+            processes as buffers may.
         objective: likewise; its state is part of the run.
-        pairs: its class, sizes, ids and contents count (`PairDataset.identities`), so that changed data of equal size
-            is noticed; the main process reads them for all.
-        batching: its class counts.
+        pairs: described by class, sizes, ids and contents (`PairDataset.identities`), so that changed data of equal
+            size is noticed; the main process reads them for all.
+        batching: described by its class.
     """
+    # Through JSON, as meta.json gives it back: tuples become lists, paths texts.
     described = flatten(json.loads(json.dumps(settings, default=str)))
     for name, module in (("model", model), ("objective", objective)):
         shapes = [(key, list(parameter.shape)) for key, parameter in module.named_parameters()]
         digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
         described[name] = f"{type(module).__name__} with weights {digest}"
     sizes = f"{len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
+    # Reading all contents takes minutes on large data: once, not on every rank.
     contents = distributed.broadcast_object(pairs.identities() if distributed.is_main() else {})
     return {
         **described,
@@ -91,55 +93,85 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def claimed(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> Iterator[None]:
-    """In this context a run has a folder for itself; all ranks enter it together, the main process holds the lock.
+    """Lock a run's folder in this context; all ranks enter it together, the main process holds the lock.
 
-    The folder is made if it is not there. Otherwise nothing in it changes here, and a folder in which nothing was
+    The folder is made if it is missing. Otherwise nothing in it changes here, and a folder in which nothing was
     written is gone at the end: a mistake that comes to light before the first step leaves no trace.
 
     Args:
         output: the folder.
-        resume: a run that is there will be resumed.
-        overwrite: a run that is there may be replaced, see `clear`.
+        resume: a run in the folder will be resumed.
+        overwrite: a run in the folder may be replaced, see `clear`.
 
     Raises:
-        DualencError: another run is going on there; there is a finished or broken one and neither is wanted; or the
+        DualencError: another run is using the folder; it holds a finished or broken one and neither is wanted; or the
             folder cannot be made.
     """
     check_path(output)
     folder = Path(output)
-    lock, problem = folder / ".lock", None
     made = [path for path in (folder, *folder.parents) if not path.exists()]
+    lock = FileLock(folder / ".lock", timeout=0)
+    problem = None
     if distributed.is_main():
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _lock(lock)
-            found = [name for name in RUN_FILES if (folder / name).exists()]
-            if found and not (resume or overwrite):
-                problem = (
-                    f"{folder}: holds a run already ({found[0]}); resume it (--resume), allow trainer.overwrite=true, "
-                    "or choose another trainer.output"
-                )
-            foreign = next((folder / name for name in found if not _is_of_a_run(folder / name)), None)
-            if foreign is not None and overwrite and not resume:
-                problem = f"{foreign}: was not written by a training and is not replaced; choose another trainer.output"
-            if problem is not None:
-                lock.unlink()
+            _check_contents(folder, resume, overwrite)
         except OSError as error:
             problem = f"{folder}: cannot be made or written to ({error.strerror}); choose another trainer.output"
         except DualencError as error:
             problem = str(error)
-    everywhere = distributed.broadcast_object(problem)
     try:
-        if everywhere:
-            raise DualencError(everywhere)
+        # Raised on all ranks: the others would wait for the main process in their first exchange.
+        problem = distributed.broadcast_object(problem)
+        if problem:
+            raise DualencError(problem)
         yield
     finally:
+        if lock.is_locked:
+            # Removed while it is held: whoever waits for a removed lock file notices, and tries again.
+            Path(lock.lock_file).unlink(missing_ok=True)
+            lock.release()
         if distributed.is_main():
-            if problem is None and this_process().items() <= _holder(lock).items():
-                lock.unlink(missing_ok=True)
-            with suppress(OSError):  # inner folders first, up to one that holds something
+            # Inner folders first, up to one that holds something.
+            with suppress(OSError):
                 for path in made:
                     path.rmdir()
+
+
+def _lock(lock: FileLock) -> None:
+    """Take the lock, and write into its file who has it; the system frees it when the process ends."""
+    path = Path(lock.lock_file)
+    try:
+        lock.acquire()
+    except Timeout:
+        with suppress(OSError):
+            holder = " ".join(path.read_text(encoding="utf-8", errors="replace").split())[:200]
+            raise DualencError(
+                f"{path.parent}: a run is going on in this folder ({holder}); wait for it or stop it, or choose "
+                "another trainer.output"
+            ) from None
+        raise DualencError(f"{path.parent}: another run has just ended in this folder; start again") from None
+    # On a file system without locks, filelock keeps its own record in the file.
+    if not isinstance(lock, SoftFileLock):
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n", encoding="utf-8")
+
+
+def _check_contents(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Refuse a folder with a run that is neither to be resumed nor replaced, or with files of another origin."""
+    found = [name for name in RUN_FILES if (folder / name).exists()]
+    if found and not (resume or overwrite):
+        raise DualencError(
+            f"{folder}: holds a run already ({found[0]}); resume it (--resume), allow trainer.overwrite=true, or "
+            "choose another trainer.output"
+        )
+    if overwrite and not resume:
+        for name in found:
+            if not _is_of_a_run(folder / name):
+                raise DualencError(
+                    f"{folder / name}: was not written by a training and is not replaced; choose another trainer.output"
+                )
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -149,7 +181,8 @@ def is_checkpoint(folder: Path) -> bool:
 
 def _is_of_a_run(path: Path) -> bool:
     """Whether something that has one of the names in `RUN_FILES` was written by a training."""
-    if path.suffix:  # of the files
+    # A user's file or folder of the same name must not be deleted; metrics.jsonl and the like are files.
+    if path.suffix:
         return path.is_file()
     if path.name == "checkpoints":
         return path.is_dir() and all(is_checkpoint(step) or step.name.startswith(".") for step in path.iterdir())
@@ -160,55 +193,8 @@ def _is_of_a_run(path: Path) -> bool:
     return path.is_dir()
 
 
-def _lock(lock: Path) -> None:
-    """Write who works here, unless somebody does; the lock of a process that is gone is replaced."""
-    descriptor = os.open(lock.parent, os.O_RDONLY) if os.name == "posix" else None
-    try:
-        if descriptor is not None:
-            import fcntl
-
-            # Of several processes of this machine that find a stale lock one replaces it, and the others see that.
-            with suppress(OSError):  # some network file systems have no such locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if lock.exists():
-            holder = _holder(lock)
-            who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}, since {holder.get('since', '?')}"
-            state = process_state(holder)
-            if state == "unknown":
-                raise DualencError(
-                    f"{lock.parent}: locked by a run that cannot be looked up from here ({who}); if it has ended, "
-                    f"remove {lock} and start again"
-                )
-            if state == "running":
-                raise DualencError(
-                    f"{lock.parent}: a run is going on in this folder ({who}); wait for it or stop it, or choose "
-                    "another trainer.output"
-                )
-            lock.unlink(missing_ok=True)
-        try:
-            with open(lock, "x", encoding="utf-8") as stream:
-                stream.write(json.dumps({**this_process(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n")
-        except FileExistsError:
-            raise DualencError(f"{lock.parent}: another run has just begun in this folder; wait for it") from None
-        except OSError:
-            lock.unlink(missing_ok=True)
-            raise
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _holder(lock: Path) -> dict[str, Any]:
-    """Who a lock names; nobody when it cannot be read: it may be being written on another machine."""
-    try:
-        holder = json.loads(lock.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return holder if isinstance(holder, dict) else {}
-
-
 def clear(output: str | os.PathLike[str]) -> None:
-    """Remove what an earlier run has left, all but `selection`, in which the new one may be at work already."""
+    """Remove an earlier run, all but `selection`, which the new one may be using already."""
     if distributed.is_main():
         for name in RUN_FILES:
             if name != "selection":
@@ -219,13 +205,15 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: where they are; made when the first one is written.
+        folder: of the checkpoints; made when the first one is written.
         keep: how many of the latest stay.
         fingerprint: flat dict of what must be the same for a resumed run to be the same run.
     """
 
     def __init__(self, folder: Path, keep: int = 2, fingerprint: dict[str, Any] | None = None) -> None:
-        self.folder, self.keep, self.fingerprint = folder, keep, fingerprint or {}
+        self.folder = folder
+        self.keep = keep
+        self.fingerprint = fingerprint or {}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint; every rank calls it, the main process writes.
@@ -238,55 +226,54 @@ class Checkpoints:
         Raises:
             DualencError: there are shards, and not every rank sees the folder.
         """
+        # Dropout draws from each rank's own generators.
         ranks = distributed.gather_objects(random_state())
-        shards = state.get("shards")
         target = self.folder / f"step-{step:08d}"
-        writing = atomic_folder(target, is_checkpoint, "checkpoint") if distributed.is_main() else nullcontext(target)
-        with writing as part:
-            if distributed.is_main():
+        is_main = distributed.is_main()
+        with atomic_folder(target, is_checkpoint, "checkpoint") if is_main else nullcontext(target) as part:
+            if is_main:
                 part.mkdir()
-            if shards is not None:
-                part = distributed.broadcast_object(part)
-                if not all(distributed.gather_objects(part.is_dir())):
-                    raise DualencError(
-                        f"{self.folder}: not every process sees this folder, and each writes its part of a sharded "
-                        "model to it; put trainer.output on a file system that all machines share"
-                    )
-                distributed.save_shards(part / SHARDS, shards)
-            if distributed.is_main():
+            # Before meta.json, which lists the files of all ranks.
+            if "shards" in state:
+                self._save_shards(distributed.broadcast_object(part), state["shards"])
+            if is_main:
                 save_tensors(part / "state.pt", {name: value for name, value in state.items() if name != "shards"})
                 save_tensors(part / "ranks.pt", ranks)
-                written = [path for path in sorted(part.rglob("*")) if path.is_file()]
-                sizes = {path.relative_to(part).as_posix(): path.stat().st_size for path in written}
-                meta = {"step": step, "files": sizes, "checksums": checksums(part, sizes)}
-                write_json(part / "meta.json", {**meta, "fingerprint": self.fingerprint})
-        if distributed.is_main():
-            if os.name == "posix":  # the rename itself goes to the disk too
-                descriptor = os.open(self.folder, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                self._save_meta(part, step)
+        if is_main:
+            _sync_folder(self.folder)
+            # Only now that a newer one is complete and on the disk.
             for _, old in self.complete()[: -self.keep]:
                 remove(old)
         distributed.barrier()
+
+    def _save_shards(self, part: Path, shards: dict[str, Tensor]) -> None:
+        if not all(distributed.gather_objects(part.is_dir())):
+            raise DualencError(
+                f"{self.folder}: not every process sees this folder, and each writes its part of a sharded model to "
+                "it; put trainer.output on a file system that all machines share"
+            )
+        distributed.save_shards(part / SHARDS, shards)
+
+    def _save_meta(self, part: Path, step: int) -> None:
+        written = [path for path in sorted(part.rglob("*")) if path.is_file()]
+        sizes = {path.relative_to(part).as_posix(): path.stat().st_size for path in written}
+        meta = {"step": step, "files": sizes, "checksums": checksums(part, sizes), "fingerprint": self.fingerprint}
+        write_json(part / "meta.json", meta)
 
     def complete(self) -> list[tuple[int, Path]]:
         """(step, folder) of every checkpoint whose files are all there, in ascending order.
 
         The rename that ends the writing of a folder is atomic, but disks and copies are not: sizes are compared.
         """
-        found = []
-        for folder in self.folder.iterdir() if self.folder.is_dir() else ():
+        found: list[tuple[int, Path]] = []
+        if not self.folder.is_dir():
+            return found
+        for folder in self.folder.iterdir():
             named = re.match(r"step-(\d+)$", folder.name)
             if named is None:
                 continue
-            try:
-                sizes = read_json(folder / "meta.json")["files"]
-                complete = all((folder / name).stat().st_size == size for name, size in sizes.items())
-            except (DualencError, OSError, KeyError, TypeError):
-                complete = False
-            if complete:
+            if _is_complete(folder):
                 found.append((int(named[1]), folder))
             else:
                 warnings.warn(f"{folder}: this checkpoint is not complete and is passed over", stacklevel=2)
@@ -304,20 +291,16 @@ class Checkpoints:
         """
         if distributed.is_main():
             recover_inside(self.folder)
+        # The main process decides: another rank may see the folder later, on a shared file system.
         complete = self.complete()
         folder = distributed.broadcast_object(complete[-1][1] if complete else None)
         if folder is None:
             return None
-        theirs = read_json(folder / "meta.json")["fingerprint"]
-        for key in sorted(set(theirs) | set(self.fingerprint)):
-            was, now = theirs.get(key), self.fingerprint.get(key)
-            if was != now:
-                raise DualencError(
-                    f"{folder}: this checkpoint is from another recipe or other data: {key} was {was!r} and is now "
-                    f"{now!r}; resume with the recipe and data it was made with, or choose another output folder"
-                )
+        self._check_fingerprint(folder)
         _check_files(folder)
-        state, ranks = _state_in(folder), _load(folder / "ranks.pt")
+        state = _state_in(folder)
+        ranks = _load(folder / "ranks.pt")
+        # A run may be resumed on more processes than it was saved by.
         if distributed.rank() < len(ranks):
             set_random_state(ranks[distributed.rank()])
         else:
@@ -325,39 +308,78 @@ class Checkpoints:
         return state
 
     def load_step(self, step: int) -> dict[str, Any] | None:
-        """The state of the checkpoint of a step, as of `load_latest`, or None; all ranks call it together."""
+        """The state of the checkpoint of a step, like `load_latest`, or None; all ranks call it together."""
         folder = distributed.broadcast_object(dict(self.complete()).get(step))
         if folder is None:
             return None
         _check_files(folder)
         return _state_in(folder)
 
+    def _check_fingerprint(self, folder: Path) -> None:
+        saved = read_json(folder / "meta.json")["fingerprint"]
+        for key in sorted(set(saved) | set(self.fingerprint)):
+            was = saved.get(key)
+            now = self.fingerprint.get(key)
+            if was != now:
+                raise DualencError(
+                    f"{folder}: this checkpoint is from another recipe or other data: {key} was {was!r} and is now "
+                    f"{now!r}; resume with the recipe and data it was made with, or choose another output folder"
+                )
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a checkpoint's files have the sizes in its meta.json."""
+    try:
+        sizes = read_json(folder / "meta.json")["files"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (DualencError, OSError, AttributeError, KeyError, TypeError):
+        return False
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush the rename of a finished checkpoint to the disk."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
 
 def _check_files(folder: Path) -> None:
     """Compare every file with its checksum, on the main process; what is wrong is raised on all."""
     problem = None
     if distributed.is_main():
-        recorded = read_json(folder / "meta.json").get("checksums")
-        if recorded is None:
-            problem = (
-                f"{folder}: an earlier version wrote this checkpoint, without checksums; finish the run with that "
-                "version, or start anew with trainer.overwrite=true"
-            )
-        else:
-            found = checksums(folder, recorded)
-            damaged = [name for name, expected in recorded.items() if found[name] != expected]
-            problem = _damage(folder / damaged[0], "its SHA-256 is not the one in meta.json") if damaged else None
+        problem = _problem_with_files(folder)
     problem = distributed.broadcast_object(problem)
     if problem:
         raise DualencError(problem)
 
 
+def _problem_with_files(folder: Path) -> str | None:
+    recorded = read_json(folder / "meta.json").get("checksums")
+    if recorded is None:
+        return (
+            f"{folder}: an earlier version wrote this checkpoint, without checksums; finish the run with that "
+            "version, or start anew with trainer.overwrite=true"
+        )
+    found = checksums(folder, recorded)
+    for name, expected in recorded.items():
+        if found[name] != expected:
+            return _damage(folder / name, "its SHA-256 is not the one in meta.json")
+    return None
+
+
 def _state_in(folder: Path) -> dict[str, Any]:
-    shards = {"shards": folder / SHARDS} if (folder / SHARDS).is_dir() else {}
-    return {**_load(folder / "state.pt"), **shards}
+    state: dict[str, Any] = _load(folder / "state.pt")
+    if (folder / SHARDS).is_dir():
+        state["shards"] = folder / SHARDS
+    return state
 
 
 def _load(path: Path) -> Any:
+    # weights_only, so that a checkpoint of unknown origin cannot run code.
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The forwards and the backward pass of one batch: whole, or in chunks with gradient caching."""
+"""Forward and backward passes of one batch: whole, or in chunks with gradient caching."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from dualenc.types import Inputs, Side
 
 Autocast = Callable[[], AbstractContextManager[None]]
 
-
 COST_OF_A_FORWARD = {"cpu": 96}
-"""What one more forward and backward pass costs, in tokens of a small transformer; on an accelerator, thousands."""
-MOST_GROUPS = 4
+"""The cost of one more forward and backward pass, in tokens of a small transformer; on an accelerator, thousands."""
+MAX_GROUPS = 4
 
 
 class PlainEncoding:
-    """The forwards of one step, and how a loss on their results reaches the weights: memory grows with the batch.
+    """The forward passes of one batch with their graphs, and the backward pass: memory grows with the batch.
 
-    Through sharded towers all ranks make the same passes: one for each call of `encode`, which every rank makes equally
-    often. Who has no item encodes a `placeholder`, whose embedding is cut away.
+    Through sharded towers all ranks must make the same passes: one for each call of `encode`, which every rank makes
+    equally often. A rank without an item encodes a `placeholder`, and drops its embedding.
 
     Args:
         model: the two towers.
-        device: where they are.
+        device: of the towers.
         autocast: a new mixed precision context per call.
         keep_statistics: the objective will ask for out-of-batch items.
     """
@@ -44,7 +43,9 @@ class PlainEncoding:
         autocast: Autocast = nullcontext,
         keep_statistics: bool = True,
     ) -> None:
-        self.model, self.device, self.autocast = model, device, autocast
+        self.model = model
+        self.device = device
+        self.autocast = autocast
         self.statistics = BatchStatistics(keep=keep_statistics)
         self.in_step = any(distributed.is_sharded(parameter) for parameter in model.parameters())
         self._encoded: list[tuple[Tensor, Tensor]] = []
@@ -55,7 +56,7 @@ class PlainEncoding:
         Args:
             side: which tower.
             inputs: the tower's inputs, on any device, first dimension n; {} for no item.
-            out_of_batch: BatchNorm takes the statistics of the batch for them, and counts them nowhere.
+            out_of_batch: BatchNorm normalises them by the statistics of the batch, and does not add theirs.
         """
         if self.in_step:
             return self._encode_in_step(side, inputs)
@@ -68,6 +69,7 @@ class PlainEncoding:
             return self._no_rows()
         tower = self.model.tower(side)
         with self.statistics.of_batch(tower, out_of_batch):
+            # A tower that packs several texts into a row computes for no padding anyway.
             groups = [] if tower.packs else length_groups(inputs, COST_OF_A_FORWARD.get(self.device.type, 4096))
             if len(groups) <= 1:
                 return self._forward(side, inputs)
@@ -80,6 +82,7 @@ class PlainEncoding:
         That makes fewer passes, and texts of like length on both sides are encoded together. BatchNorm layers see one
         part at a time.
         """
+        # BatchNorm would normalise both sides together.
         joined = None
         if self.model.shares_weights and not uses_batch_statistics(self.model):
             joined = self.model.left.prepare.join([inputs for _, inputs in parts if inputs])
@@ -87,17 +90,20 @@ class PlainEncoding:
             return list(self.encode("left", joined).split([num_rows(inputs) for _, inputs in parts]))
         return [self.encode(side, inputs) for side, inputs in parts]
 
-    @distributed.lost_process_told()
+    @distributed.explain_lost_process()
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of everything that was encoded with a graph."""
+        # Frees the stored activations layer by layer, as the backward pass is done with them.
         self.statistics.release()
         loss.backward()
-        encoded, self._encoded = self._encoded, []
+        encoded = self._encoded
+        self._encoded = []
         if encoded:
-            torch.autograd.backward([of for of, _ in encoded], [gradient_of(leaf) for _, leaf in encoded])
+            embeddings = [embedding for embedding, _ in encoded]
+            torch.autograd.backward(embeddings, [gradient_of(leaf) for _, leaf in encoded])
 
     def _encode_in_step(self, side: Side, inputs: Inputs) -> Tensor:
-        """To a leaf: the passes back through the tower follow those of the loss, in the same order on all ranks."""
+        """Encode to a leaf: the backward passes of the tower follow the loss's, in the same order on all ranks."""
         encoded = self._forward(side, inputs or placeholder(self.model.tower(side)))[: num_rows(inputs)]
         if not encoded.requires_grad:
             return encoded
@@ -105,7 +111,7 @@ class PlainEncoding:
         self._encoded.append((encoded, leaf))
         return leaf
 
-    @distributed.lost_process_told()
+    @distributed.explain_lost_process()
     def _forward(self, side: Side, inputs: Inputs) -> Tensor:
         packed = self.model.tower(side).pack(inputs)
         on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in packed.items()}
@@ -114,6 +120,7 @@ class PlainEncoding:
 
     def _no_rows(self) -> Tensor:
         """(0, D) with gradient: a rank without items still takes part in the collectives of the backward pass."""
+        # Of the weights' precision and device, as the other ranks' rows are.
         weight = next(self.model.parameters())
         return weight.new_zeros(0, self.model.dim).requires_grad_(torch.is_grad_enabled())
 
@@ -124,7 +131,7 @@ def gradient_of(leaf: Tensor) -> Tensor:
 
 
 def length_groups(inputs: Inputs, cost_of_a_forward: int) -> list[Tensor]:
-    """Row numbers of texts (n, T) of like length, to be encoded together: what is padding is computed for nothing.
+    """Row numbers of texts (n, T) of similar length, to be encoded together with less padding.
 
     Args:
         inputs: n prepared items; texts have an "attention_mask" (n, T), all else is one group.
@@ -138,13 +145,22 @@ def length_groups(inputs: Inputs, cost_of_a_forward: int) -> list[Tensor]:
     def cost(count: int) -> int:
         return sum(int(part[0]) * len(part) + cost_of_a_forward for part in lengths.chunk(count))
 
-    count = min(range(1, MOST_GROUPS + 1), key=cost)
+    count = min(range(1, MAX_GROUPS + 1), key=cost)
     return list(rows.chunk(count)) if count > 1 else [torch.arange(len(rows))]
 
 
 class _Recorded(NamedTuple):
-    """What is needed to encode n items once more: inputs, rows and random state of each chunk, the leaves; and how many
-    more passes other ranks make."""
+    """A call of `CachedEncoding.encode`, to be repeated with its graph.
+
+    Attributes:
+        side: of the tower.
+        inputs: n prepared items.
+        out_of_batch: as in `encode`.
+        chunks: rows of each chunk.
+        random_states: of the CPU and the GPU before each chunk.
+        leaves: (n, D) embeddings, which get the gradient of the loss.
+        missing: how many more passes other ranks make.
+    """
 
     side: Side
     inputs: Inputs
@@ -163,7 +179,7 @@ class CachedEncoding(PlainEncoding):
 
     Args:
         model: the two towers.
-        device: where they are.
+        device: of the towers.
         autocast: a new mixed precision context per call.
         keep_statistics: the objective will ask for out-of-batch items.
         chunk_size: items encoded at once.
@@ -189,62 +205,80 @@ class CachedEncoding(PlainEncoding):
         self._recorded: list[_Recorded] = []
 
     def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
-        """As of `PlainEncoding`: without graph, to leaves whose gradients `backward` takes further."""
+        """Like `PlainEncoding.encode`, but without a graph, to leaves from whose gradients `backward` continues."""
         if not inputs and not self.in_step:
             return self._no_rows()
         chunks = chunk_rows(inputs, self.chunk_size) if inputs else []
-        missing = 0
-        if self.in_step:
-            most = distributed.all_reduce(torch.tensor(len(chunks), device=self.device), "max")
-            missing = int(most) - len(chunks)
-        random_states, parts = [], []
+        missing = self._missing_passes(len(chunks))
+        random_states = []
+        parts = []
         with torch.no_grad():
             for rows in chunks:
-                on_gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-                random_states.append((torch.get_rng_state(), on_gpu))
+                random_states.append(self._random_state())
                 with self.statistics.of_batch(self.model.tower(side), out_of_batch):
                     parts.append(self._forward(side, take(inputs, rows)))
+            # Sharded layers are gathered by all ranks together.
             for _ in range(missing):
                 self._forward(side, placeholder(self.model.tower(side)))
-            if not chunks:
-                embeddings = torch.zeros(0, self.model.dim, device=self.device)
+            if chunks:
+                encoded = torch.cat(parts)
+                embeddings = torch.empty_like(encoded).index_copy_(0, torch.cat(chunks).to(self.device), encoded)
             else:
-                order = torch.cat(chunks).to(self.device)
-                embeddings = torch.empty_like(encoded := torch.cat(parts)).index_copy_(0, order, encoded)
+                embeddings = torch.zeros(0, self.model.dim, device=self.device)
         if torch.is_grad_enabled():
             embeddings.requires_grad_()
             self._recorded.append(_Recorded(side, inputs, out_of_batch, chunks, random_states, embeddings, missing))
         return embeddings
 
-    @distributed.lost_process_told()
+    @distributed.explain_lost_process()
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients, encoding every chunk once more with its graph."""
+        # Ends at the leaves; from there on each chunk has a graph of its own.
         loss.backward()
-        recorded, self._recorded = self._recorded, []
+        recorded = self._recorded
+        self._recorded = []
         cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda), running_statistics_kept(self.model):
             for record in recorded:
+                # No loss depends on these items. Sharded towers need the passes all the same.
                 if record.leaves.grad is None and not self.in_step:
                     continue
-                gradients = gradient_of(record.leaves)
-                for rows, (state, on_gpu) in zip(record.chunks, record.random_states, strict=True):
-                    torch.set_rng_state(state)
-                    if on_gpu is not None:
-                        torch.cuda.set_rng_state(on_gpu, self.device)
-                    tower = self.model.tower(record.side)
-                    with self.statistics.applied(tower) if record.out_of_batch else nullcontext():
-                        embeddings = self._forward(record.side, take(record.inputs, rows))
-                    if embeddings.requires_grad:  # not so for a tower whose weights are all fixed
-                        torch.autograd.backward(embeddings, gradients[rows.to(self.device)])
-                for _ in range(record.missing):
-                    embeddings = self._forward(record.side, placeholder(self.model.tower(record.side)))
-                    if embeddings.requires_grad:
-                        torch.autograd.backward(embeddings, torch.zeros_like(embeddings))
+                self._repeat(record)
+
+    def _repeat(self, record: _Recorded) -> None:
+        """Encode the chunks of a call once more, each with its graph, and go back through it."""
+        tower = self.model.tower(record.side)
+        gradients = gradient_of(record.leaves)
+        for rows, (on_cpu, on_gpu) in zip(record.chunks, record.random_states, strict=True):
+            # The same dropout as in the first pass.
+            torch.set_rng_state(on_cpu)
+            if on_gpu is not None:
+                torch.cuda.set_rng_state(on_gpu, self.device)
+            with self.statistics.applied(tower) if record.out_of_batch else nullcontext():
+                embeddings = self._forward(record.side, take(record.inputs, rows))
+            # A tower whose weights are all frozen has no graph.
+            if embeddings.requires_grad:
+                torch.autograd.backward(embeddings, gradients[rows.to(self.device)])
+        for _ in range(record.missing):
+            embeddings = self._forward(record.side, placeholder(tower))
+            if embeddings.requires_grad:
+                torch.autograd.backward(embeddings, torch.zeros_like(embeddings))
+
+    def _missing_passes(self, num_chunks: int) -> int:
+        """How many more passes the rank with the most chunks makes through a sharded tower."""
+        if not self.in_step:
+            return 0
+        largest = distributed.all_reduce(torch.tensor(num_chunks, device=self.device), "max")
+        return int(largest) - num_chunks
+
+    def _random_state(self) -> tuple[Tensor, Tensor | None]:
+        on_gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return torch.get_rng_state(), on_gpu
 
 
 @contextmanager
 def running_statistics_kept(module: nn.Module) -> Iterator[None]:
-    """BatchNorm layers still normalise over the batch, but do not count it: it has been counted before."""
+    """Keep running statistics: BatchNorm layers normalise over the batch, which was added to them before."""
     layers = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
     for layer in layers:
         layer.track_running_stats = False
@@ -256,5 +290,5 @@ def running_statistics_kept(module: nn.Module) -> Iterator[None]:
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:
-    """Whether a BatchNorm layer looks at the batch in training."""
+    """Whether a BatchNorm layer uses the statistics of the batch in training."""
     return any(isinstance(m, _BatchNorm) for m in module.modules())

@@ -1,19 +1,20 @@
-"""What measures a model during training: thin glue between embedding and the pure functions of `evaluation`."""
+"""Evaluators: what measures a model during training, on top of the pure functions of `dualenc.evaluation`.
+
+`evaluation.observed` and `evaluation.probe` are imported where they are called: they bring scikit-learn, 1.6 seconds of
+the start of every training.
+"""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from dualenc import distributed
 from dualenc.data.beir import read_beir
 from dualenc.data.columns import Picked
 from dualenc.data.corpus import Corpus, RetrievalSet
@@ -21,30 +22,29 @@ from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
-from dualenc.seeds import random_state_kept
-from dualenc.training.sharding import assembled, join_evaluated
-from dualenc.types import Modality, OnError, Side
+from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
+from dualenc.evaluation.metrics import CUTOFFS
+from dualenc.evaluation.retrieval import HEADLINES, Result, retrieve
+from dualenc.search.embed import embed
+from dualenc.search.embeddings import Embeddings
+from dualenc.search.engines import named_columns, rows_that_meet
+from dualenc.types import Modality, OnError, Output, Side
 
 if TYPE_CHECKING:
     from dualenc.evaluation.observed import Observed
-    from dualenc.objectives.base import Objective
-    from dualenc.search.embeddings import Embeddings
-    from dualenc.training.checkpoint import Checkpoints
-    from dualenc.types import Output
 
 
 class Evaluator(ABC):
-    """Measures a model in evaluation mode; any callable with a `primary` will do.
+    """Measures a model in evaluation mode; any callable with a `primary` can be one.
 
     Attributes:
         primary: name of the metric, higher is better, by which the best weights are kept.
-        metric_names: names that `primary` may have, so that a wrong one is told before any work; empty where they
-            are known only after an evaluation.
-        task: what is evaluated, one of `dualenc.encoders.card.TASKS`; "" keeps the metrics out of the card's front
-            matter.
+        metric_names: names that `primary` may have, so that a wrong one is reported before any work; empty where
+            they are known only after an evaluation.
+        task: one of `dualenc.encoders.card.TASKS`; "" keeps the metrics out of the card's front matter.
         data: name of the data, and its split.
         modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
-        observed: what the latest call saw besides its metrics, for reports; None if it does not tell.
+        observed: distributions and queries of the latest call besides its metrics, for reports; None without any.
     """
 
     primary: str
@@ -56,7 +56,7 @@ class Evaluator(ABC):
 
     @abstractmethod
     def __call__(self, model: DualEncoder) -> dict[str, float]:
-        """Metrics by name. Every rank calls it together; what the main process returns counts."""
+        """Metrics by name. All ranks call it together; the main process's result counts."""
 
 
 class RetrievalEvaluator(Evaluator):
@@ -89,54 +89,59 @@ class RetrievalEvaluator(Evaluator):
         batch_size: int = 64,
         primary: str = "ndcg@10",
     ) -> None:
-        from dualenc.evaluation.metrics import CUTOFFS
-        from dualenc.search.engines import named_columns, rows_that_meet
-
         if (path is None) == (pairs is None):
             raise DualencError("RetrievalEvaluator: give either path, a BEIR folder, or held-out pairs")
         if max_queries is not None and max_queries < 1:
             raise DualencError(f"RetrievalEvaluator: max_queries is {max_queries}; it must be at least 1")
+        name = "held-out pairs"
         if pairs is None:
             whole = read_beir(str(path), split, titles=titles, columns=named_columns(where))
+            name = Path(str(path)).resolve().name
+            if where:
+                whole = whole.among(rows_that_meet(where, whole.corpus.columns))
+                name += f" where {' and '.join(where)}"
         elif where:
             raise DualencError("RetrievalEvaluator: where is for fields of a BEIR folder; give path in place of pairs")
         else:
             whole = held_out(pairs)
-        if where:
-            whole = whole.among(rows_that_meet(where, whole.corpus.columns))
+        # The corpus stays whole: fewer documents would make retrieval easier.
         self.collection = whole
-        self.task = "image-text" if "image" in (whole.queries.modality, whole.corpus.modality) else "retrieval"
-        name = "held-out pairs" if path is None else Path(path).resolve().name
-        name += f" where {' and '.join(where)}" if where else ""
-        name += "" if max_queries is None else f" (first {max_queries} queries)"
-        self.data = (name, None if path is None else split)
         if max_queries is not None:
             queries = whole.queries.take(range(min(max_queries, len(whole.queries))))
-            self.collection = RetrievalSet(queries, whole.corpus, {name: whole.qrels[name] for name in queries.ids})
-        self.batch_size, self.primary = batch_size, primary
+            self.collection = RetrievalSet(queries, whole.corpus, {query: whole.qrels[query] for query in queries.ids})
+            name += f" (first {max_queries} queries)"
+        self.data = (name, split if pairs is None else None)
+        self.task = "image-text" if "image" in (whole.queries.modality, whole.corpus.modality) else "retrieval"
+        self.modalities = {"left": whole.queries.modality, "right": whole.corpus.modality}
+        self.batch_size = batch_size
+        self.primary = primary
         kinds = ("ndcg", "recall", "mrr", "map", "precision", "hit")
         self.metric_names = tuple(f"{kind}@{k}" for k in CUTOFFS for kind in kinds)
-        self.modalities = {"left": whole.queries.modality, "right": whole.corpus.modality}
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
-        from dualenc.evaluation.observed import Observed, observed_pairs, observed_queries
-        from dualenc.evaluation.retrieval import HEADLINES, Result, retrieve
-
         queries = embed_side(model, "left", self.collection.queries, self.batch_size)
         documents = embed_side(model, "right", self.collection.corpus, self.batch_size)
         device = next(model.parameters()).device
         run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, device=device)
         result = Result("model", "held-out", run, self.collection.qrels, len(documents.ids))
-        row_of = {name: row for row, name in enumerate(documents.ids)}
-        graded = (self.collection.qrels.get(name, {}) for name in queries.ids)
-        positives = [[row_of[name] for name, grade in of.items() if grade > 0 and name in row_of] for of in graded]
-        similarities = observed_pairs(queries.vectors, documents.vectors, positives)
-        self.observed = Observed(similarities)
-        if self.primary in result.means:
-            scores = {query: of[self.primary] for query, of in result.per_query.items()}
-            told = observed_queries(self.primary, scores, TextsOf(self.collection.queries, queries.ids))
-            self.observed = Observed(similarities, **told)
+        self.observed = self._observe(queries, documents, result)
         return {name: result.means[name] for name in (*HEADLINES, self.primary) if name in result.means}
+
+    def _observe(self, queries: Embeddings, documents: Embeddings, result: Result) -> Observed:
+        """Similarities of the positives, and the primary metric's scores by query."""
+        from dualenc.evaluation.observed import Observed, observed_pairs, observed_queries
+
+        row_of = {name: row for row, name in enumerate(documents.ids)}
+        positives = []
+        for query in queries.ids:
+            judged = self.collection.qrels.get(query, {})
+            positives.append([row_of[name] for name, grade in judged.items() if grade > 0 and name in row_of])
+        similarities = observed_pairs(queries.vectors, documents.vectors, positives)
+        if self.primary not in result.means:
+            return Observed(similarities)
+        scores = {query: metrics[self.primary] for query, metrics in result.per_query.items()}
+        texts = TextsOf(self.collection.queries, queries.ids)
+        return Observed(similarities, **observed_queries(self.primary, scores, texts))
 
 
 class ImageTextEvaluator(Evaluator):
@@ -161,19 +166,19 @@ class ImageTextEvaluator(Evaluator):
         self.captions: list[list[int]] = [[] for _ in range(len(self.images))]
         for image, text in sorted(set(zip(left_rows.tolist(), right_rows.tolist(), strict=True))):
             self.captions[image].append(text)
-        self.batch_size, self.primary = batch_size, primary
+        self.batch_size = batch_size
+        self.primary = primary
         self.modalities = {"left": self.images.modality, "right": self.texts.modality}
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
-        from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
         from dualenc.evaluation.observed import Observed, observed_pairs, observed_queries
 
         images = embed_side(model, "left", self.images, self.batch_size, on_error="raise")
         texts = embed_side(model, "right", self.texts, self.batch_size, on_error="raise")
         ranks = both_ways_ranks(images.vectors, texts.vectors, self.captions)
-        of_captions = {name: 1 / float(rank) for name, rank in zip(self.texts.ids, ranks["text_to_image"], strict=True)}
-        told = observed_queries("1/rank of the image", of_captions, TextsOf(self.texts, self.texts.ids))
-        self.observed = Observed(observed_pairs(images.vectors, texts.vectors, self.captions), **told)
+        scores = {name: 1 / float(rank) for name, rank in zip(self.texts.ids, ranks["text_to_image"], strict=True)}
+        queries = observed_queries("1/rank of the image", scores, TextsOf(self.texts, self.texts.ids))
+        self.observed = Observed(observed_pairs(images.vectors, texts.vectors, self.captions), **queries)
         return both_ways_recall(ranks)
 
 
@@ -206,7 +211,8 @@ class KNNEvaluator(Evaluator):
         temperature: float | None = 0.07,
         batch_size: int = 256,
     ) -> None:
-        self.corpora, self.labels = [], []
+        self.corpora: list[Corpus] = []
+        self.labels: list[np.ndarray] = []
         for name, images in (("train", train), ("test", test)):
             if images.labels is None:
                 raise DualencError(
@@ -214,7 +220,9 @@ class KNNEvaluator(Evaluator):
                 )
             self.corpora.append(Corpus([str(row) for row in range(len(images))], images.left_items, "image"))
             self.labels.append(images.labels)
-        self.k, self.temperature, self.batch_size = k, temperature, batch_size
+        self.k = k
+        self.temperature = temperature
+        self.batch_size = batch_size
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         from dualenc.evaluation.observed import Observed, observed_labels
@@ -224,23 +232,25 @@ class KNNEvaluator(Evaluator):
             embed_side(model, "left", corpus, self.batch_size, output="features", on_error="raise").vectors
             for corpus in self.corpora
         )
-        how: dict[str, Any] = {"k": self.k, "temperature": self.temperature, "device": next(model.parameters()).device}
-        predicted = knn_predict(train, self.labels[0], test, **how)
+        device = next(model.parameters()).device
+        predicted = knn_predict(train, self.labels[0], test, k=self.k, temperature=self.temperature, device=device)
         self.observed = Observed(observed_labels(test, self.labels[1]))
         return {"knn_accuracy": accuracy(predicted, self.labels[1])}
 
 
 class TextsOf(Mapping[str, str]):
-    """The texts of a corpus by id; nothing of one of images or vectors.
+    """The texts of a corpus by id; empty for images and vectors.
 
     Args:
-        corpus: read item by item, when asked.
-        ids: those of it that could be read.
+        corpus: read item by item, on access.
+        ids: of the items that could be read.
     """
 
     def __init__(self, corpus: Corpus, ids: Sequence[str]) -> None:
+        # Only texts can be shown in a report.
         readable = set(ids) if corpus.modality == "text" else set()
-        self.corpus, self.row_of = corpus, {name: row for row, name in enumerate(corpus.ids) if name in readable}
+        self.corpus = corpus
+        self.row_of = {name: row for row, name in enumerate(corpus.ids) if name in readable}
 
     def __getitem__(self, name: str) -> str:
         return str(self.corpus.items[self.row_of[name]])
@@ -261,8 +271,6 @@ def embed_side(
     on_error: OnError = "skip",
 ) -> Embeddings:
     """Embed a corpus in memory, every rank a share; all get the whole."""
-    from dualenc.search.embed import embed
-
     return embed(model.tower(side), corpus, batch_size=batch_size, output=output, on_error=on_error, progress=False)
 
 
@@ -277,127 +285,15 @@ def held_out(pairs: PairDataset) -> RetrievalSet:
 
 
 def _used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
-    """The items of a side that a pair names, and each pair's row among them."""
-    left = side == "left"
-    ids, items = (pairs.left_id, pairs.left_items) if left else (pairs.right_id, pairs.right_items)
-    modality = pairs.left_modality if left else pairs.right_modality
+    """The items of a side that belong to a pair, and each pair's row among them."""
+    if side == "left":
+        ids = pairs.left_id
+        items = pairs.left_items
+        modality = pairs.left_modality
+    else:
+        ids = pairs.right_id
+        items = pairs.right_items
+        modality = pairs.right_modality
     used, rows = np.unique(ids, return_inverse=True)
     # Ids of the two sides must differ: a document with the id of the query would be taken for a copy of it.
     return Corpus([f"{side}-{item}" for item in used], Picked(items, used), modality), rows
-
-
-class BestModel:
-    """Evaluates, and keeps in the model folder the best weights so far, or the last ones.
-
-    Args:
-        model: what is trained.
-        objective: whose temperature goes into model formats that have a place for it.
-        evaluator: None when there is nothing to measure by; then the last weights are kept.
-        folder: the model folder.
-        keep_best: keep the weights with the best primary metric; otherwise the last.
-        card: makes what the model card says of the training: `card(before, metrics, step)`.
-        skeleton: of a sharded model, see `dualenc.training.sharding.shard_model`.
-    """
-
-    def __init__(
-        self,
-        model: DualEncoder,
-        objective: Objective,
-        evaluator: Evaluator | None,
-        folder: Path,
-        *,
-        keep_best: bool,
-        card: Callable[[dict[str, float], dict[str, float], int], dict[str, Any]],
-        skeleton: DualEncoder | None = None,
-    ) -> None:
-        self.model, self.objective, self.evaluator, self.skeleton = model, objective, evaluator, skeleton
-        self.folder, self.card = folder, card
-        self.keep_best = keep_best and evaluator is not None
-        self.before: dict[str, float] = {}
-        self.best: dict[str, float] = {}
-        self.last: dict[str, float] = {}
-        self.best_step = -1
-        self.worse = 0
-        """Evaluations since the best one."""
-
-    @property
-    def primary(self) -> str:
-        """Name of the metric that decides; "" without an evaluator."""
-        return "" if self.evaluator is None else self.evaluator.primary
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Measure the model after so many steps; saves it if it is the best of the trained ones so far."""
-        self.last = {}
-        if self.evaluator is not None:
-            self.model.eval()
-            try:
-                with random_state_kept(), torch.no_grad():
-                    found = self.evaluator(self.model)
-            finally:
-                self.model.train()
-            if self.primary not in found:
-                raise DualencError(f"evaluator.primary is {self.primary!r}; choose one of {', '.join(found)}")
-            self.last = distributed.broadcast_object({name: float(value) for name, value in found.items()})
-        if step == 0:
-            self.before = self.last
-        elif self.keep_best and (not self.best or self.last[self.primary] > self.best[self.primary]):
-            self.best, self.best_step, self.worse = self.last, step, 0
-            self._save(step, self.best)
-        else:
-            self.worse += 1
-        return self.last
-
-    def finish(self, step: int, checkpoints: Checkpoints, say: Callable[[str], None]) -> dict[str, float]:
-        """Make sure that the model folder holds what it should; all ranks call it together.
-
-        Args:
-            step: the last one, of the weights that the model has.
-            checkpoints: one of them may have the best weights, if the model folder that had them is gone.
-            say: where the user is told that none has.
-
-        Returns:
-            The metrics of what the folder holds.
-        """
-        if self.keep_best and self.best:
-            if not distributed.broadcast_object(not (self.folder / "README.md").exists()):
-                return self.best
-            state = checkpoints.load_step(self.best_step)
-            if state is not None:
-                parts = (("model", self.model), ("objective", self.objective))
-                latest = {name: {key: tensor.clone() for key, tensor in p.state_dict().items()} for name, p in parts}
-                if "shards" in state:
-                    join_evaluated(self.model, state, state["shards"])
-                elif "averages" in state:  # what was measured then
-                    state["model"] = state["averages"]["average"]
-                for name, part in parts if "shards" not in state else parts[1:]:
-                    part.load_state_dict(state[name])
-                self._save(self.best_step, self.best)
-                for name, part in parts:
-                    part.load_state_dict(latest[name])
-                return self.best
-            say(f"{self.folder} is gone, and no checkpoint has the best weights, those of step {self.best_step}")
-            self.best, self.best_step = {}, -1
-        self._save(step, self.last)
-        return self.last
-
-    def state_dict(self) -> dict[str, Any]:
-        """What later decisions depend on."""
-        return {"before": self.before, "best": self.best, "last": self.last, "best_step": self.best_step} | (
-            {"worse": self.worse} if self.worse else {}
-        )
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self.before, self.best, self.last = state["before"], state["best"], state["last"]
-        self.best_step, self.worse = state["best_step"], state.get("worse", 0)
-
-    def _save(self, step: int, metrics: dict[str, float]) -> None:
-        whole = nullcontext(self.model) if self.skeleton is None else assembled(self.model, self.skeleton)
-        with whole as model:
-            if distributed.is_main():
-                model.eval()
-                model.set_temperature(float(self.objective.temperature.detach()))
-                model.set_dims(self.objective.dims or ())
-                model.save(self.folder, card=self.card(self.before, metrics, step))
-                self.model.train()
-        distributed.barrier()

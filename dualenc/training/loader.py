@@ -1,4 +1,4 @@
-"""From a plan of batches to tensors: this rank's slice of every global batch, decoded and prepared in workers."""
+"""Data loading: this rank's slice of every global batch, decoded and prepared in workers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dualenc import distributed
+from dualenc.data.corpus import corpora
 from dualenc.data.identity import digest_of
 from dualenc.data.pairs import Pair, PairDataset
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import BadSample, DualencError
 from dualenc.objectives import GuideVectors
+from dualenc.search.embeddings import Embeddings
 from dualenc.seeds import derive_seed
 from dualenc.training.encoding import PlainEncoding
 from dualenc.training.signals import forgive_one_sigterm
@@ -98,7 +100,8 @@ class Batch(NamedTuple):
         if needs_teacher:
             names += ["teacher_scores", "teacher_rows"]
         given: dict[str, Any] = {name: moved(getattr(self, name)) for name in names}
-        left, right = moved(self.guide_left), moved(self.guide_right)
+        left = moved(self.guide_left)
+        right = moved(self.guide_right)
         if left is not None and right is not None:
             given["guide"] = GuideVectors(left, right, moved(self.guide_negatives))
         return given
@@ -110,7 +113,7 @@ class Batch(NamedTuple):
 
 
 class Guide:
-    """A guide's embeddings of the items of pairs, read by id from the files where they lie.
+    """A guide model's embeddings of the items of pairs, read by id from memory-mapped files.
 
     Args:
         pairs: the training pairs.
@@ -122,36 +125,37 @@ class Guide:
     """
 
     def __init__(self, pairs: PairDataset, left: str | os.PathLike[str], right: str | os.PathLike[str]) -> None:
-        from dualenc.data.corpus import corpora
-        from dualenc.search.embeddings import Embeddings
-
-        self._stored: dict[Side, Any] = {}
+        self._vectors: dict[Side, Any] = {}
         self._checksums: dict[Side, str] = {}
         self._rows: dict[Side, np.ndarray] = {}
         for side, folder, corpus in zip(SIDES, (left, right), corpora(pairs)):
             stored = Embeddings.open(folder)
-            self._stored[side] = stored.vectors
             files = stored.meta["files"]
-            made_of = [f"{name} {files[name]}" for name in sorted(files) if name.endswith((".npy", "ids.txt"))]
-            self._checksums[side] = digest_of(made_of)
-            self._rows[side] = stored.rows_of(corpus.ids)
-            if (self._rows[side] < 0).all():
+            contents = [f"{name} {files[name]}" for name in sorted(files) if name.endswith((".npy", "ids.txt"))]
+            rows = stored.rows_of(corpus.ids)
+            num_found = int((rows >= 0).sum())
+            if num_found == 0:
                 raise DualencError(f"{folder}: embeds no {side} item of the pairs; embed the data that is trained on")
             # Numbers that only happen to be ids of other data would be taken for these items.
-            if not hasattr(pairs, "queries") and len(stored.ids) > (self._rows[side] >= 0).sum():
+            if not hasattr(pairs, "queries") and len(stored.ids) > num_found:
                 raise DualencError(f"{folder}: embeds other items than the {side} ones of the pairs; embed those")
-        dims = [int(self._stored[side].shape[1]) for side in SIDES]
-        if dims[0] != dims[1]:
-            raise DualencError(f"{left} has dimension {dims[0]} and {right} {dims[1]}; embed both with one model")
+            self._vectors[side] = stored.vectors
+            self._checksums[side] = digest_of(contents)
+            self._rows[side] = rows
+        left_dim = int(self._vectors["left"].shape[1])
+        right_dim = int(self._vectors["right"].shape[1])
+        if left_dim != right_dim:
+            raise DualencError(f"{left} has dimension {left_dim} and {right} {right_dim}; embed both with one model")
 
     def identities(self) -> dict[str, str]:
         """Checksum of each side's ids and vectors, so that a run is not resumed with others."""
         return {f"guide.{side}": checksum for side, checksum in self._checksums.items()}
 
     def vectors(self, side: Side, ids: np.ndarray) -> np.ndarray:
-        """(n, G) float32 unit vectors of items (n,) of a side; NaN where there is none."""
+        """(n, G) float32 unit vectors of items (n,) of a side; NaN for items without one."""
         rows = self._rows[side][ids]
-        found = np.asarray(self._stored[side][np.maximum(rows, 0)], dtype=np.float32)
+        found = np.asarray(self._vectors[side][np.maximum(rows, 0)], dtype=np.float32)
+        # The rows of missing items are overwritten below; a zero vector, too, becomes NaN, which means "none".
         with np.errstate(invalid="ignore"):
             found = found / np.linalg.norm(found, axis=1, keepdims=True)
         found[rows < 0] = np.nan
@@ -159,7 +163,7 @@ class Guide:
 
 
 class BatchLoader:
-    """Turns an array of pair indices into batches; the same ones whatever the number of workers.
+    """Loads batches by pair indices; the same ones whatever the number of workers.
 
     Args:
         pairs: the training pairs.
@@ -187,11 +191,16 @@ class BatchLoader:
         guide: Guide | None = None,
     ) -> None:
         self.guide = guide
+        # Builds its table once, before workers are forked, not in each of them.
         for side in SIDES:
-            pairs.positives(side, np.zeros(1, dtype=np.int64))  # builds its table once, here, not in every worker
-        self.pairs, self.seed, self.on_error, self.augment = pairs, seed, on_error, augment
+            pairs.positives(side, np.zeros(1, dtype=np.int64))
+        self.pairs = pairs
         self.prepare = {"left": left_prepare, "right": right_prepare}
-        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.seed = seed
+        self.num_workers = num_workers
+        self.on_error = on_error
+        self.augment = augment
+        self.pin_memory = pin_memory
 
     def batches(self, plan: np.ndarray, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Iterate over this rank's part of the batches of one epoch.
@@ -204,6 +213,8 @@ class BatchLoader:
         Raises:
             DualencError: a bad sample, with on_error="raise".
         """
+        # Not accelerate's sharding of a loader, which hands each rank a batch of its own: a global batch was selected
+        # as a whole.
         rows = distributed.rank_slice(plan.shape[1])
         loader: DataLoader[Batch] = DataLoader(
             _PlannedBatches(self, plan[:, rows], epoch),
@@ -217,18 +228,47 @@ class BatchLoader:
             generator=torch.Generator().manual_seed(0),
         )
         for batch in loader:
+            # See `_PlannedBatches`.
             if isinstance(batch, DualencError):
                 raise batch
             yield batch
 
     def for_evaluation(self) -> BatchLoader:
         """The same with the preprocessing of evaluation; bad samples are left out."""
+        # Shares the data with this one; only the two settings differ.
         other = copy.copy(self)
-        other.augment, other.on_error = False, "skip"
+        other.augment = False
+        other.on_error = "skip"
         return other
 
     def build(self, indices: np.ndarray, epoch: int) -> Batch:
         """Read and prepare the pairs of (b,) indices; what a worker does. The epoch enters the augmentation's seeds."""
+        pairs, bad = self._read(indices)
+        kept = [pair.index for pair in pairs]
+        left_id = np.array([pair.left_id for pair in pairs], dtype=np.int64)
+        right_id = np.array([pair.right_id for pair in pairs], dtype=np.int64)
+        left_seeds = augmentation_seeds(self.seed, epoch, kept, "left")
+        right_seeds = augmentation_seeds(self.seed, epoch, kept, "right")
+        teacher_scores, teacher_rows = self._teacher(pairs)
+        return Batch(
+            indices=torch.tensor(kept, dtype=torch.int64),
+            left_id=torch.from_numpy(left_id),
+            right_id=torch.from_numpy(right_id),
+            left=self._prepared("left", [pair.left for pair in pairs], left_seeds),
+            right=self._prepared("right", [pair.right for pair in pairs], right_seeds),
+            left_positives=self._positives("left", left_id),
+            right_positives=self._positives("right", right_id),
+            weights=self._weights(pairs),
+            teacher_scores=teacher_scores,
+            teacher_rows=teacher_rows,
+            guide_left=self._guide_vectors("left", left_id),
+            guide_right=self._guide_vectors("right", right_id),
+            bad=tuple(bad),
+            **self._mined(pairs, right_seeds),
+        )
+
+    def _read(self, indices: np.ndarray) -> tuple[list[Pair], list[tuple[int, str]]]:
+        """The pairs that can be read, and (index, reason) of the others."""
         pairs: list[Pair] = []
         bad: list[tuple[int, str]] = []
         for index in indices.tolist():
@@ -238,69 +278,78 @@ class BatchLoader:
                 if self.on_error == "raise":
                     raise BadSample(f"pair {index}: {error}") from None
                 bad.append((index, str(error)))
-        kept = [pair.index for pair in pairs]
-        ids = {
-            "left": np.array([pair.left_id for pair in pairs], dtype=np.int64),
-            "right": np.array([pair.right_id for pair in pairs], dtype=np.int64),
+        return pairs, bad
+
+    def _prepared(self, side: Side, items: list[Any], seeds: list[int]) -> Inputs:
+        if not items:
+            return {}
+        return dict(self.prepare[side](items, seeds if self.augment else None))
+
+    def _mined(self, pairs: list[Pair], right_seeds: list[int]) -> dict[str, Any]:
+        """Inputs, ids and guide vectors of the pairs' mined negatives; {} without any."""
+        items: list[Any] = []
+        ids: list[int] = []
+        seeds: list[int] = []
+        for pair, seed in zip(pairs, right_seeds, strict=True):
+            items += pair.negatives
+            ids += pair.negative_ids
+            # They are right items too: each gets the next seed after that of the pair's own.
+            seeds += range(seed + 1, seed + 1 + len(pair.negatives))
+        if not items:
+            return {}
+        negative_id = np.array(ids, dtype=np.int64)
+        return {
+            "negatives": self._prepared("right", items, seeds),
+            "negative_id": torch.from_numpy(negative_id),
+            "guide_negatives": self._guide_vectors("right", negative_id),
         }
-        seeds = {side: augmentation_seeds(self.seed, epoch, kept, side) for side in SIDES}
-        # A pair's mined negatives are right items too: each gets the next seed after that of the pair's own.
-        mined = [
-            (item, item_id, seed + 1 + n)
-            for pair, seed in zip(pairs, seeds["right"], strict=True)
-            for n, (item, item_id) in enumerate(zip(pair.negatives, pair.negative_ids, strict=True))
-        ]
 
-        def inputs(side: Side, items: list[Any], of_items: list[int]) -> Inputs:
-            return dict(self.prepare[side](items, of_items if self.augment else None)) if items else {}
+    def _positives(self, side: Side, ids: np.ndarray) -> Tensor | None:
+        # A batch may be empty on this rank, where every sample was bad.
+        if len(ids) == 0:
+            return None
+        listed = self.pairs.positives(side, ids)
+        # One positive each is the pair's own.
+        if listed.shape[1] <= 1:
+            return None
+        return torch.from_numpy(np.ascontiguousarray(listed))
 
-        def positives(side: Side) -> Tensor | None:
-            listed = self.pairs.positives(side, ids[side]) if kept else np.zeros((0, 1))
-            return torch.from_numpy(np.ascontiguousarray(listed)) if listed.shape[1] > 1 else None
+    def _weights(self, pairs: list[Pair]) -> Tensor | None:
+        if getattr(self.pairs, "weights", None) is None:
+            return None
+        return torch.tensor([pair.weight for pair in pairs], dtype=torch.float32)
 
-        weights = scores = rows = None
-        if getattr(self.pairs, "weights", None) is not None:
-            weights = torch.tensor([pair.weight for pair in pairs], dtype=torch.float32)
-        if getattr(self.pairs, "scores", None) is not None:
-            counts = [len(pair.negatives) for pair in pairs]
-            scores = torch.full((len(pairs), 1 + max(counts, default=0)), torch.nan)
-            rows = torch.full((len(pairs), max(counts, default=0)), -1, dtype=torch.int64)
-            first = 0
-            for row, (pair, count) in enumerate(zip(pairs, counts, strict=True)):
-                scores[row, 0] = torch.nan if pair.score is None else pair.score
-                scores[row, 1 : 1 + len(pair.negative_scores)] = torch.tensor(pair.negative_scores)
-                rows[row, :count] = torch.arange(first, first + count)
-                first += count
+    def _teacher(self, pairs: list[Pair]) -> tuple[Tensor | None, Tensor | None]:
+        """`teacher_scores` and `teacher_rows` of a `Batch`."""
+        if getattr(self.pairs, "scores", None) is None:
+            return None, None
+        longest = max((len(pair.negatives) for pair in pairs), default=0)
+        scores = torch.full((len(pairs), 1 + longest), torch.nan)
+        rows = torch.full((len(pairs), longest), -1, dtype=torch.int64)
+        first = 0
+        for row, pair in enumerate(pairs):
+            count = len(pair.negatives)
+            if pair.score is not None:
+                scores[row, 0] = pair.score
+            # Negatives without a score keep NaN.
+            scores[row, 1 : 1 + len(pair.negative_scores)] = torch.tensor(pair.negative_scores)
+            rows[row, :count] = torch.arange(first, first + count)
+            first += count
+        return scores, rows
 
-        def guides(side: Side, of: np.ndarray) -> Tensor | None:
-            return None if self.guide is None else torch.from_numpy(self.guide.vectors(side, of))
-
-        mined_ids = np.array([item_id for _, item_id, _ in mined], dtype=np.int64)
-        return Batch(
-            indices=torch.tensor(kept, dtype=torch.int64),
-            left_id=torch.from_numpy(ids["left"]),
-            right_id=torch.from_numpy(ids["right"]),
-            left=inputs("left", [pair.left for pair in pairs], seeds["left"]),
-            right=inputs("right", [pair.right for pair in pairs], seeds["right"]),
-            left_positives=positives("left"),
-            right_positives=positives("right"),
-            negatives=inputs("right", [item for item, _, _ in mined], [s for _, _, s in mined]) if mined else None,
-            negative_id=torch.tensor([item_id for _, item_id, _ in mined], dtype=torch.int64) if mined else None,
-            weights=weights,
-            teacher_scores=scores,
-            teacher_rows=rows,
-            guide_left=guides("left", ids["left"]),
-            guide_right=guides("right", ids["right"]),
-            guide_negatives=guides("right", mined_ids) if mined else None,
-            bad=tuple(bad),
-        )
+    def _guide_vectors(self, side: Side, ids: np.ndarray) -> Tensor | None:
+        if self.guide is None:
+            return None
+        return torch.from_numpy(self.guide.vectors(side, ids))
 
 
 class _PlannedBatches(Dataset[Any]):
     """Map-style over batch numbers; one item is one finished batch of this rank."""
 
     def __init__(self, loader: BatchLoader, plan: np.ndarray, epoch: int) -> None:
-        self.loader, self.plan, self.epoch = loader, plan, epoch
+        self.loader = loader
+        self.plan = plan
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -318,8 +367,8 @@ def _unchanged(batch: Any) -> Any:
 
 
 @contextmanager
-def killed_worker_told(num_workers: int) -> Iterator[None]:
-    """A data worker that somebody kills is told in one line; PyTorch raises it wherever the program happens to be.
+def explain_killed_worker(num_workers: int) -> Iterator[None]:
+    """Explain in one line that a data worker was killed; PyTorch raises it wherever the program happens to be.
 
     Raises:
         DualencError: a worker was killed.
@@ -332,16 +381,16 @@ def killed_worker_told(num_workers: int) -> Iterator[None]:
             raise
         raise DualencError(
             f"a data worker was killed (process {killed[1]} {killed[2]}), mostly for want of memory; lower "
-            f"trainer.num_workers (now {num_workers}) or give the job more memory, then go on with --resume"
+            f"trainer.num_workers (now {num_workers}) or give the job more memory, then resume with --resume"
         ) from error
 
 
 class ItemEncoder:
-    """Fetches raw items, augments them with a seed of (seed, step, id, view), and encodes them.
+    """Encodes single items that an objective asks for, augmented with a seed of (seed, step, id, view).
 
     BatchNorm normalises them as it did the batch: see `BatchStatistics`. Whether a graph is built follows
-    `torch.is_grad_enabled()`. With on_error="skip" a broken item gets a zero vector, similar to nothing, and is counted
-    in `bad`: nobody can leave it out of what was asked for.
+    `torch.is_grad_enabled()`. With on_error="skip" a broken item, which cannot be left out of the result, gets a zero
+    vector, similar to nothing, and is counted in `bad`.
 
     Args:
         model: the two towers, which also know how to prepare items.
@@ -355,8 +404,10 @@ class ItemEncoder:
     """
 
     def __init__(self, model: DualEncoder, pairs: PairDataset, *, seed: int = 0, on_error: OnError = "skip") -> None:
-        self.model, self.pairs = model, pairs
-        self.seed, self.on_error = seed, on_error
+        self.model = model
+        self.pairs = pairs
+        self.seed = seed
+        self.on_error = on_error
         self.num_encoded = 0
         self.bad: dict[tuple[str, int], str] = {}
 
@@ -364,26 +415,40 @@ class ItemEncoder:
         """The `encode(side, ids)` of one batch, by its encoding and with seeds of its number."""
 
         def encode(side: Side, ids: Tensor) -> Tensor:
-            listed = ids.reshape(-1).tolist()
-            limit = self.pairs.num_left if side == "left" else self.pairs.num_right
-            if wrong := [item_id for item_id in listed if not 0 <= item_id < limit]:
-                raise DualencError(f"the objective asks for {side} item {wrong[0]}, but ids lie in [0, {limit})")
-            found, items = [], []
-            for position, item_id in enumerate(listed):
-                try:
-                    items.append(self.pairs.item(side, item_id))
-                    found.append(position)
-                except BadSample as error:
-                    if self.on_error == "raise":
-                        raise
-                    self.bad[side, item_id] = str(error)
+            item_ids = ids.reshape(-1).tolist()
+            self._check_ids(side, item_ids)
+            items, places = self._fetch(side, item_ids)
             self.num_encoded += len(items)
-            seeds = augmentation_seeds(self.seed, number, [listed[position] for position in found], side, "item")
-            inputs = dict(self.model.tower(side).prepare(items, seeds)) if items else {}
+            inputs: Inputs = {}
+            if items:
+                fetched = [item_ids[place] for place in places]
+                seeds = augmentation_seeds(self.seed, number, fetched, side, "item")
+                inputs = dict(self.model.tower(side).prepare(items, seeds))
+            # Even without any item: all ranks make this pass together.
             embeddings = encoding.encode(side, inputs, out_of_batch=True)
-            if len(found) == len(listed):
+            if len(places) == len(item_ids):
                 return embeddings
-            places = torch.tensor(found, dtype=torch.int64, device=embeddings.device)
-            return embeddings.new_zeros(len(listed), embeddings.shape[1]).index_copy(0, places, embeddings)
+            rows = torch.tensor(places, dtype=torch.int64, device=embeddings.device)
+            return embeddings.new_zeros(len(item_ids), embeddings.shape[1]).index_copy(0, rows, embeddings)
 
         return encode
+
+    def _check_ids(self, side: Side, ids: list[int]) -> None:
+        limit = self.pairs.num_left if side == "left" else self.pairs.num_right
+        for item_id in ids:
+            if not 0 <= item_id < limit:
+                raise DualencError(f"the objective asks for {side} item {item_id}, but ids lie in [0, {limit})")
+
+    def _fetch(self, side: Side, ids: list[int]) -> tuple[list[Any], list[int]]:
+        """The items that can be read, and the place of each among the ids."""
+        items: list[Any] = []
+        places: list[int] = []
+        for place, item_id in enumerate(ids):
+            try:
+                items.append(self.pairs.item(side, item_id))
+                places.append(place)
+            except BadSample as error:
+                if self.on_error == "raise":
+                    raise
+                self.bad[side, item_id] = str(error)
+        return items, places

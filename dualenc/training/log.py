@@ -1,4 +1,4 @@
-"""What a run tells: means since the last log, metrics.jsonl with trackers and progress bar, the model card."""
+"""Logging: means since the last log, metrics.jsonl with trackers and progress bar, the model card."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
+from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
@@ -21,12 +22,8 @@ from dualenc.data.pairs import PairDataset
 from dualenc.encoders.card import Code, Results
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from dualenc.objectives.base import Objective
-    from dualenc.training.evaluators import Evaluator
+from dualenc.objectives.base import Objective
+from dualenc.training.evaluators import Evaluator
 
 
 class Meter:
@@ -38,7 +35,8 @@ class Meter:
     """
 
     def __init__(self, device: torch.device, by_source: Sequence[str] = ()) -> None:
-        self.device, self.by_source = device, list(by_source)
+        self.device = device
+        self.by_source = list(by_source)
         self.source_sums = torch.zeros(len(self.by_source), dtype=torch.float64, device=device)
         self.source_counts = torch.zeros(len(self.by_source), dtype=torch.float64)
         self.sums: dict[str, Tensor] = {}
@@ -46,22 +44,24 @@ class Meter:
         self.first_bad_step = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, step: int, loss: Tensor, values: dict[str, Tensor | float]) -> None:
-        """Add the values of one step, of which some may be missing; its loss must be finite, which `bad_step` tells."""
+        """Add the values of one step; `bad_step` reports a loss that is not finite."""
+        # Without a look at the value, which would wait for the device.
         first = ~torch.isfinite(loss) & (self.first_bad_step == 0)
         self.first_bad_step = torch.where(first, float(step), self.first_bad_step)
         for name, value in values.items():
             scalar = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
-            self.sums[name] = self.sums[name] + scalar if name in self.sums else scalar
+            # Not `+=`, which would change a metric's own tensor.
+            self.sums[name] = self.sums.get(name, 0.0) + scalar
             self.counts[name] = self.counts.get(name, 0) + 1
 
     def add_pairs(self, numbers: Tensor, per_anchor: Tensor) -> None:
-        """Add values of pairs as left and as right anchors, (2b,), to the names with some numbers, (b,) on the CPU."""
+        """Add values of pairs as left and right anchors, (2b,), to the names with these numbers, (b,) on the CPU."""
         per_pair = per_anchor.double().view(2, len(numbers)).mean(dim=0)
         self.source_sums.index_add_(0, numbers.to(per_pair.device, non_blocking=True), per_pair)
         self.source_counts += torch.bincount(numbers, minlength=len(self.by_source))
 
     def bad_step(self, all_ranks: bool = True) -> int | None:
-        """The first step whose loss was not finite, or None; on some rank, if all ranks call it together."""
+        """The first step whose loss was not finite, or None; on any rank, if all ranks call it together."""
         own = self.first_bad_step[None]
         steps = (distributed.gather(own) if all_ranks else own).tolist()
         return min((int(step) for step in steps if step > 0), default=None)
@@ -71,13 +71,18 @@ class Meter:
         if not self.sums:
             return {}
         names = sorted(self.sums)
+        # One exchange and one transfer for all values.
         scalars = torch.stack([self.sums[name] for name in names])
         everything = torch.cat([scalars, self.source_sums, self.source_counts.to(self.device)])
-        sums = distributed.all_reduce(everything, "mean").tolist()
-        means = {name: total / self.counts[name] for name, total in zip(names, sums)}
-        sums, counts = sums[len(names) :][: len(self.by_source)], sums[len(names) + len(self.by_source) :]
-        means |= {name: total / count for name, total, count in zip(self.by_source, sums, counts, strict=True) if count}
-        self.sums, self.counts = {}, {}
+        reduced = distributed.all_reduce(everything, "mean").tolist()
+        means = {name: total / self.counts[name] for name, total in zip(names, reduced)}
+        source_sums = reduced[len(names) : len(names) + len(self.by_source)]
+        source_counts = reduced[len(names) + len(self.by_source) :]
+        for name, total, count in zip(self.by_source, source_sums, source_counts, strict=True):
+            if count:
+                means[name] = total / count
+        self.sums = {}
+        self.counts = {}
         self.source_sums.zero_()
         self.source_counts.zero_()
         return means
@@ -85,6 +90,7 @@ class Meter:
     def state_dict(self) -> dict[str, Any]:
         """The sums over all ranks, so that a resumed run logs the same means; all ranks call it together."""
         names = sorted(self.sums)
+        # Means over ranks, so that any number of processes can load them.
         sums = {name: float(distributed.all_reduce(self.sums[name], "mean")) for name in names}
         state = {"sums": sums, "counts": dict(self.counts)}
         if self.by_source:
@@ -93,14 +99,15 @@ class Meter:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore from `state_dict()`."""
         self.counts = dict(state["counts"])
         self.sums = {
             name: torch.tensor(value, dtype=torch.float64, device=self.device) for name, value in state["sums"].items()
         }
         if self.by_source:
             sums, counts = state["by_source"]
-            self.source_sums, self.source_counts = sums.to(self.device, copy=True), counts.clone()
+            self.source_sums = sums.to(self.device, copy=True)
+            self.source_counts = counts.clone()
 
 
 class RunLog:
@@ -109,15 +116,16 @@ class RunLog:
     Nothing reaches the disk or a tracker before `open`: a run that fails in its first step leaves no trace.
 
     Args:
-        path: of the metrics.jsonl: one object per line with "step" and the values logged at it. What evaluations saw
-            besides stands next to it, in evaluations.jsonl.
-        accelerator: whose trackers get the same values.
+        path: of the metrics.jsonl: one object per line with "step" and the values logged at it. Distributions and
+            queries of evaluations go to evaluations.jsonl in the same folder.
+        accelerator: its trackers get the same values.
         total_steps: length of the progress bar.
         progress: show the progress bar.
     """
 
     def __init__(self, path: Path, accelerator: Accelerator, total_steps: int, progress: bool = True) -> None:
-        self.path, self.accelerator = path, accelerator
+        self.path = path
+        self.accelerator = accelerator
         self.observed_path = path.with_name("evaluations.jsonl")
         self.active = distributed.is_main()
         self._kept_to = -1
@@ -128,6 +136,7 @@ class RunLog:
             desc="training",
             unit="step",
             disable=not (progress and self.active),
+            # A log file would get a line for each update.
             mininterval=0.5 if sys.stderr.isatty() else 15.0,
             dynamic_ncols=True,
         )
@@ -137,23 +146,29 @@ class RunLog:
 
         Lines of an earlier run after the step of `restart_at` go, and a line cut short by a kill.
         """
+        # On all ranks: accelerate decides on which of them a tracker runs.
         if self.accelerator.log_with:
             self.accelerator.init_trackers(project, {name: str(value) for name, value in config.items()})
-        for path in (self.path, self.observed_path) if self.active else ():
-            lines = [line for line in read_metrics(path) if line["step"] <= self._kept_to]
-            if lines or path == self.path:
-                with atomic_path(path) as part:
-                    part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-            else:
-                path.unlink(missing_ok=True)
-        waiting, self._waiting = self._waiting or [], None
+        if self.active:
+            self._cut(self.path)
+            self._cut(self.observed_path)
+        waiting = self._waiting or []
+        self._waiting = None
         for step, values in waiting:
             self.write(step, values)
         for step, observed in self._waiting_observed:
             self.write_observed(step, observed)
 
+    def _cut(self, path: Path) -> None:
+        lines = [line for line in read_metrics(path) if line["step"] <= self._kept_to]
+        if not lines and path == self.observed_path:
+            path.unlink(missing_ok=True)
+            return
+        with atomic_path(path) as part:
+            part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
     def restart_at(self, step: int) -> None:
-        """Lines after a step are not of this run, which resumes there."""
+        """Resume at a step: later lines are not of this run."""
         self._kept_to = step
         self.bar.update(step - self.bar.n)
 
@@ -162,24 +177,29 @@ class RunLog:
         self.bar.update()
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Log some values at a step; the main ones also next to the bar."""
+        """Log values at a step; the main ones also next to the bar."""
         if not self.active:
             return
         if self._waiting is not None:
             self._waiting.append((step, values))
             return
+        # JSON has no NaN.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         _append(self.path, {"step": step, **finite})
         self.accelerator.log({name: value for name, value in finite.items() if value is not None}, step=step)
+        self._show(values)
+
+    def _show(self, values: Mapping[str, float]) -> None:
+        """Show the loss, by source too, learning rate and throughput next to the bar."""
         loss = "loss" if "loss" in values else "batch_estimate"
-        names = {loss: loss, "learning_rate": "lr", "samples_per_second": "samples/s"}
-        names |= {name: name.removeprefix(f"{loss}/") for name in values if name.startswith(f"{loss}/")}
-        shown = {short: f"{values[name]:.3g}" for name, short in names.items() if name in values}
+        short_names = {loss: loss, "learning_rate": "lr", "samples_per_second": "samples/s"}
+        short_names |= {name: name.removeprefix(f"{loss}/") for name in values if name.startswith(f"{loss}/")}
+        shown = {short: f"{values[name]:.3g}" for name, short in short_names.items() if name in values}
         if shown:
             self.bar.set_postfix(shown, refresh=False)
 
     def write_observed(self, step: int, observed: Mapping[str, Any]) -> None:
-        """Keep what the evaluation at a step saw besides its metrics, for reports; no tracker gets it."""
+        """Log the distributions and queries of the evaluation at a step, for reports; no tracker gets them."""
         if not self.active or not observed:
             return
         if self._waiting is not None:
@@ -188,7 +208,7 @@ class RunLog:
         _append(self.observed_path, {"step": step, **observed})
 
     def say(self, line: str) -> None:
-        """A line for the user, above the progress bar."""
+        """Print a line for the user, above the progress bar."""
         if self.active:
             tqdm.write(line, file=sys.stderr)
 
@@ -205,7 +225,7 @@ def _append(path: Path, line: Mapping[str, Any]) -> None:
             stream.write(json.dumps(line) + "\n")
     except OSError as error:
         raise DualencError(
-            f"{path}: could not be written ({error.strerror}); make room there, then go on with --resume"
+            f"{path}: could not be written ({error.strerror}); make room there, then resume with --resume"
         ) from error
 
 
@@ -216,13 +236,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         DualencError: a line that no training has written.
     """
     lines: list[dict[str, Any]] = []
-    for number, text in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
+    if not path.exists():
+        return lines
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             line = json.loads(text.decode("utf-8"))
         except json.JSONDecodeError:
+            # A kill cut the last line short.
             break
         except (ValueError, RecursionError):  # no text, or numbers or levels without end
             line = None
+        # A run's last line may be cut short, but not hold anything else.
         step = line.get("step") if isinstance(line, dict) else None
         if type(step) is not int or not 0 <= step < 2**53:
             raise DualencError(f"{path}: line {number} was not written by a training; restore the file or remove it")
@@ -240,37 +264,39 @@ def training_card(
     metrics: Mapping[str, float],
     step: int,
 ) -> dict[str, Any]:
-    """What the model card says of a training, for `DualEncoder.save`.
+    """The model card's part on the training, for `DualEncoder.save`.
 
     Args:
         pairs: the training data.
         objective: the loss.
         settings: of the trainer.
         recipe: the resolved recipe; empty for a run from Python.
-        evaluator: what measured; any callable may be one.
+        evaluator: the evaluator; any callable may be one.
         before: the metrics of the untrained model.
         metrics: those of the model that is saved.
-        step: after how many steps it is.
+        step: optimizer steps of that model.
     """
-    rows = {
-        name: {**({"untrained": before[name]} if name in before else {}), "trained": value}
-        for name, value in metrics.items()
-    }
-    plain = json.loads(json.dumps(recipe or {"trainer": settings}, default=os.fspath))  # without tuples and paths
+    data = f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
+    if isinstance(pairs, Mixture):
+        data += f" Sources: {'; '.join(pairs.describe())}."
+    lengths = None
+    if objective.dims:
+        listed = ", ".join(map(str, objective.dims))
+        lengths = f"The first {listed} components can be used alone, scaled to length one (`truncate_dim`)."
+    rows: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        rows[name] = {"untrained": before[name], "trained": value} if name in before else {"trained": value}
+    results = None
     task: str = getattr(evaluator, "task", "")
-    dims = objective.dims
-    lengths = ", ".join(map(str, dims or []))
-    parts = f" Sources: {'; '.join(pairs.describe())}." if isinstance(pairs, Mixture) else ""
+    if evaluator is not None and task:
+        results = [Results(task, *evaluator.data, metrics)]
+    # Through JSON, to be without tuples and paths.
+    plain = json.loads(json.dumps(recipe or {"trainer": settings}, default=os.fspath))
     return {
-        "lengths": f"The first {lengths} components can be used alone, scaled to length one (`truncate_dim`)."
-        if dims
-        else None,
-        "data": (
-            f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
-            f"{parts}"
-        ),
+        "lengths": lengths,
+        "data": data,
         "training": f"{objective.name}, {step} steps with batches of {settings['batch_size']}.",
         "metrics": rows or None,
-        "results": [Results(task, *evaluator.data, metrics)] if evaluator is not None and task else None,
+        "results": results,
         "recipe": Code("yaml", yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)),
     }

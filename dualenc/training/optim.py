@@ -1,4 +1,7 @@
-"""Optimizers and schedules by name, timm's and transformers'; which parameters decay; ranges of the arguments."""
+"""Optimizers of timm and schedules of transformers by name; parameter groups; ranges of the arguments.
+
+timm and transformers are imported where they are called: a recipe is read and checked without them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from dualenc.cli import nearest
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 
-# What recipes may name, so that a wrong name is refused while a recipe is read, without importing timm.
+# The names in recipes: a wrong one is refused while a recipe is read, without importing timm.
 OptimizerName = Literal[
     "adamw", "sgd", "lars", "lion", "muon", "adafactor", "adan", "adopt", "lamb", "laprop", "madgrad",
     "mars", "nadamw", "radam", "rmsprop"
@@ -37,7 +40,7 @@ def build_optimizer(
     sharded: Collection[nn.Parameter] = (),
     layer_decay: float = 1.0,
 ) -> Optimizer:
-    """One of timm's optimizers over all trainable parameters of some modules.
+    """One of timm's optimizers over all trainable parameters of modules.
 
     Parameters with fewer than two dimensions (norms, biases, the temperature) get no weight decay, and under LARS
     (You et al. 2017, arXiv:1708.03888) no layer-wise rate.
@@ -49,7 +52,7 @@ def build_optimizer(
         weight_decay: of parameters with two or more dimensions.
         momentum: of optimizers that have one, such as "sgd", "lars" and "muon".
         betas: of optimizers that have two, such as "adamw" and "lion".
-        sharded: parameters that ranks may have a part each of; in groups of their own, whatever the number of ranks.
+        sharded: parameters that may be divided among ranks; in groups of their own, whatever the number of ranks.
         layer_decay: the learning rate of a layer as a share of that of the layer above it, see `layer_depths`.
 
     Raises:
@@ -59,6 +62,7 @@ def build_optimizer(
     from timm.optim import create_optimizer_v2, get_optimizer_info
 
     check_optimizer(name, learning_rate, weight_decay, momentum, betas, layer_decay)
+    # Read twice below.
     modules = list(modules)
     groups = parameter_groups(modules, weight_decay, sharded)
     if layer_decay != 1:
@@ -68,19 +72,28 @@ def build_optimizer(
     if info.has_betas and info.num_betas == 2:
         arguments["betas"] = betas
     if info.opt_class in (torch.optim.SGD, torch.optim.AdamW):
-        parameters = [p for group in groups for p in group["params"]]
-        arguments["fused"] = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
-        if info.opt_class is torch.optim.SGD and any(distributed.is_sharded(p) for p in parameters):
-            arguments["fused"] = False  # of fused kernels, torch divides only Adam's
+        arguments["fused"] = _can_fuse(info.opt_class, [p for group in groups for p in group["params"]])
     if name in ("lars", "larc", "nlars", "nlarc"):
-        for group in groups:  # without weight decay too, which timm takes for a sign of norms and biases
+        # Otherwise timm adapts no group without weight decay, which it takes for norms and biases.
+        for group in groups:
             group["always_adapt"] = group["params"][0].dim() >= 2
     if name == "sgd" and momentum == 0:
-        name = "momentum"  # the same without Nesterov's, which needs some
+        # The same optimizer without Nesterov's momentum, which must be above 0.
+        name = "momentum"
     try:
         return create_optimizer_v2(groups, name, lr=learning_rate, momentum=momentum, **arguments)
     except Exception as error:
         raise DualencError(f"optimizer {name!r} cannot be made: {' '.join(str(error).split())}") from error
+
+
+def _can_fuse(optimizer: type, parameters: Iterable[nn.Parameter]) -> bool:
+    for parameter in parameters:
+        # Of fused kernels, torch divides only Adam's.
+        if optimizer is torch.optim.SGD and distributed.is_sharded(parameter):
+            return False
+        if parameter.device.type not in ("cpu", "cuda") or not parameter.is_floating_point():
+            return False
+    return True
 
 
 def check_optimizer(
@@ -95,10 +108,10 @@ def check_optimizer(
     if name not in get_args(OptimizerName):
         from timm.optim import get_optimizer_info, list_optimizers
 
-        known = [str(known) for known in list_optimizers()]
-        if name not in known:
+        names = [str(listed) for listed in list_optimizers()]
+        if name not in names:
             raise DualencError(
-                f"optimizer is {name!r}{nearest(name, known)}; choose one of {', '.join(get_args(OptimizerName))}, or "
+                f"optimizer is {name!r}{nearest(name, names)}; choose one of {', '.join(get_args(OptimizerName))}, or "
                 "another of timm.optim.list_optimizers()"
             )
         if get_optimizer_info(name).second_order:
@@ -117,30 +130,32 @@ def check_optimizer(
 
 def trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """All parameters that training changes, each once, in a fixed order."""
+    # By id: towers may share weights.
     return list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
 
 
 def parameter_groups(
     modules: Iterable[nn.Module], weight_decay: float, sharded: Collection[nn.Parameter] = ()
 ) -> list[dict[str, Any]]:
-    """The weights that decay, and the rest; of each first those that are not sharded."""
+    """Parameter groups with and without weight decay; first those that are not sharded, then those that are."""
     parameters = trainable_parameters(modules)
     if not parameters:
         raise DualencError("nothing to train: every weight of the model is fixed; unfreeze a tower")
-    apart, groups = {id(p) for p in sharded}, []
-    for divided in (False, True):
-        some = [p for p in parameters if (id(p) in apart) == divided]
-        groups.append({"params": [p for p in some if p.dim() >= 2], "weight_decay": weight_decay})
-        groups.append({"params": [p for p in some if p.dim() < 2], "weight_decay": 0.0})
+    sharded_ids = {id(p) for p in sharded}
+    groups = []
+    for is_sharded in (False, True):
+        members = [p for p in parameters if (id(p) in sharded_ids) == is_sharded]
+        groups.append({"params": [p for p in members if p.dim() >= 2], "weight_decay": weight_decay})
+        groups.append({"params": [p for p in members if p.dim() < 2], "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
 
 
 def layer_depths(model: nn.Module) -> dict[int, int]:
-    """How far below the top of its tower each parameter is, by `id`.
+    """Depth below the top of its tower of each parameter, by `id`.
 
     The layers of a tower are its numbered blocks in their order, such as `encoder.layer.11.` or `resblocks.3.`: the
-    last of L has depth 1, the first L. What comes before them (embeddings, wherever they are, patches, a stem) has
-    L + 1; what comes behind them, and projections wherever they are, 0.
+    last of L has depth 1, the first L. Modules before them (embeddings in any place, patches, a stem) have L + 1;
+    modules behind them, and projections in any place, 0.
     """
     depths: dict[int, int] = {}
     for tower in model.children():
@@ -148,6 +163,7 @@ def layer_depths(model: nn.Module) -> dict[int, int]:
             name: re.match(r".*?\.\d+\.", name) for name, _ in tower.named_parameters()
         }
         blocks = list(dict.fromkeys(match[0] for match in block_of.values() if match))
+        # In the order of registration, which is that of the forward pass but for the exceptions below.
         last = max((place for place, match in enumerate(block_of.values()) if match), default=-1)
         reached = 0
         for place, (name, parameter) in enumerate(tower.named_parameters()):
@@ -182,35 +198,37 @@ def groups_by_depth(
     divided = []
     for group in groups:
         for depth in sorted({depths.get(id(p), 0) for p in group["params"]}):
-            some = [p for p in group["params"] if depths.get(id(p), 0) == depth]
-            divided.append({**group, "params": some, "lr": learning_rate * layer_decay**depth})
+            members = [p for p in group["params"] if depths.get(id(p), 0) == depth]
+            divided.append({**group, "params": members, "lr": learning_rate * layer_decay**depth})
+    # The first group's rate is what the log shows as learning rate.
     return sorted(divided, key=lambda group: -float(group["lr"]))
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
-    """Fix the weights whose names match, as `fnmatch` does: `left.*`, `*.embeddings.*`, `*.layer.[0-5].*`.
+    """Freeze the weights whose names match `fnmatch` patterns: `left.*`, `*.embeddings.*`, `*.layer.[0-5].*`.
 
     Args:
-        model: whose weights are no longer trained, in place.
-        patterns: each must match some.
+        model: changed in place.
+        patterns: each must match a weight.
 
     Returns:
-        How many numbers are fixed by it.
+        How many numbers are frozen by it.
 
     Raises:
         DualencError: a pattern matches no weight.
     """
-    fixed = 0
+    frozen = 0
     named = dict(model.named_parameters())
     for pattern in patterns:
         matched = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
         if not matched:
-            some = list(named)[:: max(1, len(named) // 3)][:3]
-            raise DualencError(f"freeze: {pattern!r} matches no weight; names are such as {', '.join(some)}")
+            examples = list(named)[:: max(1, len(named) // 3)][:3]
+            raise DualencError(f"freeze: {pattern!r} matches no weight; names are such as {', '.join(examples)}")
         for parameter in matched:
-            fixed += parameter.numel() if parameter.requires_grad else 0
+            if parameter.requires_grad:
+                frozen += parameter.numel()
             parameter.requires_grad_(False)
-    return fixed
+    return frozen
 
 
 def build_schedule(
@@ -219,7 +237,7 @@ def build_schedule(
     """A linear warm-up, then one of transformers' schedules; one `step()` per optimizer step.
 
     Args:
-        optimizer: whose learning rate it drives.
+        optimizer: its learning rate follows the schedule.
         name: "cosine" or "linear" decay to `final_fraction` of the peak, "constant", "inverse_sqrt", or
             "warmup_stable_decay", which decays over the last tenth (Hu et al. 2024, arXiv:2404.06395).
         total_steps: optimizer steps of the whole training.
@@ -232,16 +250,20 @@ def build_schedule(
     from transformers import get_scheduler
 
     check_schedule(name, warmup, final_fraction)
-    steps = round(warmup * total_steps) if isinstance(warmup, float) and warmup < 1 else int(warmup)
-    last_tenth = min(-(-total_steps // 10), max(0, total_steps - steps))
-    special = {"num_decay_steps": last_tenth} if name == "warmup_stable_decay" else None
+    warmup_steps = int(warmup)
+    if isinstance(warmup, float) and warmup < 1:
+        warmup_steps = round(warmup * total_steps)
+    special = None
+    if name == "warmup_stable_decay":
+        tenth = -(-total_steps // 10)
+        special = {"num_decay_steps": min(tenth, max(0, total_steps - warmup_steps))}
     # Only the shape is theirs: their warm-up begins with a step of rate 0, and only their cosine can end above 0.
-    nothing = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    shape = get_scheduler(name, nothing, steps, total_steps, special).lr_lambdas[0]
+    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    shape = get_scheduler(name, unused, warmup_steps, total_steps, special).lr_lambdas[0]
 
     def factor(step: int) -> float:
-        if step < steps:
-            return (step + 1) / steps
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
         return final_fraction + (1 - final_fraction) * float(shape(min(step, total_steps)))
 
     return LambdaLR(optimizer, factor)

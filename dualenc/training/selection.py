@@ -1,4 +1,4 @@
-"""Batches chosen from embeddings in a background process, which imports this file and goes without torch."""
+"""Batch selection from embeddings in a background process, which imports this file and not torch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from dualenc.files import atomic_path, read_json, remove, save_array, write_json
 from dualenc.seeds import derive_seed
 
 _SIDES = ("left", "right")
-_BATCHES_COMPARED = 1024
-_SENT_TO_ALL = (-signal.SIGTERM, -signal.SIGINT)  # as exit codes
+_MAX_COMPARED_BATCHES = 1024
+_SENT_TO_ALL = (-signal.SIGTERM, -signal.SIGINT)
+"""Exit codes of a process that ended by a signal which schedulers and terminals send to every process of a job."""
 
 
 def main(folder: Path) -> None:
     """Read selector.pickle, left.npy and right.npy; write batches.npy, then report.json."""
     if hasattr(os, "nice"):
-        os.nice(10)  # the training comes first
+        os.nice(10)  # the training has priority
     with open(folder / "selector.pickle", "rb") as stream:
         selector, epoch, seed = pickle.load(stream)
-    left, right = (np.load(folder / f"{side}.npy") for side in ("left", "right"))
+    left, right = (np.load(folder / f"{side}.npy") for side in _SIDES)
     batches, report = select(selector, epoch, left, right, seed)
+    # The report is written last: it says that the batches are complete.
     with atomic_path(folder / "batches.npy") as part:
         save_array(part, batches)
     write_json(folder / "report.json", report)
@@ -52,16 +54,18 @@ def select(
     Returns:
         (num_batches, B) pair indices; a report: seconds, loss of the selected batches and of random ones.
     """
-    left, right = left.astype(np.float32), right.astype(np.float32)
+    left = left.astype(np.float32)
+    right = right.astype(np.float32)
     start = time.perf_counter()
     batches = np.asarray(selector.select(epoch, left, right), dtype=np.int64)
     report = {"seconds": time.perf_counter() - start}
-    draw = np.random.default_rng(derive_seed("compare", seed, epoch))
-    random = np.resize(draw.permutation(len(left)), batches.shape)
+    generator = np.random.default_rng(derive_seed("compare", seed, epoch))
+    random = np.resize(generator.permutation(len(left)), batches.shape)
     temperature = float(getattr(selector, "temperature", 0.1))
-    looked_at = np.unique(np.linspace(0, len(batches) - 1, min(_BATCHES_COMPARED, len(batches))).astype(int))
-    for name, some in (("loss", batches[looked_at]), ("random_loss", random[looked_at])):
-        report[name] = float(batch_losses(left, right, some, temperature).mean())
+    # Evenly spaced: the batches may be in ascending order of loss.
+    sample = np.unique(np.linspace(0, len(batches) - 1, min(_MAX_COMPARED_BATCHES, len(batches))).astype(int))
+    report["loss"] = float(batch_losses(left, right, batches[sample], temperature).mean())
+    report["random_loss"] = float(batch_losses(left, right, random[sample], temperature).mean())
     return batches, report
 
 
@@ -78,7 +82,7 @@ class SelectionJob:
         folder: where the job's own folder is made.
         seed: of the random batches that the report compares with.
         embeddings: (M, D) and (M, D) of the left and the right side.
-        outcome: what a finished job gave; then there is nothing to do.
+        outcome: of a finished job; then there is nothing to do.
     """
 
     def __init__(
@@ -92,8 +96,11 @@ class SelectionJob:
         embeddings: tuple[np.ndarray, np.ndarray] | None = None,
         outcome: tuple[np.ndarray, dict[str, float]] | None = None,
     ) -> None:
-        self.epoch, self.seen_at, self.folder = epoch, seen_at, folder / "job-finished"
-        self._outcome, self._process = outcome, None
+        self.epoch = epoch
+        self.seen_at = seen_at
+        self.folder = folder / "job-finished"
+        self._outcome = outcome
+        self._process: subprocess.Popen[bytes] | None = None
         if embeddings is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self.folder = Path(tempfile.mkdtemp(prefix="job-", dir=folder))
@@ -103,14 +110,13 @@ class SelectionJob:
             self._process = self._start()
 
     def result(self) -> tuple[np.ndarray, dict[str, float]]:
-        """(num_batches, B) pair indices and the report on them, once they are there.
+        """(num_batches, B) pair indices and the report on them; waits for them.
 
         Raises:
             DualencError: the selection failed.
         """
         if self._outcome is None:
-            # What a scheduler or a terminal sends goes to every process of a job, but the run is still there to say
-            # when it ends.
+            # A signal that went to every process of the job does not end the selection: the run decides when.
             while self._process is not None and self._process.wait() in _SENT_TO_ALL:
                 self._process = self._start()
             try:
@@ -124,22 +130,23 @@ class SelectionJob:
         return self._outcome
 
     def stop(self) -> None:
-        """Give the job up."""
+        """Stop the job and remove its folder."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             self._process.wait()
         remove(self.folder)
 
     def state_dict(self) -> dict[str, Any]:
-        """The outcome if it is there, else what is needed to start again and get the same."""
+        """The outcome of a finished job, else what is needed to start again and get the same."""
         state: dict[str, Any] = {"epoch": self.epoch, "seen_at": self.seen_at}
+        # A job that failed raises here, too.
         if self._process is None or self._process.poll() not in (None, *_SENT_TO_ALL):
             batches, report = self.result()
             return {**state, "batches": batches, "report": dict(report)}
         return {**state, **{side: np.load(self.folder / f"{side}.npy") for side in _SIDES}}
 
     def _start(self) -> subprocess.Popen[bytes] | None:
-        # Alone: not a rank of the training, and with no GPU to hold memory on.
+        # Not a rank of the training, and without a GPU, where it would hold memory.
         ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         environment = {name: value for name, value in os.environ.items() if name not in ranks}
         with open(self.folder / "errors.txt", "wb") as errors:

@@ -1,7 +1,6 @@
-"""A model divided among ranks: in which modules, how it is put together to be saved, and what its checkpoints hold.
+"""Sharded models (FSDP): which modules are divided, how a model is assembled to be saved, what its checkpoints hold.
 
-    shards/shard-00001-….safetensors      of each rank its part of the weights, of what the optimizer keeps of them, and
-                                          of their moving average
+    shards/shard-00001-….safetensors      each rank's part of the weights, the optimizer state and the moving average
 
 Everything smaller is in `state.pt`, see `dualenc.training.checkpoint`.
 """
@@ -27,13 +26,13 @@ from dualenc.training.encoding import uses_batch_statistics
 SHARDED_OPTIMIZERS = (
     *("adamw", "sgd", "lars", "lion", "adan", "adopt", "laprop", "madgrad", "nadamw", "radam", "rmsprop"),
 )
-"""Those that take the same step when each rank has a part of every weight."""
+"""Optimizers that take the same step when each rank has a part of every weight."""
 
 
 def check_shardable(
     model: DualEncoder, optimizer: str = "adamw", mixed_precision: str = "no", compiled: bool = False
 ) -> None:
-    """Refuse what does not go with a model of which each rank holds a part.
+    """Refuse what does not go with a sharded model.
 
     Args:
         model: before it is divided.
@@ -44,8 +43,9 @@ def check_shardable(
     Raises:
         DualencError: in one line.
     """
-    left, right = ({id(p) for p in tower.parameters()} for tower in (model.left, model.right))
-    partly = bool(left & right) and not model.shares_weights
+    left = {id(parameter) for parameter in model.left.parameters()}
+    right = {id(parameter) for parameter in model.right.parameters()}
+    is_partly_shared = bool(left & right) and not model.shares_weights
     problems = (
         (
             optimizer not in SHARDED_OPTIMIZERS,
@@ -55,30 +55,31 @@ def check_shardable(
         (mixed_precision == "fp16", "mixed_precision=fp16", "use bf16 or no"),
         (compiled, "compile", "leave compile out"),
         (uses_batch_statistics(model), "BatchNorm", "leave shard_model out, or choose a model without BatchNorm"),
-        (partly, "towers that have some weights in common", "let them share all of them or none"),
+        (is_partly_shared, "towers that have some weights in common", "let them share all of them or none"),
         (not distributed.can_shard(), f"torch {torch.__version__}", "install torch 2.9 or later"),
     )
-    for wrong, what, remedy in problems:
-        if wrong:
-            raise DualencError(f"shard_model does not go with {what}; {remedy}")
+    for applies, problem, remedy in problems:
+        if applies:
+            raise DualencError(f"shard_model does not go with {problem}; {remedy}")
 
 
 def shard_model(model: DualEncoder, device: torch.device) -> DualEncoder:
-    """Divide the weights of a model among all ranks, and bring each rank's part to its device.
+    """Divide the weights of a model among all ranks, and move each rank's part to its device.
 
-    Each repeated layer is a unit, whose weights are whole for its own pass only; what is left of a tower is another.
+    Each repeated layer is a unit, whose weights are whole for its own pass only; the rest of a tower is another.
 
     Args:
-        model: in any place, equal on all ranks; changed.
-        device: where the parts are to be.
+        model: on any device, equal on all ranks; changed.
+        device: of the parts.
 
     Returns:
-        The same model without weights and without the division, for `assembled`.
+        A copy of the model without weights and not divided, for `assembled`.
     """
-    # Parameters stand for themselves on a device without memory; buffers are few, and not all of them are saved.
+    # Parameters are copied without memory; buffers with theirs: they are few, and not all of them are saved.
     empty = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
     skeleton = copy.deepcopy(model, empty)
     for root in _roots(model):
+        # Inner modules first: what is left is the root's own unit.
         distributed.shard([*repeated_layers(root), root], device)
         if isinstance(root, Tower) and type(root).features is not Tower.features:
             distributed.shard_forward(root, "features")
@@ -87,19 +88,25 @@ def shard_model(model: DualEncoder, device: torch.device) -> DualEncoder:
 
 
 def _roots(model: DualEncoder) -> list[nn.Module]:
-    """What holds all weights, each once, and is called as a whole."""
-    if model.left is model.right or not model.shares_weights:
-        return [tower for tower in dict.fromkeys((model.left, model.right)) if any(True for _ in tower.parameters())]
-    # Two towers over the same modules.
-    return [module for module in model.left.children() if any(True for _ in module.parameters())]
+    """Modules that hold all weights, each once, and are called as a whole."""
+    roots: list[nn.Module] = list(dict.fromkeys((model.left, model.right)))
+    if model.left is not model.right and model.shares_weights:
+        # Two towers over the same modules.
+        roots = list(model.left.children())
+    return [module for module in roots if _has_parameters(module)]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def repeated_layers(module: nn.Module) -> Iterator[nn.Module]:
     """The members of the outermost lists of layers of one class, such as the blocks of a transformer."""
     for child in module.children():
         layers = list(child.children())
-        alike = len(layers) > 1 and len({type(layer) for layer in layers}) == 1
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and alike and any(True for _ in child.parameters()):
+        is_list = isinstance(child, (nn.ModuleList, nn.Sequential))
+        are_alike = len(layers) > 1 and len({type(layer) for layer in layers}) == 1
+        if is_list and are_alike and _has_parameters(child):
             yield from layers
         else:
             yield from repeated_layers(child)
@@ -111,9 +118,10 @@ def assembled(model: DualEncoder, skeleton: DualEncoder) -> Iterator[DualEncoder
 
     Args:
         model: sharded.
-        skeleton: what `shard_model` returned; on the main process it is what is yielded, elsewhere without weights.
+        skeleton: returned by `shard_model`; yielded with all weights on the main process, elsewhere without.
     """
     tensors = distributed.whole_tensors(model.state_dict())
+    # Assigned, not copied: on the main process the model is in memory once.
     if tensors:
         skeleton.load_state_dict(tensors, assign=True)
     del tensors
@@ -127,23 +135,26 @@ def assembled(model: DualEncoder, skeleton: DualEncoder) -> Iterator[DualEncoder
 def split_state(
     model: DualEncoder, optimizer: Optimizer, averages: AveragedWeights | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a checkpoint keeps of a model, its optimizer and its averaged weights, in two parts.
+    """The state of a model, its optimizer and its averaged weights for a checkpoint, in two parts.
 
     Returns:
-        What is small: buffers, scalars, settings; and tensors by name, of each of which a rank may hold a part.
+        Small values: buffers, scalars, settings; and tensors by name, of each of which a rank may hold a part.
     """
-    kept, divisible, rest = optimizer.state_dict(), _divisible(model), dict(model.state_dict())
+    optimizer_state = optimizer.state_dict()
+    divisible = _divisible(model)
+    rest = dict(model.state_dict())
     large = {f"model.{name}": rest.pop(name) for name in divisible}
     states: dict[int, dict[str, Any]] = {}
     for number, parameter in enumerate(_parameters(optimizer)):
         states[number] = {}
-        for key, value in kept["state"].get(number, {}).items():
+        for key, value in optimizer_state["state"].get(number, {}).items():
+            # Of a divided value the small part keeps the precision, for `join_state` to make room for it.
             if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
                 large[f"optimizer.{number}.{key}"] = value
                 states[number][key] = str(value.dtype).removeprefix("torch.")
             else:
                 states[number][key] = value
-    small = {"model": rest, "optimizer": {"state": states, "param_groups": kept["param_groups"]}}
+    small = {"model": rest, "optimizer": {"state": states, "param_groups": optimizer_state["param_groups"]}}
     if averages is not None:
         rest = dict(averages.average)
         large |= {f"average.{name}": rest.pop(name) for name in divisible}
@@ -158,14 +169,14 @@ def join_state(
     small: dict[str, Any],
     folder: Path,
 ) -> None:
-    """Take over what `split_state` gave on any number of ranks; all ranks call it together.
+    """Restore from `split_state()` on any number of ranks; all ranks call it together.
 
     Args:
-        model: whose weights are replaced.
-        optimizer: likewise its state.
+        model: restored in place.
+        optimizer: likewise.
         averages: likewise.
         small: the first part.
-        folder: where `dualenc.distributed.save_shards` has written the second.
+        folder: written by `dualenc.distributed.save_shards`, with the second.
 
     Raises:
         DualencError: the two do not fit.
@@ -178,6 +189,7 @@ def join_state(
         averages.load_state_dict(small["averages"])
         large |= {f"average.{name}": averages.average[name] for name in _divisible(model)}
     states: dict[int, dict[str, Any]] = {}
+    # An optimizer without a step yet has no tensors to load into: they are made here.
     for number, parameter in enumerate(_parameters(optimizer)):
         states[number] = dict(small["optimizer"]["state"].get(number, {}))
         for key, value in states[number].items():
@@ -190,8 +202,13 @@ def join_state(
 
 
 def join_evaluated(model: DualEncoder, small: dict[str, Any], folder: Path) -> None:
-    """Take over only the weights that were evaluated, averaged ones if there are any; else as `join_state`."""
-    kind, rest = ("average", small["averages"]["average"]) if "averages" in small else ("model", small["model"])
+    """Like `join_state`, but only the weights that were evaluated: averaged ones, if there are any."""
+    if "averages" in small:
+        kind = "average"
+        rest = small["averages"]["average"]
+    else:
+        kind = "model"
+        rest = small["model"]
     weights = model.state_dict()
     for name, tensor in rest.items():
         weights[name].copy_(tensor)
@@ -204,5 +221,5 @@ def _divisible(model: DualEncoder) -> list[str]:
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """In the order in which `state_dict` counts them."""
+    """The parameters in the order in which `state_dict` numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

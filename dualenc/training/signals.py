@@ -1,4 +1,4 @@
-"""Signals during a training: SIGTERM and SIGUSR1, which schedulers send before they end a job, and Ctrl-C."""
+"""Signals during training: SIGTERM and SIGUSR1, which schedulers send before they end a job, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dualenc import distributed
 
 
 class Stopped(SystemExit):
-    """A training that a signal has stopped after a step; nobody who does not catch it goes on without the model.
+    """A signal has stopped the training after a step; a SystemExit, so that a script does not continue without a model.
 
     Attributes:
         code: 128 + the signal's number, as shells count: 143 for SIGTERM, 138 for SIGUSR1 on Linux.
@@ -34,38 +34,42 @@ SAME_PRESS = 0.5
 
 
 class StopSignals:
-    """In its context SIGTERM, SIGUSR1 and a first Ctrl-C are noted; outside they do what they did before.
+    """Signal handlers of a run: in this context SIGTERM, SIGUSR1 and a first Ctrl-C are only noted.
 
     A second Ctrl-C does what the first would have done before. A signal that came too late to stop the training is sent
-    again at the end. One that the process ignores stays ignored, and outside the main thread, where Python has no
-    handlers, nothing changes.
+    again at the end. An ignored signal stays ignored, and outside the main thread, where Python has no handlers,
+    nothing changes.
 
     Args:
         saves: whether stopping saves anything; if not, a first Ctrl-C is not noted either.
 
     Attributes:
-        noted: number of the signal that this process has got; 0 for none.
+        noted: number of the signal that this process has received; 0 for none.
         agreed: the same for all ranks, as of the latest exchange. A scheduler does not reach all ranks at once, but
             all must stop at the same step.
     """
 
     def __init__(self, saves: bool = True) -> None:
         self.saves = saves
-        self.noted = self.agreed = 0
+        self.noted = 0
+        self.agreed = 0
         self._before: dict[int, Any] = {}
         self._pressed_at: float | None = None
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in [*_STOPPING, *([signal.SIGINT] if self.saves else [])]:
+            numbers = [*_STOPPING, signal.SIGINT] if self.saves else _STOPPING
+            for number in numbers:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by something in C
+            # None: it was set by something in C, which Python cannot restore.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
+        # After the last step: what the signal means to the rest of the program is not decided here.
         if self.noted and error is None:
             signal.raise_signal(self.noted)
 
@@ -75,10 +79,13 @@ class StopSignals:
         return self.agreed
 
     def stop(self) -> BaseException:
-        """What to raise once what was agreed on is done."""
-        return Interrupted() if self.agreed == signal.SIGINT else Stopped(self.agreed)
+        """The exception to raise once the checkpoint is written."""
+        if self.agreed == signal.SIGINT:
+            return Interrupted()
+        return Stopped(self.agreed)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # Ctrl-C reaches this process several times where a launcher passes it on.
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._pressed_at is None:
@@ -88,7 +95,8 @@ class StopSignals:
                     os.write(2, b"\nfinishing this step; press Ctrl-C again to stop at once\n")
             elif now - self._pressed_at > SAME_PRESS:
                 before = self._before[number]
-                (before if callable(before) else signal.default_int_handler)(number, frame)
+                handler = before if callable(before) else signal.default_int_handler
+                handler(number, frame)
         self.noted = number
 
 
@@ -96,7 +104,7 @@ _STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr
 
 
 def forgive_one_sigterm(_: int = 0) -> None:
-    """For a worker process: the first SIGTERM was meant for the run, which ends the worker when it is ready to.
+    """Signal handlers of a worker process: the first SIGTERM was meant for the run, which ends its workers itself.
 
     Schedulers and terminals send to every process of a job. A second SIGTERM does what it always does.
     """

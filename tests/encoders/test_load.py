@@ -147,7 +147,9 @@ def test_hub_names_are_fetched_without_code(build: Callable[[str], Path], monkey
 
 def test_a_model_comes_back_whose_replacement_was_killed(build: Callable[[str], Path]) -> None:
     folder = build("image")
-    folder.rename(folder.with_name(f".{folder.name}.old-999999999"))
+    work = folder.with_name(f".{folder.name}.part-00c0ffee")
+    work.mkdir()
+    folder.rename(work / f"old-{folder.name}")
     assert load_model(folder).kind == "image"
     assert folder.is_dir()
 

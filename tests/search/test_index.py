@@ -235,7 +235,7 @@ class TestErrors:
         with pytest.raises(DualencError, match=r"index\.faiss: corrupt, its checksum"):
             Index.open(folder)
         others = sum(other.stat().st_size for other in folder.iterdir() if other != path)
-        monkeypatch.setattr("dualenc.files.READ_AT_OPENING", others)
+        monkeypatch.setattr("dualenc.checksums.READ_AT_OPENING", others)
         assert len(Index.open(folder)) == 200
         with pytest.raises(DualencError, match=r"index\.faiss: corrupt, its checksum"):
             Index.open(folder, verify=True)
@@ -306,7 +306,8 @@ class TestErrors:
         assert "\n" not in str(error.value)
 
     def test_a_killed_replacement_leaves_an_index(self, folder: Path) -> None:
-        folder.rename(folder.with_name(".index.old-999999999"))
+        (folder.parent / ".index.part-00c0ffee").mkdir()
+        folder.rename(folder.parent / ".index.part-00c0ffee" / "old-index")
         assert is_index(folder)
         assert len(Index.open(folder)) == 200
 

@@ -60,7 +60,7 @@ def small_run(
         output: of the trainer.
         delay: seconds that each batch takes.
         hang: (rank, batch, seconds) that one rank sleeps at one of its batches.
-        evaluation: seconds that an evaluation takes; it touches the file `evaluating` beside the output.
+        evaluation: seconds that an evaluation takes; it touches the file `evaluating` next to the output.
         dropout: of the model.
         settings: of the trainer.
     """

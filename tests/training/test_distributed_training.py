@@ -78,7 +78,7 @@ def all_cases(output: Path) -> None:
     for name, changes in CASES.items():
         one_case(output / name, **changes)
     train_vectors(output)
-    # A run that began on one process goes on on two.
+    # A run that began on one process is resumed on two.
     train(output / "grown", model=TinyEncoder(), resume=True)
 
 
@@ -154,19 +154,20 @@ def test_the_log_is_that_of_one_process(runs):
 
 def test_items_encoded_are_those_of_all_processes(runs):
     """A few more than on one process: an item that two processes need is encoded by both."""
-    logs = [read_metrics(folder / "neighbours" / "metrics.jsonl") for folder in runs]
+    logs = [read_metrics(folder / "drawn proposals" / "metrics.jsonl") for folder in runs]
+    assert len(logs[0]) == 4
     for one, two in zip(*logs, strict=True):
         assert 0 < one["items_encoded"] <= two["items_encoded"] <= 1.5 * one["items_encoded"]
 
 
 def test_chains_move_as_on_one_process(runs):
-    logs = [read_metrics(folder / "neighbours" / "metrics.jsonl") for folder in runs]
+    logs = [read_metrics(folder / "drawn proposals" / "metrics.jsonl") for folder in runs]
     for one, two in zip(*logs, strict=True):
         for name in ("state/chains_moved", "state/chains_begun"):
             assert one[name] == pytest.approx(two[name], abs=1e-6)
 
 
-def test_more_processes_may_go_on_with_a_checkpoint(runs):
+def test_more_processes_may_resume_from_a_checkpoint(runs):
     one, two = runs
     assert_same_model(one / "plain", two / "grown")
     steps = [line["step"] for line in read_metrics(two / "grown" / "metrics.jsonl")]

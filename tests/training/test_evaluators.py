@@ -174,7 +174,7 @@ def test_neighbours_vote_on_features_as_in_scikit_learn():
     assert found == pytest.approx(reference.score(test, sides[1][1].labels), abs=1e-9)
 
 
-def test_images_without_labels_are_told():
+def test_images_without_labels_are_refused():
     views = ImageViews(images(colours(3)))
     with pytest.raises(DualencError, match="KNNEvaluator: train has no labels"):
         KNNEvaluator(views, views)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dualenc.objectives
-from dualenc.objectives import Objective
+from dualenc.objectives import ISIR, GlobalCache, InfoNCE, NegativeCache, Objective, SogCLR
 from dualenc.objectives.matryoshka import Wrapper
 from tests.training.fakes import TinyEncoder, kill_this_process, same, tiny_pairs, weights
 from tests.training.runs import run_and_die, train
@@ -35,10 +35,13 @@ def train_until(output, kind, at_batch, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OBJECTIVES, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("settings", [{}, {"chunk_size": 4}], ids=["plain", "cached"])
-def test_killed_and_resumed_equals_unbroken(tmp_path, kind, settings):
-    settings = {**settings, "epochs": 2}
+@pytest.mark.parametrize(
+    ("kind", "chunk_size"),
+    [*((kind, None) for kind in OBJECTIVES), (ISIR, 4)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_killed_and_resumed_equals_unbroken(tmp_path, kind, chunk_size):
+    settings = {"chunk_size": chunk_size, "epochs": 2}
     result = train(tmp_path / "whole", objective=make(kind), **settings)
     assert result.steps == 8
     assert run_and_die(train_until, tmp_path / "broken", kind, 8, settings) == -signal.SIGKILL
@@ -46,7 +49,7 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, kind, settings):
     assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("kind", OBJECTIVES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [SogCLR, ISIR, GlobalCache], ids=lambda kind: kind.__name__)
 def test_gradient_caching_changes_nothing(tmp_path, kind):
     for name, chunk_size in (("plain", None), ("cached", 4)):
         train(tmp_path / name, model=TinyEncoder(), objective=make(kind), chunk_size=chunk_size, save_every=None)
@@ -54,7 +57,7 @@ def test_gradient_caching_changes_nothing(tmp_path, kind):
     assert all(torch.allclose(plain[key], cached[key], rtol=1e-8, atol=1e-12) for key in plain)
 
 
-@pytest.mark.parametrize("kind", OBJECTIVES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [InfoNCE, ISIR, NegativeCache], ids=lambda kind: kind.__name__)
 def test_two_views(tmp_path, kind):
     """One tower, both sides augmentations of the same item."""
     pairs = tiny_pairs()

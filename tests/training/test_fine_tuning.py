@@ -43,7 +43,7 @@ def test_matching_weights_stay_and_all_others_move(tmp_path: Path) -> None:
         assert torch.equal(before[name], parameter) == fixed, name
 
 
-def test_a_pattern_without_a_weight_is_told(tmp_path: Path) -> None:
+def test_a_pattern_without_a_weight_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DualencError, match=r"'right\.nothing\*' matches no weight; names are such as left") as caught:
         train(tmp_path, freeze=["left.*", "right.nothing*"])
     assert "\n" not in str(caught.value)
@@ -175,7 +175,7 @@ def test_it_stops_when_nothing_gets_better_and_stays_stopped(tmp_path: Path) -> 
         ({"patience": 0, "evaluate_every": 1}, "patience is 0"),
     ],
 )
-def test_mistakes_are_told(settings: dict[str, Any], message: str) -> None:
+def test_mistakes_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(DualencError, match=message) as caught:
         Trainer(output="run", **settings)
     assert "\n" not in str(caught.value)

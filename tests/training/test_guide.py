@@ -111,7 +111,7 @@ def test_a_run_is_not_resumed_with_another_guide(tmp_path: Path, guide: tuple[st
         train(resume=True)
 
 
-def test_mistakes_are_told(tmp_path: Path, guide: tuple[str, str]) -> None:
+def test_mistakes_are_refused(tmp_path: Path, guide: tuple[str, str]) -> None:
     pairs = tiny_pairs()
     with pytest.raises(DualencError, match="guide_left and guide_right are given together"):
         Trainer(output=tmp_path / "run", guide_left=guide[0])

@@ -138,7 +138,7 @@ def test_seeds_are_pure_fit_a_generator_and_do_not_collide():
         assert abs(np.abs(np.diff(cube, axis=axis)).mean() - 0.5) < 0.005
 
 
-def test_streams_and_sides_are_told_apart():
+def test_streams_and_sides_are_distinguished():
     streams, sides = ("batch", "item"), ("left", "right")
     seeds = [augmentation_seeds(1, 2, [3], side, stream)[0] for stream in streams for side in sides]
     assert len({*seeds, derive_seed("rank", 1, 2, 3, 0)}) == 5
@@ -201,7 +201,7 @@ def test_broken_items_become_zero_and_are_counted_or_raise():
         strict()("left", torch.tensor([3]))
 
 
-def test_ids_out_of_range_are_told():
+def test_ids_out_of_range_are_refused():
     _, bind = make_items()
     with pytest.raises(DualencError, match=r"right item 24, but ids lie in \[0, 24\)"):
         bind()("right", torch.tensor([24]))

@@ -121,9 +121,9 @@ def test_killed_and_resumed_equals_unbroken(tmp_path: Path, name: str) -> None:
 )
 def test_a_changed_mixture_is_not_resumed(tmp_path: Path, options: Any, message: str) -> None:
     run(tmp_path, mixed(weights={"few": 2.0}), max_steps=3)
-    with pytest.raises(DualencError, match=message) as told:
+    with pytest.raises(DualencError, match=message) as raised:
         run(tmp_path, mixed(**options), max_steps=3, resume=True)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 def on_ranks(output: Path) -> None:
@@ -221,11 +221,11 @@ def test_a_teachers_scores_of_one_source_teach(tmp_path: Path) -> None:
 def test_objectives_and_batches_that_do_not_know_weights_are_refused(tmp_path: Path) -> None:
     pairs = mixed(weights={"few": 2.0})
     sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
-    told = {
-        "the mixture chooses who meets whom, but ISIR as set .* give it proposals=64, or weigh all sources 1": {
+    refusals = {
+        "the mixture chooses the batches, but ISIR as set .* give it proposals=64, or weigh all sources 1": {
             "objective": ISIR(**sizes)
         },
-        "GlobalCache as set assumes random batches; .*, or weigh all sources 1 in mixed batches": {
+        "GlobalCache as set assumes random ones; .*, or weigh all sources 1 in mixed batches": {
             "objective": GlobalCache(**sizes)
         },
         "which RandomBatches does not know; leave batching out, or weigh all sources 1": {
@@ -233,7 +233,7 @@ def test_objectives_and_batches_that_do_not_know_weights_are_refused(tmp_path: P
         },
         "which OSGDBatches does not know": {"batching": OSGDBatches(len(pairs), 6)},
     }
-    for message, parts in told.items():
+    for message, parts in refusals.items():
         with pytest.raises(DualencError, match=message) as raised:
             run(tmp_path / "run", pairs, **parts)
         assert "\n" not in str(raised.value)
@@ -277,7 +277,7 @@ def test_no_step_waits_for_the_device() -> None:
         assert device.waits == before
 
 
-def test_sources_stand_beside_the_progress_bar(tmp_path: Path) -> None:
+def test_sources_are_shown_next_to_the_progress_bar(tmp_path: Path) -> None:
     class Quiet:
         log_with = trackers = ()
 

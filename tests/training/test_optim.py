@@ -61,8 +61,7 @@ def test_updates_are_those_of_torch(name, reference):
     assert torch.allclose(layers[0].weight, layers[1].weight, rtol=1e-12)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(("weight_decay", "momentum"), [(0.0, 0.9), (0.1, 0.0), (0.1, 0.9)])
 def test_lars_is_algorithm_1_for_matrices_and_sgd_for_the_rest(weight_decay, momentum):
     """You et al. 2017, arXiv:1708.03888: one parameter at a time, with the learning rate outside the momentum."""
     draw = torch.Generator().manual_seed(0)
@@ -94,6 +93,17 @@ def test_lars_leaves_weights_of_zero_their_own_rate():
 
 
 @pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_each_name_is_one_of_timms(name):
+    layer = nn.Linear(3, 2)
+    layer.weight.grad = torch.ones(2, 3)
+    before = layer.weight.clone()
+    optimizer = build_optimizer([layer], name, 0.1)
+    for _ in range(2):  # the first of ADOPT only looks at the gradient
+        optimizer.step()
+    assert not torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
 def test_the_state_of_timms_optimizers_survives_a_round_trip(name, tmp_path):
     def step(layer, optimizer, size):
         for parameter in layer.parameters():
@@ -122,9 +132,16 @@ def rates(name, total, **arguments):
     return found
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
-@pytest.mark.parametrize(("warmup", "steps"), [(0, 0), (4, 4), (0.3, 6), (20, 20)])
-@pytest.mark.parametrize("final", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize(
+    ("name", "warmup", "steps", "final"),
+    [
+        ("cosine", 0, 0, 0.0),
+        ("cosine", 0.3, 6, 0.25),
+        ("linear", 4, 4, 0.25),
+        ("linear", 20, 20, 0),
+        ("constant", 4, 4, 1),
+    ],
+)
 def test_rates_are_those_of_the_formula(name, warmup, steps, final):
     decay = {"cosine": lambda p: (1 + math.cos(math.pi * p)) / 2, "linear": lambda p: 1 - p, "constant": lambda _: 1.0}
     expected = [2.0 * (k + 1) / steps for k in range(steps)]
@@ -146,25 +163,20 @@ def test_other_schedules_of_transformers():
         ({"name": "adamv"}, r"optimizer is 'adamv' \(did you mean adam.*\?\); choose one of adamw, sgd, lars"),
         ({"name": "adahessian"}, "optimizer 'adahessian' needs second derivatives"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be above 0"),
-        ({"learning_rate": -1e-3}, "learning_rate is -0.001; it must be above 0"),
         ({"learning_rate": math.nan}, "learning_rate is nan; it must be above 0"),
-        ({"learning_rate": math.inf}, "learning_rate is inf; it must be above 0"),
         ({"weight_decay": -1.0}, "weight_decay is -1.0; it must be at least 0"),
-        ({"weight_decay": math.nan}, "weight_decay is nan; it must be at least 0"),
         ({"momentum": -1.0}, r"momentum is -1.0; it must be in \[0, 1\)"),
-        ({"momentum": 1.0}, r"momentum is 1.0; it must be in \[0, 1\)"),
         ({"momentum": math.nan}, "momentum is nan"),
         ({"betas": (2.0, 3.0)}, r"betas are \[2.0, 3.0\]; give two numbers in \[0, 1\)"),
-        ({"betas": (0.9, math.nan)}, r"betas are \[0.9, nan\]"),
         ({"betas": (0.9,)}, r"betas are \[0.9\]; give two numbers"),
     ],
 )
-def test_mistakes_are_told(arguments, message):
+def test_mistakes_are_named(arguments, message):
     with pytest.raises(DualencError, match=message):
         build_optimizer([nn.Linear(2, 2)], **arguments)
 
 
-def test_nothing_to_train_and_bad_schedules_are_told():
+def test_nothing_to_train_and_bad_schedules_are_named():
     with pytest.raises(DualencError, match="nothing to train"):
         build_optimizer([nn.Linear(2, 2).requires_grad_(False)])
     with pytest.raises(DualencError, match=r"schedule is 'cosin' \(did you mean cosine\?\); choose one of cosine"):

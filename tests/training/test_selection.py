@@ -1,4 +1,4 @@
-"""Selection of batches while training goes on: when it takes effect, from what, and exactly again after a kill."""
+"""Selection of batches while training continues: when it takes effect, from what, and exactly again after a kill."""
 
 import signal
 from pathlib import Path
@@ -134,13 +134,13 @@ def test_hard_batches_are_reported_as_harder_than_random_ones():
 
 
 @pytest.mark.slow
-def test_a_failing_selection_is_told_in_one_line(tmp_path):
+def test_a_failing_selection_is_explained_in_one_line(tmp_path):
     left, right = embeddings()
     left[3] = np.nan
     job = SelectionJob(SpectralBatches(24, 6), 2, 0.0, tmp_path, embeddings=(left, right))
-    with pytest.raises(DualencError, match=r"selecting batches for epoch 2 failed: .*row 3") as told:
+    with pytest.raises(DualencError, match=r"selecting batches for epoch 2 failed: .*row 3") as raised:
         job.result()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -192,7 +192,7 @@ def test_a_fresh_pass_leaves_the_training_as_it_is(instant, tmp_path):
 def test_chains_refuse_selected_batches_before_the_folder_is_touched(tmp_path):
     """Their law assumes that any pairs may meet; proposals from the corpus do not depend on the batches."""
     selected, random = OSGDBatches(24, 6, seed=1), RandomBatches(24, 6, seed=1)
-    with pytest.raises(DualencError, match=r"OSGDBatches chooses who meets whom.*proposals=64") as raised:
+    with pytest.raises(DualencError, match=r"OSGDBatches chooses the batches.*proposals=64") as raised:
         train(tmp_path / "refused", objective=EMC2(num_left=24).double(), batching=selected)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "refused").exists()

@@ -1,4 +1,4 @@
-"""Kills for real: signals and Ctrl-C save and stop, on one process and on two; lost and hung ranks are told."""
+"""Kills for real: signals and Ctrl-C save and stop, on one process and on two; lost and hung ranks are reported."""
 
 from __future__ import annotations
 
@@ -148,9 +148,9 @@ def test_the_first_ctrl_c_ends_the_run_after_its_step_with_a_checkpoint(tmp_path
     objective.register_forward_pre_hook(lambda *_: ctrl_c() if next(steps) == 5 else None)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run", objective=objective, save_every=1000)
-    told = capfd.readouterr().err
-    assert told.count("finishing this step; press Ctrl-C again to stop at once\n") == 1
-    assert "stopped by SIGINT after step 5: its checkpoint is in" in told
+    printed = capfd.readouterr().err
+    assert printed.count("finishing this step; press Ctrl-C again to stop at once\n") == 1
+    assert "stopped by SIGINT after step 5: its checkpoint is in" in printed
     assert saved_step(tmp_path / "run") == 5
     train(tmp_path / "run", resume=True, save_every=1000)
     train(tmp_path / "whole", save_every=1000)
@@ -197,7 +197,7 @@ def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path, u
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "hanging"])
-def test_a_lost_or_hung_rank_is_told_in_one_line_and_ends_the_others(tmp_path, how):
+def test_a_lost_or_hung_rank_is_explained_in_one_line_and_ends_the_others(tmp_path, how):
     run = tmp_path / "run"
     hang = {"hang": (1, 4, 60), "timeout_minutes": 0.05} if how == "hanging" else {"delay": 0.1}
     ranks = launch(tmp_path, small_run, run, ranks=2, save_every=2, dropout=0.1, **hang)
@@ -210,9 +210,9 @@ def test_a_lost_or_hung_rank_is_told_in_one_line_and_ends_the_others(tmp_path, h
     ranks[1].process.kill()
     _, other = ranks[1].end()
     assert code == 2, errors
-    told = [line for line in errors.splitlines() if line.startswith("dualenc: error:")]
-    assert len(told) == 1
-    assert ("is lost: it has ended or was killed" if how == "killed" else "did not answer in time") in told[0]
+    reports = [line for line in errors.splitlines() if line.startswith("dualenc: error:")]
+    assert len(reports) == 1
+    assert ("is lost: it has ended or was killed" if how == "killed" else "did not answer in time") in reports[0]
     assert "Traceback" not in errors
     assert not (run / ".lock").exists()
     # dropout is drawn per process, which is said once

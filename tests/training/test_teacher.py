@@ -84,6 +84,6 @@ def test_pairs_of_weight_zero_teach_nothing(tmp_path: Path) -> None:
     assert not same(before, changed)
 
 
-def test_a_teacher_without_scores_is_told(tmp_path: Path) -> None:
+def test_a_teacher_without_scores_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DualencError, match="Distilled of InfoNCE learns from a teacher, but the data holds no scores"):
         train(tmp_path / "run", tiny_pairs(PAIRS), {"kind": "kl"})

@@ -209,10 +209,12 @@ class ExplodesAt(InfoNCE):
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tmp_path):
     objective = ExplodesAt(num_left=24).double()
-    with pytest.raises(DualencError, match=r"step 7: the loss is not finite; lower learning_rate \(now 0.02\)") as told:
+    with pytest.raises(
+        DualencError, match=r"step 7: the loss is not finite; lower learning_rate \(now 0.02\)"
+    ) as raised:
         train(tmp_path, objective=objective)
-    assert "step-00000006" in str(told.value)
-    assert "\n" not in str(told.value)
+    assert "step-00000006" in str(raised.value)
+    assert "\n" not in str(raised.value)
     names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert sorted(names) == ["step-00000004", "step-00000006"]
     assert not (tmp_path / "model").exists()
@@ -248,7 +250,7 @@ def test_a_run_is_not_overwritten_by_accident(tmp_path):
         ({"selection_embeddings": "now"}, "selection_embeddings is 'now'; choose 'epoch' or 'fresh'"),
     ],
 )
-def test_mistakes_are_told_in_one_line(tmp_path, changes, message):
+def test_mistakes_are_explained_in_one_line(tmp_path, changes, message):
     if torch.cuda.is_available() and "fp16" in changes.values():
         pytest.skip("this machine has a GPU, where fp16 works")
     with pytest.raises(DualencError, match=message) as raised:
@@ -274,7 +276,7 @@ class Declared(FixedEvaluator):
         raise AssertionError("an evaluation before the names were checked")
 
 
-def test_a_wrong_metric_is_told_before_any_work(tmp_path):
+def test_a_wrong_metric_is_refused_before_any_work(tmp_path):
     evaluator = Declared()
     evaluator.primary = "othr"
     with pytest.raises(
@@ -305,15 +307,15 @@ class Deadly(list):
 
 
 @pytest.mark.slow
-def test_a_killed_data_worker_is_told_in_one_line(tmp_path):
+def test_a_killed_data_worker_is_explained_in_one_line(tmp_path):
     pairs = tiny_pairs()
     pairs.left_items = Deadly(pairs.left_items)
     message = (
         r"a data worker was killed \(process \d+ .*\), mostly for want of memory; lower trainer.num_workers \(now 1\)"
     )
-    with pytest.raises(DualencError, match=message) as told:
+    with pytest.raises(DualencError, match=message) as raised:
         train(tmp_path, pairs=pairs, num_workers=1)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("minutes", [0, -1, float("inf"), float("nan")])
@@ -353,7 +355,7 @@ def test_launching_on_cpu_without_mpi_warns_that_there_is_one_process(monkeypatc
         start_accelerator("no", [], tmp_path)
 
 
-def test_an_unknown_tracker_is_told(tmp_path):
+def test_an_unknown_tracker_is_refused(tmp_path):
     with pytest.raises(DualencError, match="tracker 'wanndb' is not installed or unknown"):
         start_accelerator("no", ["wanndb"], tmp_path)
 

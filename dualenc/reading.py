@@ -1,0 +1,84 @@
+"""Reading files that may be missing, damaged, or no files at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+from dualenc.errors import DualencError
+
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading bytes; never waits for a named pipe, never touches a device.
+
+    Raises:
+        DualencError: a folder, device, pipe or socket.
+        OSError: missing or not readable.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode):
+        # The path may name something else by now: open without waiting, and look at what was opened.
+        no_wait = getattr(os, "O_NONBLOCK", 0)
+        stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | no_wait))  # noqa: SIM115
+        mode = os.fstat(stream.fileno()).st_mode
+        if stat.S_ISREG(mode):
+            return stream
+        stream.close()
+    kind = "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
+    raise DualencError(f"{path}: {kind}, not a file; give a regular file")
+
+
+def read_json(source: str | os.PathLike[str]) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        DualencError: it is missing or malformed.
+    """
+    try:
+        with open_regular(source) as stream:
+            return json.loads(stream.read().decode("utf-8"))
+    except FileNotFoundError:
+        raise DualencError(f"{source}: no such file; is the folder complete?") from None
+    except RecursionError:
+        raise DualencError(f"{source}: not valid JSON (nested too deeply); write it again") from None
+    except DualencError:
+        raise
+    except ValueError as error:
+        raise DualencError(f"{source}: not valid JSON ({error}); write it again") from None
+
+
+def read_json_object(source: str | os.PathLike[str], kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Args:
+        source: the file.
+        kinds: required names, each with the type or tuple of types of its value; `True` is no `int`.
+
+    Raises:
+        DualencError: it is missing, malformed, not an object, or a value is missing or of another type.
+    """
+    value = read_json(source)
+    if not isinstance(value, dict):
+        raise DualencError(f"{source}: holds {_KINDS[type(value)]} instead of an object; write it again")
+    for name, required in (kinds or {}).items():
+        if name not in value:
+            raise DualencError(f"{source}: lacks {name!r}; write it again")
+        allowed = required if isinstance(required, tuple) else (required,)
+        # Not isinstance: a bool would pass for an int.
+        if type(value[name]) not in allowed:
+            expected = " or ".join(_KINDS[kind] for kind in allowed)
+            raise DualencError(f"{source}: {name!r} is {_KINDS[type(value[name])]}, not {expected}; write it again")
+    return value

@@ -1,0 +1,152 @@
+"""Devices and processes of a run: accelerate's set-up, placing a model, deterministic kernels."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+from torch.nn.modules.dropout import _DropoutNd
+
+from dualenc import distributed
+from dualenc.encoders.batchnorm import synchronise_statistics
+from dualenc.encoders.dual import DualEncoder
+from dualenc.errors import DualencError
+from dualenc.training.encoding import uses_batch_statistics
+from dualenc.training.settings import MixedPrecision
+
+
+def start_accelerator(
+    mixed_precision: MixedPrecision, trackers: Sequence[str], folder: Path, timeout_minutes: float = 10.0
+) -> Accelerator:
+    """The accelerator of one training run; several runs may follow one another in a process.
+
+    Args:
+        mixed_precision: "no", "bf16" or "fp16".
+        trackers: names of accelerate's trackers, such as "tensorboard" or "wandb".
+        folder: of the run; trackers that write files write them to `trackers` in it.
+        timeout_minutes: how long one process waits for another; counts where the processes meet for the first time.
+
+    Raises:
+        DualencError: the device has no such precision, a tracker's package is not installed, or not all processes
+            have joined.
+    """
+    if mixed_precision not in ("no", "bf16", "fp16"):
+        raise DualencError(f"mixed_precision is {mixed_precision!r}; choose no, bf16 or fp16")
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for tracker in trackers:
+        if tracker not in available:
+            raise DualencError(f"tracker {tracker!r} is not installed or unknown; install it (pip install {tracker})")
+    # cuBLAS reads this once, before its first product; only deterministic algorithms make use of it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # The process group of an earlier run stays; only the precision changes.
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed_precision:
+        AcceleratorState._reset_state()
+    try:
+        with distributed.explain_lost_process():
+            accelerator = Accelerator(
+                mixed_precision=mixed_precision,
+                cpu=not torch.accelerator.is_available(),
+                log_with=list(trackers) or None,
+                project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "trackers")),
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=timeout_minutes))],
+            )
+    except DualencError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise DualencError(f"mixed_precision={mixed_precision}: {error}") from error
+    if mixed_precision == "fp16" and accelerator.scaler is None:
+        raise DualencError(f"mixed_precision=fp16 does not work on {accelerator.device.type}; use bf16 or no")
+    _warn_of_a_single_process()
+    return accelerator
+
+
+def _warn_of_a_single_process() -> None:
+    """`accelerate launch --cpu --num_processes N` starts one process unless it is given MPI."""
+    launched_on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
+    if launched_on_cpu and distributed.world_size() == 1 and "RANK" not in os.environ:
+        warnings.warn(
+            "accelerate launch --cpu has started a single process; for several on CPU set ACCELERATE_USE_CPU=true "
+            "and launch with --multi_gpu --num_processes N",
+            stacklevel=3,
+        )
+
+
+def place(model: DualEncoder, device: torch.device, chunk_size: int | None, move: bool = True) -> DualEncoder:
+    """Prepare a model for a device and all ranks: BatchNorm over the global batch, the main process's weights.
+
+    With several processes BatchNorm takes its statistics over the global batch: by `SyncBatchNorm` on GPUs, by
+    `synchronise_statistics` elsewhere; except with gradient caching, where they are those of a chunk.
+
+    Args:
+        model: equal on all ranks but for its weights.
+        device: to compute on.
+        chunk_size: of gradient caching, if any.
+        move: move the model to the device now.
+    """
+    several = distributed.world_size() > 1
+    if uses_batch_statistics(model):
+        if chunk_size is not None:
+            message = f"BatchNorm with chunk_size takes its statistics over {chunk_size} items, not over the batch"
+            warnings.warn(message, stacklevel=2)
+        elif several and device.type == "cuda":
+            model = synchronised(model)
+        elif several:
+            synchronise_statistics(model)
+    if move:
+        model.to(device)
+    if several and distributed.is_main() and _has_dropout(model):
+        warnings.warn(
+            "each process draws dropout for its own part of a batch: the run is not the one of another number of "
+            "processes; set dropout to 0 for that",
+            stacklevel=2,
+        )
+    if several:
+        for tensor in model.state_dict().values():
+            tensor.copy_(distributed.broadcast_object(tensor.cpu()))
+    return model
+
+
+def _has_dropout(model: DualEncoder) -> bool:
+    for module in model.modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            return True
+        # Stochastic depth drops whole samples; timm and transformers call its rate so.
+        if float(getattr(module, "drop_prob", None) or 0) > 0:
+            return True
+    return False
+
+
+def synchronised(model: DualEncoder) -> DualEncoder:
+    """The model with `SyncBatchNorm` for every BatchNorm."""
+    # timm's, as torch's own would lose the activation inside timm's layers. Imported here: models without BatchNorm
+    # need no timm, which takes seconds.
+    from timm.layers import convert_sync_batchnorm
+
+    converted: DualEncoder = convert_sync_batchnorm(model)
+    return converted
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool, device: torch.device) -> Iterator[None]:
+    """Deterministic kernels on a GPU, where some default ones add numbers up in no fixed order."""
+    if not (enabled and device.type == "cuda"):
+        yield
+        return
+    algorithms_before = torch.are_deterministic_algorithms_enabled()
+    benchmark_before = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(algorithms_before)
+        torch.backends.cudnn.benchmark = benchmark_before

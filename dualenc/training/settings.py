@@ -1,0 +1,175 @@
+"""Training settings: the arguments of `Trainer`, with their ranges."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dualenc.errors import DualencError
+from dualenc.training.optim import OptimizerName, ScheduleName, check_optimizer, check_schedule
+from dualenc.training.plan import EmbeddingSource
+from dualenc.types import OnError
+
+MixedPrecision = Literal["no", "bf16", "fp16"]
+
+MAX_EPOCHS = 1_000_000
+"""More would never end; their batches are counted before the training starts."""
+MAX_WORKERS = 1024
+
+FREE_SETTINGS = (
+    *("output", "num_workers", "save_every", "keep_checkpoints", "log_every"),
+    *("tracker", "project", "timeout_minutes", "overwrite", "progress"),
+)
+"""Settings that the weights do not depend on: a run may be resumed with others."""
+LATER_SETTINGS: dict[str, Any] = {
+    "shard_model": False,
+    "layer_decay": 1.0,
+    "freeze": (),
+    "weight_average": None,
+    "patience": None,
+    "guide_left": None,
+    "guide_right": None,
+}
+"""Defaults of settings that older checkpoints do not know; at these values they are compatible."""
+
+_AT_LEAST_ONE = (
+    *("batch_size", "epochs", "max_steps", "gradient_accumulation", "chunk_size", "evaluate_every"),
+    *("patience", "save_every", "keep_checkpoints", "log_every"),
+)
+
+
+@dataclass(kw_only=True)
+class TrainerSettings:
+    """Settings of a training run.
+
+    Args:
+        output: folder of the run: checkpoints, metrics.jsonl and, at the end, `model`.
+        batch_size: pairs in a global batch, over all processes.
+        epochs: passes over the data; 1 when max_steps is not given either.
+        max_steps: optimizer steps at which to stop, whatever the epochs.
+        learning_rate: peak learning rate.
+        optimizer: "adamw", "sgd", "lars", "lion", "muon" or others of timm; from Python any that timm lists.
+        weight_decay: of weights with two or more dimensions.
+        momentum: of optimizers that have one: "sgd", "lars", "muon".
+        betas: of optimizers that have two: "adamw", "lion".
+        layer_decay: the learning rate of a layer as a share of that of the layer above it; 1 is one rate for all.
+        freeze: names of weights that are not trained, with * and [0-5] as in file names: "left.*", "*embeddings*".
+        weight_average: decay of a moving average of the weights, such as 0.999: the average is evaluated and
+            saved. null: off.
+        warmup: steps of linear warm-up, or their share of all steps when it is a fraction below 1.
+        schedule: "cosine", "linear", "constant", "inverse_sqrt" or "warmup_stable_decay", after the warm-up.
+        final_fraction: learning rate at the end as a share of the peak.
+        max_gradient_norm: gradients are scaled down to this norm; null leaves them.
+        mixed_precision: "no", "bf16" or "fp16".
+        gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
+        chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch. null: off.
+        shard_model: fully sharded data parallelism (FSDP): each process holds a part of the weights, gradients and
+            optimizer state, for models that do not fit on one GPU.
+        compile: `torch.compile` both towers, for any length of text: faster after a minute or more of compiling.
+        evaluate_every: steps between evaluations; null evaluates before and after training only.
+        patience: stop after so many evaluations in a row without a better one; null trains to the end.
+        keep_best: the model folder gets the weights with the best evaluation, otherwise the last ones.
+        save_every: steps between checkpoints, and one at the end; null writes none.
+        keep_checkpoints: how many of the latest stay.
+        log_every: steps between lines of metrics.jsonl.
+        seed: of augmentation, dropout and batches.
+        num_workers: processes per rank that decode and prepare the data.
+        on_error: "skip" leaves out samples that cannot be read and counts them, "raise" stops at the first.
+        selection_embeddings: for batch selection by embeddings: "epoch" takes those of the last epoch's batches,
+            "fresh" makes an evaluation-mode pass at the start of every epoch.
+        selection_background: select batches while training continues, one epoch late; false waits for it.
+        guide_left: folder of a guide model's embeddings of the left items, which exclude likely false negatives
+            (`guide_margin` of the objective): `dualenc mine` keeps such folders, `dualenc embed` makes them. Objectives
+            that look beyond the batch refuse it.
+        guide_right: likewise of the right items; the same folder for two views of images.
+        tracker: accelerate's trackers, such as tensorboard or wandb; several separated by commas.
+        project: the project's name in trackers.
+        timeout_minutes: how long a process waits for another before it reports it as hung; longer than whatever
+            one process does alone, such as the ranking in an evaluation.
+        deterministic: same seed, same run on a GPU too.
+        overwrite: start anew in a folder that holds a run.
+        progress: show a progress bar.
+
+    Raises:
+        DualencError: an argument out of range.
+    """
+
+    output: str | os.PathLike[str]
+    batch_size: int = 32
+    epochs: int | None = None
+    max_steps: int | None = None
+    learning_rate: float = 1e-4
+    optimizer: OptimizerName = "adamw"
+    weight_decay: float = 0.01
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
+    layer_decay: float = 1.0
+    freeze: Sequence[str] = ()
+    weight_average: float | None = None
+    warmup: int | float = 0.1
+    schedule: ScheduleName = "cosine"
+    final_fraction: float = 0.0
+    max_gradient_norm: float | None = 1.0
+    mixed_precision: MixedPrecision = "no"
+    gradient_accumulation: int = 1
+    chunk_size: int | None = None
+    shard_model: bool = False
+    compile: bool = False
+    evaluate_every: int | None = None
+    patience: int | None = None
+    keep_best: bool = True
+    save_every: int | None = 1000
+    keep_checkpoints: int = 2
+    log_every: int = 10
+    seed: int = 0
+    num_workers: int = 0
+    on_error: OnError = "skip"
+    selection_embeddings: EmbeddingSource = "epoch"
+    selection_background: bool = True
+    guide_left: str | None = None
+    guide_right: str | None = None
+    tracker: str | None = None
+    project: str = "dualenc"
+    timeout_minutes: float = 10.0
+    deterministic: bool = True
+    overwrite: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        self.freeze = (self.freeze,) if isinstance(self.freeze, str) else tuple(self.freeze)
+        self._check_ranges()
+        self._check_combinations()
+        check_optimizer(
+            self.optimizer, self.learning_rate, self.weight_decay, self.momentum, self.betas, self.layer_decay
+        )
+        check_schedule(self.schedule, self.warmup, self.final_fraction)
+
+    def _check_ranges(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DualencError(f"{name} is {value}; it must be at least 1")
+        if self.epochs is not None and self.epochs > MAX_EPOCHS:
+            raise DualencError(f"epochs is {self.epochs}; it must be at most {MAX_EPOCHS:,}; set max_steps instead")
+        if not 0 <= self.seed < 2**63 or not 0 <= self.num_workers <= MAX_WORKERS:
+            raise DualencError(
+                f"seed is {self.seed} and num_workers {self.num_workers}; they must be at least 0, and num_workers at "
+                f"most {MAX_WORKERS}"
+            )
+        if not 0 < self.timeout_minutes < math.inf:
+            raise DualencError(f"timeout_minutes is {self.timeout_minutes}; it must be more than 0")
+        if self.on_error not in ("skip", "raise"):
+            raise DualencError(f"on_error is {self.on_error!r}; choose 'skip' or 'raise'")
+        if self.max_gradient_norm is not None and not 0 < self.max_gradient_norm < math.inf:
+            raise DualencError(f"max_gradient_norm is {self.max_gradient_norm}; it must be above 0; null leaves it out")
+        if self.weight_average is not None and not 0 < self.weight_average < 1:
+            raise DualencError(f"weight_average is {self.weight_average}; it must be between 0 and 1, such as 0.999")
+
+    def _check_combinations(self) -> None:
+        if (self.guide_left is None) != (self.guide_right is None):
+            raise DualencError("guide_left and guide_right are given together; name the embeddings of both sides")
+        if self.patience is not None and (self.evaluate_every is None or not self.keep_best):
+            raise DualencError("patience counts evaluations; set evaluate_every, and leave keep_best true")
