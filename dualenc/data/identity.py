@@ -12,27 +12,24 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from dualenc.errors import BadSample
 from dualenc.files import open_regular
-from dualenc.types import Modality
+from dualenc.types import Items, Modality
 
-if TYPE_CHECKING:
-    from dualenc.data.pairs import Items
-
-MOST_TEXTS = 1 << 21
+MAX_TEXTS = 1 << 21
 """Sets of more texts are sampled."""
-MOST_IMAGES = 1 << 16
+MAX_IMAGES = 1 << 16
 """Sets of more images are sampled."""
 SAMPLED_TEXTS = 1 << 18
 SAMPLED_IMAGES = 1 << 12
 
 _TEXT_BLOCK, _IMAGE_BLOCK = 1 << 14, 1 << 8  # items whose contents are in memory together
-_MOST_BYTES = 1 << 26  # larger files than that are sampled
+_MAX_BYTES = 1 << 26  # larger files than that are sampled
 _PIECE, _PIECES = 1 << 16, 64
 _MODULUS = 1 << 128
 
@@ -50,7 +47,7 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
             its items apart in bulk without decoding them.
         modality: of the items.
     """
-    most, sampled = (MOST_TEXTS, SAMPLED_TEXTS) if modality != "image" else (MOST_IMAGES, SAMPLED_IMAGES)
+    most, sampled = (MAX_TEXTS, SAMPLED_TEXTS) if modality != "image" else (MAX_IMAGES, SAMPLED_IMAGES)
     block = _TEXT_BLOCK if modality != "image" else _IMAGE_BLOCK
     every = range(len(items))
     passes: list[tuple[range | np.ndarray, bool]] = [(every, True)]
@@ -94,7 +91,7 @@ def file_identity(path: Path, read: bool = True) -> bytes:
             if not read:
                 return f"{size} {changed}".encode()
             digest = hashlib.blake2b(digest_size=16)
-            if size <= _MOST_BYTES:
+            if size <= _MAX_BYTES:
                 while piece := stream.read(1 << 20):
                     digest.update(piece)
                 return f"{size} {digest.hexdigest()}".encode()

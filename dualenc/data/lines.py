@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 
 from tqdm import tqdm
 
-from dualenc.data.pairs import Skips
+from dualenc.data.skips import Skips
 from dualenc.errors import DualencError
 from dualenc.files import open_regular
 
@@ -30,9 +30,9 @@ def file_format(path: Path) -> str:
     return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
 
 
-MOST_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 64 << 20
 """Longer lines are no samples: they are left out unread."""
-MOST_LIST_BYTES = 1 << 30
+MAX_LIST_BYTES = 1 << 30
 """A JSON list of records is read whole, up to that size."""
 
 
@@ -120,14 +120,14 @@ class _Counted(io.RawIOBase):
 def _byte_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[int, bytes]]:
     """Numbered lines with their ends; a line that is too long is left out, without ever being in memory."""
     number = 0
-    while line := stream.readline(MOST_LINE_BYTES + 1):
+    while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
-        if len(line) <= MOST_LINE_BYTES:
+        if len(line) <= MAX_LINE_BYTES:
             yield number, line
             continue
         while line and not line.endswith(b"\n"):
-            line = stream.readline(MOST_LINE_BYTES)
-        reason = f"line above {MOST_LINE_BYTES >> 20} MiB"
+            line = stream.readline(MAX_LINE_BYTES)
+        reason = f"line above {MAX_LINE_BYTES >> 20} MiB"
         skips.bad(reason, f"{path}:{number}", "write one record on each line")
 
 
@@ -169,9 +169,9 @@ def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Number
     if stream.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":  # type: ignore[attr-defined]
         yield from _json_lines(path, stream, skips)
         return
-    data = stream.read(MOST_LIST_BYTES + 1)
-    if len(data) > MOST_LIST_BYTES:
-        raise DualencError(f"{path}: a JSON list above {MOST_LIST_BYTES >> 20} MiB; write one record on each line")
+    data = stream.read(MAX_LIST_BYTES + 1)
+    if len(data) > MAX_LIST_BYTES:
+        raise DualencError(f"{path}: a JSON list above {MAX_LIST_BYTES >> 20} MiB; write one record on each line")
     try:
         records = json.loads(data)
     except UnicodeDecodeError:
@@ -196,18 +196,18 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        line = self.text.readline(MOST_LINE_BYTES + 1)
+        line = self.text.readline(MAX_LINE_BYTES + 1)
         if not line:
             raise StopIteration
-        if len(line) > MOST_LINE_BYTES:
+        if len(line) > MAX_LINE_BYTES:
             while line and not line.endswith(("\n", "\r")):
-                line = self.text.readline(MOST_LINE_BYTES)
-            raise csv.Error(f"line above {MOST_LINE_BYTES >> 20} MiB")
+                line = self.text.readline(MAX_LINE_BYTES)
+            raise csv.Error(f"line above {MAX_LINE_BYTES >> 20} MiB")
         return line
 
 
 def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quotes: bool) -> Iterator[Numbered]:
-    csv.field_size_limit(MOST_LINE_BYTES)  # the default refuses documents longer than 131,072 characters
+    csv.field_size_limit(MAX_LINE_BYTES)  # the default refuses documents longer than 131,072 characters
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     quoting = {"quoting": csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE}
     rows = csv.reader(_Lines(text), delimiter=delimiter, strict=True, **quoting)  # type: ignore[arg-type]

@@ -1,20 +1,15 @@
-"""Training pairs: which left item belongs to which right item, by stable ids; and the count of bad samples."""
+"""Training pairs: which left item belongs to which right item, by stable ids."""
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dualenc.data.identity import digest_of, items_identity
-from dualenc.data.remote import shown
-from dualenc.errors import BadSample, DualencError
-from dualenc.types import Modality, OnError, Side
-
-logger = logging.getLogger("dualenc.data")
+from dualenc.errors import DualencError
+from dualenc.types import Items, Modality, Side
 
 
 class Ragged(NamedTuple):
@@ -78,70 +73,6 @@ class Ragged(NamedTuple):
 
 def _offsets(lengths: np.ndarray | list[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-class Skips:
-    """Bad samples of one reader: raised at once, or left out, counted and reported in one line. Never silent.
-
-    Args:
-        source: what is read, as the user named it.
-        on_error: "skip" counts bad samples, "raise" stops at the first one.
-
-    Attributes:
-        counts: number of samples left out for each reason.
-        first: where the first of each reason stands (file:line, or file and row).
-    """
-
-    def __init__(self, source: object, on_error: OnError = "skip") -> None:
-        if on_error not in get_args(OnError):
-            raise DualencError(f"on_error: {on_error!r} is not a choice; take skip or raise")
-        self.source = shown(source)
-        self.on_error = on_error
-        self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
-
-    @property
-    def total(self) -> int:
-        """How many samples were left out."""
-        return self.counts.total()
-
-    def bad(self, reason: str, where: str, mend: str = "mend or remove it", count: int = 1) -> None:
-        """Note `count` bad samples, the first of them at `where`.
-
-        Raises:
-            BadSample: under on_error="raise".
-        """
-        if self.on_error == "raise":
-            raise BadSample(f"{where}: {reason}; {mend}, or pass on_error=skip")
-        self.counts[reason] += count
-        self.first.setdefault(reason, where)
-
-    def describe(self) -> str:
-        """Reasons with their counts and first places, in one line; "" when nothing was left out."""
-        return ", ".join(f"{n} {reason} (first: {self.first[reason]})" for reason, n in self.counts.items())
-
-    def report(self) -> int:
-        """Log what was left out, on the main process only; how many samples that is."""
-        if self.total:
-            from dualenc import distributed  # here, so that reading without bad samples never loads torch
-
-            if distributed.is_main():
-                logger.warning("%s: skipped %d bad samples: %s", self.source, self.total, self.describe())
-        return self.total
-
-    def demand(self, usable: int, what: str) -> None:
-        """Insist that something is left: a `DualencError` if `usable` is 0."""
-        if not usable:
-            reasons = self.describe() or "it is empty"
-            raise DualencError(f"{self.source}: no usable {what}: {reasons}; check the file and the named columns")
-
-
-class Items(Protocol):
-    """Raw items by position: `str`, RGB `PIL.Image`, or `np.ndarray` (D,) for a vector. A list is one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class Pair(NamedTuple):

@@ -23,9 +23,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dualenc.data import MinedPairs, TablePairs, WebDatasetPairs, open_corpus, remote, tables
-from dualenc.data.remote import RemoteFile, expand, is_url, shown
+from dualenc.data import MinedPairs, TablePairs, WebDatasetPairs, open_corpus, remote
+from dualenc.data.remote import RemoteFile, expand
 from dualenc.data.sources import open_pairs
+from dualenc.data.urls import display_name, is_url
 from dualenc.errors import DualencError
 from dualenc.search.embed import embed
 from tests.data.make import encoded, picture, shade_of
@@ -47,9 +48,8 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Short waits, an empty cache, and no file system of an earlier test."""
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(remote, "STALL_SECONDS", 0.5)
-    monkeypatch.setattr(remote, "_systems", {})
-    monkeypatch.setattr(tables, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr("dualenc.data.webdataset.cache_folder", lambda: tmp_path / "cache")
+    remote._new_file_system.cache_clear()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -112,7 +112,7 @@ class TestReading:
 
     def test_libraries_read_it_as_a_stream(self, server: Server, tmp_path: Path) -> None:
         file = RemoteFile(server.put("x.parquet", parquet(tmp_path / "x.parquet")))
-        assert pq.read_table(file.stream()).equals(pq.read_table(tmp_path / "x.parquet"))
+        assert pq.read_table(file.open()).equals(pq.read_table(tmp_path / "x.parquet"))
 
 
 class TestTrouble:
@@ -268,12 +268,12 @@ class TestRefused:
         assert failure(lambda: RemoteFile("s3://bucket/x")).endswith("s3:// needs s3fs; pip install s3fs")
         assert failure(lambda: RemoteFile("https://h/x")).endswith("https:// needs aiohttp; pip install aiohttp")
 
-    def test_passwords_and_keys_are_not_shown(self) -> None:
-        assert shown("https://me:word@host/a/b.tar?X-Amz-Signature=1#f") == "https://host/a/b.tar"
-        assert shown("s3://bucket/a") == "s3://bucket/a"
-        assert shown("http://me:word@[::1/x?key") == "http://[::1/x"
-        assert shown("simplecache::https://me:word@h/x?key=a b") == "simplecache::https://h/x"
-        assert shown("C:/data") == "C:/data"
+    def test_passwords_and_keys_are_not_display_name(self) -> None:
+        assert display_name("https://me:word@host/a/b.tar?X-Amz-Signature=1#f") == "https://host/a/b.tar"
+        assert display_name("s3://bucket/a") == "s3://bucket/a"
+        assert display_name("http://me:word@[::1/x?key") == "http://[::1/x"
+        assert display_name("simplecache::https://me:word@h/x?key=a b") == "simplecache::https://h/x"
+        assert display_name("C:/data") == "C:/data"
         assert not is_url("a/b")
         assert not is_url("user/name")
 
@@ -359,7 +359,7 @@ class TestParquetCorpus:
         assert [corpus[i] for i in (74, 0, 30)] == ["2 24", "0 0", "1 5"]
 
     def test_memory_is_bounded(self, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("dualenc.data.remote_table.MOST_KEPT_BYTES", 1000)
+        monkeypatch.setattr("dualenc.data.remote_table.MAX_KEPT_BYTES", 1000)
         corpus = open_corpus(server.put("x.parquet", parquet(tmp_path / "x.parquet", 500, 50)))
         assert [corpus[i] for i in range(500)] == [f"text {i}" for i in range(500)]
         assert len(corpus.items.items._kept) <= 2  # type: ignore[attr-defined]

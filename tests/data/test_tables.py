@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from dualenc.data import TablePairs
-from dualenc.data import tables as arrow_cache
-from dualenc.data.pairs import Skips
-from dualenc.data.tables import FILE, LINE, ColumnKind, DataTable, open_table, peek_columns, table_of_lines
+from dualenc.data import cache as arrow_cache
+from dualenc.data.line_tables import FILE, LINE, ColumnKind, table_of_lines
+from dualenc.data.skips import Skips
+from dualenc.data.tables import DataTable, open_table, peek_columns
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_csv, write_jsonl
