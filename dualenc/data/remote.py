@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.caching import ReadAheadCache
-from tqdm import tqdm
+from fsspec.callbacks import TqdmCallback
 
 from dualenc.data.cache import cache_folder, unwritable_cache
 from dualenc.data.urls import SCHEMES, check_url, display_name, expand_braces
@@ -45,10 +45,6 @@ _FIRST_READ = 64 << 10
 _MAX_GAP = 64 << 10  # a read that begins this close behind the previous one counts as sequential
 
 Result = TypeVar("Result")
-
-
-class NoRanges(DualencError):
-    """The server sends whole files only."""
 
 
 def expand(url: str) -> list[str]:
@@ -146,7 +142,7 @@ class RemoteFile:
 
         Raises:
             DualencError: all attempts failed, the file has changed since it was opened, or the server sends whole
-                files only (`NoRanges`).
+                files only.
         """
         if self._process != os.getpid():  # a forked child must not share its parent's connections and lock
             self._reset()
@@ -187,16 +183,17 @@ class RemoteFile:
         try:
             data = fetch(start, end)
         except Exception as error:
-            if "support range requests" in str(error):
-                raise NoRanges(f"{self}: the server sends whole files only; download it and give the file") from None
-            if _status(error) == 412 or "PreconditionFailed" in f"{error!r} {error.__cause__!r}":
-                raise self._changed() from None
+            self._raise_if_changed(error)
             raise
         if len(data) != end - start:
             if _info(self.url).get("size") != self.size:
                 raise self._changed()
             raise OSError(f"{len(data):,} of {end - start:,} bytes came")
         return data
+
+    def _raise_if_changed(self, error: Exception) -> None:
+        if _status(error) == 412 or "PreconditionFailed" in f"{error!r} {error.__cause__!r}":
+            raise self._changed() from None
 
     def _changed(self) -> DualencError:
         return DualencError(f"{self}: has changed since it was opened; run the same command again")
@@ -212,24 +209,21 @@ class RemoteFile:
         if not target.is_file() or target.stat().st_size != self.size:
             try:
                 with atomic_path(target) as part:
-                    self._download(part)
+                    _attempt(str(self), lambda: self._download(part))
             except OSError as error:
                 raise unwritable_cache(target.parent, error) from None
         return target
 
     def _download(self, part: Path) -> None:
+        options: dict[str, Any] = {"headers": self._conditions} if self._conditions else {}
+        bar = {"desc": self.name, "unit": "B", "unit_scale": True, "delay": 2, "leave": False}
         try:
-            with (
-                open(part, "wb") as out,
-                tqdm(total=self.size, desc=self.name, unit="B", unit_scale=True, delay=2, leave=False) as bar,
-            ):
-                # By ranges, so that a connection that breaks costs the last few megabytes and not the whole file.
-                for start in range(0, self.size, MAX_READ):
-                    bar.update(out.write(self.read(start, MAX_READ)))
-        except NoRanges:
-            _attempt(str(self), lambda: _file_system(self.url).get_file(self.url, str(part)))
-            if part.stat().st_size != self.size:
-                raise self._changed() from None
+            _file_system(self.url).get_file(self.url, str(part), callback=TqdmCallback(bar), **options)
+        except Exception as error:
+            self._raise_if_changed(error)
+            raise
+        if part.stat().st_size != self.size:
+            raise self._changed()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_file", "_process", "_lock")}
@@ -288,7 +282,8 @@ def _session_options() -> dict[str, Any]:
 
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(refuse_downgrade)
-    timeout = aiohttp.ClientTimeout(total=20 * STALL_SECONDS, sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)
+    # No limit on the total: a whole file may take hours, as long as bytes keep coming.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)
     return {"timeout": timeout, "trace_configs": [trace], "trust_env": True}
 
 
@@ -368,6 +363,8 @@ def _permanent(error: Exception, reason: str) -> str | None:
     """What to tell the user of an error that another attempt would not mend; None of others."""
     status = _status(error)
     kind = type(error).__name__  # the packages that define them may be missing
+    if "support range requests" in str(error):
+        return "the server sends whole files only; download it and give the file"
     if kind == "TooManyRedirects":
         return "the server redirects without end; give the URL of the file"
     if kind == "OfflineModeIsEnabled":

@@ -7,9 +7,8 @@ files of `RemoteFile`, and has no cheap access to single rows.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,27 @@ from dualenc.data.skips import Skips
 from dualenc.data.tables import check_columns
 from dualenc.errors import BadSample, DualencError
 
-MAX_KEPT_BYTES = 256 << 20
-"""Of row groups in memory; the latest stays, however large it is."""
+# Caches of the process rather than of `RemoteTexts`: connections survive no fork, and neither travels in a pickle.
+
+
+@lru_cache(maxsize=1000)
+def _parquet(file: RemoteFile, process: int) -> pq.ParquetFile:
+    return _reading(file, lambda: pq.ParquetFile(file.open()))
+
+
+@lru_cache(maxsize=2)  # two, because the texts of a batch may lie on both sides of a border
+def _row_group(file: RemoteFile, process: int, group: int, columns: tuple[str, ...]) -> pa.Table:
+    return _reading(file, lambda: _parquet(file, process).read_row_group(group, list(columns)))
+
+
+def _reading(file: RemoteFile, action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except DualencError:
+        raise
+    except Exception as error:  # pyarrow has several kinds for broken files
+        reason = " ".join(str(error).split())[:200]
+        raise DualencError(f"{file}: cannot be read as parquet ({reason}); mend the file") from None
 
 
 class RemoteTexts:
@@ -43,22 +61,20 @@ class RemoteTexts:
 
     def __init__(self, files: Sequence[RemoteFile], column: str, title_column: str | None = None) -> None:
         self.files = list(files)
-        self.columns = [column] if title_column is None else [column, title_column]
-        self._reset()
+        self.columns = (column,) if title_column is None else (column, title_column)
         self._groups: list[tuple[int, int]] = []  # file and row group
         self._first_row: list[int] = []  # of each file
         starts = [0]
-        for number in range(len(self.files)):
-            parquet = self._open(number)
-            self._check_types(number, parquet.schema_arrow)
+        for number, file in enumerate(self.files):
+            parquet = _parquet(file, os.getpid())
+            self._check_types(file, parquet.schema_arrow)
             self._first_row.append(starts[-1])
             for group in range(parquet.num_row_groups):
                 self._groups.append((number, group))
                 starts.append(starts[-1] + parquet.metadata.row_group(group).num_rows)
         self._starts = np.array(starts)
 
-    def _check_types(self, number: int, schema: pa.Schema) -> None:
-        file = self.files[number]
+    def _check_types(self, file: RemoteFile, schema: pa.Schema) -> None:
         check_columns(str(file), schema.names, self.columns)
         for name in self.columns:
             kind = schema.field(name).type
@@ -71,9 +87,10 @@ class RemoteTexts:
     def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        group = self._group_of(index)
-        row = int(index - self._starts[group])
-        table = self._read_group(group)
+        number = self._group_of(index)
+        row = int(index - self._starts[number])
+        file, group = self._groups[number]
+        table = _row_group(self.files[file], os.getpid(), group, self.columns)
         try:
             values = [table[name][row].as_py() for name in self.columns]
         except UnicodeDecodeError:
@@ -96,8 +113,10 @@ class RemoteTexts:
     def values(self, column: str) -> Iterator[Any]:
         """All values of a column such as ids, row group by row group."""
         for number, group in self._groups:
-            check_columns(str(self.files[number]), self._open(number).schema_arrow.names, [column])
-            table = self._reading(number, partial(self._open(number).read_row_group, group, [column]))
+            file = self.files[number]
+            parquet = _parquet(file, os.getpid())
+            check_columns(str(file), parquet.schema_arrow.names, [column])
+            table = _reading(file, partial(parquet.read_row_group, group, [column]))
             yield from table[column].to_pylist()
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
@@ -112,44 +131,6 @@ class RemoteTexts:
             place = row - int(self._starts[group])
             result.append(b"%s %d %d %s" % (file_identities[file], group_in_file, place, columns))
         return result
-
-    def _read_group(self, number: int) -> pa.Table:
-        """The texts and titles of a row group, the most recently used of which stay in memory."""
-        if self._process != os.getpid():
-            self._reset()
-        if number not in self._kept:
-            file, group = self._groups[number]
-            self._kept[number] = self._reading(file, lambda: self._open(file).read_row_group(group, self.columns))
-        self._kept.move_to_end(number)
-        while len(self._kept) > 1 and sum(table.nbytes for table in self._kept.values()) > MAX_KEPT_BYTES:
-            self._kept.popitem(last=False)
-        return self._kept[number]
-
-    def _open(self, number: int) -> pq.ParquetFile:
-        if number not in self._opened:
-            self._opened[number] = self._reading(number, lambda: pq.ParquetFile(self.files[number].open()))
-        return self._opened[number]
-
-    def _reading(self, number: int, action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except DualencError:
-            raise
-        except Exception as error:  # pyarrow has several kinds for broken files
-            reason = " ".join(str(error).split())[:200]
-            raise DualencError(f"{self.files[number]}: cannot be read as parquet ({reason}); mend the file") from None
-
-    def _reset(self) -> None:
-        self._kept: OrderedDict[int, pa.Table] = OrderedDict()
-        self._opened: dict[int, pq.ParquetFile] = {}
-        self._process = os.getpid()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_opened", "_process")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
 
 
 def remote_corpus(texts: RemoteTexts, id_column: str | None, skips: Skips, limit: int | None = None) -> Corpus:

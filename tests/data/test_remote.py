@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dualenc.data import MinedPairs, TablePairs, WebDatasetPairs, open_corpus, remote
+from dualenc.data import MinedPairs, TablePairs, WebDatasetPairs, open_corpus, remote, remote_table
 from dualenc.data.remote import RemoteFile, expand
 from dualenc.data.sources import open_pairs
 from dualenc.data.urls import display_name, is_url
@@ -358,11 +358,13 @@ class TestParquetCorpus:
         assert corpus.ids == [f"{number}-{i}" for number in range(3) for i in range(25)]
         assert [corpus[i] for i in (74, 0, 30)] == ["2 24", "0 0", "1 5"]
 
-    def test_memory_is_bounded(self, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("dualenc.data.remote_table.MAX_KEPT_BYTES", 1000)
+    def test_two_row_groups_stay_in_memory(self, server: Server, tmp_path: Path) -> None:
         corpus = open_corpus(server.put("x.parquet", parquet(tmp_path / "x.parquet", 500, 50)))
         assert [corpus[i] for i in range(500)] == [f"text {i}" for i in range(500)]
-        assert len(corpus.items.items._kept) <= 2  # type: ignore[attr-defined]
+        asked = len(server.gets())
+        assert [corpus[i] for i in (499, 449, 450)] == ["text 499", "text 449", "text 450"]
+        assert len(server.gets()) == asked
+        assert remote_table._row_group.cache_info().currsize <= 2
 
     def test_embeddings_are_those_of_the_local_file(self, server: Server, tmp_path: Path) -> None:
         texts = ["" if i == 17 else f"text {i}" for i in range(50)]
