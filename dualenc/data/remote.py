@@ -192,7 +192,8 @@ class RemoteFile:
         return data
 
     def _raise_if_changed(self, error: Exception) -> None:
-        if _status(error) == 412 or "PreconditionFailed" in f"{error!r} {error.__cause__!r}":
+        # s3fs turns the server's answer into an OSError.
+        if _status(error) == 412 or re.search("Precondition ?Failed", f"{error!r} {error.__cause__!r}"):
             raise self._changed() from None
 
     def _changed(self) -> DualencError:

@@ -11,6 +11,7 @@ import shutil
 import ssl
 import subprocess
 import tarfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -175,6 +176,34 @@ class TestTrouble:
         file = RemoteFile(server.put("x.tar", noise(9 << 20)))
         assert "sends whole files only; download it" in failure(lambda: file.read(5 << 20, 1000))
         assert file.copy().read_bytes() == server.files["/x.tar"]
+
+
+class TestCopies:
+    @pytest.mark.parametrize("trouble", ["fail", "cut"])
+    def test_an_interrupted_download_starts_again(self, server: Server, trouble: str) -> None:
+        content = noise(500_000)
+        file = RemoteFile(server.put("x.jsonl", content))
+        setattr(server, trouble, 2)
+        assert file.copy().read_bytes() == content
+        assert len(server.gets()) == 3
+
+    def test_a_download_that_is_killed_leaves_no_copy(self, server: Server, tmp_path: Path) -> None:
+        content = noise(500_000)
+        file = RemoteFile(server.put("x.jsonl", content))
+        server.stall, server.stall_seconds = 1, 60.0
+        process = multiprocessing.get_context("fork").Process(target=file.copy)
+        process.start()
+        while not server.gets():
+            time.sleep(0.01)
+        process.kill()
+        process.join()
+        assert not list((tmp_path / "cache").rglob("x.jsonl"))
+        assert file.copy().read_bytes() == content
+
+    def test_a_file_that_changes_before_it_is_fetched(self, server: Server) -> None:
+        file = RemoteFile(server.put("x.jsonl", noise(5000)))
+        server.put("x.jsonl", noise(5000, seed=1))
+        assert "has changed since it was opened" in failure(file.copy)
 
 
 class TestRefused:
