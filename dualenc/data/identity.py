@@ -1,9 +1,8 @@
-"""What tells one set of items from another: a checksum that notices changed contents under the same names.
+"""Data fingerprints: checksums of item contents, to refuse resuming on changed data.
 
 Nothing depends on workers, processes or folders above the data: the same files give the same checksum wherever they
-lie, every time they are read. What is read in full is told apart by its contents alone. Of huge sets only a sample of
-the contents is read; there files count with size and time of change besides, so copy them with their times (`cp -p`,
-`rsync -t`).
+are. Sets that are read in full are identified by their contents alone. Of huge sets only a sample of the contents is
+read; sizes and modification times of files count there too, so copy them with their times (`cp -p`, `rsync -t`).
 """
 
 from __future__ import annotations
@@ -47,21 +46,24 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
             its items apart in bulk without decoding them.
         modality: of the items.
     """
-    most, sampled = (MAX_TEXTS, SAMPLED_TEXTS) if modality != "image" else (MAX_IMAGES, SAMPLED_IMAGES)
-    block = _TEXT_BLOCK if modality != "image" else _IMAGE_BLOCK
-    every = range(len(items))
-    passes: list[tuple[range | np.ndarray, bool]] = [(every, True)]
-    if len(items) > most and modality != "vector":
-        passes = [(every, False), (np.unique(np.random.default_rng(0).integers(len(items), size=sampled)), True)]
+    if modality == "image":
+        max_read, sampled, block = MAX_IMAGES, SAMPLED_IMAGES, _IMAGE_BLOCK
+    else:
+        max_read, sampled, block = MAX_TEXTS, SAMPLED_TEXTS, _TEXT_BLOCK
+    all_rows = np.arange(len(items))
+    passes = [(all_rows, True)]
+    if len(items) > max_read and modality != "vector":
+        sample = np.unique(np.random.default_rng(0).integers(len(items), size=sampled))
+        passes = [(all_rows, False), (sample, True)]
     digest = hashlib.blake2b(f"{len(items)} {modality}".encode(), digest_size=16)
     for rows, read in passes:
         for start in range(0, len(rows), block):
-            _add(digest, identities(items, np.asarray(rows[start : start + block], dtype=np.int64), read))
+            _add(digest, identities(items, rows[start : start + block], read))
     return digest.hexdigest()
 
 
 def identities(items: Items, rows: np.ndarray, read: bool) -> Sequence[bytes]:
-    """What tells each item of some rows (n,) from others, by its contents (`read`) or by what is known without them."""
+    """The identity of each item of some rows (n,): its contents (`read`), or metadata that cost no reading."""
     in_bulk: Callable[[np.ndarray, bool], Sequence[bytes]] | None = getattr(items, "identities", None)
     if in_bulk is not None:
         return in_bulk(rows, read)
@@ -73,9 +75,11 @@ def identities(items: Items, rows: np.ndarray, read: bool) -> Sequence[bytes]:
             item: Any = items[row]
         except BadSample:
             result.append(b"unreadable")
+            continue
+        if isinstance(item, Image.Image):
+            result.append(f"{item.mode} {item.size} ".encode() + item.tobytes())
         else:
-            image = isinstance(item, Image.Image)
-            result.append(f"{item.mode} {item.size} ".encode() + item.tobytes() if image else _bytes(item))
+            result.append(_bytes(item))
     return result
 
 
@@ -86,8 +90,8 @@ def file_identity(path: Path, read: bool = True) -> bytes:
     """
     try:
         with open_regular(path) as stream:
-            size = path.stat().st_size
-            changed = path.stat().st_mtime_ns
+            status = path.stat()
+            size, changed = status.st_size, status.st_mtime_ns
             if not read:
                 return f"{size} {changed}".encode()
             digest = hashlib.blake2b(digest_size=16)
