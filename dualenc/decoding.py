@@ -55,11 +55,13 @@ def decode_image(data: bytes, where: str, formats: tuple[str, ...] | None = None
         raise BadSample(f"{where}: image of {len(data):,} bytes, where {MAX_BYTES:,} are allowed; replace or remove it")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # counted below, without a second bound
+            # Counted below, without a second bound.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image: Image.Image = Image.open(io.BytesIO(data), formats=formats)
             max_pixels = Image.MAX_IMAGE_PIXELS or MAX_PIXELS
             if image.width * image.height > max_pixels:
                 raise ValueError(f"{image.width} x {image.height} pixels are more than {max_pixels:,}")
+            # Most images need no copy.
             if image.getexif().get(_ORIENTATION, 1) != 1:
                 image = ImageOps.exif_transpose(image)
             return image.convert("RGB")
@@ -96,7 +98,8 @@ def decode_upload(data: bytes, where: str) -> Image.Image:
 
 def _decode_upload(where: str, memory: int) -> None:
     """The process of `decode_upload`: an image file on stdin, PPM on stdout, the reason of a refusal on stderr."""
-    with suppress(ImportError, ValueError):  # Windows has none, and macOS may refuse
+    # Windows has none, and macOS may refuse.
+    with suppress(ImportError, ValueError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -106,6 +109,7 @@ def _decode_upload(where: str, memory: int) -> None:
         sys.exit(str(error))
     if max(image.size) > MAX_UPLOAD_RATIO * min(image.size):
         sys.exit(f"{where}: image of {image.width} x {image.height} pixels is too narrow to search with; crop it")
+    # Smaller before it is sent: pixels travel uncompressed.
     image.thumbnail((MAX_UPLOAD_SIDE, MAX_UPLOAD_SIDE))
     image.save(sys.stdout.buffer, "PPM")
 

@@ -79,6 +79,7 @@ class BeirPairs(PairDataset):
         query_row = {name: row for row, name in enumerate(queries.ids)}
         document_row = {name: row for row, name in enumerate(self.corpus.ids)}
         query_rows, right_id, grades = [], [], []
+        # Grades below the minimum are judged, but no positives: they are not counted as bad.
         for line, query, document, grade in read_judgements(file, skips):
             if grade < min_grade:
                 continue
@@ -91,6 +92,7 @@ class BeirPairs(PairDataset):
                 right_id.append(document_row[document])
                 grades.append(grade)
         skips.demand(len(right_id), "pair")
+        # Queries that no judgement of this split names are no items: training would never see them.
         used, left_id = np.unique(query_rows, return_inverse=True)
         self.queries = queries.take(used)
         super().__init__(
@@ -120,7 +122,7 @@ def read_beir(
 
     Args:
         folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may end in .gz. Vectors may
-            stand in place of texts, as for `BeirPairs`.
+            take the place of texts, as for `BeirPairs`.
         split: the qrels file to read, without `.tsv`.
         titles: join a document's title to its text.
         columns: further fields of the documents, for `corpus.columns`, to filter by.
@@ -145,6 +147,7 @@ def read_beir(
         qrels.setdefault(query, {})[document] = grade
     skips.demand(len(qrels), "judgement")
     corpus.skipped = skips.report()
+    # In the order of queries.jsonl, so that the result does not depend on the order of the judgements.
     rows = np.array(sorted(row_of[query] for query in qrels))
     return RetrievalSet(queries.take(rows), corpus, qrels)
 
@@ -212,6 +215,7 @@ def read_judgements(file: Path, skips: Skips) -> Iterator[Judgement]:
         fields = line.split("\t")
         if not line.strip() or (number == 1 and fields[-1].strip() in _HEADERS):
             continue
+        # TREC separates by any space, and has a column of iterations that nobody uses.
         if len(fields) != 3 and len(words := line.split()) == 4:
             fields = [words[0], *words[2:]]
         grade = fields[-1].strip()

@@ -1,4 +1,4 @@
-"""The data cache: Arrow files converted from tables, beside the caches of `datasets`.
+"""The data cache: Arrow files converted from tables, next to the caches of `datasets`.
 
 `datasets` takes over a second to import, so modules of `dualenc.data` import it inside the functions that need it.
 """
@@ -47,7 +47,7 @@ def dataset_of_batches(
         schema: of the batches.
         size: of the files that the rows come from, in bytes.
         key: identifies the contents; called if they go into the cache.
-        skips: counts the bad rows; the counts are kept beside the file and restored with it.
+        skips: counts the bad rows; the counts are kept with the file and restored from it.
 
     Raises:
         DualencError: a cache that is damaged or cannot be written, or what reading the batches raises.
@@ -57,9 +57,11 @@ def dataset_of_batches(
 
     if size <= IN_MEMORY_BYTES:
         return Dataset(InMemoryTable(pa.Table.from_batches(batches, schema=schema)))
+    # Contents under one key never change, so two processes that write the same file do no harm.
     digest = hashlib.sha256(f"{VERSION} {key()}".encode()).hexdigest()
     target = cache_folder() / f"{digest[:32]}.arrow"
     counts = target.with_suffix(".json")
+    # The counts are written after the table: a process killed in between leaves a table that is written again.
     if not target.is_file() or (skips is not None and not counts.is_file()):
         try:
             _write(target, schema, batches)

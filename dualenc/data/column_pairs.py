@@ -50,6 +50,7 @@ class ColumnPairs(PairDataset):
         negatives = None
         if negative_column is not None:
             negatives = _Negatives(table, negative_column, right, right_vectors, rows, max_negatives)
+        # Only items that a pair uses get a number: ids have no gaps.
         left_first, left_number = _number(left.items, left.keys if deduplicate else None, np.unique(rows))
         items, keys, places = right.items, right.keys, right_places
         if negatives is not None:
@@ -85,9 +86,11 @@ class ColumnPairs(PairDataset):
         score_columns: tuple[str, str] | None,
     ) -> None:
         """Give each pair the negatives of its row, apart from those that are positives of its left item."""
+        # A row with several positives makes several pairs, each with all negatives of the row.
         places = negatives.places.take(rows)  # of each pair
         ids = Ragged(right_number[places.values], places.offsets)
         query = np.repeat(self.left_id, ids.lengths)
+        # A pair as one number, to look for all (query, negative) among all (query, positive) at once.
         positive = np.isin(query * self.num_right + ids.values, self.left_id * self.num_right + self.right_id)
         if positive.any():
             pair = np.repeat(np.arange(len(self)), ids.lengths)[np.argmax(positive)]
@@ -111,11 +114,13 @@ def _paired_values(
     good_values = usable(right.faults, len(right.items))
     left.skip(~good_rows)
     if weights is not None:
+        # Rows that are bad already are counted once, for the first reason.
         unweighted = ~np.isfinite(weights) & good_rows
         table.skip_rows(
             f"no weight of 0 or more in column {weight_column!r}", np.flatnonzero(unweighted), "mend the row"
         )
         good_rows = good_rows & ~unweighted
+    # A row with an empty list has no value on the right that could be counted as bad.
     without = np.bincount(right.rows, minlength=len(table)) == 0
     right.skip(~good_values & good_rows[right.rows], np.flatnonzero(without & good_rows))
     return np.flatnonzero(good_values & good_rows[right.rows])
@@ -143,6 +148,7 @@ class _Negatives:
         self.first_place = len(right.items)
         filled = usable(self.values.faults, len(self.values.items))
         self.values.skip(~filled)
+        # Negatives of rows without a pair are never used, and would be items without a query.
         paired = np.bincount(rows, minlength=len(table)) > 0
         kept = np.flatnonzero(filled & paired[self.values.rows])
         self.places = Ragged.from_sorted(self.values.rows[kept], self.first_place + kept, len(table))
@@ -202,10 +208,12 @@ class _Values:
         self.rows = column.row_of_values()
         self.modality = column.modality if vectors is None else vectors.modality
         self.items = texts if column.modality == "text" else ColumnImages(table, column)
+        # Equal paths are equal images; contents are not compared, which would read all of them.
         self.keys = texts if column.modality == "text" or column.holds_strings else None
         what = "id" if vectors is not None else column.modality
         self.faults = {f"no {what} in column {name!r}": (~filled, "fill it in or remove the row")}
         if vectors is not None:
+            # Position -1 is never read: those values are among the faults.
             place = column.places_in(vectors.ids)
             self.items = Picked(vectors.items, place)
             missing = filled & (place < 0)
@@ -231,6 +239,7 @@ class _Values:
 
 def _weights(table: DataTable, name: str) -> np.ndarray:
     """The weight (M,) of each row, float32; NaN where the column holds no number of 0 or more."""
+    # Values of lines are texts, those of other tables numbers; both are read as Python reads them.
     texts = [str(value) for value in table.dataset.data.column(name).to_pylist()]
     weights = np.full(len(texts), np.nan, np.float32)
     for row, text in enumerate(texts):

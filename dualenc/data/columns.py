@@ -66,6 +66,7 @@ class Column:
 
     def _guess_modality(self) -> Modality:
         if self.holds_strings:
+            # The first texts decide: a column of names of image files is one of images.
             head = (self[i] for i in range(min(len(self), 100)))
             first = next((value for value in head if value and value.strip()), "")
             return "image" if first.lower().endswith(IMAGE_SUFFIXES) else "text"
@@ -99,6 +100,7 @@ class Column:
     def values(self, rows: np.ndarray) -> np.ndarray:
         """The values at some positions (n,), in bulk, as an array of objects; bytes that are not UTF-8 as escapes."""
         starts = np.cumsum([0, *(len(chunk) for chunk in self.array.chunks)])
+        # Chunk by chunk, so that one value that is not UTF-8 costs its chunk the slow path and not the column.
         chunk_of = np.searchsorted(starts, rows, side="right") - 1
         result = np.empty(len(rows), dtype=object)
         for number in np.unique(chunk_of).tolist():
@@ -110,6 +112,7 @@ class Column:
 
     def places_in(self, names: Sequence[str]) -> np.ndarray:
         """The position of each value among some strings, (len(self),); -1 for a value that is none of them."""
+        # Both sides as large strings: numbers in one table are texts in another.
         value_set = pa.array(names, pa.large_string())
         places = pc.index_in(pc.cast(self.array, value_set.type), value_set=value_set)
         return np.asarray(pc.fill_null(places, -1).to_numpy(), dtype=np.int64)
@@ -131,6 +134,7 @@ class Column:
         if not _is(self.array.type, "struct"):
             return _filled(self.array)
         names = [name for name in _RECORD_PARTS if self.array.type.get_field_index(name) >= 0]
+        # A record is usable with contents or with a path; `datasets` writes either.
         parts = [_filled(pc.struct_field(self.array, name)) for name in names]
         return np.any([np.zeros(len(self), dtype=bool), *parts], axis=0)
 
@@ -230,6 +234,7 @@ class ColumnImages:
         file = self.table.root / path
         if self.table.allow_outside or "\0" in path:
             return file
+        # Resolved before it is compared and opened, so that no link leads out of the folder.
         resolved = os.path.realpath(file)
         if not Path(resolved).is_relative_to(os.path.realpath(self.table.root)):
             raise BadSample(
@@ -241,8 +246,10 @@ class ColumnImages:
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """File contents, or lengths; of paths the `file_identity`."""
         result = [str(length).encode() for length in self.column.lengths(rows).tolist()]
+        # Contents are known by their lengths unless they are read; the lengths of paths say nothing.
         to_read = np.arange(len(rows))
-        if not read and not self.column.holds_strings:  # only records without contents have a path to look at
+        # Only records without contents have a path to look at.
+        if not read and not self.column.holds_strings:
             to_read = np.flatnonzero(self.column.lengths(rows) == 0)
         for place, value in zip(to_read.tolist(), self.column.values(rows[to_read]).tolist(), strict=True):
             data, path = _contents_and_path(value)
@@ -298,6 +305,7 @@ class Chained:
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """Those of both, in the order of `rows`."""
         in_first = rows < len(self.first)
+        # Each collection is asked once, in bulk, and the answers are woven together again.
         first = iter(identities(self.first, rows[in_first], read))
         second = iter(identities(self.second, rows[~in_first] - len(self.first), read))
         return [next(first if from_first else second) for from_first in in_first.tolist()]
@@ -313,6 +321,7 @@ def number_distinct(items: Items, positions: np.ndarray) -> tuple[np.ndarray, np
     for i, position in enumerate(tqdm(positions, desc="finding equal items", delay=2, leave=False)):
         digests[i] = hashlib.blake2b(items[position].encode(), digest_size=16).digest()
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    # np.unique numbers by digest; numbers by first appearance do not depend on the hash.
     order = np.argsort(first)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))

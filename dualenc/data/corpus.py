@@ -58,6 +58,7 @@ class Corpus:
         self.columns = columns
         if len(self.ids) != len(self.items):
             raise DualencError(f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each")
+        # The set is cheap, and the search for the row is only needed for the message.
         if len(set(self.ids)) != len(self.ids):
             first: dict[str, int] = {}
             row = next(i for i, name in enumerate(self.ids) if first.setdefault(name, i) != i)
@@ -175,6 +176,7 @@ def table_corpus(
     titles = None
     if title_column is not None and not column.is_list:
         titles = Column(table, title_column, "text")
+        # A title alone is a text too.
         filled = filled | titles.filled()
     if modality == "image":
         what = "image"
@@ -209,6 +211,7 @@ def _names(table: DataTable, id_column: str | None, list_rows: np.ndarray | None
         names = [None if value is None else str(value) for value in values]
     if list_rows is None:
         return names
+    # 0, 1, 2, … within each row: the rows ascend.
     place = np.arange(len(list_rows)) - np.searchsorted(list_rows, list_rows, side="left")
     return [None if names[row] is None else f"{names[row]}#{k}" for row, k in zip(list_rows, place)]
 
@@ -217,6 +220,7 @@ def corpora(pairs: PairDataset) -> tuple[Corpus, Corpus]:
     """The left and the right items of pairs, to embed: by their ids in a BEIR folder, else by their numbers."""
     queries = getattr(pairs, "queries", None)
     documents = getattr(pairs, "corpus", None)
+    # A BEIR folder has names for its items; all other pairs have numbers only.
     if isinstance(queries, Corpus) and isinstance(documents, Corpus):
         return queries, documents
     left = Corpus([str(i) for i in range(pairs.num_left)], pairs.left_items, pairs.left_modality)

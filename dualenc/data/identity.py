@@ -37,13 +37,13 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
     """Checksum of items in their order, in hexadecimal.
 
     Vectors, and up to 2,097,152 texts or 65,536 images, are read in full. Of more, a fixed random sample (262,144
-    texts, 4,096 images) is read; of all the others only what is known without reading counts: the length of a text in a
-    table, the name, size and time of change of an image file. Files in tars count with their place in the tar and the
+    texts, 4,096 images) is read; of the others only metadata count: the length of a text in a table, the name, size and
+    modification time of an image file. Files in tars count with their place in the tar and the
     tar's own checksum (`file_identity`). An item that cannot be read counts as such.
 
     Args:
-        items: N raw items. A collection may have a method `identities(rows, read) -> sequence of bytes` that tells
-            its items apart in bulk without decoding them.
+        items: N raw items. A collection may have a method `identities(rows, read) -> sequence of bytes` that
+            identifies its items in bulk without decoding them.
         modality: of the items.
     """
     if modality == "image":
@@ -53,6 +53,7 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
     all_rows = np.arange(len(items))
     passes = [(all_rows, True)]
     if len(items) > max_read and modality != "vector":
+        # The seed is fixed: every process and every run looks at the same sample.
         sample = np.unique(np.random.default_rng(0).integers(len(items), size=sampled))
         passes = [(all_rows, False), (sample, True)]
     digest = hashlib.blake2b(f"{len(items)} {modality}".encode(), digest_size=16)
@@ -84,9 +85,9 @@ def identities(items: Items, rows: np.ndarray, read: bool) -> Sequence[bytes]:
 
 
 def file_identity(path: Path, read: bool = True) -> bytes:
-    """Size and contents of a file; size and time of change if it is not read.
+    """Size and contents of a file; size and modification time if it is not read.
 
-    A file above 64 MiB is not read in full but in 64 pieces spread over it, and its time of change counts besides.
+    A file above 64 MiB is not read in full but in 64 pieces spread over it, and its modification time counts too.
     """
     try:
         with open_regular(path) as stream:
@@ -99,6 +100,7 @@ def file_identity(path: Path, read: bool = True) -> bytes:
                 while piece := stream.read(1 << 20):
                     digest.update(piece)
                 return f"{size} {digest.hexdigest()}".encode()
+            # Pieces all over the file: a rewritten file differs nearly everywhere.
             for offset in np.linspace(0, size - _PIECE, _PIECES).astype(np.int64).tolist():
                 stream.seek(offset)
                 digest.update(stream.read(_PIECE))

@@ -48,9 +48,11 @@ def find_images(folder: str | os.PathLike[str]) -> list[str]:
         raise DualencError(f"{folder}: no such folder; give a folder of images")
     names = []
     seen = set()
-    waiting = deque([root])  # links to folders wait until all real folders are read, and each folder is read once
+    # Links to folders wait until all real folders are read, and each folder is read once.
+    waiting = deque([root])
     while waiting:
         for parent, subfolders, files in os.walk(waiting.popleft(), onerror=_unreadable_folder):
+            # By device and inode, which links cannot disguise.
             status = os.stat(parent)
             if (status.st_dev, status.st_ino) in seen:
                 subfolders.clear()

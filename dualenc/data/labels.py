@@ -47,7 +47,7 @@ def labels_of_column(table: DataTable, name: str) -> Labels:
 
 
 def labels_of_folders(names: Sequence[str]) -> Labels | None:
-    """The first folder of each relative file name as its class; None unless every file lies in one."""
+    """The first folder of each relative file name as its class; None unless every file is in one."""
     if not all("/" in name for name in names):
         return None
     return labels_of_names([name.split("/", 1)[0] for name in names])

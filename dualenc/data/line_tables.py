@@ -63,11 +63,13 @@ def table_of_lines(
     """
     fields = [(name, _TYPES[kind]) for name, kind in columns.items()]
     schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
+    # The limit counts usable rows, so it applies behind the reader.
     rows = islice(_rows(files, columns, optional, skips, quotes, reshape), limit)
     blocks = iter(lambda: list(islice(rows, _BATCH_ROWS)), [])
     batches = (pa.RecordBatch.from_pylist(block, schema=schema) for block in blocks)
 
     def key() -> str:
+        # The path is part of the key because rows remember their file, for messages.
         facts = [(str(file.resolve()), file.stat().st_mtime_ns, file_identity(file).decode()) for file in files]
         reshaped = str(reshape and reshape.__qualname__)
         return json.dumps([facts, list(columns.items()), quotes, limit, skips.on_error, reshaped])
@@ -95,6 +97,7 @@ def _rows(
                 if reshape is not None:
                     record = reshape(record)
                 if absent:
+                    # A column may be missing in some records; it is absent if none of the first thousand has it.
                     seen.update(dict.fromkeys(record))
                     absent -= record.keys()
                     if count >= _ROWS_BEFORE_MISSING:
@@ -123,13 +126,15 @@ def _text(value: Any) -> str | None:
     """A record's value as one text; a TypeError or UnicodeEncodeError if it is none."""
     if isinstance(value, str):
         if not value.isascii():
-            value.encode()  # half a surrogate pair, which JSON can escape, is no text
+            # Half a surrogate pair, which JSON can escape, is no text.
+            value.encode()
         if "\0" in value:
-            raise TypeError("a NUL character stands in the text, as when UTF-16 is read as UTF-8")
+            raise TypeError("a NUL character in the text, as when UTF-16 is read as UTF-8")
         return value
     if isinstance(value, (dict, list)):
-        raise TypeError(f"a {type(value).__name__} stands where one text is expected")
-    return None if value is None else json.dumps(value)  # numbers and truth values
+        raise TypeError(f"a {type(value).__name__} where one text is expected")
+    # Numbers and truth values.
+    return None if value is None else json.dumps(value)
 
 
 def _texts(value: Any) -> list[str | None]:
@@ -143,7 +148,7 @@ def _vector(value: Any) -> list[float] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(type(entry) in (int, float, NoneType) for entry in value):
-        raise TypeError(f"a {type(value).__name__} stands where a list of numbers is expected")
+        raise TypeError(f"a {type(value).__name__} where a list of numbers is expected")
     return [math.nan if entry is None or abs(entry) > 1e300 else float(entry) for entry in value]
 
 
@@ -175,6 +180,7 @@ def _kind_of_value(value: Any) -> ColumnKind | None:
         return None if value is None else "value"
     nested = all(isinstance(entry, (list, NoneType)) for entry in value) and any(value)
     lists = [entry or [] for entry in value] if nested else [value]
+    # Exact types: True is an instance of int, and no number of a vector.
     types = {type(number) for entry in lists for number in entry}
     if types <= {int, NoneType}:
         return None

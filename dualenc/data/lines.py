@@ -60,7 +60,8 @@ def read_records(path: Path, skips: Skips, quotes: bool = True) -> Iterator[Numb
             yield from _json_records(path, stream, skips)
         elif suffix == ".txt":
             for number, line in _text_lines(path, stream, skips):
-                if line.strip():  # blank lines separate and are no samples
+                # Blank lines separate and are no samples.
+                if line.strip():
                     yield number, {"text": line}
         else:
             yield from _separated(path, stream, skips, "," if suffix == ".csv" else "\t", quotes)
@@ -128,6 +129,7 @@ def _byte_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[in
         if len(line) <= MAX_LINE_BYTES:
             yield number, line
             continue
+        # The rest of the line is read in pieces that are dropped.
         while line and not line.endswith(b"\n"):
             line = stream.readline(MAX_LINE_BYTES)
         reason = f"line above {MAX_LINE_BYTES >> 20} MiB"
@@ -172,6 +174,7 @@ def _json_fault(error: ValueError | RecursionError) -> str:
 
 def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered]:
     """Records of a list, which is read as a whole, or of lines."""
+    # To look at the first byte without consuming it.
     stream = cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, stream)))
     if stream.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":  # type: ignore[attr-defined]
         yield from _json_lines(path, stream, skips)
@@ -181,6 +184,7 @@ def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Number
         raise DualencError(f"{path}: a JSON list above {MAX_LIST_BYTES >> 20} MiB; write one record on each line")
     try:
         records = json.loads(data)
+    # `open_stream` explains it.
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:
@@ -194,7 +198,7 @@ def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Number
 
 
 class _Lines:
-    """Lines of a text stream for the csv module, which asks for the next even after it met one that is too long."""
+    """Lines of a text stream for the csv module, which reads on after an error for a line that is too long."""
 
     def __init__(self, text: io.TextIOWrapper) -> None:
         self.text = text
@@ -222,6 +226,7 @@ def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quote
     header = next(rows, None)
     if header is None:
         raise DualencError(f"{path}: empty file; its first line must name the columns")
+    # The csv module reads UTF-16 as text with NUL characters, without an error.
     if any("\0" in name for name in header):
         raise DualencError(f"{path}:1: NUL characters in the header, as in UTF-16; convert the file to UTF-8")
     duplicate = next((name for i, name in enumerate(header) if name.strip() and name in header[:i]), None)

@@ -81,6 +81,7 @@ class Mixture(PairDataset):
         self.skipped = sum(part.skipped for part in parts)
         self.sizes = [len(part) for part in parts]
         self._ends = np.cumsum(self.sizes)
+        # Items keep their order by source, so ids are those of the source plus an offset.
         left_items = _Joined([part.left_items for part in parts], [left.get(name, "") for name in self.sources])
         right_items = left_items
         if not self.views:
@@ -111,6 +112,7 @@ class Mixture(PairDataset):
     def pair_counts(self, side: Side) -> np.ndarray:
         """(N,) the mean number of times that each item of a side occurs in an epoch's pairs."""
         ids, total = (self.left_id, self.num_left) if side == "left" else (self.right_id, self.num_right)
+        # In proportion to the weights, because pairs come that often.
         weights = np.repeat(list(self.source_weights.values()), self.sizes)
         return np.bincount(ids, weights=weights, minlength=total)
 
@@ -126,7 +128,7 @@ class Mixture(PairDataset):
 
     def identities(self) -> dict[str, str]:
         """Those of every source by its name, and the arguments of the mixture."""
-        checksums = {}
+        checksums: dict[str, str] = {}
         for name, part in self.sources.items():
             checksums |= {f"{name}.{what}": checksum for what, checksum in part.identities().items()}
         weights = {f"{name}.weight": f"{weight:g}" for name, weight in self.source_weights.items()}
@@ -239,6 +241,7 @@ def _joined_negatives(parts: Sequence[PairDataset], starts: Sequence[int]) -> tu
     """The mined negatives of all sources by their ids in the mixture, and the teacher's scores of these."""
     if all(part.negatives is None for part in parts):
         return None, None
+    # Sources without mined negatives have an empty list for each pair.
     lists = [part.negatives or Ragged.from_rows([[]] * len(part)) for part in parts]
     values = [ragged.values + first for ragged, first in zip(lists, starts)]
     lengths = np.concatenate([ragged.lengths for ragged in lists])

@@ -193,9 +193,11 @@ class PairDataset:
     def __getitem__(self, index: int) -> Pair:
         if not -len(self) <= index < len(self):
             raise IndexError(f"pair {index} of {len(self)}")
+        # Negative positions count from the end, as in a list.
         index = int(index) % len(self)
         left_id = int(self.left_id[index])
         right_id = int(self.right_id[index])
+        # Views share one image, which is decoded once.
         left = self.item("left", left_id)
         right = left if self.views else self.item("right", right_id)
         negative_ids = () if self.negatives is None else tuple(self.negatives.row(index).tolist())
@@ -220,6 +222,7 @@ class PairDataset:
         Equal for equal data on every process, whatever files it came from; changed contents under the same ids give
         other ones (of huge collections as far as `dualenc.data.identity.items_identity` reads them).
         """
+        # Views have one collection: it is read once.
         left = items_identity(self.left_items, self.left_modality)
         same = self.right_items is self.left_items and self.right_modality == self.left_modality
         negatives = ""

@@ -64,6 +64,7 @@ def expand(url: str) -> list[str]:
         return urls
     if not any(character in url for character in "*?["):
         return urls
+    # A listing is a request like any other, and tried again.
     found = []
     for pattern in urls:
         names = _attempt(display_name(pattern), partial(_file_system(pattern).glob, pattern))
@@ -75,6 +76,7 @@ def expand(url: str) -> list[str]:
 
 def open_files(urls: Sequence[str]) -> list[RemoteFile]:
     """Open several URLs at a time: each one costs a request."""
+    # The requests wait for the server, so threads are enough.
     with ThreadPoolExecutor(max_workers=16) as threads:
         return list(threads.map(RemoteFile, urls))
 
@@ -144,7 +146,8 @@ class RemoteFile:
             DualencError: all attempts failed, the file has changed since it was opened, or the server sends whole
                 files only.
         """
-        if self._process != os.getpid():  # a forked child must not share its parent's connections and lock
+        # A forked child must not share its parent's connections and lock.
+        if self._process != os.getpid():
             self._reset()
         with self._lock:
             if self._file is None:
@@ -158,9 +161,11 @@ class RemoteFile:
         Raises:
             DualencError: what `read` raises.
         """
+        # fsspec opens empty files over HTTP as streams that cannot seek.
         if not self.size:
             return io.BytesIO()
         file = _attempt(str(self), self._open)
+        # Retries sit below the cache, so that a library that reads the file never sees a failed read.
         file.cache = _SequentialReadAhead(0, partial(self._fetch, file.cache.fetcher), self.size)
         return cast(BinaryIO, file)
 
@@ -173,7 +178,8 @@ class RemoteFile:
             if (info.get("size"), _version(info)) != (self.size, self._version):
                 raise self._changed()
         if self.url.startswith("http"):
-            options["size"] = self.size  # saves a request; s3fs compares no ETags when it is given
+            # Saves a request; s3fs compares no ETags when it is given.
+            options["size"] = self.size
         return _file_system(self.url).open(self.url, "rb", cache_type="none", **options)
 
     def _fetch(self, fetch: Callable[[int, int], bytes], start: int, end: int) -> bytes:
@@ -185,6 +191,7 @@ class RemoteFile:
         except Exception as error:
             self._raise_if_changed(error)
             raise
+        # A short answer is a broken connection, or another file.
         if len(data) != end - start:
             if _info(self.url).get("size") != self.size:
                 raise self._changed()
@@ -248,6 +255,7 @@ class _SequentialReadAhead(ReadAheadCache):
         hit = self.start <= first and last <= self.end
         if not hit:
             sequential = bool(self.cache) and self.start <= first <= self.end + _MAX_GAP
+            # Beyond the bytes asked for only as far as requests of `MAX_READ` go.
             self._ahead = min(max(2 * self._ahead, _FIRST_READ), MAX_READ) if sequential else 0
             self.blocksize = max(0, self._ahead - (last - first))
         return super()._fetch(first, last)
@@ -326,6 +334,7 @@ def _attempt(name: str, action: Callable[[], Result]) -> Result:
     """
     failure = ""
     for attempt in range(ATTEMPTS):
+        # Growing pauses give a server that restarts time to come back.
         if attempt:
             time.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
         try:
@@ -363,7 +372,8 @@ def _reason(error: Exception) -> str:
 def _permanent(error: Exception, reason: str) -> str | None:
     """What to tell the user of an error that another attempt would not mend; None of others."""
     status = _status(error)
-    kind = type(error).__name__  # the packages that define them may be missing
+    # The packages that define them may be missing.
+    kind = type(error).__name__
     if "support range requests" in str(error):
         return "the server sends whole files only; download it and give the file"
     if kind == "TooManyRedirects":

@@ -64,6 +64,7 @@ class RemoteTexts:
         self.columns = (column,) if title_column is None else (column, title_column)
         self._groups: list[tuple[int, int]] = []  # file and row group
         self._first_row: list[int] = []  # of each file
+        # Row groups of all files in one order, so that a row is found by binary search.
         starts = [0]
         for number, file in enumerate(self.files):
             parquet = _parquet(file, os.getpid())
@@ -95,6 +96,7 @@ class RemoteTexts:
             values = [table[name][row].as_py() for name in self.columns]
         except UnicodeDecodeError:
             raise BadSample(f"{self.where(index)}: not UTF-8 text; mend or remove it") from None
+        # Missing titles and texts are empty; numbers are spelled out.
         text, *title = ("" if value is None else str(value) for value in values)
         if title:
             text = f"{title[0]} {text}".strip()
@@ -128,6 +130,7 @@ class RemoteTexts:
         for row in rows.tolist():
             group = self._group_of(row)
             file, group_in_file = self._groups[group]
+            # The position within its file is stable when other files are added behind it.
             place = row - int(self._starts[group])
             result.append(b"%s %d %d %s" % (file_identities[file], group_in_file, place, columns))
         return result

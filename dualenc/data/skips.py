@@ -56,8 +56,10 @@ class Skips:
     def report(self) -> int:
         """Log what was left out, on the main process only. Returns the number of samples."""
         if self.total:
-            from dualenc import distributed  # loads torch, which reading without bad samples does not need
+            # Loads torch, which reading without bad samples does not need.
+            from dualenc import distributed
 
+            # Every rank reads the same data: one report is enough.
             if distributed.is_main():
                 logger.warning("%s: skipped %d bad samples: %s", self.source, self.total, self.describe())
         return self.total

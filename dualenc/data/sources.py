@@ -92,6 +92,7 @@ def open_corpus(
             f"{display_name(path)}: .npy files are read from this machine only; download it and give the file"
         )
     check_column_names(columns)
+    # BEIR folders and embeddings may hold images too; their own files decide.
     image_folder = is_image_folder(path) and not (is_beir(path) or is_vectors(path))
     if columns and (is_tars(path) or image_folder):
         raise DualencError(
@@ -157,17 +158,20 @@ def _table_corpus(
     """The items of a table, in columns that the user named or of usual names."""
     kinds = peek_columns(path, split, subset)
     main, modality = _main_column(display_name(path), kinds, modality, named.text, named.image)
+    # Titles belong to texts, classes to images.
     title, label = None, None
     if modality == "text":
         title = named.title or (_first_of(kinds, ("title",), but=main) if named.text is None else None)
     else:
         label = named.label or _first_of(kinds, ("label",), but=main)
     id_column = named.id or _first_of(kinds, ID_NAMES, but=main)
+    # Whole remote texts are read by row groups on demand: such a corpus may exceed the disk.
     remote_parquet = is_url(path) and url_suffix(str(path)) == ".parquet"
     if remote_parquet and modality == "text" and kinds.get(main) == "value" and is_whole(split) and not columns:
         files = [file for file in find_files(str(path), split) if isinstance(file, RemoteFile)]
         return remote_corpus(RemoteTexts(files, main, title), id_column, skips, limit)
     wanted: dict[str, ColumnKind] = {main: kinds.get(main, "value")}
+    # A column may have two roles, such as text and filter.
     for name in (title, label, id_column, *columns):
         if name is not None:
             wanted.setdefault(name, "value")
@@ -217,6 +221,7 @@ def open_pairs(
     if is_image_folder(path):
         return ImageFolderPairs(path, deduplicate=deduplicate, on_error=on_error)
     kinds = peek_columns(path, split, subset)
+    # Only without named columns: files of mined negatives may have further ones to train on.
     if left_column is None and right_column is None and {"pos", "positive_passages"} & kinds.keys():
         return MinedPairs(path, split=split, limit=limit, on_error=on_error)
     left = left_column or _first_of(kinds, (*_SURELY_IMAGES, *_QUERIES, "file_name"))

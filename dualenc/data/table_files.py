@@ -35,6 +35,7 @@ def find_files(source: str, split: str) -> list[TableFile]:
     Raises:
         DualencError: nothing matches, the formats differ, or there is no such split.
     """
+    # Refused rather than ignored: another split of the same file would be the training data again.
     if has_one_split(source) and split_name(split) != ONLY_SPLIT:
         raise DualencError(f"{display_name(source)}: no split {split!r}; there are: {ONLY_SPLIT}")
     if is_url(source):
@@ -48,6 +49,7 @@ def find_files(source: str, split: str) -> list[TableFile]:
         files = _files_of_split(path, split)
     elif any(character in source for character in "*?["):
         files = sorted(Path(match) for match in glob.glob(source, recursive=True) if Path(match).is_file())
+    # A name with a table's suffix is a file that is missing, not a data set of the hub.
     elif _HUB_NAME.fullmatch(source) and file_format(path) not in TABLE_FORMATS:
         return []
     else:
@@ -76,6 +78,7 @@ def _remote_files(url: str) -> list[TableFile]:
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
+    # The hub keeps the files of a data set in `data`.
     folders = [parent for parent in (folder, folder / "data") if parent.is_dir()]
     tables = [file for parent in folders for file in parent.iterdir() if file.is_file()]
     split_of = {file: re.split(r"[._-]", file.name)[0] for file in sorted(tables) if file_format(file) in TABLE_FORMATS}

@@ -81,6 +81,7 @@ class TablePairs(ColumnPairs):
     ) -> None:
         skips = Skips(path, on_error)
         columns: dict[str, ColumnKind] = {left_column: "value", right_column: "list"}
+        # Lines carry no types: their first records decide how columns are read.
         kinds = peek_lines(path, split, quotes)
         for name, modality in ((left_column, left_modality), (right_column, right_modality)):
             if modality == "vector" or (modality is None and kinds.get(name) in ("vector", "vectors")):
@@ -99,6 +100,7 @@ class TablePairs(ColumnPairs):
             quotes=quotes,
             allow_outside=allow_outside,
         )
+        # An explicit root replaces the folder of the table, for its checks too.
         table.root = table.root if image_root is None else Path(image_root)
         super().__init__(
             table,
@@ -165,6 +167,7 @@ class MinedPairs(ColumnPairs):
         skips = Skips(path, on_error)
         left, right = (_vectors_by_id(source, skips) for source in (queries, documents))
         columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
+        # Of vectors the file holds the ids alone.
         reshape = _mined_with_titles if titles else _mined
         if left is not None:
             reshape = _mined_ids
@@ -283,7 +286,8 @@ class ImageFolderPairs(ColumnPairs):
             caption_column = caption_column or _first(file, CAPTION_NAMES, "caption_column")
             table = open_table(file, {image_column: "value", caption_column: "list"}, Skips(file, on_error))
             table.root = folder
-            table.allow_outside = True  # links among a folder's images are followed
+            # Links among a folder's images are followed.
+            table.allow_outside = True
             _keep_rows_of_files(table, image_column, set(names))
         super().__init__(
             table, image_column, caption_column, left_modality="image", right_modality="text", deduplicate=deduplicate
@@ -324,6 +328,7 @@ def _table_of_text_files(folder: Path, names: list[str], skips: Skips) -> DataTa
         else:
             skips.bad("image without a caption", str(folder / name), f"write one to {file.name}, pass captions=TABLE")
     skips.demand(len(rows), "image with a caption")
+    # Explicit, because an empty first list has no type to infer.
     features = Features({"image": Value("string"), "captions": List(Value("string"))})
     return DataTable(str(folder), Dataset.from_list(rows, features=features), skips, folder, allow_outside=True)
 

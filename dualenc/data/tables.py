@@ -134,14 +134,17 @@ def open_table(
         local = [file for file in files if isinstance(file, Path)]
     else:
         local = local_copies(files)
-        first_rows = limit if is_whole(split) else None  # a slice may need rows behind the limit
+        # A slice may need rows behind the limit.
+        first_rows = limit if is_whole(split) else None
         dataset = table_of_lines(local, columns, optional, skips, quotes, first_rows, reshape)
     check_columns(source, dataset.column_names, required)
     if files:
         dataset = select_split({split_name(split): dataset}, split, display_name(source))
+    # A limit applies behind the split: the first rows of a slice.
     if limit is not None:
         dataset = dataset.select(range(min(limit, len(dataset))))
-    if dataset._indices is not None:  # columns are read as stored, without the indices of a selection
+    # Columns are read as stored, without the indices of a selection.
+    if dataset._indices is not None:
         dataset = dataset.flatten_indices()
     root = _root(source, local or files)
     return DataTable(display_name(source), dataset, skips, root, local, allow_outside and not is_url(source))
@@ -205,6 +208,7 @@ def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
     """A saved data set, or one of the hub; both raise errors of many kinds."""
     import datasets
 
+    # A saved data set is never looked up on the hub, whatever its name.
     if is_saved(source):
         try:
             loaded = datasets.load_from_disk(source)
@@ -232,6 +236,7 @@ def _from_parquet(
     for file, footer in zip(files, footers):
         check_columns(str(file), footer.schema.to_arrow_schema().names, names)
     fields = [schema.field(name) for name in names]
+    # Dictionaries differ from row group to row group; their values are what counts.
     plain = [f.with_type(f.type.value_type) if pa.types.is_dictionary(f.type) else f for f in fields]
     schema = pa.schema(plain, metadata=schema.metadata)
     size = sum(file.size if isinstance(file, RemoteFile) else file.stat().st_size for file in files)

@@ -56,11 +56,13 @@ class Tars:
         path = self.paths[number]
         if isinstance(path, RemoteFile):
             return path.read(offset, size)
-        if self._process != os.getpid():  # a forked child shares its parent's file positions
+        # A forked child shares its parent's file positions.
+        if self._process != os.getpid():
             self._open = {}
             self._process = os.getpid()
         try:
             if number not in self._open:
+                # Thousands of shards would exceed the limit of open files.
                 if len(self._open) >= self._MAX_OPEN:
                     self._open.pop(next(iter(self._open))).close()
                 self._open[number] = open_regular(path)
@@ -97,7 +99,8 @@ def index_tar(tar: Tar, skips: Skips, index_folder: Path | None = None) -> pa.Ta
             return index
     before = skips.total
     table = _scan(tar, skips).replace_schema_metadata({"tar": stamp})
-    if skips.total > before:  # the faults of a broken tar must be reported again next time
+    # The faults of a broken tar must be reported again next time.
+    if skips.total > before:
         return table
     for place in places:
         try:
@@ -120,6 +123,7 @@ def _places_of_index(tar: Tar, index_folder: Path | None) -> tuple[int, str, lis
     except OSError as error:
         raise DualencError(f"{tar}: cannot be read ({error.strerror or error}); check the path") from None
     stamp = f"{_VERSION} {status.st_mtime_ns} {file_identity(tar).decode()}"
+    # In a shared folder the whole path keeps indexes of equal names apart.
     unique = re.sub(r"[^\w.-]", "_", str(tar.resolve())) + ".index"
     chosen = tar.with_name(f"{tar.name}.index") if index_folder is None else index_folder / unique
     return status.st_size, stamp, [chosen, cache_folder() / unique]
@@ -134,6 +138,7 @@ def _read_index(place: Path, stamp: str, tar_size: int) -> pa.Table | None:
         if (schema.metadata or {}).get(b"tar") != stamp.encode() or not schema.equals(_SCHEMA):
             return None
         table = pq.read_table(place)
+        # The offsets of its lists come from the file too: unchecked, Arrow would read beyond its memory.
         table.validate(full=True)
         starts = pc.list_flatten(table["offset"]).to_numpy()
         sizes = pc.list_flatten(table["size"]).to_numpy()
@@ -143,6 +148,7 @@ def _read_index(place: Path, stamp: str, tar_size: int) -> pa.Table | None:
     same_lengths = all(np.array_equal(lengths[0], other) for other in lengths[1:])
     if not same_lengths or table["sample"].null_count or len(starts) != len(sizes):
         return None
+    # An index from elsewhere must not lead out of its tar.
     inside = (starts >= 0) & (sizes >= 0) & (starts + sizes <= tar_size)
     return table if inside.all() else None
 
@@ -174,10 +180,12 @@ class _Scan:
         ):
             for member in archive:
                 bar.update()
-                if member.size < 0 or member.offset < end:  # a header that leads back would be read for ever
+                # A header that leads back would be read for ever.
+                if member.size < 0 or member.offset < end:
                     raise tarfile.ReadError("a member has a negative size")
                 end = member.offset + 1
-                archive.members = []  # type: ignore[attr-defined]  # or a million of them stay in memory
+                # tarfile would keep them: a million in memory.
+                archive.members = []  # type: ignore[attr-defined]
                 self._add(member, size)
 
     def _add(self, member: tarfile.TarInfo, tar_size: int) -> None:
@@ -207,8 +215,10 @@ class _Scan:
         for row, extension in files[np.setdiff1d(np.arange(len(files)), first), :2].tolist():
             place = f"{self.tar}: {names[row]}.{kinds[extension]}"
             self.skips.bad("duplicate file in a tar", place, "remove one of them")
+        # Of duplicates the first one counts, as it does for tar readers that scan.
         files = files[np.sort(first)]
         files = files[np.argsort(files[:, 0], kind="stable")]
+        # Files are sorted by sample now: the lists follow from their lengths.
         counts = np.bincount(files[:, 0], minlength=len(names))
         starts = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
         values = [kinds.take(pa.array(files[:, 1])), pa.array(files[:, 2]), pa.array(files[:, 3])]

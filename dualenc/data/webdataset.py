@@ -63,10 +63,12 @@ class WebDatasetPairs(PairDataset):
         left_files = _Files(shards, left)
         right_files = _Files(shards, right)
         good = left_files.usable("left", skips)
+        # A sample without a left file is counted once.
         good[good] = right_files.usable("right", skips, among=good)
         rows = np.flatnonzero(good)
         skips.demand(len(rows), "pair")
         first, right_id = rows, np.arange(len(rows))
+        # Equal texts are found by reading all of them once; images are not compared.
         if deduplicate and right_files.modality == "text":
             rows = _readable(right_files, rows, skips)
             first, right_id = number_distinct(right_files, rows)
@@ -103,7 +105,8 @@ def tar_corpus(path: str | Path, member: str = IMAGES, *, on_error: OnError = "s
     rows = np.flatnonzero(files.usable("item", skips))
     skips.demand(len(rows), "item")
     names = [files.name(row) for row in rows.tolist()]
-    if len(set(names)) < len(names):  # samples of different tars may have the same name
+    # Samples of different tars may have the same name.
+    if len(set(names)) < len(names):
         names = [f"{files.tars.paths[files.tar[row]].stem}/{name}" for row, name in zip(rows, names, strict=True)]
     corpus = Corpus(names, Picked(files, rows), files.modality)
     corpus.skipped = skips.report()
@@ -146,10 +149,12 @@ class _Files:
         wanted = extensions.lower().split(";")
         images = [extension.endswith(_IMAGE_ENDS) for extension in wanted]
         self.modality: Modality = "image" if all(images) else "text"
+        # Files of all samples in one array, and the sample of each.
         names = pc.list_flatten(shards.table["extension"]).to_numpy(zero_copy_only=False)
         row = np.repeat(np.arange(len(shards.table)), pc.list_value_length(shards.table["extension"]).to_numpy())
         chosen = np.full(len(shards.table), -1, dtype=np.int64)  # place of each sample's file
-        for extension in reversed(wanted):  # so that the first one wins
+        # The last one written wins: the first in the list.
+        for extension in reversed(wanted):
             places = np.flatnonzero(names == extension.lstrip("."))
             chosen[row[places]] = places
         self.offset, self.size = (
@@ -180,6 +185,7 @@ class _Files:
     def __getitem__(self, index: int) -> Any:
         size = int(self.size[index])
         where = self.where(index)
+        # Checked before the bytes are read.
         max_bytes = MAX_BYTES if self.modality == "image" else MAX_LINE_BYTES
         if size > max_bytes:
             raise BadSample(f"{where}: file of {size:,} bytes, where {max_bytes:,} are allowed; remove the sample")
@@ -199,7 +205,7 @@ class _Files:
         return text.strip()
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """Identities for `dualenc.data.identity`: the tar's own, and where in it the file lies."""
+        """Identities for `dualenc.data.identity`: the tar's own, and the file's place in it."""
         if self._tar_identities is None:
             self._tar_identities = [tar_identity(tar) for tar in self.tars.paths]
         names = [path.name.encode(errors="surrogateescape") for path in self.tars.paths]

@@ -346,6 +346,6 @@ def test_a_damaged_cache_is_told(tmp_path: Path, on_disk: Path) -> None:
 
 def test_nul_characters_are_no_text(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [{"text": "a"}, {"text": "a\0b"}])
-    with pytest.raises(BadSample, match=r"x\.jsonl:2: value of a wrong type; a NUL character stands in the text"):
+    with pytest.raises(BadSample, match=r"x\.jsonl:2: value of a wrong type; a NUL character in the text"):
         read_text(path, Skips(path, "raise"))
     assert read_text(path)["text"][:] == ["a"]
