@@ -185,9 +185,10 @@ def read_corpus(
     if file is not None:
         # A file of texts with their embeddings is still one of texts.
         fields = peek_lines(file).keys()
-        vectors = None if "text" in fields or not fields & set(VECTOR_NAMES) else file
+        vectors = file if fields & set(VECTOR_NAMES) and "text" not in fields else None
     if vectors is not None:
-        return open_vectors(vectors, id_column=None if vectors.is_dir() else "_id", columns=columns, skips=skips)
+        id_column = None if vectors.is_dir() else "_id"
+        return open_vectors(vectors, id_column=id_column, columns=columns, skips=skips)
     if file is None:
         raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/")
     wanted: dict[str, ColumnKind] = {"_id": "value", "text": "value"}

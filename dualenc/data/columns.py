@@ -195,9 +195,10 @@ class Texts:
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """The texts, or their lengths."""
-        texts: Iterable[Any] = self.column.values(rows) if read else self.column.lengths(rows)
+        what = Column.values if read else Column.lengths
+        texts: Iterable[Any] = what(self.column, rows)
         if self.titles is not None:
-            titles = self.titles.values(rows) if read else self.titles.lengths(rows)
+            titles = what(self.titles, rows)
             texts = [f"{title or ''} {text or ''}".strip() for title, text in zip(titles, texts, strict=True)]
         return [str(text).encode(errors="surrogatepass") for text in texts]
 
@@ -218,8 +219,10 @@ class ColumnImages:
 
     def __getitem__(self, index: int) -> Image.Image:
         data, path = _contents_and_path(self.column[index])
-        row = self.column.row_of_values()[index] if self.column.is_list else index
-        where = f"{self.table.where(int(row))}, column {self.column.name!r}"
+        row = index
+        if self.column.is_list:
+            row = int(self.column.row_of_values()[index])
+        where = f"{self.table.where(row)}, column {self.column.name!r}"
         if data is not None:
             return decode_image(data, where)
         if path is None:
@@ -266,8 +269,11 @@ class ColumnImages:
 
 def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
     """What an image cell holds: file contents, a path, a record of both, or neither."""
-    data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, value)
-    return (data if isinstance(data, bytes) else None), (path if isinstance(path, str) else None)
+    if isinstance(value, dict):
+        return value.get("bytes"), value.get("path")
+    if isinstance(value, bytes):
+        return value, None
+    return None, value
 
 
 class Picked:

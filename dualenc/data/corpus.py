@@ -104,7 +104,9 @@ class Corpus:
         if self.modality != "text":
             return ""
         line = " ".join(self.items[index][: 2 * SNIPPET_LENGTH].split())
-        return line if len(line) <= SNIPPET_LENGTH else line[: SNIPPET_LENGTH - 1].rstrip() + "…"
+        if len(line) <= SNIPPET_LENGTH:
+            return line
+        return line[: SNIPPET_LENGTH - 1].rstrip() + "…"
 
 
 class RetrievalSet(NamedTuple):

@@ -179,7 +179,9 @@ def _kind_of_value(value: Any) -> ColumnKind | None:
     if not isinstance(value, list):
         return None if value is None else "value"
     nested = all(isinstance(entry, (list, NoneType)) for entry in value) and any(value)
-    lists = [entry or [] for entry in value] if nested else [value]
+    lists = [value]
+    if nested:
+        lists = [entry or [] for entry in value]
     # Exact types: True is an instance of int, and no number of a vector.
     types = {type(number) for entry in lists for number in entry}
     if types <= {int, NoneType}:

@@ -159,9 +159,12 @@ def _table_corpus(
     kinds = peek_columns(path, split, subset)
     main, modality = _main_column(display_name(path), kinds, modality, named.text, named.image)
     # Titles belong to texts, classes to images.
-    title, label = None, None
+    title = label = None
     if modality == "text":
-        title = named.title or (_first_of(kinds, ("title",), but=main) if named.text is None else None)
+        title = named.title
+        # Next to a text column that the user chose, a title is only joined when it is named too.
+        if named.text is None:
+            title = title or _first_of(kinds, ("title",), but=main)
     else:
         label = named.label or _first_of(kinds, ("label",), but=main)
     id_column = named.id or _first_of(kinds, ID_NAMES, but=main)

@@ -157,7 +157,9 @@ def _root(source: str, files: Sequence[TableFile]) -> Path:
     if not files:
         return Path(source if is_saved(source) else config.HF_CACHE_HOME)
     first = files[0]
-    return cache_folder() / "remote" / first.key if isinstance(first, RemoteFile) else first.parent
+    if isinstance(first, RemoteFile):
+        return cache_folder() / "remote" / first.key
+    return first.parent
 
 
 def peek_columns(source: str | Path, split: str = "train", subset: str | None = None) -> dict[str, ColumnKind]:

@@ -78,7 +78,7 @@ def parquet(path: Path, count: int = 50, rows: int = 10, **columns: Any) -> byte
 
 class TestReading:
     @given(ranges=st.lists(st.tuples(st.integers(0, 300_000), st.integers(0, 100_000)), max_size=20))
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
     def test_any_ranges_are_those_of_the_file(self, server: Server, ranges: list[tuple[int, int]]) -> None:
         content = noise(250_000)
         file = RemoteFile(server.put("x.bin", content))

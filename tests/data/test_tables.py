@@ -83,11 +83,13 @@ def test_a_saved_dataset_with_splits(tmp_path: Path) -> None:
         read(tmp_path / "saved", split="test")
 
 
-SLICES = ["train", "train[:90%]", "train[-3:]", "train[2:4]", "train[:20%]+train[80%:]", "train[40%:60%]"]
+SLICES = ["train", "train[:90%]", "train[-3:]", "train[:20%]+train[80%:]", "train[40%:60%]"]
+KINDS = ["parquet", "csv", "jsonl", "saved", "splits", "folder"]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl", "saved", "splits", "folder"])
-@pytest.mark.parametrize("split", SLICES)
+@pytest.mark.parametrize(
+    ("kind", "split"), [*(("parquet", split) for split in SLICES), *((kind, "train[2:4]") for kind in KINDS)]
+)
 def test_slices_are_those_of_datasets(tmp_path: Path, kind: str, split: str) -> None:
     data = datasets.Dataset.from_dict({"query": [f"q{i}" for i in range(11)]})
     path = tmp_path / f"data.{kind}"
@@ -109,12 +111,20 @@ def test_slices_are_those_of_datasets(tmp_path: Path, kind: str, split: str) -> 
     wanted = {"query": "value"}
     assert read(path, wanted, split=split).dataset["query"][:] == theirs["query"][:]
     assert read(path, wanted, split=split, limit=2).dataset["query"][:] == theirs["query"][:2]
-    if kind in ("csv", "jsonl") and split == "train[2:4]":
+    if kind in ("csv", "jsonl"):
         assert read(path, wanted, split=split).where(1) == f"{path}:{4 if kind == 'jsonl' else 5}"
 
 
-@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl", "saved", "glob"])
-@pytest.mark.parametrize("split", ["test", "validation", "test[:50%]", "train+test", "train[", "train[:200%]", ""])
+WRONG_SPLITS = ["validation", "test[:50%]", "train+test", "train[", "train[:200%]", ""]
+
+
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [
+        *(("csv", split) for split in WRONG_SPLITS),
+        *((kind, "test") for kind in ("parquet", "csv", "jsonl", "saved", "glob")),
+    ],
+)
 def test_splits_that_a_file_does_not_have_are_refused(tmp_path: Path, kind: str, split: str) -> None:
     path: Path | str = tmp_path / f"train.{kind}"
     if kind in ("csv", "glob"):
