@@ -191,12 +191,12 @@ def read_corpus(
         return open_vectors(vectors, id_column=id_column, columns=columns, skips=skips)
     if file is None:
         raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/")
-    wanted: dict[str, ColumnKind] = {"_id": "value", "text": "value"}
+    to_read: dict[str, ColumnKind] = {"_id": "value", "text": "value"}
     title = "title" if titles and part == "corpus" else None
     if title is not None:
-        wanted[title] = "value"
-    wanted |= dict.fromkeys(columns, "value")
-    table = open_table(file, wanted, skips, optional=() if title is None else (title, "text"))
+        to_read[title] = "value"
+    to_read |= dict.fromkeys(columns, "value")
+    table = open_table(file, to_read, skips, optional=() if title is None else (title, "text"))
     what = "query" if part == "queries" else "document"
     return table_corpus(table, "text", title_column=title, id_column="_id", columns=columns, what=what)
 

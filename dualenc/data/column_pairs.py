@@ -43,7 +43,9 @@ class ColumnPairs(PairDataset):
         right = _Values(table, right_column, right_modality, right_vectors)
         if left.is_list:
             raise DualencError(f"{table.source}: column {left_column!r} holds lists; name it as right_column instead")
-        weights = None if weight_column is None else _weights(table, weight_column)
+        weights = None
+        if weight_column is not None:
+            weights = _weights(table, weight_column)
         right_places = _paired_values(table, left, right, weights, weight_column)
         rows = right.rows[right_places]  # of each pair
         table.skips.demand(len(rows), "pair")
@@ -51,11 +53,11 @@ class ColumnPairs(PairDataset):
         if negative_column is not None:
             negatives = _Negatives(table, negative_column, right, right_vectors, rows, max_negatives)
         # Only items that a pair uses get a number: ids have no gaps.
-        left_first, left_number = _number(left.items, left.keys if deduplicate else None, np.unique(rows))
+        left_first, left_number = _number(left.items, left.keys, np.unique(rows), deduplicate)
         items, keys, places = right.items, right.keys, right_places
         if negatives is not None:
             items, keys, places = negatives.behind(right, right_places)
-        right_first, right_number = _number(items, keys if deduplicate else None, places)
+        right_first, right_number = _number(items, keys, places, deduplicate)
         scores = None
         if score_columns is not None:
             scores = _scores(table, score_columns[0], right.rows)[right_places]
@@ -273,12 +275,14 @@ def _scores(table: DataTable, name: str, rows: np.ndarray) -> np.ndarray:
     return scores
 
 
-def _number(items: Items, keys: Items | None, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _number(
+    items: Items, keys: Items | None, positions: np.ndarray, deduplicate: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """First position of each item that is distinct by its key; the item's number by position, else -1."""
-    if keys is None:
-        first, inverse = positions, np.arange(len(positions))
-    else:
+    if keys is not None and deduplicate:
         first, inverse = number_distinct(keys, positions)
+    else:
+        first, inverse = positions, np.arange(len(positions))
     number = np.full(len(items), -1, dtype=np.int64)
     number[positions] = inverse
     return first, number

@@ -66,9 +66,10 @@ class Corpus:
         for name, rows in (("columns", self.columns), ("labels", self.labels)):
             if rows is not None and len(rows) != len(self.ids):
                 raise DualencError(f"{name} has {len(rows)} rows for {len(self.ids)} items; give one each")
-        highest = -1 if self.labels is None else self.labels.max(initial=-1)
-        if self.class_names is not None and highest >= len(self.class_names):
-            raise DualencError(f"labels: class {highest} has no name among {len(self.class_names)} class_names")
+        if self.class_names is not None and self.labels is not None:
+            highest = self.labels.max(initial=-1)
+            if highest >= len(self.class_names):
+                raise DualencError(f"labels: class {highest} has no name among {len(self.class_names)} class_names")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -94,10 +95,12 @@ class Corpus:
         """The items of some rows, in that order, with their labels and columns."""
         rows = np.asarray(rows, dtype=np.int64)
         ids = [self.ids[row] for row in rows.tolist()]
-        labels = None if self.labels is None else self.labels[rows]
-        columns = None if self.columns is None else self.columns.take(rows)
-        items = Picked(self.items, rows)
-        return Corpus(ids, items, self.modality, labels=labels, class_names=self.class_names, columns=columns)
+        taken = Corpus(ids, Picked(self.items, rows), self.modality, class_names=self.class_names)
+        if self.labels is not None:
+            taken.labels = self.labels[rows]
+        if self.columns is not None:
+            taken.columns = self.columns.take(rows)
+        return taken
 
     def text(self, index: int) -> str:
         """The beginning of a text in one line, to show with a search result; "" for an image or a vector."""

@@ -111,10 +111,11 @@ class Mixture(PairDataset):
 
     def pair_counts(self, side: Side) -> np.ndarray:
         """(N,) the mean number of times that each item of a side occurs in an epoch's pairs."""
-        ids, total = (self.left_id, self.num_left) if side == "left" else (self.right_id, self.num_right)
         # In proportion to the weights, because pairs come that often.
         weights = np.repeat(list(self.source_weights.values()), self.sizes)
-        return np.bincount(ids, weights=weights, minlength=total)
+        if side == "left":
+            return np.bincount(self.left_id, weights=weights, minlength=self.num_left)
+        return np.bincount(self.right_id, weights=weights, minlength=self.num_right)
 
     def describe(self) -> list[str]:
         """Each source in words."""
@@ -154,7 +155,9 @@ class _Joined:
     def __getitem__(self, index: int) -> Any:
         number = bisect_right(self.starts, index) - 1
         item = self.parts[number][index - self.starts[number]]
-        return self.prompts[number] + item if self.prompts[number] else item
+        if self.prompts[number]:
+            return self.prompts[number] + item
+        return item
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """Those of all, in the order of `rows`, with their prompts."""
@@ -253,6 +256,7 @@ def _filled(parts: Sequence[np.ndarray | None], lengths: Sequence[int], missing:
     """One array after the other, with a value for those that are missing; None if all are."""
     if all(part is None for part in parts):
         return None
-    return np.concatenate(
-        [np.full(length, missing, np.float32) if part is None else part for part, length in zip(parts, lengths)]
-    )
+    filled = []
+    for part, length in zip(parts, lengths):
+        filled.append(np.full(length, missing, np.float32) if part is None else part)
+    return np.concatenate(filled)

@@ -200,21 +200,24 @@ class PairDataset:
         # Views share one image, which is decoded once.
         left = self.item("left", left_id)
         right = left if self.views else self.item("right", right_id)
-        negative_ids = () if self.negatives is None else tuple(self.negatives.row(index).tolist())
-        negatives = tuple(self.item("right", i) for i in negative_ids)
-        pair = Pair(index, left_id, right_id, left, right, negatives, negative_ids)
+        pair = Pair(index, left_id, right_id, left, right)
         if self.weights is not None:
             pair = pair._replace(weight=float(self.weights[index]))
         if self.scores is not None:
             pair = pair._replace(score=float(self.scores[index]))
-        if self.negatives is not None and self.negative_scores is not None:
+        if self.negatives is None:
+            return pair
+        negative_ids = tuple(self.negatives.row(index).tolist())
+        pair = pair._replace(negatives=tuple(self.item("right", i) for i in negative_ids), negative_ids=negative_ids)
+        if self.negative_scores is not None:
             start, stop = self.negatives.offsets[index : index + 2].tolist()
             pair = pair._replace(negative_scores=tuple(self.negative_scores[start:stop].tolist()))
         return pair
 
     def item(self, side: Side, item_id: int) -> Any:
         """The raw item of one side by its id; a `BadSample` if it cannot be read (an image that does not decode)."""
-        return (self.left_items if side == "left" else self.right_items)[int(item_id)]
+        items = self.left_items if side == "left" else self.right_items
+        return items[int(item_id)]
 
     def identities(self) -> dict[str, str]:
         """Checksums, in hexadecimal, of the pairs' ids ("pairs"), "negatives", "left_items" and "right_items".
@@ -259,8 +262,9 @@ class PairDataset:
 
     def pair_counts(self, side: Side) -> np.ndarray:
         """(N,) the number of an epoch's pairs that each item of a side occurs in."""
-        ids, total = (self.left_id, self.num_left) if side == "left" else (self.right_id, self.num_right)
-        return np.bincount(ids, minlength=total)
+        if side == "left":
+            return np.bincount(self.left_id, minlength=self.num_left)
+        return np.bincount(self.right_id, minlength=self.num_right)
 
 
 def _given(*arrays: np.ndarray | None) -> list[np.ndarray]:

@@ -173,12 +173,12 @@ def _table_corpus(
     if remote_parquet and modality == "text" and kinds.get(main) == "value" and is_whole(split) and not columns:
         files = [file for file in find_files(str(path), split) if isinstance(file, RemoteFile)]
         return remote_corpus(RemoteTexts(files, main, title), id_column, skips, limit)
-    wanted: dict[str, ColumnKind] = {main: kinds.get(main, "value")}
+    to_read: dict[str, ColumnKind] = {main: kinds.get(main, "value")}
     # A column may have two roles, such as text and filter.
     for name in (title, label, id_column, *columns):
         if name is not None:
-            wanted.setdefault(name, "value")
-    table = open_table(path, wanted, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
+            to_read.setdefault(name, "value")
+    table = open_table(path, to_read, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
     return table_corpus(
         table, main, modality, title_column=title, label_column=label, id_column=id_column, columns=columns
     )
@@ -247,9 +247,11 @@ def open_pairs(
     )
 
 
-def usual_split(path: str | Path, wanted: str) -> str:
-    """The default split: the wanted one, or the only one of a source without splits."""
-    return ONLY_SPLIT if has_one_split(path) or is_tars(path) or is_vectors(path) else wanted
+def usual_split(path: str | Path, default: str) -> str:
+    """The split to read where the user names none: the only one of a source without splits, else the default."""
+    if has_one_split(path) or is_tars(path) or is_vectors(path):
+        return ONLY_SPLIT
+    return default
 
 
 def is_image_folder(path: str | Path) -> bool:

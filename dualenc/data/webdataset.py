@@ -146,15 +146,15 @@ class _Files:
         self.tar = shards.tar
         self.spec = spec
         self.samples: pa.ChunkedArray = shards.table["sample"]
-        wanted = extensions.lower().split(";")
-        images = [extension.endswith(_IMAGE_ENDS) for extension in wanted]
+        by_preference = extensions.lower().split(";")
+        images = [extension.endswith(_IMAGE_ENDS) for extension in by_preference]
         self.modality: Modality = "image" if all(images) else "text"
         # Files of all samples in one array, and the sample of each.
         names = pc.list_flatten(shards.table["extension"]).to_numpy(zero_copy_only=False)
         row = np.repeat(np.arange(len(shards.table)), pc.list_value_length(shards.table["extension"]).to_numpy())
         chosen = np.full(len(shards.table), -1, dtype=np.int64)  # place of each sample's file
         # The last one written wins: the first in the list.
-        for extension in reversed(wanted):
+        for extension in reversed(by_preference):
             places = np.flatnonzero(names == extension.lstrip("."))
             chosen[row[places]] = places
         self.offset, self.size = (
