@@ -271,6 +271,16 @@ def test_large_files_are_memory_mapped_and_written_once(tmp_path: Path, on_disk:
     assert first_skips.total == 1
 
 
+def test_a_table_whose_counts_are_missing_is_written_again(tmp_path: Path, on_disk: Path) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [{"text": "a"}, "{broken"])
+    read_text(path)
+    (counts,) = on_disk.glob("*.json")
+    counts.unlink()  # as after a kill between the two files
+    skips = Skips(path)
+    assert read_text(path, skips)["text"][:] == ["a"]
+    assert skips.total == 1
+
+
 def test_only_the_path_travels_to_worker_processes(tmp_path: Path, on_disk: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [{"text": "word " * 200} for _ in range(1000)])
     assert len(pickle.dumps(read_text(path))) < 10_000
