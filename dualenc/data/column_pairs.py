@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from dualenc.data.columns import Chained, Column, ColumnImages, Picked, Texts, number_distinct
+from dualenc.data.columns import Column, ColumnImages, Joined, Picked, Texts, number_distinct
 from dualenc.data.corpus import Corpus
 from dualenc.data.pairs import PairDataset, Ragged
 from dualenc.data.tables import DataTable
@@ -160,10 +160,10 @@ class _Negatives:
 
     def behind(self, right: _Values, right_places: np.ndarray) -> tuple[Items, Items | None, np.ndarray]:
         """Items and keys of the right column with the negatives behind them, and the positions that are used."""
-        items = Chained(right.items, self.values.items)
+        items = Joined([right.items, self.values.items])
         keys = None
         if right.keys is not None and self.values.keys is not None:
-            keys = Chained(right.keys, self.values.keys)
+            keys = Joined([right.keys, self.values.keys])
         return items, keys, np.concatenate([right_places, np.unique(self.places.values)])
 
 

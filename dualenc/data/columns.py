@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -294,27 +295,39 @@ class Picked:
         return identities(self.items, self.positions[rows], read)
 
 
-class Chained:
-    """The items of one collection, then those of another."""
+class Joined:
+    """The items of several collections, one after the other; texts with the prompt of their collection, if it has one.
 
-    def __init__(self, first: Items, second: Items) -> None:
-        self.first = first
-        self.second = second
+    Attributes:
+        starts: where each collection begins, and the end.
+    """
+
+    def __init__(self, parts: Sequence[Items], prompts: Sequence[str] | None = None) -> None:
+        self.parts = list(parts)
+        self.prompts = [""] * len(self.parts) if prompts is None else list(prompts)
+        self.starts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
 
     def __len__(self) -> int:
-        return len(self.first) + len(self.second)
+        return self.starts[-1]
 
     def __getitem__(self, index: int) -> Any:
-        split = len(self.first)
-        return self.first[index] if index < split else self.second[index - split]
+        number = bisect_right(self.starts, index) - 1
+        item = self.parts[number][index - self.starts[number]]
+        if self.prompts[number]:
+            return self.prompts[number] + item
+        return item
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """Those of both, in the order of `rows`."""
-        in_first = rows < len(self.first)
-        # Each collection is asked once, in bulk, and the answers are woven together again.
-        first = iter(identities(self.first, rows[in_first], read))
-        second = iter(identities(self.second, rows[~in_first] - len(self.first), read))
-        return [next(first if from_first else second) for from_first in in_first.tolist()]
+        """Those of all, in the order of `rows`, with their prompts."""
+        numbers = np.searchsorted(self.starts, rows, side="right") - 1
+        found: list[bytes] = [b""] * len(rows)
+        for number in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == number)
+            own = identities(self.parts[number], rows[places] - self.starts[number], read)
+            prompt = self.prompts[number].encode()
+            for place, identity in zip(places.tolist(), own, strict=True):
+                found[place] = prompt + identity
+        return found
 
 
 def number_distinct(items: Items, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from dualenc.data.identity import digest_of, identities
+from dualenc.data.columns import Joined
+from dualenc.data.identity import digest_of
 from dualenc.data.pairs import PairDataset, Ragged
 from dualenc.errors import DualencError
-from dualenc.types import Items, Side
+from dualenc.types import Side
 
 SourceBatches = Literal["mixed", "one_source"]
 
@@ -82,10 +82,10 @@ class Mixture(PairDataset):
         self.sizes = [len(part) for part in parts]
         self._ends = np.cumsum(self.sizes)
         # Items keep their order by source, so ids are those of the source plus an offset.
-        left_items = _Joined([part.left_items for part in parts], [left.get(name, "") for name in self.sources])
+        left_items = Joined([part.left_items for part in parts], [left.get(name, "") for name in self.sources])
         right_items = left_items
         if not self.views:
-            right_items = _Joined([part.right_items for part in parts], [right.get(name, "") for name in self.sources])
+            right_items = Joined([part.right_items for part in parts], [right.get(name, "") for name in self.sources])
         negatives, negative_scores = _joined_negatives(parts, right_items.starts)
         super().__init__(
             left_items,
@@ -135,41 +135,6 @@ class Mixture(PairDataset):
         weights = {f"{name}.weight": f"{weight:g}" for name, weight in self.source_weights.items()}
         prompts = {f"{name}.prompts": digest_of(both) for name, both in self.prompts.items()}
         return {**checksums, **weights, **prompts, "sources": ", ".join(self.sources), "batches": self.batches}
-
-
-class _Joined:
-    """The items of several collections, one after the other, texts with the prompt of their collection.
-
-    Attributes:
-        starts: where each collection begins, and the end.
-    """
-
-    def __init__(self, parts: Sequence[Items], prompts: Sequence[str]) -> None:
-        self.parts = list(parts)
-        self.prompts = list(prompts)
-        self.starts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def __getitem__(self, index: int) -> Any:
-        number = bisect_right(self.starts, index) - 1
-        item = self.parts[number][index - self.starts[number]]
-        if self.prompts[number]:
-            return self.prompts[number] + item
-        return item
-
-    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """Those of all, in the order of `rows`, with their prompts."""
-        numbers = np.searchsorted(self.starts, rows, side="right") - 1
-        found: list[bytes] = [b""] * len(rows)
-        for number in np.unique(numbers).tolist():
-            places = np.flatnonzero(numbers == number)
-            own = identities(self.parts[number], rows[places] - self.starts[number], read)
-            prompt = self.prompts[number].encode()
-            for place, identity in zip(places.tolist(), own, strict=True):
-                found[place] = prompt + identity
-        return found
 
 
 def _weight(name: str, given: Any) -> float:
