@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,3 +25,11 @@ Metric: TypeAlias = Literal["cosine", "ip"]
 Vectors: TypeAlias = "npt.NDArray[np.floating]"
 """(N, D) in memory."""
 Integers: TypeAlias = "npt.NDArray[np.integer]"
+
+
+class Items(Protocol):
+    """Raw items by position: `str`, RGB `PIL.Image`, or `np.ndarray` (D,) for a vector. A list is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...

@@ -1,4 +1,4 @@
-"""Who meets whom in a batch: at random, by falling loss, or by likeness."""
+"""Batch construction: random batches, those of the largest loss, and partitions by similarity."""
 
 from dualenc.batching.selector import BatchSelector, OSGDBatches, RandomBatches, batch_losses
 from dualenc.batching.spectral import SpectralBatches

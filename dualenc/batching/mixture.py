@@ -1,7 +1,8 @@
-"""Batches of several sources, each as often as its weight says."""
+"""Batches of a mixture: several sources, each drawn in proportion to its weight."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,19 +12,19 @@ from dualenc.errors import DualencError
 
 
 class MixtureBatches(BatchSelector):
-    """Random batches of pairs that lie source by source, each source drawn as often as its weight says.
+    """Random batches of pairs that are ordered by source, each source drawn in proportion to its weight.
 
     Of a source of M pairs and weight w an epoch draws n = round(w·M): each pair ⌊n/M⌋ times, and r = n mod M of them
-    once more. These r follow one another in a random order of the source from epoch to epoch, and a new order begins
-    where fewer than r are left: so with a weight below 1 nearly all pairs come before one comes again. A batch holds a
-    pair at most once; what does not fill a batch, random pairs, is left out of the epoch.
+    once more. From epoch to epoch these r walk through a random order of the source, and a new order begins where fewer
+    than r are left: so with a weight below 1 nearly all pairs come before one comes again. A batch holds a pair at most
+    once; random pairs that do not fill a batch are left out of the epoch.
 
     Args:
         sizes: (K,) pairs in each source; their indices follow one another.
         weights: (K,) of each source, above 0.
         batch_size: B, pairs in each (global) batch.
         seed: of all random choices; equal (seed, epoch) give equal batches.
-        one_source: all pairs of a batch are of one source; each source then gives ⌊n/B⌋ batches, in random order.
+        one_source: all pairs of a batch come from one source; each source then gives ⌊n/B⌋ batches, in random order.
         names: of the sources, for errors.
 
     Raises:
@@ -41,10 +42,13 @@ class MixtureBatches(BatchSelector):
         names: Sequence[str] | None = None,
     ) -> None:
         super().__init__(sum(sizes), batch_size, seed)
-        self.sizes, self.one_source = list(sizes), one_source
+        self.sizes = list(sizes)
+        self.one_source = one_source
         self.draws = [round(weight * size) for size, weight in zip(sizes, weights, strict=True)]
-        total = sum(self.draws) // batch_size
-        self.batches_of = [draws // batch_size if one_source else total for draws in self.draws]
+        if one_source:
+            self.batches_of = [draws // batch_size for draws in self.draws]
+        else:
+            self.batches_of = [sum(self.draws) // batch_size] * len(self.draws)
         for number, (size, draws, batches) in enumerate(zip(self.sizes, self.draws, self.batches_of, strict=True)):
             name = names[number] if names else f"source {number}"
             drawn = f"{name} has {size} pairs, of which an epoch draws {draws} at weight {weights[number]:g}"
@@ -53,7 +57,8 @@ class MixtureBatches(BatchSelector):
             if batches < 1 or (one_source and size < batch_size):
                 whole = "in batches of one source" if one_source else "from all sources together"
                 raise DualencError(f"{drawn}, too few for a batch of {batch_size} {whole}; lower batch_size")
-            if -(-draws // size) > batches:
+            # The most frequent pair needs as many batches as it comes.
+            if math.ceil(draws / size) > batches:
                 raise DualencError(
                     f"{drawn}, in {batches} batches: some pair would come twice in a batch; lower the weight or the "
                     "batch size"
@@ -65,24 +70,25 @@ class MixtureBatches(BatchSelector):
         return sum(self.batches_of) if self.one_source else self.batches_of[0]
 
     def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
-        """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings make no difference."""
+        """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings are ignored."""
         draw = self.generator(epoch)
         counts = [self.counts(number, epoch) for number in range(len(self.sizes))]
         if not self.one_source:
             return deal(np.concatenate(counts), self.num_batches, self.batch_size, draw)
         starts = np.cumsum([0, *self.sizes])
-        of_sources = [
-            start + deal(of, batches, self.batch_size, draw)
-            for start, of, batches in zip(starts.tolist(), counts, self.batches_of)
+        batches = [
+            start + deal(source_counts, num_batches, self.batch_size, draw)
+            for start, source_counts, num_batches in zip(starts.tolist(), counts, self.batches_of)
         ]
-        return draw.permutation(np.concatenate(of_sources))
+        return draw.permutation(np.concatenate(batches))
 
     def counts(self, number: int, epoch: int) -> np.ndarray:
-        """(M,) how often each pair of a source is drawn in an epoch."""
+        """(M,) the number of times that each pair of a source is drawn in an epoch."""
         size = self.sizes[number]
         whole, rest = divmod(self.draws[number], size)
         counts = np.full(size, whole, dtype=np.int64)
         if rest:
+            # A seed of its own for each order, not the epoch's generator: the order spans several epochs.
             turn, place = divmod(epoch, size // rest)
             order = np.random.default_rng([self.seed, turn, number, 1]).permutation(size)
             counts[order[place * rest : (place + 1) * rest]] += 1
@@ -90,29 +96,32 @@ class MixtureBatches(BatchSelector):
 
 
 def deal(counts: np.ndarray, num_batches: int, batch_size: int, draw: np.random.Generator) -> np.ndarray:
-    """Random batches of pairs that come several times, but never twice in a batch.
+    """Random batches of pairs that occur several times, but never twice in a batch.
 
-    Like cards: the pairs lie in random order, copies of one beside each other, and are dealt out in rounds in which
-    each batch gets one, in random order. So copies in a round go to different batches; those of the one pair that lies
-    across the end of a round are kept apart. With one copy each it is a uniform partition.
+    Like cards: the pairs are put in random order, copies of one next to each other, and dealt out in rounds in which
+    each batch gets one, in random order. So copies in a round go to different batches; those of the one pair that
+    spans the end of a round are kept apart. With one copy each it is a uniform partition.
 
     Args:
-        counts: (N,) how often each pair comes, at most `num_batches`, together at least num_batches·B.
-        num_batches: how many batches; what is left over is left out.
+        counts: (N,) copies of each pair, at most `num_batches`, together at least num_batches·B.
+        num_batches: number of batches; pairs left over are left out.
         batch_size: B.
-        draw: where chance comes from.
+        draw: random generator.
 
     Returns:
         (num_batches, B) int64 pair indices.
     """
     order = draw.permutation(len(counts))
     dealt = np.repeat(order, counts[order])[: num_batches * batch_size].reshape(batch_size, num_batches)
-    across = np.flatnonzero(dealt[1:, 0] == dealt[:-1, -1]) + 1  # rounds that begin with a pair of the round before
+    # Rounds that begin with the last pair of the round before.
+    across = np.flatnonzero(dealt[1:, 0] == dealt[:-1, -1]) + 1
     pairs = dealt[across, 0]
     dealt = draw.permuted(dealt, axis=1)
     for number, pair in zip(across.tolist(), pairs.tolist(), strict=True):
-        before, here = dealt[number - 1] == pair, dealt[number] == pair
-        twice = np.flatnonzero(before & here)
-        free = draw.permutation(np.flatnonzero(~before & ~here))[: len(twice)]
+        previous = dealt[number - 1] == pair
+        current = dealt[number] == pair
+        # A batch that has the pair from both rounds swaps one copy with a random batch that has none.
+        twice = np.flatnonzero(previous & current)
+        free = draw.permutation(np.flatnonzero(~previous & ~current))[: len(twice)]
         dealt[number, twice], dealt[number, free] = dealt[number, free], dealt[number, twice]
     return np.ascontiguousarray(dealt.T)

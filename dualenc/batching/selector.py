@@ -1,4 +1,4 @@
-"""What every batch selector shares, the loss of batches, and the selectors that need nothing else: random and OSGD."""
+"""Batch selection: the base class, the loss of batches, and the random and OSGD selectors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from dualenc.errors import DualencError
 
 Remainder = Literal["drop", "wrap"]
 MAX_COMBINATIONS = 1_000_000
+_CHECKED_ROWS = 65536  # at a time
 logger = logging.getLogger(__name__)
 
 
 class BatchSelector(ABC):
-    """Decides which training pairs meet in a batch.
+    """Chooses the training pairs of each batch.
 
     Args:
         num_pairs: N, the number of training pairs.
         batch_size: B, pairs in each (global) batch.
         seed: of all random choices; with equal embeddings, equal (seed, epoch) give equal batches.
         remainder: when B does not divide N: "drop" leaves N mod B random pairs out of the epoch; "wrap" adds
-            one batch of them, filled up with other random pairs.
+            one batch of them, completed with other random pairs.
 
     Raises:
         DualencError: an argument is out of its range.
@@ -34,7 +35,7 @@ class BatchSelector(ABC):
 
     needs_embeddings: bool = False
     uniform: bool = False
-    """Whether any pairs are equally likely to meet in a batch."""
+    """Whether all pairs are equally likely to share a batch."""
 
     def __init__(self, num_pairs: int, batch_size: int, seed: int = 0, remainder: Remainder = "drop") -> None:
         check_at_least(1, num_pairs=num_pairs, batch_size=batch_size)
@@ -44,7 +45,10 @@ class BatchSelector(ABC):
             raise DualencError(
                 f"batch_size {batch_size} exceeds num_pairs {num_pairs}; choose a batch_size of at most {num_pairs}"
             )
-        self.num_pairs, self.batch_size, self.seed, self.remainder = num_pairs, batch_size, seed, remainder
+        self.num_pairs = num_pairs
+        self.batch_size = batch_size
+        self.seed = seed
+        self.remainder = remainder
 
     @property
     def num_batches(self) -> int:
@@ -62,9 +66,9 @@ class BatchSelector(ABC):
         """Choose the batches of an epoch.
 
         Args:
-            epoch: ≥ 0; each epoch draws anew.
-            left: (N, D) unit-norm embeddings of the left side. While there are none (the first epoch), every
-                selector returns random batches.
+            epoch: ≥ 0; each epoch has its own draws.
+            left: (N, D) unit-norm embeddings of the left side. Without them (in the first epoch) every selector
+                returns random batches.
             right: (N, D) embeddings of the right side; by default those of the left.
 
         Returns:
@@ -75,44 +79,48 @@ class BatchSelector(ABC):
         """
 
     def left_out(self, batches: np.ndarray) -> int:
-        """How many of the N pairs are in none of the batches (num_batches, B)."""
+        """The number of pairs that are in none of the batches (num_batches, B)."""
         return self.num_pairs - np.unique(batches).size
 
     def generator(self, epoch: int) -> np.random.Generator:
-        """The random draws of one epoch."""
+        """The random generator of one epoch."""
         check_at_least(0, epoch=epoch)
         return np.random.default_rng([self.seed, epoch])
 
     def random_batches(self, draw: np.random.Generator) -> np.ndarray:
         """(partition_size, B): a random partition of the pairs; with "wrap", the batch that repeats some is last."""
         shuffled = draw.permutation(self.num_pairs)
-        # np.resize cuts the end off, or starts again from the beginning: whose pairs the last batch lacks.
-        return np.resize(shuffled, (self.partition_size, self.batch_size)).astype(np.int64, copy=False)
+        # np.resize cuts off the end ("drop"), or fills up from the beginning, whose pairs are in other batches.
+        batches = np.resize(shuffled, (self.partition_size, self.batch_size))
+        return batches.astype(np.int64, copy=False)
 
     def check_embeddings(self, left: np.ndarray, right: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Both sides as finite float32 (N, D)."""
-        checked: list[np.ndarray] = []
-        for side, given in (("left", left), ("right", right)):
-            if checked and (given is None or given is left):
-                return checked[0], checked[0]
-            rows = np.asarray(given, dtype=np.float32)
-            if rows.ndim != 2 or len(rows) != self.num_pairs or rows.shape[1] == 0:
-                expected = f"({self.num_pairs}, D), one row per training pair"
-                raise DualencError(f"{side} embeddings have shape {rows.shape}; expected {expected}")
-            for start in range(0, len(rows), 65536):
-                broken = ~np.isfinite(rows[start : start + 65536]).all(axis=1)
-                if broken.any():
-                    raise DualencError(
-                        f"{side} embeddings hold a NaN or an infinity in row {start + int(broken.argmax())}; "
-                        "has the training diverged?"
-                    )
-            checked.append(rows)
-        if checked[0].shape != checked[1].shape:
+        checked_left = self._checked_side("left", left)
+        if right is None or right is left:
+            return checked_left, checked_left
+        checked_right = self._checked_side("right", right)
+        if checked_left.shape != checked_right.shape:
             raise DualencError(
-                f"left embeddings have shape {checked[0].shape} and right {checked[1].shape}; "
+                f"left embeddings have shape {checked_left.shape} and right {checked_right.shape}; "
                 "both towers must give vectors of one dimension"
             )
-        return checked[0], checked[1]
+        return checked_left, checked_right
+
+    def _checked_side(self, side: str, embeddings: np.ndarray) -> np.ndarray:
+        rows = np.asarray(embeddings, dtype=np.float32)
+        if rows.ndim != 2 or len(rows) != self.num_pairs or rows.shape[1] == 0:
+            expected = f"({self.num_pairs}, D), one row per training pair"
+            raise DualencError(f"{side} embeddings have shape {rows.shape}; expected {expected}")
+        # In blocks: the mask of all of them would be a quarter of the embeddings' own memory.
+        for start in range(0, len(rows), _CHECKED_ROWS):
+            broken = ~np.isfinite(rows[start : start + _CHECKED_ROWS]).all(axis=1)
+            if broken.any():
+                raise DualencError(
+                    f"{side} embeddings hold a NaN or an infinity in row {start + int(broken.argmax())}; "
+                    "has the training diverged?"
+                )
+        return rows
 
 
 def check_at_least(lowest: float, **arguments: float) -> None:
@@ -140,14 +148,14 @@ def batch_losses(
 ) -> np.ndarray:
     """Loss of each batch: the `InfoNCE` objective of its pairs; `.mean()` is that of the epoch.
 
-    The mean of both directions, so half of Eq. 2 in Cho et al. 2023, arXiv:2307.05906. Here in numpy and many
-    batches at a time, since batching imports no objective.
+    The mean of both directions, so half of Eq. 2 in Cho et al. 2023, arXiv:2307.05906. In numpy, since batching imports
+    no objective.
 
     Args:
         left, right: (N, D) unit-norm embeddings.
         batches: (num_batches, B) pair indices.
         temperature: τ > 0.
-        chunk_bytes: about how much memory to work in.
+        chunk_bytes: approximate memory of the blocks of batches.
 
     Returns:
         (num_batches,) float64, in nats.
@@ -165,7 +173,8 @@ def batch_losses(
         logits = np.matmul(left[rows], right[rows].swapaxes(1, 2)) / temperature  # (chunk, B, B)
         positives = np.diagonal(logits, axis1=1, axis2=2)
         both = np.zeros(len(rows))
-        for axis in (1, 2):  # log Σ exp(logit) − positive logit, mean over the anchors of one direction
+        # In each direction log Σ exp(logit) − positive logit, the mean over the anchors.
+        for axis in (1, 2):
             highest = logits.max(axis=axis, keepdims=True)
             log_sums = (highest + np.log(np.exp(logits - highest).sum(axis=axis, keepdims=True))).squeeze(axis)
             both += (log_sums - positives).mean(axis=1, dtype=np.float64)
@@ -182,17 +191,17 @@ class RandomBatches(BatchSelector):
     uniform = True
 
     def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
-        """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings make no difference."""
+        """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings are ignored."""
         return self.random_batches(self.generator(epoch))
 
 
 class OSGDBatches(BatchSelector):
-    """Of each k random batches, the q with the largest loss; the other pairs are left out of the epoch.
+    """Ordered SGD: of each k random batches the q with the largest loss; other pairs are left out of the epoch.
 
     By default the k batches are disjoint (Algorithm 6, without replacement): an epoch is a random partition into
     N/B batches, cut into windows of k. With `exhaustive` the q come from all C(N, B) batches (Algorithm 5 with
     k = C(N, B)), for small N: one call of `select` is one iteration, and its batches may share pairs.
-    How many pairs an epoch leaves out is logged; `left_out` counts them.
+    The number of pairs that an epoch leaves out is logged; `left_out` counts them.
 
     Source: Cho et al. 2023, arXiv:2307.05906, Algorithms 5 and 6; Kawaguchi and Lu 2020, arXiv:1907.04371.
 
@@ -230,11 +239,14 @@ class OSGDBatches(BatchSelector):
             raise DualencError(
                 f"C({num_pairs}, {batch_size}) batches are more than {MAX_COMBINATIONS:,}; set exhaustive=False"
             )
-        self.k, self.q, self.temperature, self.exhaustive = k, q, temperature, exhaustive
+        self.k = k
+        self.q = q
+        self.temperature = temperature
+        self.exhaustive = exhaustive
 
     @property
     def num_batches(self) -> int:
-        """Batches that one call of `select` returns once it is given embeddings."""
+        """Batches that one call of `select` returns with embeddings."""
         if self.exhaustive:
             return min(self.q, math.comb(self.num_pairs, self.batch_size))
         full, rest = divmod(self.partition_size, self.k)
@@ -250,11 +262,13 @@ class OSGDBatches(BatchSelector):
             pairs = itertools.combinations(range(self.num_pairs), self.batch_size)
             candidates = np.array(list(pairs), dtype=np.int64)
         losses = batch_losses(left, right, candidates, self.temperature)
-        chosen = []
         window = len(candidates) if self.exhaustive else self.k
+        chosen = []
         for start in range(0, len(candidates), window):
+            # A stable sort, so that equal losses give equal batches on every rank.
             order = np.argsort(-losses[start : start + window], kind="stable")
-            chosen.append(candidates[start + order[: self.q if self.exhaustive else self._share_of(len(order))]])
+            count = self.q if self.exhaustive else self._share_of(len(order))
+            chosen.append(candidates[start + order[:count]])
         selected = np.concatenate(chosen)
         logger.info("epoch %d leaves out %d of %d pairs", epoch, self.left_out(selected), self.num_pairs)
         return selected

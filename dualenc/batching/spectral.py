@@ -48,8 +48,8 @@ class SpectralBatches(BatchSelector):
         k: batches in a random group ("spectral"): the time grows with k²·B²·N.
         laplacian: which eigenvectors ("spectral"): see `spectral.spectral_rows`.
         neighbors: edges from each pair ("bandwidth"); by default 8, or B − 1 if that is less.
-        share: of the batches that are selected, in [0, 1]; the pairs of the others meet at random, which
-            limits how often false negatives meet.
+        share: of the batches that are selected, in [0, 1]; the pairs of the others are mixed at random, which
+            limits how often false negatives share a batch.
 
     Raises:
         DualencError: an argument is out of its range.
@@ -77,8 +77,12 @@ class SpectralBatches(BatchSelector):
         check_at_least(1, k=k, neighbors=1 if neighbors is None else neighbors)
         if not 0 <= share <= 1:
             raise DualencError(f"share is {share}; choose a number from 0 to 1")
-        self.method, self.temperature, self.k, self.laplacian = method, temperature, k, laplacian
-        self.neighbors, self.share = neighbors, share
+        self.method = method
+        self.temperature = temperature
+        self.k = k
+        self.laplacian = laplacian
+        self.neighbors = neighbors
+        self.share = share
 
     def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
         """As `BatchSelector.select`; the order of the batches is random."""
@@ -87,7 +91,7 @@ class SpectralBatches(BatchSelector):
         if left is None:
             return batches
         left, right = self.check_embeddings(left, right)
-        whole = self.num_pairs // self.batch_size  # all batches but the one that "wrap" fills up
+        whole = self.num_pairs // self.batch_size  # without the batch that "wrap" completes
         rows = np.sort(batches[:whole], axis=None)  # in order of memory
         if self.method == "bisection":
             points = left[rows]
@@ -97,17 +101,20 @@ class SpectralBatches(BatchSelector):
             selected = rows[bandwidth_batches(left[rows], right[rows], self.batch_size, self.neighbors)]
         else:
             groups = [batches[first : min(first + self.k, whole)].ravel() for first in range(0, whole, self.k)]
-            parts = []
-            for group in groups:
-                seed = int(draw.integers(2**31))
-                given = (self.batch_size, self.temperature, seed, self.laplacian)
-                parts.append(group[spectral_batches(left[group], right[group], *given)])
-            selected = np.concatenate(parts)
-        # A random share of the batches is kept; the pairs of the others meet at random.
+            selected = np.concatenate([self._select_spectral(group, left, right, draw) for group in groups])
+        # A random share of the batches is kept; the pairs of the others are mixed at random.
         order = draw.permutation(whole)
         kept, others = np.split(selected[order], [round(self.share * whole)])
         mixed = draw.permutation(others.ravel()).reshape(others.shape)
         return draw.permutation(np.concatenate([kept, mixed, batches[whole:]]))
+
+    def _select_spectral(
+        self, group: np.ndarray, left: np.ndarray, right: np.ndarray, draw: np.random.Generator
+    ) -> np.ndarray:
+        """The batches of a random group of pairs."""
+        seed = int(draw.integers(2**31))
+        chosen = spectral_batches(left[group], right[group], self.batch_size, self.temperature, seed, self.laplacian)
+        return group[chosen]
 
 
 def bisection_batches(points: np.ndarray, batch_size: int, draw: np.random.Generator) -> np.ndarray:
@@ -123,15 +130,17 @@ def bisection_batches(points: np.ndarray, batch_size: int, draw: np.random.Gener
         draw: of the starting directions.
 
     Returns:
-        (N/B, B) rows of `points`; near batches are near each other.
+        (N/B, B) rows of `points`; neighbouring batches are similar.
     """
+    # The nodes are runs of `order`; `sizes` counts the batches in each.
     order = np.arange(len(points))
-    sizes = np.array([len(points) // batch_size])  # batches in each node; the nodes are runs of `order`
+    sizes = np.array([len(points) // batch_size])
     while sizes.max() > 1:
         starts = (np.cumsum(sizes) - sizes) * batch_size
         for size in np.unique(sizes[sizes > 1]):
             nodes = starts[sizes == size]
             width = size * batch_size
+            # As many nodes at a time as stay in the processor's cache through all iterations.
             step = max(1, CHUNK_FLOATS // (width * points.shape[1]))
             for first in range(0, len(nodes), step):
                 places = nodes[first : first + step, None] + np.arange(width)
@@ -144,7 +153,7 @@ def bisection_batches(points: np.ndarray, batch_size: int, draw: np.random.Gener
 
 
 def split(nodes: np.ndarray, half: int, draw: np.random.Generator) -> np.ndarray:
-    """Split each node where little affinity is cut.
+    """Split each node so that little affinity is cut.
 
     Halves that maximise the affinity within them maximise |Σ σ_i p_i|² over balanced signs σ. Its relaxation is the
     leading direction of the points, found by power iterations; from there the same iteration with balanced signs
@@ -164,7 +173,7 @@ def split(nodes: np.ndarray, half: int, draw: np.random.Generator) -> np.ndarray
         if iteration < POWER_ITERATIONS:
             weights = heights - heights.mean(axis=1, keepdims=True)
         else:
-            # The mean of each node's highest points minus that of its `half` lowest.
+            # The direction from the mean of a node's `half` lowest points to the mean of the others.
             order = np.argpartition(heights, half, axis=1)
             weights = np.full_like(heights, 1 / (heights.shape[1] - half))
             np.put_along_axis(weights, order[:, :half], np.float32(-1 / half), axis=1)
@@ -190,7 +199,8 @@ def affinity(left: np.ndarray, right: np.ndarray, batch_size: int, temperature: 
     """
     logits = np.matmul(left, right.T, dtype=np.float64) / temperature
     positives = np.diag(logits)[:, None].copy()
-    with np.errstate(divide="ignore"):  # B = 1: there is nothing to bound, and every weight is log(1 + 0)
+    # With B = 1 the logarithm is −∞, and every weight log(1 + 0).
+    with np.errstate(divide="ignore"):
         shift = np.log(batch_size - 1) - positives
     weights = np.logaddexp(0, logits + shift) + np.logaddexp(0, logits.T + shift)
     weights += weights.T.copy()
@@ -220,7 +230,7 @@ def spectral_rows(weights: np.ndarray, num_clusters: int, laplacian: Laplacian) 
     size = len(weights)
     _, vectors = eigh(matrix, subset_by_index=[size - num_clusters, size - 1], check_finite=False)
     if vectors.shape[1] < num_clusters:
-        # LAPACK's solver for a part of the spectrum may find none of it where eigenvalues coincide.
+        # LAPACK's solver for part of the spectrum may fail where eigenvalues coincide.
         vectors = eigh(matrix, driver="evd", overwrite_a=True, check_finite=False)[1][:, -num_clusters:]
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
 
@@ -241,7 +251,8 @@ def equal_clusters(rows: np.ndarray, num_clusters: int, seed: int) -> np.ndarray
 
     size = len(rows) // num_clusters
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct rows than clusters: duplicates
+        # Raised for duplicates: fewer distinct rows than clusters.
+        warnings.simplefilter("ignore", ConvergenceWarning)
         centers = KMeans(num_clusters, n_init=1, random_state=seed).fit(rows).cluster_centers_
     distances = np.repeat(cdist(rows, centers), size, axis=1)
     _, places = linear_sum_assignment(distances)
@@ -279,16 +290,17 @@ def bandwidth_batches(left: np.ndarray, right: np.ndarray, batch_size: int, neig
     Args:
         left, right: (N, D) float32 unit-norm embeddings, B divides N.
         batch_size: B.
-        neighbors: edges from each pair; by default 8, or B − 1 if that is less: batches smaller than a
-            neighbourhood would otherwise be strung together.
+        neighbors: edges from each pair; by default 8, or B − 1 if that is less: otherwise several batches would form
+            one neighbourhood.
 
     Returns:
         (N/B, B) rows of the embeddings.
     """
     if len(left) == batch_size:
         return np.arange(batch_size)[None]
-    edges = max(1, min(8, batch_size - 1) if neighbors is None else neighbors)
-    graph = neighbor_graph(left, right, min(edges, len(left) - 1))
+    if neighbors is None:
+        neighbors = min(8, batch_size - 1)
+    graph = neighbor_graph(left, right, min(max(1, neighbors), len(left) - 1))
     return reverse_cuthill_mckee(graph, symmetric_mode=True).astype(np.int64).reshape(-1, batch_size)
 
 
@@ -303,6 +315,7 @@ def neighbor_graph(left: np.ndarray, right: np.ndarray, neighbors: int) -> csr_m
         index.nprobe = PROBES
         index.train(right)
     index.add(right)
+    # One neighbour more, since a pair is usually its own nearest.
     _, found = index.search(left, neighbors + 1)
     sources = np.repeat(np.arange(size), neighbors + 1)
     targets = found.ravel()

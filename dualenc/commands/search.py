@@ -77,8 +77,8 @@ def embed(
     """
     from dualenc import distributed
     from dualenc.commands.evaluation import MOST_ITEMS, MOST_WORKERS, check_range, start_processes
-    from dualenc.data.remote import shown
     from dualenc.data.sources import open_corpus
+    from dualenc.data.urls import display_name
     from dualenc.encoders import load_model
     from dualenc.search.embed import embed as embed_corpus
 
@@ -109,7 +109,7 @@ def embed(
         side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
     # A folder is found again by its absolute path, from wherever the index is searched.
     path = Path(model).expanduser()
-    notes = {"model": str(path.resolve()) if path.is_dir() else model, "kind": encoder.kind, "data": shown(data)}
+    notes = {"model": str(path.resolve()) if path.is_dir() else model, "kind": encoder.kind, "data": display_name(data)}
     how: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "output": output, "dim": dim, "autocast": autocast}
     how |= {"num_workers": num_workers, "on_error": on_error, "take_over": 60 * take_over_minutes}
     embeddings = embed_corpus(encoder.tower(side), corpus, out, **how, identity={"side": side}, notes=notes)

@@ -199,8 +199,8 @@ def _listen(host: str, port: int, token: str | None) -> socket.socket:
 
 def _pictures(searcher: Searcher, images: str | None) -> Corpus | None:
     """The images of the index: as named, or where they were when it was made, if that is on this machine."""
-    from dualenc.data.remote import is_url
     from dualenc.data.sources import open_corpus
+    from dualenc.data.urls import is_url
 
     recorded = searcher.index.meta.get("data")
     if searcher.index.meta.get("modality") != "image":

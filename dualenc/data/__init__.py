@@ -2,14 +2,14 @@
 
 from dualenc.data.beir import BeirPairs, read_beir
 from dualenc.data.corpus import Corpus, RetrievalSet
-from dualenc.data.images import open_image
 from dualenc.data.mixture import Mixture
-from dualenc.data.pairs import Items, Pair, PairDataset, Ragged
+from dualenc.data.pairs import Pair, PairDataset, Ragged
 from dualenc.data.sources import open_corpus, open_pairs
 from dualenc.data.table_pairs import ImageFolderPairs, ImageFolderViews, ImageViews, MinedPairs, TablePairs, TableViews
 from dualenc.data.vectors import VectorPairs
 from dualenc.data.webdataset import WebDatasetPairs
-from dualenc.types import Modality, Side
+from dualenc.decoding import open_image
+from dualenc.types import Items, Modality, Side
 
 __all__ = [
     "BeirPairs",

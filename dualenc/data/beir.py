@@ -10,15 +10,17 @@ from typing import NamedTuple
 import numpy as np
 
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
+from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_text_lines
-from dualenc.data.pairs import PairDataset, Skips
-from dualenc.data.tables import ColumnKind, open_table, peek_lines
+from dualenc.data.pairs import PairDataset
+from dualenc.data.skips import Skips
+from dualenc.data.tables import open_table, peek_lines
 from dualenc.data.vectors import VECTOR_NAMES, is_vectors, open_vectors
 from dualenc.errors import DualencError
 from dualenc.types import OnError
 
-HIGHEST_GRADE = 1 << 20
-"""No scale of relevance goes further; the gain of nDCG is linear in the grade."""
+MAX_GRADE = 1 << 20
+"""Far above any scale of relevance; the gain of nDCG is linear in the grade."""
 _GRADE = re.compile(r"[+-]?[0-9]{1,7}(\.0+)?")
 _HEADERS = ("score", "relevance", "grade")  # of the last column of a qrels file
 
@@ -70,13 +72,14 @@ class BeirPairs(PairDataset):
         weigh_grades: bool = False,
         on_error: OnError = "skip",
     ) -> None:
+        if weigh_grades and min_grade < 1:
+            raise DualencError(f"weigh_grades with min_grade {min_grade}: a weight is not below 0; give min_grade 1")
         skips = Skips(path, on_error)
         file, self.corpus, queries = _open(Path(path), split, titles, (), skips)
         query_row = {name: row for row, name in enumerate(queries.ids)}
         document_row = {name: row for row, name in enumerate(self.corpus.ids)}
-        if weigh_grades and min_grade < 1:
-            raise DualencError(f"weigh_grades with min_grade {min_grade}: a weight is not below 0; give min_grade 1")
         query_rows, right_id, grades = [], [], []
+        # Grades below the minimum are judged, but no positives: they are not counted as bad.
         for line, query, document, grade in read_judgements(file, skips):
             if grade < min_grade:
                 continue
@@ -89,6 +92,7 @@ class BeirPairs(PairDataset):
                 right_id.append(document_row[document])
                 grades.append(grade)
         skips.demand(len(right_id), "pair")
+        # Queries that no judgement of this split names are no items: training would never see them.
         used, left_id = np.unique(query_rows, return_inverse=True)
         self.queries = queries.take(used)
         super().__init__(
@@ -118,7 +122,7 @@ def read_beir(
 
     Args:
         folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may end in .gz. Vectors may
-            stand in place of texts, as for `BeirPairs`.
+            take the place of texts, as for `BeirPairs`.
         split: the qrels file to read, without `.tsv`.
         titles: join a document's title to its text.
         columns: further fields of the documents, for `corpus.columns`, to filter by.
@@ -131,18 +135,19 @@ def read_beir(
     skips = Skips(folder, on_error)
     file, corpus, queries = _open(Path(folder), split, titles, columns, skips)
     row_of = {name: row for row, name in enumerate(queries.ids)}
-    known = set(corpus.ids)
+    documents = set(corpus.ids)
     qrels: dict[str, dict[str, int]] = {}
     for line, query, document, grade in read_judgements(file, skips):
         if query not in row_of:
             skips.bad("judgement of an unknown query", f"{file}:{line}", f"{query!r} is not in queries.jsonl")
             continue
-        if document not in known:
+        if document not in documents:
             reason = "judged document that is not in the corpus (kept as never found)"
             skips.bad(reason, f"{file}:{line}", f"{document!r} is missing")
         qrels.setdefault(query, {})[document] = grade
     skips.demand(len(qrels), "judgement")
     corpus.skipped = skips.report()
+    # In the order of queries.jsonl, so that the result does not depend on the order of the judgements.
     rows = np.array(sorted(row_of[query] for query in qrels))
     return RetrievalSet(queries.take(rows), corpus, qrels)
 
@@ -150,15 +155,18 @@ def read_beir(
 def is_beir(path: str | Path) -> bool:
     """Whether a folder looks like BEIR's."""
     folder = Path(path)
-    there = any((folder / f"corpus.jsonl{end}").is_file() for end in ("", ".gz"))
-    return there or ((folder / "qrels").is_dir() and _vectors_of(folder, "corpus") is not None)
+    if any((folder / f"corpus.jsonl{end}").is_file() for end in ("", ".gz")):
+        return True
+    return (folder / "qrels").is_dir() and _vectors_of(folder, "corpus") is not None
 
 
 def _vectors_of(folder: Path, part: str) -> Path | None:
-    """Where the vectors of a part lie that has no texts: in a folder of embeddings, or a file."""
-    # Not .npy files: rows as ids would be alike for queries and documents, and evaluation removes equal ids.
+    """The file or the folder of embeddings of a part without texts."""
+    # Not .npy files: rows as ids would be equal for queries and documents, and evaluation removes equal ids.
     file = folder / f"{part}.parquet"
-    return file if file.is_file() else folder / part if is_vectors(folder / part) else None
+    if file.is_file():
+        return file
+    return folder / part if is_vectors(folder / part) else None
 
 
 def read_corpus(
@@ -166,7 +174,7 @@ def read_corpus(
 ) -> Corpus:
     """The documents (part "corpus") or queries (part "queries") of a BEIR folder, in the order of the file.
 
-    Further columns are fields of the lines beside `_id`, `title` and `text`, to keep for filters.
+    Further columns are fields of the lines besides `_id`, `title` and `text`, to keep for filters.
 
     Raises:
         DualencError: the file is missing or has nothing usable.
@@ -175,20 +183,21 @@ def read_corpus(
     file = next((f for end in ("", ".gz") if (f := Path(folder) / f"{part}.jsonl{end}").is_file()), None)
     vectors = _vectors_of(Path(folder), part)
     if file is not None:
-        # Texts count where both are there: a file of texts with their embeddings is still one of texts.
+        # A file of texts with their embeddings is still one of texts.
         fields = peek_lines(file).keys()
-        vectors = None if "text" in fields or not fields & set(VECTOR_NAMES) else file
+        vectors = file if fields & set(VECTOR_NAMES) and "text" not in fields else None
     if vectors is not None:
-        return open_vectors(vectors, id_column=None if vectors.is_dir() else "_id", columns=columns, skips=skips)
+        id_column = None if vectors.is_dir() else "_id"
+        return open_vectors(vectors, id_column=id_column, columns=columns, skips=skips)
     if file is None:
         raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/")
-    titles = titles and part == "corpus"
-    wanted: dict[str, ColumnKind] = {"_id": "value", "text": "value"}
-    if titles:
-        wanted["title"] = "value"
-    wanted |= dict.fromkeys(columns, "value")
-    table = open_table(file, wanted, skips, optional=("title", "text") if titles else ())
-    what, title = ("query" if part == "queries" else "document"), ("title" if titles else None)
+    to_read: dict[str, ColumnKind] = {"_id": "value", "text": "value"}
+    title = "title" if titles and part == "corpus" else None
+    if title is not None:
+        to_read[title] = "value"
+    to_read |= dict.fromkeys(columns, "value")
+    table = open_table(file, to_read, skips, optional=() if title is None else (title, "text"))
+    what = "query" if part == "queries" else "document"
     return table_corpus(table, "text", title_column=title, id_column="_id", columns=columns, what=what)
 
 
@@ -207,11 +216,12 @@ def read_judgements(file: Path, skips: Skips) -> Iterator[Judgement]:
         fields = line.split("\t")
         if not line.strip() or (number == 1 and fields[-1].strip() in _HEADERS):
             continue
+        # TREC separates by any space, and has a column of iterations that nobody uses.
         if len(fields) != 3 and len(words := line.split()) == 4:
             fields = [words[0], *words[2:]]
         grade = fields[-1].strip()
-        if len(fields) != 3 or not _GRADE.fullmatch(grade) or abs(float(grade)) > HIGHEST_GRADE:
-            mend = f"write query-id, corpus-id and a whole score up to {HIGHEST_GRADE:,}, by tabs"
+        if len(fields) != 3 or not _GRADE.fullmatch(grade) or abs(float(grade)) > MAX_GRADE:
+            mend = f"write query-id, corpus-id and a whole score up to {MAX_GRADE:,}, by tabs"
             skips.bad("malformed judgement", f"{file}:{number}", mend)
         elif (fields[0], fields[1]) in seen:
             skips.bad("pair judged twice", f"{file}:{number}", "keep one of the lines")
@@ -224,7 +234,7 @@ def read_qrels(file: str | Path) -> dict[str, dict[str, int]]:
     """All judgements of a BEIR or TREC file, `qrels[query id][document id] = grade`.
 
     Raises:
-        DualencError: no such file, a line that `read_judgements` does not take, or no judgement at all.
+        DualencError: no such file, a line that `read_judgements` rejects, or no judgement at all.
     """
     skips = Skips(file)
     qrels: dict[str, dict[str, int]] = {}
@@ -242,7 +252,8 @@ def _open(folder: Path, split: str, titles: bool, columns: Sequence[str], skips:
         raise DualencError(f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/")
     splits = sorted(file.stem for file in (folder / "qrels").glob("*.tsv"))
     if split not in splits:
-        there = f"there are: {', '.join(splits)}" if splits else "there is no qrels/*.tsv at all"
-        raise DualencError(f"{folder}: no split {split!r}; {there}")
+        found = f"there are: {', '.join(splits)}" if splits else "there is no qrels/*.tsv at all"
+        raise DualencError(f"{folder}: no split {split!r}; {found}")
     corpus = read_corpus(folder, "corpus", titles=titles, columns=columns, skips=skips)
-    return folder / "qrels" / f"{split}.tsv", corpus, read_corpus(folder, "queries", skips=skips)
+    queries = read_corpus(folder, "queries", skips=skips)
+    return folder / "qrels" / f"{split}.tsv", corpus, queries

@@ -1,37 +1,38 @@
-"""Columns of a table as items: read from memory-mapped Arrow when asked for, cheap to hand to worker processes."""
+"""Columns of a table as items: read from memory-mapped Arrow on demand, cheap to hand to worker processes."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types
 from PIL import Image
 from tqdm import tqdm
 
 from dualenc.data.identity import file_identity, identities
-from dualenc.data.images import IMAGE_SUFFIXES, decode_image, open_image
-from dualenc.data.pairs import Items
+from dualenc.data.images import IMAGE_SUFFIXES
+from dualenc.data.tables import DataTable
+from dualenc.decoding import decode_image, open_image
 from dualenc.errors import BadSample, DualencError
-from dualenc.types import Modality
+from dualenc.types import Items, Modality
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from dualenc.data.tables import DataTable
-
-
-_STRINGS, _BYTES = ("string", "large_string"), ("binary", "large_binary")
+_STRINGS = ("string", "large_string")
+_BYTES = ("binary", "large_binary")
+_TEXT_LIKE = (*_STRINGS, "null", "boolean", "integer", "floating", "decimal", "temporal")
+_RECORD_PARTS = {"bytes": _BYTES, "path": _STRINGS}  # of an image, as `datasets` writes them
 
 
 class Column:
-    """The values of one column, which are sure to be usable; a column of lists is laid flat.
+    """The values of one column, checked to be usable; a column of lists is laid flat.
 
-    Only the data set travels when this is pickled, as the path of its Arrow file.
+    Pickled, it carries the data set alone, as the path of its Arrow file.
 
     Args:
         table: the rows.
@@ -45,49 +46,43 @@ class Column:
     """
 
     def __init__(self, table: DataTable, name: str, modality: Modality | None = None, *, lists: bool = False) -> None:
-        self.dataset, self.name = table.dataset, name
+        self.dataset = table.dataset
+        self.name = name
         self._array: pa.ChunkedArray | None = None
         self._lengths: np.ndarray | None = None
         kind = self.dataset.data.schema.field(name).type
         self.is_list = _is(kind, "list", "large_list", "fixed_size_list")
         if self.is_list and not lists:
             raise DualencError(f"{table.source}: column {name!r} holds lists; name one with a single value in each row")
-        values = self.array.type
-        self.holds_strings = _is(values, *_STRINGS)
-        if modality is None:
-            head = (self[i] for i in range(min(len(self), 100) if self.holds_strings else 0))
-            first = next((value for value in head if value and value.strip()), "")
-            image = _is(values, *_BYTES, "struct") or first.lower().endswith(IMAGE_SUFFIXES)
-            modality = "image" if image else "text"
-        self.modality: Modality = modality
-        if modality == "text":
-            usable = _is(values, *_STRINGS, "null", "boolean", "integer", "floating", "decimal", "temporal")
+        self.holds_strings = _is(self.array.type, *_STRINGS)
+        self.modality: Modality = modality or self._guess_modality()
+        if self.modality == "text":
+            usable = _is(self.array.type, *_TEXT_LIKE)
             mend = "texts are needed; cast it to strings, or name another column"
         else:
-            parts = {"bytes": _BYTES, "path": _STRINGS}
-            if _is(values, "struct"):
-                there = {part: values.field(part).type for part in parts if values.get_field_index(part) >= 0}
-                usable = bool(there) and all(_is(found, *parts[part], "null") for part, found in there.items())
-            else:
-                usable = _is(values, *_STRINGS, *_BYTES, "null")
+            usable = _holds_images(self.array.type)
             mend = "images are needed: file contents, paths, or records with `bytes` and `path`; name another column"
         if not usable:
             raise DualencError(f"{table.source}: column {name!r} holds {kind}, where {mend}")
+
+    def _guess_modality(self) -> Modality:
+        if self.holds_strings:
+            # The first texts decide: a column of names of image files is one of images.
+            head = (self[i] for i in range(min(len(self), 100)))
+            first = next((value for value in head if value and value.strip()), "")
+            return "image" if first.lower().endswith(IMAGE_SUFFIXES) else "text"
+        return "image" if _is(self.array.type, *_BYTES, "struct") else "text"
 
     @property
     def array(self) -> pa.ChunkedArray:
         """The values as Arrow, lists laid flat."""
         if self._array is None:
-            import pyarrow.compute as pc
-
             array = self.dataset.data.column(self.name)
             self._array = pc.list_flatten(array) if self.is_list else array
         return self._array
 
     def row_of_values(self) -> np.ndarray:
-        """The row that each value stands in, (len(self),)."""
-        import pyarrow.compute as pc
-
+        """The row of each value, (len(self),)."""
         rows = np.arange(len(self.dataset))
         if not self.is_list:
             return rows
@@ -106,74 +101,74 @@ class Column:
     def values(self, rows: np.ndarray) -> np.ndarray:
         """The values at some positions (n,), in bulk, as an array of objects; bytes that are not UTF-8 as escapes."""
         starts = np.cumsum([0, *(len(chunk) for chunk in self.array.chunks)])
+        # Chunk by chunk, so that one value that is not UTF-8 costs its chunk the slow path and not the column.
         chunk_of = np.searchsorted(starts, rows, side="right") - 1
         result = np.empty(len(rows), dtype=object)
         for number in np.unique(chunk_of).tolist():
-            here = np.flatnonzero(chunk_of == number)
-            values = _as_python(self.array.chunk(number).take(rows[here] - starts[number]))
-            for place, value in zip(here.tolist(), values, strict=True):
+            places = np.flatnonzero(chunk_of == number)
+            values = _as_python(self.array.chunk(number).take(rows[places] - starts[number]))
+            for place, value in zip(places.tolist(), values, strict=True):
                 result[place] = value
         return result
 
     def places_in(self, names: Sequence[str]) -> np.ndarray:
-        """Where each value stands among some strings, (len(self),); -1 for one that is not there."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        known = pa.array(names, pa.large_string())
-        places = pc.index_in(pc.cast(self.array, known.type), value_set=known)
+        """The position of each value among some strings, (len(self),); -1 for a value that is none of them."""
+        # Both sides as large strings: numbers in one table are texts in another.
+        value_set = pa.array(names, pa.large_string())
+        places = pc.index_in(pc.cast(self.array, value_set.type), value_set=value_set)
         return np.asarray(pc.fill_null(places, -1).to_numpy(), dtype=np.int64)
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Bytes of the texts or file contents at some positions (n,); 0 for values of other kinds."""
-        import pyarrow.compute as pc
-
         if self._lengths is None:
             array = self.array
             if _is(array.type, "struct") and array.type.get_field_index("bytes") >= 0:
                 array = pc.struct_field(array, "bytes")
-            self._lengths = np.zeros(len(self), dtype=np.int64)
             if _is(array.type, *_STRINGS, *_BYTES):
                 self._lengths = pc.fill_null(pc.binary_length(array), 0).to_numpy()
+            else:
+                self._lengths = np.zeros(len(self), dtype=np.int64)
         return self._lengths[rows]
 
     def filled(self) -> np.ndarray:
-        """Which values are there: not null, not blank, not empty; of a record, one of its parts. (len(self),) bool."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        parts, kind = [self.array], self.array.type
-        if _is(kind, "struct"):
-            names = [name for name in ("bytes", "path") if kind.get_field_index(name) >= 0]
-            parts = [pc.struct_field(self.array, name) for name in names]
-        filled = np.zeros(len(self), dtype=bool)
-        for part in parts:
-            there = pc.is_valid(part)
-            if _is(part.type, *_STRINGS, *_BYTES):
-                there = pc.and_(there, pc.fill_null(pc.greater(pc.binary_length(part), 0), False))
-            try:
-                if _is(part.type, *_STRINGS):
-                    there = pc.and_(there, pc.fill_null(pc.invert(pc.utf8_is_space(part)), False))
-                filled |= there.to_numpy()
-            except pa.ArrowInvalid:  # not UTF-8 somewhere; those that are not are told when they are read
-                values = [value for chunk in part.chunks for value in _as_python(chunk)]
-                filled |= np.array([bool(value and value.strip()) for value in values], dtype=bool)
-        return filled
+        """Which values are usable: neither null, empty nor blank; of a record, one of its parts. (len(self),) bool."""
+        if not _is(self.array.type, "struct"):
+            return _filled(self.array)
+        names = [name for name in _RECORD_PARTS if self.array.type.get_field_index(name) >= 0]
+        # A record is usable with contents or with a path; `datasets` writes either.
+        parts = [_filled(pc.struct_field(self.array, name)) for name in names]
+        return np.any([np.zeros(len(self), dtype=bool), *parts], axis=0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_array": None, "_lengths": None}
 
 
 def _is(kind: pa.DataType, *names: str) -> bool:
-    """Whether an Arrow type is one of those that `pyarrow.types.is_NAME` tells."""
-    import pyarrow.types as kinds
+    """Whether `pyarrow.types.is_NAME` holds of an Arrow type, for one of the names."""
+    return any(getattr(pyarrow.types, f"is_{name}")(kind) for name in names)
 
-    return any(getattr(kinds, f"is_{name}")(kind) for name in names)
+
+def _holds_images(kind: pa.DataType) -> bool:
+    if not _is(kind, "struct"):
+        return _is(kind, *_STRINGS, *_BYTES, "null")
+    parts = [name for name in _RECORD_PARTS if kind.get_field_index(name) >= 0]
+    return bool(parts) and all(_is(kind.field(name).type, *_RECORD_PARTS[name], "null") for name in parts)
+
+
+def _filled(array: pa.ChunkedArray) -> np.ndarray:
+    filled = pc.is_valid(array)
+    if _is(array.type, *_STRINGS, *_BYTES):
+        filled = pc.and_(filled, pc.fill_null(pc.greater(pc.binary_length(array), 0), False))
+    if not _is(array.type, *_STRINGS):
+        return filled.to_numpy()
+    try:
+        return pc.and_(filled, pc.fill_null(pc.invert(pc.utf8_is_space(array)), False)).to_numpy()
+    except pa.ArrowInvalid:  # not UTF-8 somewhere: a bad sample when it is read
+        values = [value for chunk in array.chunks for value in _as_python(chunk)]
+        return np.array([bool(value and value.strip()) for value in values], dtype=bool)
 
 
 def _as_python(array: pa.Array) -> list[Any]:
-    import pyarrow as pa
-
     try:
         return array.to_pylist()
     except UnicodeDecodeError:
@@ -181,14 +176,15 @@ def _as_python(array: pa.Array) -> list[Any]:
         return [None if value is None else value.decode(errors="backslashreplace") for value in values]
 
 
-# Collections of items. Each has `identities(rows, read)`, what `dualenc.data.identity` asks for.
+# Collections of items. Each has `identities(rows, read)` for `dualenc.data.identity`.
 
 
 class Texts:
     """Values of a column as text, numbers spelled out; with a column of titles, joined in front."""
 
     def __init__(self, column: Column, titles: Column | None = None) -> None:
-        self.column, self.titles = column, titles
+        self.column = column
+        self.titles = titles
 
     def __len__(self) -> int:
         return len(self.column)
@@ -200,9 +196,10 @@ class Texts:
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """The texts, or their lengths."""
-        texts: Iterable[Any] = self.column.values(rows) if read else self.column.lengths(rows)
+        what = Column.values if read else Column.lengths
+        texts: Iterable[Any] = what(self.column, rows)
         if self.titles is not None:
-            titles = self.titles.values(rows) if read else self.titles.lengths(rows)
+            titles = what(self.titles, rows)
             texts = [f"{title or ''} {text or ''}".strip() for title, text in zip(titles, texts, strict=True)]
         return [str(text).encode(errors="surrogatepass") for text in texts]
 
@@ -210,20 +207,23 @@ class Texts:
 class ColumnImages:
     """Values of a column as images: file contents, `{"bytes", "path"}` records, or paths.
 
-    Paths start in the table's folder and must stay in it, links resolved, unless the table says `allow_outside`: a
+    Paths start in the table's folder and must stay in it, links resolved, unless the table has `allow_outside`: a
     table from somewhere else must not make this machine read files of its choice.
     """
 
     def __init__(self, table: DataTable, column: Column) -> None:
-        self.table, self.column = table, column
+        self.table = table
+        self.column = column
 
     def __len__(self) -> int:
         return len(self.column)
 
     def __getitem__(self, index: int) -> Image.Image:
         data, path = _contents_and_path(self.column[index])
-        row = self.column.row_of_values()[index] if self.column.is_list else index
-        where = f"{self.table.where(int(row))}, column {self.column.name!r}"
+        row = index
+        if self.column.is_list:
+            row = int(self.column.row_of_values()[index])
+        where = f"{self.table.where(row)}, column {self.column.name!r}"
         if data is not None:
             return decode_image(data, where)
         if path is None:
@@ -238,6 +238,7 @@ class ColumnImages:
         file = self.table.root / path
         if self.table.allow_outside or "\0" in path:
             return file
+        # Resolved before it is compared and opened, so that no link leads out of the folder.
         resolved = os.path.realpath(file)
         if not Path(resolved).is_relative_to(os.path.realpath(self.table.root)):
             raise BadSample(
@@ -247,35 +248,41 @@ class ColumnImages:
         return Path(resolved)
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """File contents, or lengths; of paths what `file_identity` tells."""
+        """File contents, or lengths; of paths the `file_identity`."""
         result = [str(length).encode() for length in self.column.lengths(rows).tolist()]
-        unknown = np.arange(len(rows))
-        if not read and not self.column.holds_strings:  # only records without contents have a path to look at
-            unknown = np.flatnonzero(self.column.lengths(rows) == 0)
-        for place, value in zip(unknown.tolist(), self.column.values(rows[unknown]).tolist(), strict=True):
+        # Contents are known by their lengths unless they are read; the lengths of paths say nothing.
+        to_read = np.arange(len(rows))
+        # Only records without contents have a path to look at.
+        if not read and not self.column.holds_strings:
+            to_read = np.flatnonzero(self.column.lengths(rows) == 0)
+        for place, value in zip(to_read.tolist(), self.column.values(rows[to_read]).tolist(), strict=True):
             data, path = _contents_and_path(value)
             if data is not None:
                 result[place] = data
             elif path:
                 try:
-                    told = file_identity(self._file(path), read)
+                    identity = file_identity(self._file(path), read)
                 except BadSample:
-                    told = b"outside"
-                result[place] = path.encode(errors="surrogatepass") + b" " + told
+                    identity = b"outside"
+                result[place] = path.encode(errors="surrogatepass") + b" " + identity
         return result
 
 
 def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
     """What an image cell holds: file contents, a path, a record of both, or neither."""
-    data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, value)
-    return (data if isinstance(data, bytes) else None), (path if isinstance(path, str) else None)
+    if isinstance(value, dict):
+        return value.get("bytes"), value.get("path")
+    if isinstance(value, bytes):
+        return value, None
+    return None, value
 
 
 class Picked:
     """Some items of another collection, in the order of `positions`."""
 
     def __init__(self, items: Items, positions: np.ndarray) -> None:
-        self.items, self.positions = items, np.asarray(positions, dtype=np.int64)
+        self.items = items
+        self.positions = np.asarray(positions, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -288,82 +295,53 @@ class Picked:
         return identities(self.items, self.positions[rows], read)
 
 
-class Chained:
-    """The items of one collection, then those of another."""
+class Joined:
+    """The items of several collections, one after the other; texts with the prompt of their collection, if it has one.
 
-    def __init__(self, first: Items, second: Items) -> None:
-        self.first, self.second = first, second
+    Attributes:
+        starts: where each collection begins, and the end.
+    """
+
+    def __init__(self, parts: Sequence[Items], prompts: Sequence[str] | None = None) -> None:
+        self.parts = list(parts)
+        self.prompts = [""] * len(self.parts) if prompts is None else list(prompts)
+        self.starts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
 
     def __len__(self) -> int:
-        return len(self.first) + len(self.second)
+        return self.starts[-1]
 
     def __getitem__(self, index: int) -> Any:
-        split = len(self.first)
-        return self.first[index] if index < split else self.second[index - split]
+        number = bisect_right(self.starts, index) - 1
+        item = self.parts[number][index - self.starts[number]]
+        if self.prompts[number]:
+            return self.prompts[number] + item
+        return item
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """Those of both, in the order of `rows`."""
-        in_first = rows < len(self.first)
-        first = iter(identities(self.first, rows[in_first], read))
-        second = iter(identities(self.second, rows[~in_first] - len(self.first), read))
-        return [next(first if from_first else second) for from_first in in_first.tolist()]
+        """Those of all, in the order of `rows`, with their prompts."""
+        numbers = np.searchsorted(self.starts, rows, side="right") - 1
+        found: list[bytes] = [b""] * len(rows)
+        for number in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == number)
+            own = identities(self.parts[number], rows[places] - self.starts[number], read)
+            prompt = self.prompts[number].encode()
+            for place, identity in zip(places.tolist(), own, strict=True):
+                found[place] = prompt + identity
+        return found
 
 
 def number_distinct(items: Items, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Number equal strings alike, by 128-bit digests, so that a million texts cost 16 MB.
 
-    Of the strings at `positions` (n,): where the first of each distinct one stands (k,), in order of appearance, and
+    Of the strings at `positions` (n,): the position of the first of each distinct one (k,), in order of appearance, and
     the number in [0, k) of each (n,).
     """
     digests = np.empty(len(positions), dtype="S16")
     for i, position in enumerate(tqdm(positions, desc="finding equal items", delay=2, leave=False)):
         digests[i] = hashlib.blake2b(items[position].encode(), digest_size=16).digest()
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    # np.unique numbers by digest; numbers by first appearance do not depend on the hash.
     order = np.argsort(first)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     return np.asarray(positions)[first[order]], rank[inverse.reshape(-1)]
-
-
-# Classes of images.
-
-_CLASS_NUMBER = re.compile("-?[0-9]{1,6}")  # larger ones are keys of something: a list of their names would fill memory
-
-
-class Labels(NamedTuple):
-    """Class numbers (N,) int64, -1 where there is none, and the name of each class number."""
-
-    numbers: np.ndarray
-    names: list[str]
-
-    def take(self, rows: np.ndarray) -> Labels:
-        """The labels of some rows; the classes stay."""
-        return Labels(self.numbers[rows], self.names)
-
-
-def labels_of_names(names: Sequence[str]) -> Labels:
-    """Number class names in sorted order; whole numbers below a million keep their value."""
-    if all(_CLASS_NUMBER.fullmatch(name) for name in names):
-        numbers = np.array([int(name) for name in names], dtype=np.int64)
-        return Labels(numbers, [str(i) for i in range(int(numbers.max(initial=-1)) + 1)])
-    classes, numbers = np.unique(np.array(names, dtype=object).astype(str), return_inverse=True)
-    return Labels(numbers.astype(np.int64), classes.tolist())
-
-
-def labels_of_column(table: DataTable, name: str) -> Labels:
-    """The labels in a column of class numbers or names; `datasets.ClassLabel` brings names to numbers."""
-    column = Column(table, name, "text")
-    values = column.values(np.arange(len(column))).tolist()
-    known = np.array([value is not None for value in values])
-    labels = labels_of_names([str(value) for value in values if value is not None])
-    numbers = np.full(len(values), -1, dtype=np.int64)
-    numbers[known] = labels.numbers
-    names = getattr(table.dataset.features[name], "names", None)
-    return Labels(numbers, labels.names if names is None else list(names))
-
-
-def labels_of_folders(names: Sequence[str]) -> Labels | None:
-    """The first folder of each relative file name as its class; None unless every file lies in one."""
-    if not all("/" in name for name in names):
-        return None
-    return labels_of_names([name.split("/", 1)[0] for name in names])

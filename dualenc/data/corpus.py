@@ -1,22 +1,21 @@
-"""Items to embed, and what a retrieval evaluation reads: queries, a corpus and who is relevant to whom."""
+"""Corpora: items to embed with their ids, and retrieval test collections of queries, a corpus and judgements."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
-from dualenc.data.columns import Column, ColumnImages, Picked, Texts, labels_of_column
+from dualenc.data.columns import Column, ColumnImages, Picked, Texts
 from dualenc.data.identity import digest_of, items_identity
+from dualenc.data.labels import labels_of_column
 from dualenc.data.metadata import metadata_columns
-from dualenc.data.pairs import Items, PairDataset
+from dualenc.data.pairs import PairDataset
 from dualenc.data.tables import DataTable
 from dualenc.errors import DualencError
-from dualenc.types import Modality
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from dualenc.types import Items, Modality
 
 SNIPPET_LENGTH = 240
 
@@ -30,10 +29,10 @@ class Corpus:
         modality: "text", "image" or "vector".
         labels: (N,) class numbers, where the source has them.
         class_names: name of each class number.
-        columns: (N,) rows of what else is known of the items, to filter search results by.
+        columns: (N,) rows of further columns, to filter search results by.
 
     Attributes:
-        skipped: how many bad samples the reader left out.
+        skipped: number of bad samples that the reader left out.
 
     Raises:
         DualencError: unequal lengths, a repeated id, or a label without a name.
@@ -59,17 +58,18 @@ class Corpus:
         self.columns = columns
         if len(self.ids) != len(self.items):
             raise DualencError(f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each")
+        # The set is cheap, and the search for the row is only needed for the message.
         if len(set(self.ids)) != len(self.ids):
             first: dict[str, int] = {}
-            again = next(i for i, name in enumerate(self.ids) if first.setdefault(name, i) != i)
-            raise DualencError(f"ids: {self.ids[again]!r} stands twice (again at row {again}); ids must differ")
-        if columns is not None and len(columns) != len(self.ids):
-            raise DualencError(f"columns has {len(columns)} rows for {len(self.ids)} items; give one each")
-        if self.labels is not None and len(self.labels) != len(self.ids):
-            raise DualencError(f"labels has {len(self.labels)} rows for {len(self.ids)} items; give one each")
-        highest = -1 if self.labels is None else self.labels.max(initial=-1)
-        if self.class_names is not None and highest >= len(self.class_names):
-            raise DualencError(f"labels: class {highest} has no name among {len(self.class_names)} class_names")
+            row = next(i for i, name in enumerate(self.ids) if first.setdefault(name, i) != i)
+            raise DualencError(f"ids: {self.ids[row]!r} is a duplicate (again at row {row}); ids must differ")
+        for name, rows in (("columns", self.columns), ("labels", self.labels)):
+            if rows is not None and len(rows) != len(self.ids):
+                raise DualencError(f"{name} has {len(rows)} rows for {len(self.ids)} items; give one each")
+        if self.class_names is not None and self.labels is not None:
+            highest = self.labels.max(initial=-1)
+            if highest >= len(self.class_names):
+                raise DualencError(f"labels: class {highest} has no name among {len(self.class_names)} class_names")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -80,8 +80,8 @@ class Corpus:
     def identity(self, *, labels: bool = False) -> str:
         """Checksum of ids and items, in hexadecimal: equal for equal data, whatever files and folders it came from.
 
-        Changed texts and images under the same ids give another one (`dualenc.data.identity.items_identity` says what
-        of huge collections is read).
+        Changed texts and images under the same ids give another one (of huge collections as far as
+        `dualenc.data.identity.items_identity` reads them).
 
         Args:
             labels: whether class numbers and names count too, for results that depend on them.
@@ -92,20 +92,24 @@ class Corpus:
         return digest_of(parts)
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Corpus:
-        """The items of some rows, in that order, with what is known of them."""
+        """The items of some rows, in that order, with their labels and columns."""
         rows = np.asarray(rows, dtype=np.int64)
         ids = [self.ids[row] for row in rows.tolist()]
-        labels = None if self.labels is None else self.labels[rows]
-        columns = None if self.columns is None else self.columns.take(rows)
-        how: dict[str, Any] = {"labels": labels, "class_names": self.class_names, "columns": columns}
-        return Corpus(ids, Picked(self.items, rows), self.modality, **how)
+        taken = Corpus(ids, Picked(self.items, rows), self.modality, class_names=self.class_names)
+        if self.labels is not None:
+            taken.labels = self.labels[rows]
+        if self.columns is not None:
+            taken.columns = self.columns.take(rows)
+        return taken
 
     def text(self, index: int) -> str:
         """The beginning of a text in one line, to show with a search result; "" for an image or a vector."""
         if self.modality != "text":
             return ""
         line = " ".join(self.items[index][: 2 * SNIPPET_LENGTH].split())
-        return line if len(line) <= SNIPPET_LENGTH else line[: SNIPPET_LENGTH - 1].rstrip() + "…"
+        if len(line) <= SNIPPET_LENGTH:
+            return line
+        return line[: SNIPPET_LENGTH - 1].rstrip() + "…"
 
 
 class RetrievalSet(NamedTuple):
@@ -122,9 +126,9 @@ class RetrievalSet(NamedTuple):
     qrels: dict[str, dict[str, int]]
 
     def among(self, kept: np.ndarray) -> RetrievalSet:
-        """The test among some of its documents, as a search with a filter has it.
+        """The collection restricted to some documents, as in a search with a filter.
 
-        Judgements of all others are left out, and with them queries to which no document is relevant any more.
+        Judgements of all others are dropped, and with them queries that have no relevant document left.
 
         Args:
             kept: (N,) bool, of the documents.
@@ -135,9 +139,12 @@ class RetrievalSet(NamedTuple):
         corpus = self.corpus.take(np.flatnonzero(kept))
         if not len(corpus):
             raise DualencError(f"none of {len(self.corpus):,} documents is kept; ask for less")
-        known = set(corpus.ids)
-        qrels = {query: {d: grade for d, grade in own.items() if d in known} for query, own in self.qrels.items()}
-        qrels = {query: own for query, own in qrels.items() if any(grade > 0 for grade in own.values())}
+        documents = set(corpus.ids)
+        qrels = {}
+        for query, grades in self.qrels.items():
+            grades = {document: grade for document, grade in grades.items() if document in documents}
+            if any(grade > 0 for grade in grades.values()):
+                qrels[query] = grades
         if not qrels:
             count = f"{len(corpus):,} of {len(self.corpus):,} documents"
             raise DualencError(f"{count} are kept, and none is relevant to a query; ask for less")
@@ -159,7 +166,7 @@ def table_corpus(
     """The texts or images of a table, in the order of its rows, without empty ones and without repeated ids.
 
     Args:
-        table: the rows; bad ones are told to its `skips`.
+        table: the rows; its `skips` counts bad ones.
         main_column: images, texts, or lists of texts, whose ids then are `ID#0`, `ID#1`, …
         modality: what it holds.
         title_column: joined in front of a text.
@@ -169,44 +176,58 @@ def table_corpus(
         what: names a text in errors.
     """
     column = Column(table, main_column, modality, lists=modality == "text")
-    rows, there = column.row_of_values(), column.filled()
-    titles = None if title_column is None or column.is_list else Column(table, title_column, "text")
-    if titles is not None:
-        there = there | titles.filled()
+    rows = column.row_of_values()
+    filled = column.filled()
+    titles = None
+    if title_column is not None and not column.is_list:
+        titles = Column(table, title_column, "text")
+        # A title alone is a text too.
+        filled = filled | titles.filled()
+    if modality == "image":
+        what = "image"
+        table.skip_rows(f"no image in column {main_column!r}", rows[~filled], "fill it in or remove the row")
+    else:
+        table.skip_rows(f"empty {what}", rows[~filled], "fill it in or remove it")
+    names = _names(table, id_column, rows if column.is_list else None)
+    position: dict[str, int] = {}  # of each id's value
+    for i in np.flatnonzero(filled).tolist():
+        name = names[i]
+        if name is None:
+            table.skips.bad(f"{what} without an id", table.where(int(rows[i])), "give it one")
+        elif name in position:
+            table.skips.bad(f"{what} with an id used before", table.where(int(rows[i])), f"{name!r} is a duplicate")
+        else:
+            position[name] = i
+    table.skips.demand(len(position), what)
+    kept = np.array(list(position.values()), dtype=np.int64)
+    items = Picked(Texts(column, titles) if modality == "text" else ColumnImages(table, column), kept)
+    further = metadata_columns(table, columns, rows[kept]) if columns else None
+    if label_column is None:
+        return Corpus(list(position), items, modality, columns=further)
+    labels = labels_of_column(table, label_column).take(kept)
+    return Corpus(list(position), items, modality, labels=labels.numbers, class_names=labels.names, columns=further)
+
+
+def _names(table: DataTable, id_column: str | None, list_rows: np.ndarray | None) -> list[str | None]:
+    """The id of each value; `list_rows` are the rows of values in lists, which are numbered within each row."""
     names: list[str | None] = [str(row) for row in range(len(table))]
     if id_column is not None:
         values = Column(table, id_column, "text").values(np.arange(len(table))).tolist()
         names = [None if value is None else str(value) for value in values]
-    if column.is_list:
-        place = np.arange(len(rows)) - np.searchsorted(rows, rows, side="left")  # 0, 1, 2, … within each row
-        names = [f"{names[row]}#{k}" for row, k in zip(rows, place)]
-    reason, mend = f"empty {what}", "fill it in or remove it"
-    if modality == "image":
-        what, reason, mend = "image", f"no image in column {main_column!r}", "fill it in or remove the row"
-    empty = rows[~there]
-    if len(empty):
-        table.skips.bad(reason, table.where(int(empty[0])), mend, len(empty))
-    ids: dict[str, int] = {}  # and the position of their values
-    for i in np.flatnonzero(there).tolist():
-        name = names[i]
-        if name is None:
-            table.skips.bad(f"{what} without an id", table.where(int(rows[i])), "give it one")
-        elif name in ids:
-            table.skips.bad(f"{what} with an id used before", table.where(int(rows[i])), f"{name!r} stands twice")
-        else:
-            ids[name] = i
-    table.skips.demand(len(ids), what)
-    kept = np.array(list(ids.values()), dtype=np.int64)
-    labels, classes = (None, None) if label_column is None else labels_of_column(table, label_column).take(kept)
-    items = Texts(column, titles) if modality == "text" else ColumnImages(table, column)
-    further = metadata_columns(table, columns, rows[kept]) if columns else None
-    return Corpus(list(ids), Picked(items, kept), modality, labels=labels, class_names=classes, columns=further)
+    if list_rows is None:
+        return names
+    # 0, 1, 2, … within each row: the rows ascend.
+    place = np.arange(len(list_rows)) - np.searchsorted(list_rows, list_rows, side="left")
+    return [None if names[row] is None else f"{names[row]}#{k}" for row, k in zip(list_rows, place)]
 
 
 def corpora(pairs: PairDataset) -> tuple[Corpus, Corpus]:
     """The left and the right items of pairs, to embed: by their ids in a BEIR folder, else by their numbers."""
-    queries, documents = getattr(pairs, "queries", None), getattr(pairs, "corpus", None)
+    queries = getattr(pairs, "queries", None)
+    documents = getattr(pairs, "corpus", None)
+    # A BEIR folder has names for its items; all other pairs have numbers only.
     if isinstance(queries, Corpus) and isinstance(documents, Corpus):
         return queries, documents
     left = Corpus([str(i) for i in range(pairs.num_left)], pairs.left_items, pairs.left_modality)
-    return left, Corpus([str(i) for i in range(pairs.num_right)], pairs.right_items, pairs.right_modality)
+    right = Corpus([str(i) for i in range(pairs.num_right)], pairs.right_items, pairs.right_modality)
+    return left, right

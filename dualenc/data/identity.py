@@ -1,9 +1,8 @@
-"""What tells one set of items from another: a checksum that notices changed contents under the same names.
+"""Data fingerprints: checksums of item contents, to refuse resuming on changed data.
 
 Nothing depends on workers, processes or folders above the data: the same files give the same checksum wherever they
-lie, every time they are read. What is read in full is told apart by its contents alone. Of huge sets only a sample of
-the contents is read; there files count with size and time of change besides, so copy them with their times (`cp -p`,
-`rsync -t`).
+are. Sets that are read in full are identified by their contents alone. Of huge sets only a sample of the contents is
+read; sizes and modification times of files count there too, so copy them with their times (`cp -p`, `rsync -t`).
 """
 
 from __future__ import annotations
@@ -12,27 +11,24 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from dualenc.errors import BadSample
 from dualenc.files import open_regular
-from dualenc.types import Modality
+from dualenc.types import Items, Modality
 
-if TYPE_CHECKING:
-    from dualenc.data.pairs import Items
-
-MOST_TEXTS = 1 << 21
+MAX_TEXTS = 1 << 21
 """Sets of more texts are sampled."""
-MOST_IMAGES = 1 << 16
+MAX_IMAGES = 1 << 16
 """Sets of more images are sampled."""
 SAMPLED_TEXTS = 1 << 18
 SAMPLED_IMAGES = 1 << 12
 
 _TEXT_BLOCK, _IMAGE_BLOCK = 1 << 14, 1 << 8  # items whose contents are in memory together
-_MOST_BYTES = 1 << 26  # larger files than that are sampled
+_MAX_BYTES = 1 << 26  # larger files than that are sampled
 _PIECE, _PIECES = 1 << 16, 64
 _MODULUS = 1 << 128
 
@@ -41,30 +37,34 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
     """Checksum of items in their order, in hexadecimal.
 
     Vectors, and up to 2,097,152 texts or 65,536 images, are read in full. Of more, a fixed random sample (262,144
-    texts, 4,096 images) is read; of all the others only what is known without reading counts: the length of a text in a
-    table, the name, size and time of change of an image file. Files in tars count with their place in the tar and the
+    texts, 4,096 images) is read; of the others only metadata count: the length of a text in a table, the name, size and
+    modification time of an image file. Files in tars count with their place in the tar and the
     tar's own checksum (`file_identity`). An item that cannot be read counts as such.
 
     Args:
-        items: N raw items. A collection may have a method `identities(rows, read) -> sequence of bytes` that tells
-            its items apart in bulk without decoding them.
+        items: N raw items. A collection may have a method `identities(rows, read) -> sequence of bytes` that
+            identifies its items in bulk without decoding them.
         modality: of the items.
     """
-    most, sampled = (MOST_TEXTS, SAMPLED_TEXTS) if modality != "image" else (MOST_IMAGES, SAMPLED_IMAGES)
-    block = _TEXT_BLOCK if modality != "image" else _IMAGE_BLOCK
-    every = range(len(items))
-    passes: list[tuple[range | np.ndarray, bool]] = [(every, True)]
-    if len(items) > most and modality != "vector":
-        passes = [(every, False), (np.unique(np.random.default_rng(0).integers(len(items), size=sampled)), True)]
+    if modality == "image":
+        max_read, sampled, block = MAX_IMAGES, SAMPLED_IMAGES, _IMAGE_BLOCK
+    else:
+        max_read, sampled, block = MAX_TEXTS, SAMPLED_TEXTS, _TEXT_BLOCK
+    all_rows = np.arange(len(items))
+    passes = [(all_rows, True)]
+    if len(items) > max_read and modality != "vector":
+        # The seed is fixed: every process and every run looks at the same sample.
+        sample = np.unique(np.random.default_rng(0).integers(len(items), size=sampled))
+        passes = [(all_rows, False), (sample, True)]
     digest = hashlib.blake2b(f"{len(items)} {modality}".encode(), digest_size=16)
     for rows, read in passes:
         for start in range(0, len(rows), block):
-            _add(digest, identities(items, np.asarray(rows[start : start + block], dtype=np.int64), read))
+            _add(digest, identities(items, rows[start : start + block], read))
     return digest.hexdigest()
 
 
 def identities(items: Items, rows: np.ndarray, read: bool) -> Sequence[bytes]:
-    """What tells each item of some rows (n,) from others, by its contents (`read`) or by what is known without them."""
+    """The identity of each item of some rows (n,): its contents (`read`), or metadata that cost no reading."""
     in_bulk: Callable[[np.ndarray, bool], Sequence[bytes]] | None = getattr(items, "identities", None)
     if in_bulk is not None:
         return in_bulk(rows, read)
@@ -76,28 +76,31 @@ def identities(items: Items, rows: np.ndarray, read: bool) -> Sequence[bytes]:
             item: Any = items[row]
         except BadSample:
             result.append(b"unreadable")
+            continue
+        if isinstance(item, Image.Image):
+            result.append(f"{item.mode} {item.size} ".encode() + item.tobytes())
         else:
-            image = isinstance(item, Image.Image)
-            result.append(f"{item.mode} {item.size} ".encode() + item.tobytes() if image else _bytes(item))
+            result.append(_bytes(item))
     return result
 
 
 def file_identity(path: Path, read: bool = True) -> bytes:
-    """Size and contents of a file; size and time of change if it is not read.
+    """Size and contents of a file; size and modification time if it is not read.
 
-    A file above 64 MiB is not read in full but in 64 pieces spread over it, and its time of change counts besides.
+    A file above 64 MiB is not read in full but in 64 pieces spread over it, and its modification time counts too.
     """
     try:
         with open_regular(path) as stream:
-            size = path.stat().st_size
-            changed = path.stat().st_mtime_ns
+            status = path.stat()
+            size, changed = status.st_size, status.st_mtime_ns
             if not read:
                 return f"{size} {changed}".encode()
             digest = hashlib.blake2b(digest_size=16)
-            if size <= _MOST_BYTES:
+            if size <= _MAX_BYTES:
                 while piece := stream.read(1 << 20):
                     digest.update(piece)
                 return f"{size} {digest.hexdigest()}".encode()
+            # Pieces all over the file: a rewritten file differs nearly everywhere.
             for offset in np.linspace(0, size - _PIECE, _PIECES).astype(np.int64).tolist():
                 stream.seek(offset)
                 digest.update(stream.read(_PIECE))

@@ -1,145 +1,20 @@
-"""Decoding images: always upright, three channels, 8 bits; what cannot be decoded is a bad sample."""
+"""Image files: found in folders, and read as items."""
 
 from __future__ import annotations
 
-import io
 import os
-import re
-import subprocess
-import sys
-import warnings
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
 from dualenc.data.identity import file_identity
-from dualenc.errors import BadSample, DualencError
-from dualenc.files import open_regular
+from dualenc.decoding import open_image
+from dualenc.errors import DualencError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
-
-MOST_BYTES = 256 << 20
-"""Files of images above that many bytes are not read."""
-MOST_PIXELS = 89_478_485
-"""Images with more pixels are not decoded (a quarter of a GB in memory), unless `PIL.Image.MAX_IMAGE_PIXELS` is set."""
-
-_ORIENTATION = 0x0112  # EXIF tag
-_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-"""What is decoded in data. Other plugins of Pillow start programs (Ghostscript, for EPS), read no images of a data set,
-or do not report the true size (an ICO file holds a PNG of any size)."""
-UPLOAD_FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
-"""What strangers may send: decoded in little more memory than the pixels need, without holding Python's lock."""
-UPLOAD_MEMORY = 1 << 30
-"""Bytes that the process may use that decodes an upload."""
-UPLOAD_SECONDS = 10.0
-MAX_UPLOAD_SIDE = 4096
-"""Pixels; larger uploads are made smaller before they leave the process."""
-MAX_UPLOAD_RATIO = 64
-"""Of an upload's sides: models scale the shorter one to theirs, and the longer one would take gigabytes."""
-
-
-def decode_image(data: bytes, where: str, formats: tuple[str, ...] | None = None) -> Image.Image:
-    """Decode a whole image file to an upright RGB image.
-
-    Args:
-        data: contents of the file.
-        where: names it in errors.
-        formats: what Pillow calls the formats that are allowed; by default those of `_FORMATS` that it was built with.
-
-    Raises:
-        BadSample: the bytes are not a complete image of such a format, or the image has more than 89,478,485 pixels.
-    """
-    formats = _formats() if formats is None else formats
-    if len(data) > MOST_BYTES:
-        raise BadSample(
-            f"{where}: image of {len(data):,} bytes, where {MOST_BYTES:,} are allowed; replace or remove it"
-        )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # counted below, without a second bound
-            image: Image.Image = Image.open(io.BytesIO(data), formats=formats)
-            most = Image.MAX_IMAGE_PIXELS or MOST_PIXELS
-            if image.width * image.height > most:
-                raise ValueError(f"{image.width} x {image.height} pixels are more than {most:,}")
-            if image.getexif().get(_ORIENTATION, 1) != 1:
-                image = ImageOps.exif_transpose(image)
-            return image.convert("RGB")
-    except UnidentifiedImageError:
-        reason = f"it is no image of a known format: {', '.join(formats)}"
-    except Exception as error:  # Pillow's plugins raise many kinds on broken files
-        # In one line, without the address of the buffer that Pillow read from.
-        reason = re.sub(r"<_io\.[^>]*>", "it", " ".join(str(error).split())) or type(error).__name__
-    raise BadSample(f"{where}: image cannot be decoded ({reason}); replace or remove it")
-
-
-def decode_upload(data: bytes, where: str) -> Image.Image:
-    """Decode an image that a stranger has sent, in a process of its own with bounds on formats, memory, time and shape.
-
-    Raises:
-        BadSample: what `decode_image` raises, or a bound is exceeded.
-    """
-    script = "import sys; from dualenc.data import images; images._decode_upload(sys.argv[1], int(sys.argv[2]))"
-    command = [sys.executable, "-c", script, where, str(UPLOAD_MEMORY)]
-    # The math libraries would reserve memory for each processor.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    try:
-        run = subprocess.run(command, input=data, capture_output=True, env=environment, timeout=UPLOAD_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise BadSample(f"{where}: image is not decoded within {UPLOAD_SECONDS:g} s; send a smaller one") from None
-    if run.returncode:
-        told = run.stderr.decode(errors="replace").strip().splitlines()
-        is_known = run.returncode == 1 and told and told[-1].startswith(where)
-        raise BadSample(told[-1] if is_known else f"{where}: image cannot be decoded; replace it")
-    return decode_image(run.stdout, where, ("PPM",))
-
-
-def _decode_upload(where: str, memory: int) -> None:
-    """The process of `decode_upload`: an image file on stdin, PPM on stdout, the reason of a refusal on stderr."""
-    with suppress(ImportError, ValueError):  # Windows has none, and macOS may refuse
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    try:
-        image = decode_image(sys.stdin.buffer.read(), where, UPLOAD_FORMATS)
-    except BadSample as error:
-        sys.exit(str(error))
-    if max(image.size) > MAX_UPLOAD_RATIO * min(image.size):
-        sys.exit(f"{where}: image of {image.width} x {image.height} pixels is too narrow to search with; crop it")
-    image.thumbnail((MAX_UPLOAD_SIDE, MAX_UPLOAD_SIDE))
-    image.save(sys.stdout.buffer, "PPM")
-
-
-@cache
-def _formats() -> tuple[str, ...]:
-    """The formats that this Pillow was built with."""
-    Image.init()
-    return tuple(name for name in _FORMATS if name in Image.OPEN)
-
-
-def open_image(path: str | os.PathLike[str]) -> Image.Image:
-    """Read an image file as an upright RGB image.
-
-    Raises:
-        BadSample: the file is missing, no regular file (a folder, device, pipe), above 256 MiB, or does not decode.
-    """
-    try:
-        with open_regular(path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size > MOST_BYTES:
-                raise DualencError(f"{path}: file of {size:,} bytes, where an image may have {MOST_BYTES:,}; remove it")
-            data = stream.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise BadSample(f"{path}: image cannot be read ({error.strerror or error}); check the path") from None
-    except DualencError as error:
-        raise BadSample(str(error)) from None
-    except ValueError as error:  # a name with a NUL byte
-        raise BadSample(f"{str(path)!r}: image cannot be read ({error}); check the path") from None
-    return decode_image(data, str(path))
 
 
 class ImageFiles:
@@ -155,7 +30,7 @@ class ImageFiles:
         return open_image(self.root / self.names[index])
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """As `dualenc.data.identity` asks for: name and what `file_identity` tells."""
+        """Identities for `dualenc.data.identity`: name and `file_identity`."""
         names = (self.names[row] for row in rows.tolist())
         return [name.encode(errors="surrogateescape") + b" " + file_identity(self.root / name, read) for name in names]
 
@@ -171,19 +46,23 @@ def find_images(folder: str | os.PathLike[str]) -> list[str]:
     root = Path(folder)
     if not root.is_dir():
         raise DualencError(f"{folder}: no such folder; give a folder of images")
-    names, seen = [], set()
-    waiting = deque([root])  # links to folders are followed after all real folders, and each folder is read once
+    names = []
+    seen = set()
+    # Links to folders wait until all real folders are read, and each folder is read once.
+    waiting = deque([root])
     while waiting:
         for parent, subfolders, files in os.walk(waiting.popleft(), onerror=_unreadable_folder):
-            at = os.stat(parent)
-            if (at.st_dev, at.st_ino) in seen:
+            # By device and inode, which links cannot disguise.
+            status = os.stat(parent)
+            if (status.st_dev, status.st_ino) in seen:
                 subfolders.clear()
                 continue
-            seen.add((at.st_dev, at.st_ino))
+            seen.add((status.st_dev, status.st_ino))
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             waiting.extend(Path(parent, name) for name in subfolders if os.path.islink(Path(parent, name)))
             inside = Path(parent).relative_to(root)
-            names += [(inside / f).as_posix() for f in files if f.lower().endswith(IMAGE_SUFFIXES) and f[0] != "."]
+            images = [name for name in files if name.lower().endswith(IMAGE_SUFFIXES) and name[0] != "."]
+            names += [(inside / name).as_posix() for name in images]
     if not names:
         raise DualencError(f"{folder}: no image in this folder; known are {', '.join(IMAGE_SUFFIXES)}")
     return sorted(names)

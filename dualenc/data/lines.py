@@ -1,4 +1,4 @@
-"""Text files of records (jsonl, json, csv, tsv, plain text), read line by line so that errors name file and line."""
+"""Readers of text files (jsonl, json, csv, tsv, plain text), line by line so that errors name file and line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 
 from tqdm import tqdm
 
-from dualenc.data.pairs import Skips
+from dualenc.data.skips import Skips
 from dualenc.errors import DualencError
 from dualenc.files import open_regular
 
@@ -26,23 +26,23 @@ Numbered = tuple[int, dict[str, Any]]
 
 
 def file_format(path: Path) -> str:
-    """The suffix that says how to read a file, in lower case, `.gz` put aside."""
+    """The suffix that decides how a file is read, in lower case and without `.gz`."""
     return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
 
 
-MOST_LINE_BYTES = 64 << 20
-"""Longer lines are no samples: they are left out unread."""
-MOST_LIST_BYTES = 1 << 30
-"""A JSON list of records is read whole, up to that size."""
+MAX_LINE_BYTES = 64 << 20
+"""Longer lines are skipped unread."""
+MAX_LIST_BYTES = 1 << 30
+"""Size up to which a JSON list of records is read, as a whole."""
 
 
 def read_records(path: Path, skips: Skips, quotes: bool = True) -> Iterator[Numbered]:
-    """Yield (line number from 1, record) for each record of a file; gzip is undone on the fly.
+    """Yield (line number from 1, record) for each record of a file, decompressed on the fly.
 
     Args:
-        path: a .jsonl, .ndjson, .json, .csv, .tsv or .txt file, possibly with .gz behind. A .json file holds a
+        path: a .jsonl, .ndjson, .json, .csv, .tsv or .txt file, or one of these with .gz. A .json file holds a
             list of records or one record per line; a .txt file one text per line, as {"text": …}.
-        skips: is told of malformed lines, and of lines above 64 MiB.
+        skips: counts malformed lines, and lines above 64 MiB.
         quotes: whether `"` encloses fields of csv and tsv files; False takes every character as it is.
 
     Raises:
@@ -60,7 +60,8 @@ def read_records(path: Path, skips: Skips, quotes: bool = True) -> Iterator[Numb
             yield from _json_records(path, stream, skips)
         elif suffix == ".txt":
             for number, line in _text_lines(path, stream, skips):
-                if line.strip():  # blank lines separate and are no samples
+                # Blank lines separate and are no samples.
+                if line.strip():
                     yield number, {"text": line}
         else:
             yield from _separated(path, stream, skips, "," if suffix == ".csv" else "\t", quotes)
@@ -79,18 +80,20 @@ def read_text_lines(path: Path, skips: Skips) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def open_stream(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, its gzip undone, with a progress bar that shows itself after two seconds.
+    """Open a file for reading, decompressed, with a progress bar that appears after two seconds.
 
     Raises:
-        DualencError: the file is missing or no regular file; what reading it in the block tells: not UTF-8, malformed
+        DualencError: the file is missing or no regular file; or, of the reading in the block: not UTF-8, malformed
             csv, a broken gzip file, an error of the disk.
     """
     try:
         with open_regular(path) as raw:
             size = os.fstat(raw.fileno()).st_size
             with tqdm(total=size, desc=path.name, unit="B", unit_scale=True, delay=2, leave=False) as bar:
-                counted = cast(BinaryIO, io.BufferedReader(_Counted(raw, bar), 1 << 20))
-                yield cast(BinaryIO, gzip.GzipFile(fileobj=counted)) if path.suffix.lower() == ".gz" else counted
+                stream = cast(BinaryIO, io.BufferedReader(_Counted(raw, bar), 1 << 20))
+                if path.suffix.lower() == ".gz":
+                    stream = cast(BinaryIO, gzip.GzipFile(fileobj=stream))
+                yield stream
     except UnicodeDecodeError as error:
         raise DualencError(f"{path}: not UTF-8 text ({error.reason}); convert the file to UTF-8") from None
     except csv.Error as error:
@@ -102,10 +105,11 @@ def open_stream(path: Path) -> Iterator[BinaryIO]:
 
 
 class _Counted(io.RawIOBase):
-    """A readable stream that tells a progress bar how many bytes went through."""
+    """A readable stream that advances a progress bar by the bytes read."""
 
     def __init__(self, stream: BinaryIO, bar: tqdm) -> None:
-        self.stream, self.bar = stream, bar
+        self.stream = stream
+        self.bar = bar
 
     def readable(self) -> bool:
         return True
@@ -118,23 +122,25 @@ class _Counted(io.RawIOBase):
 
 
 def _byte_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines with their ends; a line that is too long is left out, without ever being in memory."""
+    """Numbered lines with their ends; a line that is too long is skipped without being in memory."""
     number = 0
-    while line := stream.readline(MOST_LINE_BYTES + 1):
+    while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
-        if len(line) <= MOST_LINE_BYTES:
+        if len(line) <= MAX_LINE_BYTES:
             yield number, line
             continue
+        # The rest of the line is read in pieces that are dropped.
         while line and not line.endswith(b"\n"):
-            line = stream.readline(MOST_LINE_BYTES)
-        reason = f"line above {MOST_LINE_BYTES >> 20} MiB"
+            line = stream.readline(MAX_LINE_BYTES)
+        reason = f"line above {MAX_LINE_BYTES >> 20} MiB"
         skips.bad(reason, f"{path}:{number}", "write one record on each line")
 
 
 def _text_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[int, str]]:
     for number, line in _byte_lines(path, stream, skips):
         try:
-            yield number, line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8-sig" if number == 1 else "utf-8")
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            yield number, text.removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
             skips.bad("line that is not UTF-8 text", f"{path}:{number}", f"{error.reason}; convert the file to UTF-8")
 
@@ -155,25 +161,30 @@ def _json_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered
 
 
 def _json_fault(error: ValueError | RecursionError) -> str:
-    """Why JSON cannot be read; numbers of thousands of digits are a plain ValueError."""
+    """Why JSON cannot be read."""
     if isinstance(error, json.JSONDecodeError):
         return error.msg
     if isinstance(error, UnicodeDecodeError):
         return error.reason
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    # Numbers of thousands of digits are a plain ValueError, with advice for programmers behind the semicolon.
+    return str(error).partition(";")[0]
 
 
 def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered]:
-    """A list of records is read whole; anything else is taken line by line."""
+    """Records of a list, which is read as a whole, or of lines."""
+    # To look at the first byte without consuming it.
     stream = cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, stream)))
     if stream.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":  # type: ignore[attr-defined]
         yield from _json_lines(path, stream, skips)
         return
-    data = stream.read(MOST_LIST_BYTES + 1)
-    if len(data) > MOST_LIST_BYTES:
-        raise DualencError(f"{path}: a JSON list above {MOST_LIST_BYTES >> 20} MiB; write one record on each line")
+    data = stream.read(MAX_LIST_BYTES + 1)
+    if len(data) > MAX_LIST_BYTES:
+        raise DualencError(f"{path}: a JSON list above {MAX_LIST_BYTES >> 20} MiB; write one record on each line")
     try:
         records = json.loads(data)
+    # `open_stream` explains it.
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:
@@ -187,7 +198,7 @@ def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Number
 
 
 class _Lines:
-    """Lines of a text stream for the csv module, which asks for the next even after it met one that is too long."""
+    """Lines of a text stream for the csv module, which reads on after an error for a line that is too long."""
 
     def __init__(self, text: io.TextIOWrapper) -> None:
         self.text = text
@@ -196,29 +207,31 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        line = self.text.readline(MOST_LINE_BYTES + 1)
+        line = self.text.readline(MAX_LINE_BYTES + 1)
         if not line:
             raise StopIteration
-        if len(line) > MOST_LINE_BYTES:
+        if len(line) > MAX_LINE_BYTES:
             while line and not line.endswith(("\n", "\r")):
-                line = self.text.readline(MOST_LINE_BYTES)
-            raise csv.Error(f"line above {MOST_LINE_BYTES >> 20} MiB")
+                line = self.text.readline(MAX_LINE_BYTES)
+            raise csv.Error(f"line above {MAX_LINE_BYTES >> 20} MiB")
         return line
 
 
 def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quotes: bool) -> Iterator[Numbered]:
-    csv.field_size_limit(MOST_LINE_BYTES)  # the default refuses documents longer than 131,072 characters
+    # The default refuses documents longer than 131,072 characters.
+    csv.field_size_limit(MAX_LINE_BYTES)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     quoting = {"quoting": csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE}
     rows = csv.reader(_Lines(text), delimiter=delimiter, strict=True, **quoting)  # type: ignore[arg-type]
     header = next(rows, None)
     if header is None:
         raise DualencError(f"{path}: empty file; its first line must name the columns")
+    # The csv module reads UTF-16 as text with NUL characters, without an error.
     if any("\0" in name for name in header):
         raise DualencError(f"{path}:1: NUL characters in the header, as in UTF-16; convert the file to UTF-8")
-    twice = next((name for i, name in enumerate(header) if name.strip() and name in header[:i]), None)
-    if twice is not None:
-        raise DualencError(f"{path}:1: two columns are called {twice!r}; rename one of them")
+    duplicate = next((name for i, name in enumerate(header) if name.strip() and name in header[:i]), None)
+    if duplicate is not None:
+        raise DualencError(f"{path}:1: two columns are called {duplicate!r}; rename one of them")
     while True:
         before = rows.line_num
         try:
@@ -227,9 +240,11 @@ def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quote
         except StopIteration:
             return
         except csv.Error as error:
-            row, fault = ["?"] * (len(header) + 1), str(error)
+            row = ["?"] * (len(header) + 1)
+            fault = str(error)
         if len(row) == len(header):
             yield rows.line_num, dict(zip(header, row, strict=True))
-        elif row:  # a stray quote swallows lines up to the next one: all of them are lost
+        elif row:
+            # A stray quote swallows the lines up to the next quote: all of them are lost, and counted.
             mend = f"{fault}: quote fields that hold the delimiter, or pass quotes=False if quotes are characters"
             skips.bad("malformed line", f"{path}:{before + 1}", mend, max(1, rows.line_num - before))

@@ -1,17 +1,17 @@
-"""Several sources of pairs in one training: ids one after the other, a prompt and a weight for each."""
+"""Mixtures: several sources of pairs in one training, each with a weight and prompts."""
 
 from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from dualenc.data.identity import digest_of, identities
-from dualenc.data.pairs import Items, PairDataset, Ragged
+from dualenc.data.columns import Joined
+from dualenc.data.identity import digest_of
+from dualenc.data.pairs import PairDataset, Ragged
 from dualenc.errors import DualencError
 from dualenc.types import Side
 
@@ -24,11 +24,11 @@ class Mixture(PairDataset):
         Mixture({"papers": BeirPairs("papers"), "medical": BeirPairs("medquad")}, weights={"medical": 2.0})
 
     Ids of a source begin where those of the sources before it end, so that what objectives remember of an item stays
-    with it. Its items are items of their own, also where their text stands in another source too. The corpus of the
-    global loss is that of all sources together.
+    with it. Equal texts of different sources are different items. The corpus of the global loss is that of all sources
+    together.
 
-    Mined negatives, weights of pairs and a teacher's scores are taken over from the sources that bring them; in the
-    others a pair has no negatives, the weight 1 and no score.
+    Mined negatives, weights of pairs and a teacher's scores come from the sources that have them; in the others a pair
+    has no negatives, the weight 1 and no score.
 
     In an epoch each pair of a source of weight w comes w times: of M pairs round(w·M) are drawn, every one ⌊w⌋ or ⌈w⌉
     times (see `dualenc.batching.mixture.MixtureBatches`). So the share of a source is its size times its weight over
@@ -37,8 +37,8 @@ class Mixture(PairDataset):
     Args:
         sources: pairs by a name of letters, digits, "_" and "-".
         weights: by name, above 0; 1 for sources that are not named.
-        left_prompts: by name, what is put before every left text of a source, behind the model's own prompt.
-        right_prompts: by name, what is put before every right text, mined negatives included; likewise.
+        left_prompts: by name, put before every left text of a source, behind the model's own prompt.
+        right_prompts: by name, put before every right text, mined negatives included; likewise.
         batches: "mixed", or "one_source" for batches whose pairs are all of one source.
 
     Attributes:
@@ -62,37 +62,31 @@ class Mixture(PairDataset):
     ) -> None:
         if not sources:
             raise DualencError("Mixture: sources is empty; name at least one")
-        self.sources = dict(sources)
-        given_weights, prompts = weights or {}, {"left": left_prompts or {}, "right": right_prompts or {}}
-        for argument, given in (("weights", given_weights), *((f"{side}_prompts", of) for side, of in prompts.items())):
-            if unknown := [name for name in given if name not in self.sources]:
-                raise DualencError(
-                    f"Mixture: {argument} names {unknown[0]!r}, which is no source; there are {', '.join(self.sources)}"
-                )
-        self.source_weights = {name: _weight(name, given_weights.get(name, 1.0)) for name in self.sources}
         if batches not in get_args(SourceBatches):
             raise DualencError(f"Mixture: batches is {batches!r}; choose mixed or one_source")
+        self.sources = dict(sources)
         self.batches = batches
-        _check_sources(self.sources, prompts)
+        left = dict(left_prompts or {})
+        right = dict(right_prompts or {})
+        arguments = {"weights": weights or {}, "left_prompts": left, "right_prompts": right}
+        for argument, values in arguments.items():
+            _check_names(argument, values, self.sources)
+        self.source_weights = {name: _weight(name, (weights or {}).get(name, 1.0)) for name in self.sources}
+        _check_sources(self.sources, {"left": left, "right": right})
+        self.prompts = {
+            name: (left.get(name, ""), right.get(name, "")) for name in self.sources if name in left or name in right
+        }
         parts = list(self.sources.values())
         self.views = parts[0].views
         self.skipped = sum(part.skipped for part in parts)
-        self.prompts = {
-            name: (prompts["left"].get(name, ""), prompts["right"].get(name, ""))
-            for name in self.sources
-            if name in prompts["left"] or name in prompts["right"]
-        }
-        of_left, of_right = ([prompts[side].get(name, "") for name in self.sources] for side in ("left", "right"))
-        left_items = _Joined([part.left_items for part in parts], of_left)
-        right_items = left_items if self.views else _Joined([part.right_items for part in parts], of_right)
-        negatives, negative_scores = None, None
-        if any(part.negatives is not None for part in parts):
-            lists = [part.negatives or Ragged.from_rows([[]] * len(part)) for part in parts]
-            values = [of.values + first for of, first in zip(lists, right_items.starts)]
-            lengths = np.concatenate([of.lengths for of in lists])
-            negatives = Ragged(np.concatenate(values), np.concatenate([[0], np.cumsum(lengths)]))
-            negative_scores = _filled([part.negative_scores for part in parts], [len(v) for v in values], np.nan)
         self.sizes = [len(part) for part in parts]
+        self._ends = np.cumsum(self.sizes)
+        # Items keep their order by source, so ids are those of the source plus an offset.
+        left_items = Joined([part.left_items for part in parts], [left.get(name, "") for name in self.sources])
+        right_items = left_items
+        if not self.views:
+            right_items = Joined([part.right_items for part in parts], [right.get(name, "") for name in self.sources])
+        negatives, negative_scores = _joined_negatives(parts, right_items.starts)
         super().__init__(
             left_items,
             right_items,
@@ -105,11 +99,10 @@ class Mixture(PairDataset):
             left_modality=parts[0].left_modality,
             right_modality=parts[0].right_modality,
         )
-        self._ends = np.cumsum(self.sizes)
 
     @property
     def is_plain(self) -> bool:
-        """Whether an epoch is a pass over all pairs in any batches, as of one source."""
+        """Whether an epoch is one pass over all pairs in arbitrary batches, as without a mixture."""
         return self.batches == "mixed" and all(weight == 1 for weight in self.source_weights.values())
 
     def source_of(self, indices: np.ndarray) -> np.ndarray:
@@ -117,78 +110,56 @@ class Mixture(PairDataset):
         return np.searchsorted(self._ends, indices, side="right")
 
     def pair_counts(self, side: Side) -> np.ndarray:
-        """(N,) how often each item of a side stands in an epoch's pairs, on average: each pair as often as it comes."""
-        ids, total = (self.left_id, self.num_left) if side == "left" else (self.right_id, self.num_right)
-        return np.bincount(ids, weights=np.repeat(list(self.source_weights.values()), self.sizes), minlength=total)
+        """(N,) the mean number of times that each item of a side occurs in an epoch's pairs."""
+        # In proportion to the weights, because pairs come that often.
+        weights = np.repeat(list(self.source_weights.values()), self.sizes)
+        if side == "left":
+            return np.bincount(self.left_id, weights=weights, minlength=self.num_left)
+        return np.bincount(self.right_id, weights=weights, minlength=self.num_right)
 
     def describe(self) -> list[str]:
         """Each source in words."""
         lines = []
         for name, part in self.sources.items():
             facts = [f"{len(part)} pairs", f"weight {self.source_weights[name]:g}"]
-            of_source = zip(("left", "right"), self.prompts.get(name, ("", "")))
-            facts += [f"{side} prompt {prompt!r}" for side, prompt in of_source if prompt]
+            prompts = zip(("left", "right"), self.prompts.get(name, ("", "")))
+            facts += [f"{side} prompt {prompt!r}" for side, prompt in prompts if prompt]
             lines.append(f"{name} ({', '.join(facts)})")
         return lines
 
     def identities(self) -> dict[str, str]:
-        """Those of every source by its name, and what the mixture makes of them."""
-        of_sources = {
-            f"{name}.{what}": checksum
-            for name, part in self.sources.items()
-            for what, checksum in part.identities().items()
-        }
+        """Those of every source by its name, and the arguments of the mixture."""
+        checksums: dict[str, str] = {}
+        for name, part in self.sources.items():
+            checksums |= {f"{name}.{what}": checksum for what, checksum in part.identities().items()}
         weights = {f"{name}.weight": f"{weight:g}" for name, weight in self.source_weights.items()}
         prompts = {f"{name}.prompts": digest_of(both) for name, both in self.prompts.items()}
-        return {**of_sources, **weights, **prompts, "sources": ", ".join(self.sources), "batches": self.batches}
-
-
-class _Joined:
-    """The items of several collections, one after the other, texts with the prompt of theirs.
-
-    Attributes:
-        starts: where each collection begins, and the end.
-    """
-
-    def __init__(self, parts: Sequence[Items], prompts: Sequence[str]) -> None:
-        self.parts, self.prompts = list(parts), list(prompts)
-        self.starts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def __getitem__(self, index: int) -> Any:
-        number = bisect_right(self.starts, index) - 1
-        item = self.parts[number][index - self.starts[number]]
-        return self.prompts[number] + item if self.prompts[number] else item
-
-    def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
-        """Those of all, in the order of `rows`, with their prompts."""
-        numbers = np.searchsorted(self.starts, rows, side="right") - 1
-        found: list[bytes] = [b""] * len(rows)
-        for number in np.unique(numbers).tolist():
-            places = np.flatnonzero(numbers == number)
-            of_part = identities(self.parts[number], rows[places] - self.starts[number], read)
-            prompt = self.prompts[number].encode()
-            for place, identity in zip(places.tolist(), of_part, strict=True):
-                found[place] = prompt + identity
-        return found
+        return {**checksums, **weights, **prompts, "sources": ", ".join(self.sources), "batches": self.batches}
 
 
 def _weight(name: str, given: Any) -> float:
     """The weight of a source, which must be a number above 0."""
     try:
         weight = float(given)
-        told = f"{weight:g}"
+        text = f"{weight:g}"
     except (TypeError, ValueError, OverflowError):
-        weight, told = math.nan, repr(given)[:40]
+        weight = math.nan
+        text = repr(given)[:40]
     if not 0 < weight < math.inf:
-        raise DualencError(f"Mixture: the weight of {name} is {told}; it must be a number above 0")
+        raise DualencError(f"Mixture: the weight of {name} is {text}; it must be a number above 0")
     return weight
 
 
+def _check_names(argument: str, values: Mapping[str, Any], sources: Mapping[str, PairDataset]) -> None:
+    for name in values:
+        if name not in sources:
+            raise DualencError(
+                f"Mixture: {argument} names {name!r}, which is no source; there are {', '.join(sources)}"
+            )
+
+
 def _check_sources(sources: Mapping[str, PairDataset], prompts: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise what does not fit together."""
+    """Insist that the sources can be trained on together."""
     first_name, first = next(iter(sources.items()))
     for name, pairs in sources.items():
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
@@ -198,38 +169,59 @@ def _check_sources(sources: Mapping[str, PairDataset], prompts: Mapping[str, Map
         if not isinstance(pairs, PairDataset):
             raise DualencError(f"Mixture: source {name} is a {type(pairs).__name__}; give pairs, such as TablePairs")
         if pairs.views != first.views:
-            with_views, without = (name, first_name) if pairs.views else (first_name, name)
+            names = (name, first_name) if pairs.views else (first_name, name)
             raise DualencError(
-                f"Mixture: {with_views} is images alone, in two views each, and {without} is pairs; train on one kind"
+                f"Mixture: {names[0]} is images alone, in two views each, and {names[1]} is pairs; train on one kind"
             )
-        for side, kind, first_kind, dim, first_dim in (
-            ("left", pairs.left_modality, first.left_modality, pairs.left_dim, first.left_dim),
-            ("right", pairs.right_modality, first.right_modality, pairs.right_dim, first.right_dim),
-        ):
-            if kind != first_kind:
-                raise DualencError(
-                    f"Mixture: the {side} side of {name} is {kind}, but that of {first_name} is {first_kind}; mix "
-                    "sources of one kind"
-                )
-            if dim != first_dim:
-                raise DualencError(
-                    f"Mixture: the {side} vectors of {name} have {dim} numbers, but those of {first_name} {first_dim}; "
-                    "embed both with one model"
-                )
-            if not isinstance(prompt := prompts[side].get(name, ""), str):
-                raise DualencError(
-                    f"Mixture: {side}_prompts gives {name} a {type(prompt).__name__}; give a text, or leave it out"
-                )
-            if kind != "text" and name in prompts[side]:
-                raise DualencError(
-                    f"Mixture: {side}_prompts names {name}, whose {side} side is {kind}; prompts are for texts"
-                )
+        for side in ("left", "right"):
+            _check_side(side, name, pairs, first_name, first)
+            _check_prompt(side, name, pairs, prompts[side])
+
+
+def _check_side(side: str, name: str, pairs: PairDataset, first_name: str, first: PairDataset) -> None:
+    """Insist that one side of a source is of the same kind and size as that of the first source."""
+    kind, first_kind = (getattr(source, f"{side}_modality") for source in (pairs, first))
+    if kind != first_kind:
+        raise DualencError(
+            f"Mixture: the {side} side of {name} is {kind}, but that of {first_name} is {first_kind}; mix "
+            "sources of one kind"
+        )
+    dim, first_dim = (getattr(source, f"{side}_dim") for source in (pairs, first))
+    if dim != first_dim:
+        raise DualencError(
+            f"Mixture: the {side} vectors of {name} have {dim} numbers, but those of {first_name} {first_dim}; "
+            "embed both with one model"
+        )
+
+
+def _check_prompt(side: str, name: str, pairs: PairDataset, prompts: Mapping[str, str]) -> None:
+    prompt = prompts.get(name, "")
+    if not isinstance(prompt, str):
+        raise DualencError(
+            f"Mixture: {side}_prompts gives {name} a {type(prompt).__name__}; give a text, or leave it out"
+        )
+    kind = getattr(pairs, f"{side}_modality")
+    if kind != "text" and name in prompts:
+        raise DualencError(f"Mixture: {side}_prompts names {name}, whose {side} side is {kind}; prompts are for texts")
+
+
+def _joined_negatives(parts: Sequence[PairDataset], starts: Sequence[int]) -> tuple[Ragged | None, np.ndarray | None]:
+    """The mined negatives of all sources by their ids in the mixture, and the teacher's scores of these."""
+    if all(part.negatives is None for part in parts):
+        return None, None
+    # Sources without mined negatives have an empty list for each pair.
+    lists = [part.negatives or Ragged.from_rows([[]] * len(part)) for part in parts]
+    values = [ragged.values + first for ragged, first in zip(lists, starts)]
+    lengths = np.concatenate([ragged.lengths for ragged in lists])
+    negatives = Ragged(np.concatenate(values), np.concatenate([[0], np.cumsum(lengths)]))
+    return negatives, _filled([part.negative_scores for part in parts], [len(ids) for ids in values], np.nan)
 
 
 def _filled(parts: Sequence[np.ndarray | None], lengths: Sequence[int], missing: float) -> np.ndarray | None:
     """One array after the other, with a value for those that are missing; None if all are."""
     if all(part is None for part in parts):
         return None
-    return np.concatenate(
-        [np.full(length, missing, np.float32) if part is None else part for part, length in zip(parts, lengths)]
-    )
+    filled = []
+    for part, length in zip(parts, lengths):
+        filled.append(np.full(length, missing, np.float32) if part is None else part)
+    return np.concatenate(filled)

@@ -1,20 +1,15 @@
-"""Training pairs: which left item belongs to which right item, by stable ids; and the count of bad samples."""
+"""Training pairs: which left item belongs to which right item, by stable ids."""
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dualenc.data.identity import digest_of, items_identity
-from dualenc.data.remote import shown
-from dualenc.errors import BadSample, DualencError
-from dualenc.types import Modality, OnError, Side
-
-logger = logging.getLogger("dualenc.data")
+from dualenc.errors import DualencError
+from dualenc.types import Items, Modality, Side
 
 
 class Ragged(NamedTuple):
@@ -42,12 +37,13 @@ class Ragged(NamedTuple):
     @classmethod
     def from_pairs(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
         """Row `k` holds, ascending and without repeats, the values (not negative) of key `k`."""
+        # One number for each (key, value): its order is that of keys first, and equal pairs are equal numbers.
         span = int(values.max(initial=0)) + 1
         unique = np.unique(keys.astype(np.int64) * span + values)
         return cls(unique % span, _offsets(np.bincount(unique // span, minlength=num_keys)))
 
     def row(self, index: int) -> np.ndarray:
-        """The integers of one row."""
+        """The integers of a row."""
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
     def take(self, rows: np.ndarray) -> Ragged:
@@ -55,6 +51,7 @@ class Ragged(NamedTuple):
         starts = self.offsets[rows]
         lengths = self.offsets[np.asarray(rows) + 1] - starts
         offsets = _offsets(lengths)
+        # Each value's place: the start of its row, and its position within the row.
         places = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
         return Ragged(self.values[places], offsets)
 
@@ -64,7 +61,7 @@ class Ragged(NamedTuple):
 
     @property
     def lengths(self) -> np.ndarray:
-        """How many integers each row holds."""
+        """The number of integers in each row."""
         return np.diff(self.offsets)
 
     def padded(self, rows: np.ndarray) -> np.ndarray:
@@ -78,70 +75,6 @@ class Ragged(NamedTuple):
 
 def _offsets(lengths: np.ndarray | list[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-class Skips:
-    """Bad samples of one reader: raised at once, or left out, counted and reported in one line. Never silent.
-
-    Args:
-        source: what is read, as the user named it.
-        on_error: "skip" counts bad samples, "raise" stops at the first one.
-
-    Attributes:
-        counts: number of samples left out for each reason.
-        first: where the first of each reason stands (file:line, or file and row).
-    """
-
-    def __init__(self, source: object, on_error: OnError = "skip") -> None:
-        if on_error not in get_args(OnError):
-            raise DualencError(f"on_error: {on_error!r} is not a choice; take skip or raise")
-        self.source = shown(source)
-        self.on_error = on_error
-        self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
-
-    @property
-    def total(self) -> int:
-        """How many samples were left out."""
-        return self.counts.total()
-
-    def bad(self, reason: str, where: str, mend: str = "mend or remove it", count: int = 1) -> None:
-        """Note `count` bad samples, the first of them at `where`.
-
-        Raises:
-            BadSample: under on_error="raise".
-        """
-        if self.on_error == "raise":
-            raise BadSample(f"{where}: {reason}; {mend}, or pass on_error=skip")
-        self.counts[reason] += count
-        self.first.setdefault(reason, where)
-
-    def describe(self) -> str:
-        """Reasons with their counts and first places, in one line; "" when nothing was left out."""
-        return ", ".join(f"{n} {reason} (first: {self.first[reason]})" for reason, n in self.counts.items())
-
-    def report(self) -> int:
-        """Log what was left out, on the main process only; how many samples that is."""
-        if self.total:
-            from dualenc import distributed  # here, so that reading without bad samples never loads torch
-
-            if distributed.is_main():
-                logger.warning("%s: skipped %d bad samples: %s", self.source, self.total, self.describe())
-        return self.total
-
-    def demand(self, usable: int, what: str) -> None:
-        """Insist that something is left: a `DualencError` if `usable` is 0."""
-        if not usable:
-            reasons = self.describe() or "it is empty"
-            raise DualencError(f"{self.source}: no usable {what}: {reasons}; check the file and the named columns")
-
-
-class Items(Protocol):
-    """Raw items by position: `str`, RGB `PIL.Image`, or `np.ndarray` (D,) for a vector. A list is one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class Pair(NamedTuple):
@@ -175,7 +108,7 @@ class PairDataset:
         left_id: each pair's left id, (M,); by default 0, 1, 2, …
         right_id: each pair's right id, (M,); by default 0, 1, 2, …
         negatives: each pair's mined negatives as right ids, M rows; none by default.
-        weights: (M,) what each pair's loss is multiplied by, 0 or more; by default 1.
+        weights: (M,) factors of each pair's loss, 0 or more; by default 1.
         scores: (M,) a teacher's score of each pair; NaN where it has none.
         negative_scores: its scores of the mined negatives, as `negatives.values` has them; NaN likewise.
         left_modality: "text", "image" or "vector".
@@ -183,7 +116,7 @@ class PairDataset:
 
     Attributes:
         views: True when left and right are the same image, to be augmented twice (unimodal training).
-        skipped: how many bad samples the reader left out.
+        skipped: number of bad samples that the reader left out.
 
     Raises:
         DualencError: ids out of range, unequal lengths, or no pair at all.
@@ -206,8 +139,10 @@ class PairDataset:
         left_modality: Modality = "text",
         right_modality: Modality = "text",
     ) -> None:
-        self.left_items, self.right_items = left_items, right_items
-        self.left_modality, self.right_modality = left_modality, right_modality
+        self.left_items = left_items
+        self.right_items = right_items
+        self.left_modality = left_modality
+        self.right_modality = right_modality
         self.left_id = _checked_ids("left_id", left_id, len(left_items))
         self.right_id = _checked_ids("right_id", right_id, len(right_items))
         if len(self.left_id) != len(self.right_id):
@@ -219,8 +154,8 @@ class PairDataset:
         if negatives is not None and not isinstance(negatives, Ragged):
             negatives = Ragged.from_rows(negatives)
         if negatives is not None:
-            if len(negatives.lengths) != len(self):
-                rows = len(negatives.lengths)
+            rows = len(negatives.lengths)
+            if rows != len(self):
                 raise DualencError(f"negatives has {rows} rows for {len(self)} pairs; give one row per pair")
             _checked_ids("negatives", negatives.values, self.num_right)
         self.negatives = negatives
@@ -234,22 +169,22 @@ class PairDataset:
 
     @property
     def num_left(self) -> int:
-        """How many left items there are."""
+        """The number of left items."""
         return len(self.left_items)
 
     @property
     def num_right(self) -> int:
-        """How many right items there are: the whole corpus."""
+        """The number of right items: the whole corpus."""
         return len(self.right_items)
 
     @property
     def left_dim(self) -> int | None:
-        """Size of the left vectors; None of texts and images."""
+        """Size of the left vectors; None for texts and images."""
         return len(self.left_items[0]) if self.left_modality == "vector" else None
 
     @property
     def right_dim(self) -> int | None:
-        """Size of the right vectors; None of texts and images."""
+        """Size of the right vectors; None for texts and images."""
         return len(self.right_items[0]) if self.right_modality == "vector" else None
 
     def __len__(self) -> int:
@@ -258,43 +193,53 @@ class PairDataset:
     def __getitem__(self, index: int) -> Pair:
         if not -len(self) <= index < len(self):
             raise IndexError(f"pair {index} of {len(self)}")
+        # Negative positions count from the end, as in a list.
         index = int(index) % len(self)
-        left_id, right_id = int(self.left_id[index]), int(self.right_id[index])
+        left_id = int(self.left_id[index])
+        right_id = int(self.right_id[index])
+        # Views share one image, which is decoded once.
         left = self.item("left", left_id)
         right = left if self.views else self.item("right", right_id)
-        negative_ids = () if self.negatives is None else tuple(self.negatives.row(index).tolist())
-        negatives = tuple(self.item("right", i) for i in negative_ids)
-        pair = Pair(index, left_id, right_id, left, right, negatives, negative_ids)
+        pair = Pair(index, left_id, right_id, left, right)
         if self.weights is not None:
             pair = pair._replace(weight=float(self.weights[index]))
         if self.scores is not None:
             pair = pair._replace(score=float(self.scores[index]))
-        if self.negatives is not None and self.negative_scores is not None:
+        if self.negatives is None:
+            return pair
+        negative_ids = tuple(self.negatives.row(index).tolist())
+        pair = pair._replace(negatives=tuple(self.item("right", i) for i in negative_ids), negative_ids=negative_ids)
+        if self.negative_scores is not None:
             start, stop = self.negatives.offsets[index : index + 2].tolist()
             pair = pair._replace(negative_scores=tuple(self.negative_scores[start:stop].tolist()))
         return pair
 
     def item(self, side: Side, item_id: int) -> Any:
         """The raw item of one side by its id; a `BadSample` if it cannot be read (an image that does not decode)."""
-        return (self.left_items if side == "left" else self.right_items)[int(item_id)]
+        items = self.left_items if side == "left" else self.right_items
+        return items[int(item_id)]
 
     def identities(self) -> dict[str, str]:
         """Checksums, in hexadecimal, of the pairs' ids ("pairs"), "negatives", "left_items" and "right_items".
 
         Equal for equal data on every process, whatever files it came from; changed contents under the same ids give
-        other ones (`dualenc.data.identity.items_identity` says what of huge collections is read).
+        other ones (of huge collections as far as `dualenc.data.identity.items_identity` reads them).
         """
+        # Views have one collection: it is read once.
         left = items_identity(self.left_items, self.left_modality)
         same = self.right_items is self.left_items and self.right_modality == self.left_modality
+        negatives = ""
+        if self.negatives is not None:
+            negatives = digest_of(*self.negatives, *_given(self.negative_scores))
         return {
             "pairs": digest_of(self.left_id, self.right_id, *_given(self.weights, self.scores)),
-            "negatives": "" if self.negatives is None else digest_of(*self.negatives, *_given(self.negative_scores)),
+            "negatives": negatives,
             "left_items": left,
             "right_items": left if same else items_identity(self.right_items, self.right_modality),
         }
 
     def identity(self) -> str:
-        """One checksum of all that `identities` tells apart."""
+        """One checksum of `identities`."""
         return digest_of(self.identities().values())
 
     def positives(self, side: Side, ids: np.ndarray) -> np.ndarray:
@@ -308,15 +253,18 @@ class PairDataset:
             (n, K) int64, ascending, padded with -1; K is the largest number of positives among `ids`.
         """
         if side not in self._positives:
-            left = (self.left_id, self.right_id, self.num_left)
-            right = (self.right_id, self.left_id, self.num_right)
-            self._positives[side] = Ragged.from_pairs(*(left if side == "left" else right))
+            if side == "left":
+                positives = Ragged.from_pairs(self.left_id, self.right_id, self.num_left)
+            else:
+                positives = Ragged.from_pairs(self.right_id, self.left_id, self.num_right)
+            self._positives[side] = positives
         return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
 
     def pair_counts(self, side: Side) -> np.ndarray:
-        """(N,) in how many pairs of an epoch each item of a side stands."""
-        ids, total = (self.left_id, self.num_left) if side == "left" else (self.right_id, self.num_right)
-        return np.bincount(ids, minlength=total)
+        """(N,) the number of an epoch's pairs that each item of a side occurs in."""
+        if side == "left":
+            return np.bincount(self.left_id, minlength=self.num_left)
+        return np.bincount(self.right_id, minlength=self.num_right)
 
 
 def _given(*arrays: np.ndarray | None) -> list[np.ndarray]:

@@ -1,11 +1,11 @@
-"""Files behind URLs, read in ranges through fsspec: what is needed, when it is needed, and again when that fails.
+"""Remote files: ranges and whole copies over https, http, s3 and hf, through fsspec.
 
-A read that fails or stalls is tried several times, with growing pauses. A file that changes while it is read is an
-error: ids are positions in a file, and half of one with half of another are no data. What is kept on this machine
-(indexes of tars, copies of tables of lines) is kept by URL, size and the server's ETag or time of change.
+Added to fsspec: retries (its HTTP has none), an error when a file changes while it is read, read-ahead for sequential
+reads only, and error lines without credentials. URLs may come from an untrusted recipe: `dualenc.data.urls.SCHEMES`
+are opened, and no redirect leads from https to anything else.
 
-URLs may come from a recipe, which is untrusted: only the schemes in `SCHEMES` are opened, none of which reaches files
-of this machine, and no redirect leads from https to anything else. What is read is data like that of a file.
+Not its `filecache` and `blockcache`: they compare versions by `ukey`, which over HTTP is the URL alone, so a changed
+file is never noticed; two processes download into the same file; and the cache of blocks grows to the size of the tars.
 """
 
 from __future__ import annotations
@@ -16,145 +16,109 @@ import os
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar, cast
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
-from tqdm import tqdm
+import fsspec
+from fsspec.caching import ReadAheadCache
+from fsspec.callbacks import TqdmCallback
 
+from dualenc.data.cache import cache_folder, unwritable_cache
+from dualenc.data.urls import SCHEMES, check_url, display_name, expand_braces
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.terminal import without_credentials
 
-SCHEMES = {"https": "aiohttp", "http": "aiohttp", "s3": "s3fs", "hf": "huggingface_hub"}
-"""What is opened, and the package behind it."""
 ATTEMPTS = 6
 FIRST_PAUSE = 0.5
 """Seconds before the second attempt; doubled each time."""
 STALL_SECONDS = 30.0
-"""Without a byte for that long an attempt has failed."""
-LARGEST_READ = 4 << 20
-"""Bytes of one request when a file is read from one end to the other."""
+"""An attempt fails after that long without a byte."""
+MAX_READ = 4 << 20
+"""Bytes of one request when a file is read sequentially."""
 
 _FIRST_READ = 64 << 10
-_KEPT = 8  # ranges kept in memory, of each file
-_GAP = 64 << 10  # a read that begins that near behind the last one goes on with it
-_MOST_FILES = 100_000
-_BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MAX_GAP = 64 << 10  # a read that begins this close behind the previous one counts as sequential
 
 Result = TypeVar("Result")
 
 
-class NoRanges(DualencError):
-    """The server sends whole files only."""
-
-
-def is_url(source: object) -> bool:
-    """Whether a source is meant as a URL."""
-    return isinstance(source, str) and re.match(r"[A-Za-z][\w+.-]*(://|::)", source) is not None
-
-
-def shown(source: object) -> str:
-    """A source as it may be printed and written down: a URL without password and query, which may hold a key."""
-    return without_credentials(re.split(r"[?#]", str(source))[0]) if is_url(source) else str(source)
-
-
-def split_url(url: str) -> SplitResult:
-    """The parts of a URL.
-
-    Raises:
-        DualencError: it has none, such as `http://[::1/x`.
-    """
-    try:
-        return urlsplit(url)
-    except ValueError as error:
-        raise DualencError(f"{shown(url)}: cannot be read as a URL ({error}); mend it") from None
-
-
-def url_suffix(url: str) -> str:
-    """The suffix of the file that a URL names, in lower case, `.gz` put aside."""
-    path = PurePosixPath(split_url(url).path)
-    return PurePosixPath(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
-
-
 def expand(url: str) -> list[str]:
-    """The URLs that one means: `{000..123}` counts up, and where files are listed (s3, hf) `*` and `?` match.
+    """The URLs that one names: `{000..123}` counts up, and where files can be listed (s3, hf) `*` and `?` match.
 
     Raises:
         DualencError: a scheme that is not opened, a glob over http, or nothing that matches.
     """
-    _check(url)
-    urls = [url]
-    while match := _BRACES.search(urls[0]):
-        first, last = match[1], match[2]
-        count = int(last) - int(first) + 1
-        if not 0 < count * len(urls) <= _MOST_FILES:
-            raise DualencError(f"{shown(url)}: {match[0]} means no file, or more than {_MOST_FILES:,} together")
-        numbers = [str(int(first) + step).zfill(len(first)) for step in range(count)]
-        urls = [_BRACES.sub(number, one, count=1) for one in urls for number in numbers]
+    check_url(url)
+    urls = expand_braces(url)
     scheme = urlsplit(url).scheme
-    if scheme in ("http", "https") or not any(character in url for character in "*?["):
+    if scheme in ("http", "https"):
         if "*" in urlsplit(url).path:
-            raise DualencError(f"{shown(url)}: files cannot be listed over {scheme}; write {{000..123}} for numbers")
+            raise DualencError(
+                f"{display_name(url)}: files cannot be listed over {scheme}; write {{000..123}} for numbers"
+            )
         return urls
+    if not any(character in url for character in "*?["):
+        return urls
+    # A listing is a request like any other, and tried again.
     found = []
-    for one in urls:
-        names = _tried(shown(one), partial(lambda pattern: _system(pattern).glob(pattern), one))
+    for pattern in urls:
+        names = _attempt(display_name(pattern), partial(_file_system(pattern).glob, pattern))
         found += [f"{scheme}://{name}" for name in names]
     if not found:
-        raise DualencError(f"{shown(url)}: nothing there matches; check the URL")
+        raise DualencError(f"{display_name(url)}: nothing there matches; check the URL")
     return sorted(found)
+
+
+def open_files(urls: Sequence[str]) -> list[RemoteFile]:
+    """Open several URLs at a time: each one costs a request."""
+    # The requests wait for the server, so threads are enough.
+    with ThreadPoolExecutor(max_workers=16) as threads:
+        return list(threads.map(RemoteFile, urls))
 
 
 class RemoteFile:
     """One file behind a URL, read at random; safe to fork, to pickle, and to use from several threads.
-
-    Ranges read one behind the other are fetched in growing pieces, up to `LARGEST_READ`; others alone.
 
     Args:
         url: of one of `SCHEMES`.
 
     Attributes:
         size: in bytes.
-        stamp: the server's ETag or time of change; where it tells none, a checksum of both ends of the file.
+        stamp: the server's ETag or modification time; without either, a checksum of both ends of the file.
 
     Raises:
         DualencError: no such file, not allowed, not reached, or of unknown size.
     """
 
     def __init__(self, url: str) -> None:
-        _check(url)
-        self.url, self._shown = url, shown(url)
-        info = _tried(self._shown, lambda: _told(_system(url), url))
+        check_url(url)
+        self.url = url
+        info = _attempt(str(self), lambda: _info(url))
         if not isinstance(info.get("size"), int):
-            raise DualencError(f"{self}: the server does not tell its size; download it and give the file")
+            raise DualencError(f"{self}: the server does not report its size; download it and give the file")
         self.size = int(info["size"])
-        etag, changed = info.get("ETag") or info.get("etag"), info.get("Last-Modified")
-        self._unchanged: dict[str, str] = {}  # what a web server is to compare
-        if url.startswith("http"):  # s3fs compares by itself
-            # A weak ETag ("W/…") says that contents mean the same, not that they are; servers do not compare by it.
-            if isinstance(etag, str) and etag.startswith('"'):
-                self._unchanged = {"If-Match": etag}
-            elif changed:
-                self._unchanged = {"If-Unmodified-Since": changed}
-        self._told_stamp = stamp = _stamp(info)
+        self._version = _version(info)
+        self._conditions = _conditions(url, info)
         self._reset()
-        if stamp is None:
-            ends = self.read(0, min(self.size, _FIRST_READ)) + self.read(max(0, self.size - _FIRST_READ), _FIRST_READ)
-            stamp = hashlib.sha256(ends).hexdigest()
-        self.stamp = stamp
+        self.stamp = self._version or self._checksum_of_ends()
 
     def _reset(self) -> None:
-        self._kept: OrderedDict[int, bytes] = OrderedDict()
-        self._ahead, self._process, self._lock = 0, os.getpid(), threading.Lock()
-        self._open: Any = None
+        self._file: BinaryIO | None = None
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+
+    def _checksum_of_ends(self) -> str:
+        head = self.read(0, _FIRST_READ)
+        tail = self.read(max(0, self.size - _FIRST_READ), _FIRST_READ)
+        return hashlib.sha256(head + tail).hexdigest()
 
     def __str__(self) -> str:
-        return self._shown
+        return display_name(self.url)
 
     @property
     def name(self) -> str:
@@ -168,11 +132,11 @@ class RemoteFile:
 
     @cached_property
     def key(self) -> str:
-        """For what is kept of the file: another URL, size or stamp gives another one."""
+        """Cache key of URL, size and stamp."""
         return hashlib.sha256(f"{self.url}\n{self.size}\n{self.stamp}".encode()).hexdigest()[:32]
 
     def identity(self) -> bytes:
-        """As `dualenc.data.identity.file_identity`: size and stamp."""
+        """Size and stamp, as `dualenc.data.identity.file_identity` of a local file."""
         return f"{self.size} {self.stamp}".encode()
 
     def read(self, offset: int, size: int) -> bytes:
@@ -180,59 +144,67 @@ class RemoteFile:
 
         Raises:
             DualencError: all attempts failed, the file has changed since it was opened, or the server sends whole
-                files only (`NoRanges`).
+                files only.
         """
-        if self._process != os.getpid():  # a forked child shares its parent's connections
+        # A forked child must not share its parent's connections and lock.
+        if self._process != os.getpid():
             self._reset()
-        end = min(offset + size, self.size)
-        if offset >= end:
-            return b""
         with self._lock:
-            near = False
-            for start, data in self._kept.items():
-                if start <= offset and end <= start + len(data):
-                    self._kept.move_to_end(start)
-                    return data[offset - start : end - start]
-                near |= start <= offset <= start + len(data) + _GAP
-            self._ahead = min(max(2 * self._ahead, _FIRST_READ), LARGEST_READ) if near else 0
-            data = _tried(str(self), lambda: self._fetch(offset, max(end, min(offset + self._ahead, self.size))))
-            self._kept[offset] = data
-            self._kept.move_to_end(offset)
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-            return data[: end - offset]
+            if self._file is None:
+                self._file = self.open()
+            self._file.seek(min(offset, self.size))
+            return self._file.read(size)
 
-    def _fetch(self, start: int, end: int) -> bytes:
-        """One attempt."""
+    def open(self) -> BinaryIO:
+        """An open file for libraries that read files, for this process alone; each read is retried.
+
+        Raises:
+            DualencError: what `read` raises.
+        """
+        # fsspec opens empty files over HTTP as streams that cannot seek.
+        if not self.size:
+            return io.BytesIO()
+        file = _attempt(str(self), self._open)
+        # Retries sit below the cache, so that a library that reads the file never sees a failed read.
+        file.cache = _SequentialReadAhead(0, partial(self._fetch, file.cache.fetcher), self.size)
+        return cast(BinaryIO, file)
+
+    def _open(self) -> Any:
+        options: dict[str, Any] = {}
+        if self._conditions:
+            options["headers"] = self._conditions
+        else:
+            info = _info(self.url)
+            if (info.get("size"), _version(info)) != (self.size, self._version):
+                raise self._changed()
+        if self.url.startswith("http"):
+            # Saves a request; s3fs compares no ETags when it is given.
+            options["size"] = self.size
+        return _file_system(self.url).open(self.url, "rb", cache_type="none", **options)
+
+    def _fetch(self, fetch: Callable[[int, int], bytes], start: int, end: int) -> bytes:
+        return _attempt(str(self), lambda: self._fetch_once(fetch, start, end))
+
+    def _fetch_once(self, fetch: Callable[[int, int], bytes], start: int, end: int) -> bytes:
         try:
-            if self._open is None:
-                info = {} if self._unchanged else _told(_system(self.url), self.url)
-                if info and (info.get("size"), _stamp(info)) != (self.size, self._told_stamp):
-                    raise DualencError(f"{self}: has changed since it was opened; run the same command again")
-                options: dict[str, Any] = {"headers": self._unchanged} if self._unchanged else {}
-                if self.url.startswith("http"):
-                    options["size"] = self.size  # given to s3fs, it would compare no ETags
-                self._open = _system(self.url).open(self.url, "rb", cache_type="none", **options)
-            self._open.seek(start)
-            data = self._open.read(end - start)
+            data = fetch(start, end)
         except Exception as error:
-            self._open = None
-            if "support range requests" in str(error):
-                raise NoRanges(f"{self}: the server sends whole files only; download it and give the file") from None
-            if getattr(error, "status", None) == 412 or "PreconditionFailed" in f"{error!r} {error.__cause__!r}":
-                raise DualencError(f"{self}: has changed since it was opened; run the same command again") from None
+            self._raise_if_changed(error)
             raise
+        # A short answer is a broken connection, or another file.
         if len(data) != end - start:
-            self._open = None
-            if _told(_system(self.url), self.url).get("size") != self.size:
-                raise DualencError(f"{self}: has changed since it was opened; run the same command again")
+            if _info(self.url).get("size") != self.size:
+                raise self._changed()
             raise OSError(f"{len(data):,} of {end - start:,} bytes came")
         return data
 
-    def stream(self, buffered: bool = True) -> BinaryIO:
-        """The file as a stream with a position of its own, for libraries that read files, in small steps or large."""
-        stream = _Stream(self)
-        return cast(BinaryIO, io.BufferedReader(stream, _FIRST_READ) if buffered else stream)
+    def _raise_if_changed(self, error: Exception) -> None:
+        # s3fs turns the server's answer into an OSError.
+        if _status(error) == 412 or re.search("Precondition ?Failed", f"{error!r} {error.__cause__!r}"):
+            raise self._changed() from None
+
+    def _changed(self) -> DualencError:
+        return DualencError(f"{self}: has changed since it was opened; run the same command again")
 
     def copy(self) -> Path:
         """A copy of the whole file in the cache folder, fetched unless it is there.
@@ -240,121 +212,95 @@ class RemoteFile:
         Raises:
             DualencError: what `read` raises, or the cache cannot be written.
         """
-        from dualenc.data.tables import cache_folder
-
         name = re.sub(r"[^\w.-]", "_", self.name)[-100:] or "file"
         target = cache_folder() / "remote" / self.key / name
-        if target.is_file() and target.stat().st_size == self.size:
-            return target
-        try:
-            with (
-                atomic_path(target) as part,
-                open(part, "wb") as out,
-                tqdm(total=self.size, desc=self.name, unit="B", unit_scale=True, delay=2, leave=False) as bar,
-            ):
-                try:
-                    for start in range(0, self.size, LARGEST_READ):
-                        bar.update(out.write(self.read(start, LARGEST_READ)))
-                except NoRanges:
-                    _tried(str(self), lambda: _system(self.url).get_file(self.url, str(part)))
-                    if part.stat().st_size != self.size:
-                        raise DualencError(f"{self}: has changed since it was opened; run it again") from None
-        except OSError as error:
-            reason = f"cannot write the data cache ({error.strerror or error})"
-            raise DualencError(f"{target.parent}: {reason}; set HF_DATASETS_CACHE to another folder") from None
+        if not target.is_file() or target.stat().st_size != self.size:
+            try:
+                with atomic_path(target) as part:
+                    _attempt(str(self), lambda: self._download(part))
+            except OSError as error:
+                raise unwritable_cache(target.parent, error) from None
         return target
 
+    def _download(self, part: Path) -> None:
+        options: dict[str, Any] = {"headers": self._conditions} if self._conditions else {}
+        bar = {"desc": self.name, "unit": "B", "unit_scale": True, "delay": 2, "leave": False}
+        try:
+            _file_system(self.url).get_file(self.url, str(part), callback=TqdmCallback(bar), **options)
+        except Exception as error:
+            self._raise_if_changed(error)
+            raise
+        if part.stat().st_size != self.size:
+            raise self._changed()
+
     def __getstate__(self) -> dict[str, Any]:
-        dropped = ("_kept", "_ahead", "_open", "_process", "_lock")
-        return {name: value for name, value in self.__dict__.items() if name not in dropped}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_file", "_process", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
 
 
-def open_files(urls: Sequence[str]) -> list[RemoteFile]:
-    """The files behind some URLs, several at a time: each has to be asked about."""
-    with ThreadPoolExecutor(max_workers=16) as threads:
-        return list(threads.map(RemoteFile, urls))
+class _SequentialReadAhead(ReadAheadCache):
+    """Read-ahead that doubles while reads are sequential, up to `MAX_READ`, and is off while they are not.
+
+    fsspec's own caches always read ahead, 5 MB by default: a hundred times a random image of a tar.
+    """
+
+    _ahead = 0
+
+    def _fetch(self, start: int | None, end: int | None) -> bytes:
+        first = start or 0
+        last = self.size if end is None else min(end, self.size)
+        hit = self.start <= first and last <= self.end
+        if not hit:
+            sequential = bool(self.cache) and self.start <= first <= self.end + _MAX_GAP
+            # Beyond the bytes asked for only as far as requests of `MAX_READ` go.
+            self._ahead = min(max(2 * self._ahead, _FIRST_READ), MAX_READ) if sequential else 0
+            self.blocksize = max(0, self._ahead - (last - first))
+        return super()._fetch(first, last)
 
 
-class _Stream(io.RawIOBase):
-    """A remote file with a position."""
-
-    def __init__(self, file: RemoteFile) -> None:
-        self.file, self.position = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.file.size}[whence]
-        return self.position
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.file.read(self.position, len(buffer))
-        buffer[: len(data)] = data
-        self.position += len(data)
-        return len(data)
-
-
-def _check(url: str) -> None:
-    """Refuse what is not opened, before anything is imported or connected."""
-    scheme = split_url(url).scheme
-    if "::" in url or scheme not in SCHEMES:
-        allowed = ", ".join(f"{name}://" for name in SCHEMES)
-        raise DualencError(f"{shown(url)}: not a URL that is opened; give a file of this machine, or one of {allowed}")
-
-
-_systems: dict[tuple[int, str], Any] = {}
-_one_at_a_time = threading.Lock()
-
-
-def _system(url: str) -> Any:
-    """The file system of fsspec that opens a URL, in this process."""
-    import fsspec
-
+def _file_system(url: str) -> Any:
+    """The fsspec file system that opens a URL, one for each process: connections do not survive a fork."""
     scheme = urlsplit(url).scheme
-    with _one_at_a_time:
-        key = (os.getpid(), scheme)
-        if key not in _systems:
-            options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-            try:
-                if SCHEMES[scheme] == "aiohttp":
-                    options["client_kwargs"] = _http_options()
-                _systems[key] = fsspec.filesystem(scheme, **options)
-            except ImportError:
-                package = SCHEMES[scheme]
-                raise DualencError(f"{shown(url)}: {scheme}:// needs {package}; pip install {package}") from None
-        return _systems[key]
+    try:
+        return _new_file_system(scheme, os.getpid())
+    except ImportError:
+        package = SCHEMES[scheme]
+        raise DualencError(f"{display_name(url)}: {scheme}:// needs {package}; pip install {package}") from None
 
 
-def _http_options() -> dict[str, Any]:
-    """For a session of aiohttp: an end to stalling, proxies of the environment, and no redirect from https to http."""
-    import aiohttp
+@cache
+def _new_file_system(scheme: str, process: int) -> Any:
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+    if SCHEMES[scheme] == "aiohttp":
+        options["client_kwargs"] = _session_options()
+    return fsspec.filesystem(scheme, **options)
 
-    async def check(session: Any, context: Any, parameters: Any) -> None:
-        there = parameters.response.headers.get("Location", "")
-        if parameters.url.scheme == "https" and urlsplit(there).scheme not in ("", "https"):
-            raise DualencError(f"{shown(str(parameters.url))}: redirects to {shown(there)[:80]}; give that URL itself")
+
+def _session_options() -> dict[str, Any]:
+    """Options of an aiohttp session: timeouts, the environment's proxies, and no redirect from https to http."""
+    import aiohttp  # an extra of its own
+
+    async def refuse_downgrade(session: Any, context: Any, parameters: Any) -> None:
+        target = parameters.response.headers.get("Location", "")
+        if parameters.url.scheme == "https" and urlsplit(target).scheme not in ("", "https"):
+            source = display_name(str(parameters.url))
+            raise DualencError(f"{source}: redirects to {display_name(target)[:80]}; give that URL itself")
 
     trace = aiohttp.TraceConfig()
-    trace.on_request_redirect.append(check)
-    timeout = aiohttp.ClientTimeout(total=20 * STALL_SECONDS, sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)
+    trace.on_request_redirect.append(refuse_downgrade)
+    # No limit on the total: a whole file may take hours, as long as bytes keep coming.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)
     return {"timeout": timeout, "trace_configs": [trace], "trust_env": True}
 
 
-def _told(system: Any, url: str) -> dict[str, Any]:
-    """What the server says of a file now; the reason where fsspec hides it behind "not found"."""
+def _info(url: str) -> dict[str, Any]:
+    """The server's current description of a file; its real error where fsspec hides it behind "not found"."""
+    system = _file_system(url)
+    system.invalidate_cache()
     try:
-        system.invalidate_cache()
         return dict(system.info(url))
     except FileNotFoundError as error:
         if isinstance(error.__cause__, Exception) and not isinstance(error.__cause__, FileNotFoundError):
@@ -362,43 +308,82 @@ def _told(system: Any, url: str) -> dict[str, Any]:
         raise
 
 
-def _stamp(info: dict[str, Any]) -> str | None:
-    """What tells one version of a file from another, if the server tells anything."""
+def _version(info: dict[str, Any]) -> str | None:
+    """The server's name for this version of a file, if it has one."""
     keys = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime", "blob_id")
     return next((str(info[key]) for key in keys if info.get(key)), None)
 
 
-def _tried(name: str, action: Callable[[], Result]) -> Result:
-    """Do something remote, again and again with growing pauses if it fails in a way that may pass."""
-    pause = FIRST_PAUSE
-    for attempt in range(1, ATTEMPTS + 1):
+def _conditions(url: str, info: dict[str, Any]) -> dict[str, str]:
+    """Headers by which a web server refuses to serve another version of a file; s3fs compares by itself."""
+    if not url.startswith("http"):
+        return {}
+    etag = info.get("ETag") or info.get("etag")
+    # A weak ETag ("W/…") promises equal meaning only; servers do not compare by it.
+    if isinstance(etag, str) and etag.startswith('"'):
+        return {"If-Match": etag}
+    changed = info.get("Last-Modified")
+    return {"If-Unmodified-Since": changed} if changed else {}
+
+
+def _attempt(name: str, action: Callable[[], Result]) -> Result:
+    """Call `action` until it succeeds, up to `ATTEMPTS` times with growing pauses.
+
+    Raises:
+        DualencError: no attempt succeeded, or another one would not help; without credentials.
+    """
+    failure = ""
+    for attempt in range(ATTEMPTS):
+        # Growing pauses give a server that restarts time to come back.
+        if attempt:
+            time.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
         try:
             return action()
         except DualencError:
             raise
         except Exception as error:  # each library has its own
-            status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
-            # aiohttp names the whole URL, of which the query may hold a key.
-            text = f"HTTP {status}: {getattr(error, 'message', '')}" if isinstance(status, int) else str(error)
-            # It also names where redirects lead, without a scheme if they do.
-            text = re.sub(r"\?\S*|(?<=//)[^/\s]*@", "", without_credentials(text))
-            reason = " ".join(text.split())[:200] or type(error).__name__
-            if type(error).__name__ == "TooManyRedirects":
-                raise DualencError(f"{name}: the server redirects without end; give the URL of the file") from None
-            no_key = type(error).__name__ == "NoCredentialsError"
-            if status in (401, 403) or isinstance(error, PermissionError) or no_key:
-                raise DualencError(f"{name}: not allowed ({reason}); check the URL and your credentials") from None
-            if isinstance(error, FileNotFoundError) or (status is not None and status in (404, 410)):
-                raise DualencError(f"{name}: no such file on the server; check the URL") from None
-            if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
-                raise DualencError(f"{name}: the server refuses ({reason}); check the URL") from None
-            if type(error).__name__ == "OfflineModeIsEnabled":
-                raise DualencError(f"{name}: the hub is switched off; unset HF_HUB_OFFLINE to read from it") from None
-            if attempt == ATTEMPTS:
-                raise DualencError(
-                    f"{name}: cannot be read after {ATTEMPTS} attempts ({type(error).__name__}: {reason}); "
-                    "check the network and the server, then run the same command again"
-                ) from None
-        time.sleep(pause)
-        pause *= 2
-    raise AssertionError("the last attempt returns or raises")
+            reason = _reason(error)
+            permanent = _permanent(error, reason)
+            if permanent:
+                raise DualencError(f"{name}: {permanent}") from None
+            failure = f"{type(error).__name__}: {reason}"
+    raise DualencError(
+        f"{name}: cannot be read after {ATTEMPTS} attempts ({failure}); "
+        "check the network and the server, then run the same command again"
+    )
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status of an error of aiohttp, requests or httpx."""
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _reason(error: Exception) -> str:
+    """An error's message in one line without credentials."""
+    status = _status(error)
+    # aiohttp's own text holds the whole URL, of which the query may hold a key.
+    text = str(error) if status is None else f"HTTP {status}: {getattr(error, 'message', '')}"
+    # It also names targets of redirects, without a scheme if they have none.
+    text = re.sub(r"\?\S*|(?<=//)[^/\s]*@", "", without_credentials(text))
+    return " ".join(text.split())[:200] or type(error).__name__
+
+
+def _permanent(error: Exception, reason: str) -> str | None:
+    """What to tell the user of an error that another attempt would not mend; None of others."""
+    status = _status(error)
+    # The packages that define them may be missing.
+    kind = type(error).__name__
+    if "support range requests" in str(error):
+        return "the server sends whole files only; download it and give the file"
+    if kind == "TooManyRedirects":
+        return "the server redirects without end; give the URL of the file"
+    if kind == "OfflineModeIsEnabled":
+        return "the hub is switched off; unset HF_HUB_OFFLINE to read from it"
+    if status in (401, 403) or isinstance(error, PermissionError) or kind == "NoCredentialsError":
+        return f"not allowed ({reason}); check the URL and your credentials"
+    if status in (404, 410) or isinstance(error, FileNotFoundError):
+        return "no such file on the server; check the URL"
+    if status is not None and 400 <= status < 500 and status not in (408, 425, 429):
+        return f"the server refuses ({reason}); check the URL"
+    return None

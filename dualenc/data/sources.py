@@ -1,33 +1,34 @@
-"""Opening whatever the user points at: the kind of source is told from what lies there."""
+"""Open any supported source; its format is detected from its files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from dualenc.data.beir import BeirPairs, is_beir, read_corpus
-from dualenc.data.columns import labels_of_folders
 from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
+from dualenc.data.labels import labels_of_folders
+from dualenc.data.line_tables import ColumnKind
+from dualenc.data.lines import file_format
 from dualenc.data.metadata import check_column_names
-from dualenc.data.pairs import PairDataset, Skips
-from dualenc.data.remote import RemoteFile, is_url, shown, url_suffix
+from dualenc.data.pairs import PairDataset
+from dualenc.data.remote import RemoteFile
 from dualenc.data.remote_table import RemoteTexts, remote_corpus
-from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
-from dualenc.data.tables import (
+from dualenc.data.skips import Skips
+from dualenc.data.table_files import (
     ONLY_SPLIT,
     TABLE_FORMATS,
-    ColumnKind,
     check_whole,
-    file_format,
     find_files,
     has_one_split,
     is_saved,
     is_whole,
-    open_table,
-    peek_columns,
 )
+from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
+from dualenc.data.tables import open_table, peek_columns
+from dualenc.data.urls import display_name, is_url, url_suffix
 from dualenc.data.vectors import ID_NAMES, is_vectors, open_vectors, usual_ids
 from dualenc.data.webdataset import IMAGES, WebDatasetPairs, is_tars, tar_corpus
 from dualenc.errors import DualencError
@@ -63,7 +64,7 @@ def open_corpus(
 
     Args:
         path: file, folder, glob, hub name, or URL (`dualenc.data.remote`) of files: tables or tars. Texts of remote
-            parquet files are read by row groups when they are asked for.
+            parquet files are read by row groups on demand.
         part: "corpus" or "queries" of a BEIR folder.
         modality: "text", "image" or "vector", where a table or tar holds several; images, then texts, are preferred.
         text_column: by default `text` or another usual name, or the only column. A list of texts gives several items.
@@ -87,59 +88,100 @@ def open_corpus(
         BadSample: an empty item, a missing or repeated id, a malformed line, under on_error="raise".
     """
     if is_url(path) and url_suffix(str(path)) == ".npy":
-        raise DualencError(f"{shown(path)}: .npy files are read from this machine only; download it and give the file")
-    check_column_names(columns)
-    if columns and (is_tars(path) or (is_image_folder(path) and not (is_beir(path) or is_vectors(path)))):
         raise DualencError(
-            f"{shown(path)}: has no columns to keep; give a table that names the images and their columns"
+            f"{display_name(path)}: .npy files are read from this machine only; download it and give the file"
+        )
+    check_column_names(columns)
+    # BEIR folders and embeddings may hold images too; their own files decide.
+    image_folder = is_image_folder(path) and not (is_beir(path) or is_vectors(path))
+    if columns and (is_tars(path) or image_folder):
+        raise DualencError(
+            f"{display_name(path)}: has no columns to keep; give a table that names the images and their columns"
         )
     if is_tars(path):
         check_whole(path, split)
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
-    if is_image_folder(path) and not (is_beir(path) or is_vectors(path)):
-        names = find_images(path)
-        numbers, classes = labels_of_folders(names) or (None, None)
-        return Corpus(names, ImageFiles(path, names), "image", labels=numbers, class_names=classes)
+    if image_folder:
+        return _image_corpus(path)
     skips = Skips(path, on_error)
     if is_beir(path):
         corpus = read_corpus(path, part, columns=columns, skips=skips)
     elif is_vectors(path):
         corpus = open_vectors(path, split=split, columns=columns, skips=skips)
     elif modality == "vector" or vector_column is not None:
-        id_column = id_column or usual_ids(path, split, subset)
-        how: dict[str, Any] = {"id_column": id_column, "split": split, "subset": subset, "limit": limit}
-        how["columns"] = columns
-        corpus = open_vectors(path, vector_column, **how, skips=skips)
-    else:
-        kinds = peek_columns(path, split, subset)
-        main, modality = _main_column(shown(path), kinds, modality, text_column, image_column)
-        if text_column is None:
-            title_column = title_column or _known(kinds, ("title",), but=main)
-        id_column = id_column or _known(kinds, ID_NAMES, but=main)
-        label_column = label_column or _known(kinds, ("label",), but=main)
-        title_column, label_column = (title_column, None) if modality == "text" else (None, label_column)
-        streamed = is_url(path) and url_suffix(str(path)) == ".parquet" and modality == "text" and not columns
-        streamed = streamed and is_whole(split)
-        if streamed and kinds.get(main) == "value":
-            files = [file for file in find_files(str(path), split) if isinstance(file, RemoteFile)]
-            corpus = remote_corpus(RemoteTexts(files, main, title_column), id_column, skips, limit)
-            corpus.skipped = skips.report()
-            return corpus
-        wanted: dict[str, ColumnKind] = {main: kinds.get(main, "value")}
-        further = (title_column, label_column, id_column, *columns)
-        wanted.update({name: "value" for name in further if name is not None and name != main})
-        table = open_table(path, wanted, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
-        corpus = table_corpus(
-            table,
-            main,
-            modality,
-            title_column=title_column,
-            label_column=label_column,
-            id_column=id_column,
+        corpus = open_vectors(
+            path,
+            vector_column,
+            id_column=id_column or usual_ids(path, split, subset),
+            split=split,
+            subset=subset,
+            limit=limit,
             columns=columns,
+            skips=skips,
         )
+    else:
+        named = _Named(text_column, title_column, image_column, id_column, label_column)
+        corpus = _table_corpus(path, named, modality, columns, split, subset, limit, allow_outside, skips)
     corpus.skipped = skips.report()
     return corpus
+
+
+def _image_corpus(folder: str | Path) -> Corpus:
+    names = find_images(folder)
+    labels = labels_of_folders(names)
+    if labels is None:
+        return Corpus(names, ImageFiles(folder, names), "image")
+    return Corpus(names, ImageFiles(folder, names), "image", labels=labels.numbers, class_names=labels.names)
+
+
+class _Named(NamedTuple):
+    """Columns that the user named."""
+
+    text: str | None
+    title: str | None
+    image: str | None
+    id: str | None
+    label: str | None
+
+
+def _table_corpus(
+    path: str | Path,
+    named: _Named,
+    modality: Modality | None,
+    columns: Sequence[str],
+    split: str,
+    subset: str | None,
+    limit: int | None,
+    allow_outside: bool,
+    skips: Skips,
+) -> Corpus:
+    """The items of a table, in columns that the user named or of usual names."""
+    kinds = peek_columns(path, split, subset)
+    main, modality = _main_column(display_name(path), kinds, modality, named.text, named.image)
+    # Titles belong to texts, classes to images.
+    title = label = None
+    if modality == "text":
+        title = named.title
+        # Next to a text column that the user chose, a title is only joined when it is named too.
+        if named.text is None:
+            title = title or _first_of(kinds, ("title",), but=main)
+    else:
+        label = named.label or _first_of(kinds, ("label",), but=main)
+    id_column = named.id or _first_of(kinds, ID_NAMES, but=main)
+    # Whole remote texts are read by row groups on demand: such a corpus may exceed the disk.
+    remote_parquet = is_url(path) and url_suffix(str(path)) == ".parquet"
+    if remote_parquet and modality == "text" and kinds.get(main) == "value" and is_whole(split) and not columns:
+        files = [file for file in find_files(str(path), split) if isinstance(file, RemoteFile)]
+        return remote_corpus(RemoteTexts(files, main, title), id_column, skips, limit)
+    to_read: dict[str, ColumnKind] = {main: kinds.get(main, "value")}
+    # A column may have two roles, such as text and filter.
+    for name in (title, label, id_column, *columns):
+        if name is not None:
+            to_read.setdefault(name, "value")
+    table = open_table(path, to_read, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
+    return table_corpus(
+        table, main, modality, title_column=title, label_column=label, id_column=id_column, columns=columns
+    )
 
 
 def open_pairs(
@@ -182,14 +224,15 @@ def open_pairs(
     if is_image_folder(path):
         return ImageFolderPairs(path, deduplicate=deduplicate, on_error=on_error)
     kinds = peek_columns(path, split, subset)
+    # Only without named columns: files of mined negatives may have further ones to train on.
     if left_column is None and right_column is None and {"pos", "positive_passages"} & kinds.keys():
         return MinedPairs(path, split=split, limit=limit, on_error=on_error)
-    left = left_column or _known(kinds, (*_SURELY_IMAGES, *_QUERIES, "file_name"))
-    right = right_column or _known(kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), but=left)
+    left = left_column or _first_of(kinds, (*_SURELY_IMAGES, *_QUERIES, "file_name"))
+    right = right_column or _first_of(kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), but=left)
     if left is None or right is None:
         missing = "left_column" if left is None else "right_column"
         raise DualencError(
-            f"{shown(path)}: no telling which column is {missing}; name it (columns: {', '.join(kinds)})"
+            f"{display_name(path)}: no telling which column is {missing}; name it (columns: {', '.join(kinds)})"
         )
     return TablePairs(
         path,
@@ -204,9 +247,11 @@ def open_pairs(
     )
 
 
-def usual_split(path: str | Path, wanted: str) -> str:
-    """The split that is meant where none is named: the wanted one, or of a source without splits the only one."""
-    return ONLY_SPLIT if has_one_split(path) or is_tars(path) or is_vectors(path) else wanted
+def usual_split(path: str | Path, default: str) -> str:
+    """The split to read where the user names none: the only one of a source without splits, else the default."""
+    if has_one_split(path) or is_tars(path) or is_vectors(path):
+        return ONLY_SPLIT
+    return default
 
 
 def is_image_folder(path: str | Path) -> bool:
@@ -233,7 +278,7 @@ def _main_column(
     if image_column is not None:
         return image_column, "image"
     for names, kind in _MAIN:
-        name = _known(kinds, names)
+        name = _first_of(kinds, names)
         if name is not None and modality in (kind, None):
             return name, kind
     if len(kinds) == 1:
@@ -242,5 +287,5 @@ def _main_column(
     raise DualencError(f"{source}: no telling which column to read; name {argument} (columns: {', '.join(kinds)})")
 
 
-def _known(kinds: dict[str, ColumnKind], names: tuple[str, ...], but: str | None = None) -> str | None:
+def _first_of(kinds: dict[str, ColumnKind], names: tuple[str, ...], but: str | None = None) -> str | None:
     return next((name for name in names if name in kinds and name != but), None)

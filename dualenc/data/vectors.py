@@ -10,12 +10,15 @@ import numpy as np
 
 from dualenc.data.columns import Column, Picked, number_distinct
 from dualenc.data.corpus import Corpus
+from dualenc.data.line_tables import ColumnKind, check_columns
 from dualenc.data.metadata import metadata_columns
-from dualenc.data.pairs import Items, PairDataset, Skips
-from dualenc.data.remote import shown
-from dualenc.data.tables import ColumnKind, DataTable, check_columns, check_whole, open_table, peek_columns
+from dualenc.data.pairs import PairDataset
+from dualenc.data.skips import Skips
+from dualenc.data.table_files import check_whole
+from dualenc.data.tables import DataTable, open_table, peek_columns
+from dualenc.data.urls import display_name
 from dualenc.errors import DualencError
-from dualenc.types import OnError
+from dualenc.types import Items, OnError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -317,7 +320,7 @@ def _usual_column(source: str, split: str, subset: str | None) -> str:
     found = next((name for name in VECTOR_NAMES if name in kinds), lists[0] if len(lists) == 1 else None)
     if found is None:
         told = f"no telling which column holds vectors; name it (columns: {', '.join(kinds)})"
-        raise DualencError(f"{shown(source)}: {told}")
+        raise DualencError(f"{display_name(source)}: {told}")
     return found
 
 

@@ -1,9 +1,9 @@
-"""SimCLR's random views: pure functions of image and seed, fast enough to run per image in a data loader.
+"""SimCLR's random views: pure functions of image and seed, run per image in a data loader.
 
-The operations are torchvision.transforms.v2's functional ones; what is random is drawn here, from a generator seeded
-for each call, so no global state is read or changed and a view does not depend on workers, order or restarts.
-v2's own random classes draw from torch's global generator; seeded and restored around each call, they take 1.9× as
-long per image at 32 pixels (1.6 against 0.9 ms) and 1.8× at 224 (12.8 against 7.1 ms, most of it the blur).
+The operations are torchvision.transforms.v2's functional ones; random numbers come from a generator seeded for each
+call, so no global state is read or changed and a view does not depend on workers, order or restarts. v2's own random
+classes draw from torch's global generator; seeded and restored around each call, they take 1.9× as long per image at 32
+pixels (1.6 against 0.9 ms) and 1.8× at 224 (12.8 against 7.1 ms, most of it the blur).
 """
 
 from __future__ import annotations
@@ -74,11 +74,15 @@ def crop_box(height: int, width: int, min_area: float, draw: Callable[[], float]
     """
     for _ in range(10):
         area = height * width * (min_area + (1 - min_area) * draw())
+        # Uniform in its logarithm, so that wide and tall boxes are equally likely.
         ratio = math.exp((2 * draw() - 1) * math.log(4 / 3))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        w = round(math.sqrt(area * ratio))
+        h = round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             return int(draw() * (height - h + 1)), int(draw() * (width - w + 1)), h, w
-    w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
+    # No box fitted, as in very long images: the largest central one of an allowed ratio.
+    w = min(width, round(height * 4 / 3))
+    h = min(height, round(width * 4 / 3))
     return (height - h) // 2, (width - w) // 2, h, w
 
 
@@ -107,7 +111,8 @@ def gaussian_blur(pixels: Tensor, sigma: float, kernel: int) -> Tensor:
     offsets = torch.arange(kernel) - kernel // 2
     weights = torch.softmax(-0.5 * (offsets / sigma) ** 2, dim=0)
     matrices = []
-    for length in pixels.shape[-2:]:  # row `i` holds the weights of all positions in the blurred value at `i`
+    for length in pixels.shape[-2:]:
+        # Row `i` holds the weights of all positions in the blurred value at `i`, reflected at the borders.
         source = (torch.arange(length)[:, None] + offsets).abs()
         source = torch.where(source >= length, 2 * (length - 1) - source, source)
         matrices.append(torch.zeros(length, length).scatter_add_(1, source, weights.expand(length, kernel)))

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from dualenc.data.images import open_image
+from dualenc.decoding import open_image
 from dualenc.errors import DualencError
 from dualenc.files import open_regular
 from dualenc.seeds import derive_seed

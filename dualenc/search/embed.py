@@ -303,13 +303,13 @@ def _texts(corpus: Corpus, rows: Sequence[int]) -> str:
 def _contents(corpus: Corpus, rows: range) -> str:
     """Checksum of some items of a corpus, so that a changed text or image under the same id is not taken for done.
 
-    Texts and vectors are read in full. So are images, up to `MOST_IMAGES` of them; in larger sets every sixteenth, and
+    Texts and vectors are read in full. So are images, up to `MAX_IMAGES` of them; in larger sets every sixteenth, and
     of the others size and time of change count.
     """
-    from dualenc.data.identity import MOST_IMAGES, digest_of, identities
+    from dualenc.data.identity import MAX_IMAGES, digest_of, identities
 
     every = np.arange(rows.start, rows.stop)
-    if corpus.modality != "image" or len(corpus) <= MOST_IMAGES:
+    if corpus.modality != "image" or len(corpus) <= MAX_IMAGES:
         # Few enough at a time that their contents fit into memory together.
         blocks = np.array_split(every, max(1, len(every) // 256))
         return digest_of([digest_of(*identities(corpus.items, block, True)) for block in blocks])

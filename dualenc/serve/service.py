@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from dualenc.data.images import decode_upload
+from dualenc.decoding import decode_upload
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.lexical import FOLDER as LEXICAL
 from dualenc.search.searcher import Query, Searcher

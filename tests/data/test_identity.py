@@ -116,9 +116,9 @@ def test_a_changed_tar_changes_the_identity_of_its_samples(tmp_path: Path) -> No
 
 
 def test_of_huge_sets_all_sizes_times_and_a_sample_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "MOST_IMAGES", 10)
+    monkeypatch.setattr(identity, "MAX_IMAGES", 10)
     monkeypatch.setattr(identity, "SAMPLED_IMAGES", 3)
-    monkeypatch.setattr(identity, "MOST_TEXTS", 10)
+    monkeypatch.setattr(identity, "MAX_TEXTS", 10)
     monkeypatch.setattr(identity, "SAMPLED_TEXTS", 3)
     folder = image_folder(tmp_path / "a", 20)
     seen = {open_corpus(folder).identity()}
@@ -134,7 +134,7 @@ def test_of_huge_sets_all_sizes_times_and_a_sample_count(tmp_path: Path, monkeyp
 
 
 def test_a_large_file_is_read_in_pieces_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "_MOST_BYTES", 1 << 18)
+    monkeypatch.setattr(identity, "_MAX_BYTES", 1 << 18)
     data = np.random.default_rng(0).bytes(1 << 20)
     path = tmp_path / "x.tar"
     path.write_bytes(data)

@@ -14,8 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dualenc.data import images, open_image
-from dualenc.data.images import ImageFiles, decode_image, decode_upload, find_images
+from dualenc import decoding
+from dualenc.data import open_image
+from dualenc.data.images import ImageFiles, find_images
+from dualenc.decoding import decode_image, decode_upload
 from dualenc.errors import BadSample, DualencError
 
 from .make import encoded, picture, shade_of
@@ -113,7 +115,7 @@ def test_large_files_and_large_images_are_refused_before_they_are_read(
     os.truncate(path, 10 << 30)  # ten GB of nothing behind a small image
     with pytest.raises(BadSample, match=r"x\.png: file of 10,737,418,240 bytes"):
         open_image(path)
-    monkeypatch.setattr(images, "MOST_BYTES", 100)
+    monkeypatch.setattr(decoding, "MAX_BYTES", 100)
     with pytest.raises(BadSample, match=r"table row 3: image of \d+ bytes, where 100 are allowed"):
         decode_image(encoded(picture(1), "BMP"), "table row 3")
 
@@ -180,9 +182,9 @@ def test_an_upload_is_decoded_as_other_images_are_within_bounds(monkeypatch: pyt
         decode_upload(narrow.getvalue(), "x")
     large = io.BytesIO()
     Image.new("L", (8000, 6000)).save(large, "PNG", compress_level=1)
-    monkeypatch.setattr(images, "UPLOAD_MEMORY", 300 << 20)
+    monkeypatch.setattr(decoding, "UPLOAD_MEMORY", 300 << 20)
     with pytest.raises(BadSample, match="x: image cannot be decoded"):
         decode_upload(large.getvalue(), "x")
-    monkeypatch.setattr(images, "UPLOAD_SECONDS", 0.01)
+    monkeypatch.setattr(decoding, "UPLOAD_SECONDS", 0.01)
     with pytest.raises(BadSample, match="not decoded within"):
         decode_upload(data, "x")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dualenc.data import lines
 from dualenc.data.lines import read_records
-from dualenc.data.pairs import Skips
+from dualenc.data.skips import Skips
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_csv, write_jsonl
@@ -138,8 +138,8 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.txt", "x.csv"])
 def test_a_line_that_is_too_long_is_left_out_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    assert lines.MOST_LINE_BYTES == 64 << 20
-    monkeypatch.setattr(lines, "MOST_LINE_BYTES", 8 << 20)  # an eighth, and so is all else here
+    assert lines.MAX_LINE_BYTES == 64 << 20
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 8 << 20)  # an eighth, and so is all else here
     path = tmp_path / name
     line = {"x.jsonl": b'{"text": "short"}\n', "x.txt": b"short\n", "x.csv": b"short\n"}[name]
     with open(path, "wb") as stream:
@@ -159,12 +159,12 @@ def test_a_line_that_is_too_long_is_left_out_unread(tmp_path: Path, monkeypatch:
 
 
 def test_a_gzip_file_of_one_endless_line_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MOST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "x.jsonl.gz"
     path.write_bytes(gzip.compress(b"[" * (20 << 20)))
     with pytest.raises(BadSample, match=r"x\.jsonl\.gz:1: line above 1 MiB"):
         read(path)
-    monkeypatch.setattr(lines, "MOST_LIST_BYTES", 1 << 20)
+    monkeypatch.setattr(lines, "MAX_LIST_BYTES", 1 << 20)
     (tmp_path / "x.json.gz").write_bytes(path.read_bytes())
     with pytest.raises(DualencError, match="a JSON list above 1 MiB"):
         read(tmp_path / "x.json.gz")

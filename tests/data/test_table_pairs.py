@@ -28,8 +28,8 @@ from dualenc.data import (
     open_corpus,
     open_pairs,
 )
-from dualenc.data import tables as arrow_cache
-from dualenc.data.columns import Labels
+from dualenc.data import cache as arrow_cache
+from dualenc.data.labels import Labels
 from dualenc.errors import BadSample, DualencError
 
 from .make import encoded, picture, rights_in, shade_of, write_csv, write_jsonl

@@ -351,7 +351,7 @@ def test_bad_vectors_are_left_out_and_counted(tmp_path: Path) -> None:
         ([0.0] * D, "v.jsonl:1: vector of zeros"),
         ([1.0], f"v.jsonl:1: vector of another size than {D}; embed it as the others"),
         (None, "v.jsonl:1: no vector in column 'vector'"),
-        ("a text", "v.jsonl:1: value of a wrong type; a str stands where a list of numbers"),
+        ("a text", "v.jsonl:1: value of a wrong type; a str where a list of numbers"),
     ],
     ids=["nan", "zero", "size", "missing", "text"],
 )

@@ -81,7 +81,7 @@ def test_the_law_of_views_is_that_of_torchvisions_transforms(size: int, strength
     image = Image.fromarray(pixels.astype(np.uint8))
     torch.manual_seed(0)
     theirs = reference(size, strength, blur)
-    n = 1500
+    n = 800
     a = statistics(torch.stack([SimCLR(size, strength, blur)(image, i) for i in range(n)]))
     b = statistics(torch.stack([theirs(image) for _ in range(n)]))
     for moment in (lambda x: x, lambda x: (x - b.mean(0)) ** 2):

@@ -16,8 +16,7 @@ import webdataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dualenc.data import WebDatasetPairs
-from dualenc.data import webdataset as tars_module
+from dualenc.data import WebDatasetPairs, tar_index
 from dualenc.data.webdataset import tar_corpus
 from dualenc.errors import BadSample, DualencError
 
@@ -91,7 +90,7 @@ def test_json_fields_and_the_first_extension_that_a_sample_has(shards: Path) -> 
 def test_the_index_is_written_once_and_read_afterwards(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = contents(WebDatasetPairs(shards))
     assert (shards / "s-000.tar.index").is_file()
-    monkeypatch.setattr(tars_module, "_scan", lambda *_: pytest.fail("scanned again"))
+    monkeypatch.setattr(tar_index, "_scan", lambda *_: pytest.fail("scanned again"))
     assert contents(WebDatasetPairs(shards)) == first
 
 
@@ -109,9 +108,9 @@ def test_the_index_can_lie_elsewhere(
     assert len(list(chosen.iterdir())) == 2
     assert not list(shards.glob("*.index"))
     # Where the folder of the tars cannot be written to, the cache folder serves.
-    monkeypatch.setattr(tars_module, "cache_folder", lambda: cache)
+    monkeypatch.setattr(tar_index, "cache_folder", lambda: cache)
     (shards / "s-000.tar.index").mkdir()
-    monkeypatch.setattr(tars_module, "atomic_path", _refuse_beside(shards))
+    monkeypatch.setattr(tar_index, "atomic_path", _refuse_beside(shards))
     assert contents(WebDatasetPairs(shards)) == first
     assert len(list(cache.iterdir())) == 2
 
@@ -140,7 +139,7 @@ BROKEN = [
     ([("9.png", encoded(picture(9)))], "x.tar: 9: sample without right file 'txt'"),
     ([("9.txt", b"nine")], "x.tar: 9: sample without left file 'jpg;jpeg;png;webp'"),
     ([("9.png", encoded(picture(9))), ("9.txt", b"")], "x.tar: 9: empty right file 'txt'"),
-    ([("1.txt", b"again")], "x.tar: 1.txt: file that stands twice in a tar"),
+    ([("1.txt", b"again")], "x.tar: 1.txt: duplicate file in a tar"),
 ]
 
 
@@ -182,7 +181,7 @@ def test_worker_processes_read_for_themselves(shards: Path, start: str) -> None:
 
 
 def test_many_tars_do_not_exhaust_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tars_module.Tars, "_MOST_OPEN", 2)
+    monkeypatch.setattr(tar_index.Tars, "_MAX_OPEN", 2)
     for i in range(5):
         write_tar(tmp_path / f"{i}.tar", sample("k", i, str(i)))
     pairs = WebDatasetPairs(tmp_path)
@@ -234,7 +233,7 @@ def test_tars_that_are_no_files_are_told(tmp_path: Path) -> None:
 def test_large_members_are_bad_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tar = write_tar(tmp_path / "x.tar", sample("a", 1, "x" * 2000))
     pairs = WebDatasetPairs(tar)
-    monkeypatch.setattr("dualenc.data.webdataset.MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr("dualenc.data.webdataset.MAX_LINE_BYTES", 1000)
     with pytest.raises(BadSample, match=r"x\.tar: a: file of 2,000 bytes, where 1,000 are allowed"):
         pairs[0]
 

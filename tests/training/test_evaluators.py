@@ -9,7 +9,7 @@ from PIL import Image
 from sklearn.neighbors import KNeighborsClassifier
 
 from dualenc.data import ImageViews, PairDataset
-from dualenc.data.columns import Labels
+from dualenc.data.labels import Labels
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.errors import DualencError
 from dualenc.training.evaluators import ImageTextEvaluator, KNNEvaluator, RetrievalEvaluator

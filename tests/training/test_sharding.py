@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dualenc import distributed
-from dualenc.data.columns import Labels
+from dualenc.data.labels import Labels
 from dualenc.data.corpus import Corpus
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews

@@ -1,0 +1,191 @@
+"""Tables of lines: records of text files as Arrow, in memory or in the cache folder."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+
+from dualenc.data.cache import dataset_of_batches
+from dualenc.data.identity import file_identity
+from dualenc.data.lines import read_records
+from dualenc.data.skips import Skips
+from dualenc.data.urls import display_name
+from dualenc.errors import DualencError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+ColumnKind = Literal["value", "list", "vector", "vectors"]
+Reshape = Callable[[dict[str, Any]], dict[str, Any]]
+FILE, LINE = "__file__", "__line__"
+"""Columns that hold the place of each row."""
+
+_BATCH_ROWS = 2000
+_ROWS_PEEKED = 100
+_ROWS_BEFORE_MISSING = 1000  # a column absent from that many records is taken for a typing error
+
+_VECTOR = pa.large_list(pa.float32())
+_TYPES: dict[ColumnKind, pa.DataType] = {
+    "value": pa.large_string(),
+    "list": pa.list_(pa.large_string()),
+    "vector": _VECTOR,
+    "vectors": pa.large_list(_VECTOR),
+}
+
+
+def table_of_lines(
+    files: Sequence[Path],
+    columns: Mapping[str, ColumnKind],
+    optional: Collection[str],
+    skips: Skips,
+    quotes: bool = True,
+    limit: int | None = None,
+    reshape: Reshape | None = None,
+) -> Dataset:
+    """Read columns of line-based files of one format; the arguments are those of `dualenc.data.tables.open_table`.
+
+    Returns:
+        The columns, as strings ("value"), lists of strings ("list"; a single text is a list of one), lists of numbers
+        ("vector") or lists of those ("vectors"; a single one is a list of one), and the file number and line of each
+        row. The cache keeps the counts of `skips` too.
+
+    Raises:
+        DualencError: an unreadable file, a column that no record has, a cache that is damaged or cannot be written.
+    """
+    fields = [(name, _TYPES[kind]) for name, kind in columns.items()]
+    schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
+    # The limit counts usable rows, so it applies behind the reader.
+    rows = islice(_rows(files, columns, optional, skips, quotes, reshape), limit)
+    blocks = iter(lambda: list(islice(rows, _BATCH_ROWS)), [])
+    batches = (pa.RecordBatch.from_pylist(block, schema=schema) for block in blocks)
+
+    def key() -> str:
+        # The path is part of the key because rows remember their file, for messages.
+        facts = [(str(file.resolve()), file.stat().st_mtime_ns, file_identity(file).decode()) for file in files]
+        reshaped = str(reshape and reshape.__qualname__)
+        return json.dumps([facts, list(columns.items()), quotes, limit, skips.on_error, reshaped])
+
+    return dataset_of_batches(batches, schema, sum(file.stat().st_size for file in files), key, skips)
+
+
+def _rows(
+    files: Sequence[Path],
+    columns: Mapping[str, ColumnKind],
+    optional: Collection[str],
+    skips: Skips,
+    quotes: bool,
+    reshape: Reshape | None,
+) -> Iterator[dict[str, Any]]:
+    """Each record's columns. A required column that no early record has is an error before all files are read."""
+    convert_to = {"value": _text, "list": _texts, "vector": _vector, "vectors": _vectors}
+    converters = [(name, convert_to[kind]) for name, kind in columns.items()]
+    absent = {name for name in columns if name not in optional}
+    seen: dict[str, None] = {}
+    count = 0
+    for number, file in enumerate(files):
+        for line, record in read_records(file, skips, quotes):
+            try:
+                if reshape is not None:
+                    record = reshape(record)
+                if absent:
+                    # A column may be missing in some records; it is absent if none of the first thousand has it.
+                    seen.update(dict.fromkeys(record))
+                    absent -= record.keys()
+                    if count >= _ROWS_BEFORE_MISSING:
+                        check_columns(str(file), seen, absent)
+                count += 1
+                row = {name: convert(record.get(name)) for name, convert in converters}
+            except (TypeError, UnicodeEncodeError) as error:
+                skips.bad("value of a wrong type", f"{file}:{line}", f"{error}; mend the line")
+            else:
+                yield {**row, FILE: number, LINE: line}
+    if count:
+        check_columns(str(files[0]), seen, absent)
+
+
+def check_columns(source: str, available: Iterable[str], required: Iterable[str]) -> None:
+    """Insist that columns exist: a `DualencError` names the missing one, the nearest one and all that exist."""
+    names = [name for name in available if name not in (FILE, LINE)]
+    for name in required:
+        if name not in names:
+            nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+            hint = f"did you mean {nearest[0]!r}? (columns: {', '.join(names)})" if nearest else "it has no columns"
+            raise DualencError(f"{display_name(source)}: no column {name!r}; {hint}")
+
+
+def _text(value: Any) -> str | None:
+    """A record's value as one text; a TypeError or UnicodeEncodeError if it is none."""
+    if isinstance(value, str):
+        if not value.isascii():
+            # Half a surrogate pair, which JSON can escape, is no text.
+            value.encode()
+        if "\0" in value:
+            raise TypeError("a NUL character in the text, as when UTF-16 is read as UTF-8")
+        return value
+    if isinstance(value, (dict, list)):
+        raise TypeError(f"a {type(value).__name__} where one text is expected")
+    # Numbers and truth values.
+    return None if value is None else json.dumps(value)
+
+
+def _texts(value: Any) -> list[str | None]:
+    if value is None:
+        return []
+    return [_text(entry) for entry in value] if isinstance(value, list) else [_text(value)]
+
+
+def _vector(value: Any) -> list[float] | None:
+    """A record's value as numbers; a TypeError if it is something else. null becomes NaN, a fault found later."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(type(entry) in (int, float, NoneType) for entry in value):
+        raise TypeError(f"a {type(value).__name__} where a list of numbers is expected")
+    return [math.nan if entry is None or abs(entry) > 1e300 else float(entry) for entry in value]
+
+
+def _vectors(value: Any) -> list[list[float] | None]:
+    if value is None:
+        return []
+    if isinstance(value, list) and all(isinstance(entry, (list, NoneType)) for entry in value):
+        return [_vector(entry) for entry in value]
+    return [_vector(value)]
+
+
+def kinds_of_records(file: Path, skips: Skips, quotes: bool = True) -> dict[str, ColumnKind]:
+    """The columns of a file's first record, and what most of its first hundred records hold in each."""
+    head = [record for _, record in islice(read_records(file, skips, quotes), _ROWS_PEEKED)]
+    result: dict[str, ColumnKind] = {}
+    for name in head[0] if head else ():
+        values = [record.get(name) for record in head]
+        kinds = Counter(kind for kind in map(_kind_of_value, values) if kind is not None)
+        if kinds:
+            result[name] = kinds.most_common(1)[0][0]
+        else:
+            result[name] = "list" if any(isinstance(value, list) for value in values) else "value"
+    return result
+
+
+def _kind_of_value(value: Any) -> ColumnKind | None:
+    """The kind of column that a value suggests; None for null and for lists of whole numbers, which fit several."""
+    if not isinstance(value, list):
+        return None if value is None else "value"
+    nested = all(isinstance(entry, (list, NoneType)) for entry in value) and any(value)
+    lists = [value]
+    if nested:
+        lists = [entry or [] for entry in value]
+    # Exact types: True is an instance of int, and no number of a vector.
+    types = {type(number) for entry in lists for number in entry}
+    if types <= {int, NoneType}:
+        return None
+    if types <= {int, float, NoneType}:
+        return "vectors" if nested else "vector"
+    return "list"

@@ -1,0 +1,71 @@
+"""Bad samples: counted and reported, or raised."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import get_args
+
+from dualenc.data.urls import display_name
+from dualenc.errors import BadSample, DualencError
+from dualenc.types import OnError
+
+logger = logging.getLogger("dualenc.data")
+
+
+class Skips:
+    """Bad samples of one reader: raised at once, or left out, counted and reported in one line. Never silent.
+
+    Args:
+        source: what is read, as the user named it.
+        on_error: "skip" counts bad samples, "raise" stops at the first one.
+
+    Attributes:
+        counts: number of samples left out for each reason.
+        first: place of the first sample of each reason (file:line, or file and row).
+    """
+
+    def __init__(self, source: object, on_error: OnError = "skip") -> None:
+        if on_error not in get_args(OnError):
+            raise DualencError(f"on_error: {on_error!r} is not a choice; take skip or raise")
+        self.source = display_name(source)
+        self.on_error = on_error
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+
+    @property
+    def total(self) -> int:
+        """Number of samples left out."""
+        return self.counts.total()
+
+    def bad(self, reason: str, where: str, mend: str = "mend or remove it", count: int = 1) -> None:
+        """Count `count` bad samples, the first of them at `where`.
+
+        Raises:
+            BadSample: under on_error="raise".
+        """
+        if self.on_error == "raise":
+            raise BadSample(f"{where}: {reason}; {mend}, or pass on_error=skip")
+        self.counts[reason] += count
+        self.first.setdefault(reason, where)
+
+    def describe(self) -> str:
+        """Reasons with their counts and first places, in one line; "" when nothing was left out."""
+        return ", ".join(f"{n} {reason} (first: {self.first[reason]})" for reason, n in self.counts.items())
+
+    def report(self) -> int:
+        """Log what was left out, on the main process only. Returns the number of samples."""
+        if self.total:
+            # Loads torch, which reading without bad samples does not need.
+            from dualenc import distributed
+
+            # Every rank reads the same data: one report is enough.
+            if distributed.is_main():
+                logger.warning("%s: skipped %d bad samples: %s", self.source, self.total, self.describe())
+        return self.total
+
+    def demand(self, usable: int, what: str) -> None:
+        """Insist that something is left: a `DualencError` if `usable` is 0."""
+        if not usable:
+            reasons = self.describe() or "it is empty"
+            raise DualencError(f"{self.source}: no usable {what}: {reasons}; check the file and the named columns")

@@ -1,0 +1,142 @@
+"""Image decoding: always upright, three channels, 8 bits; what cannot be decoded is a bad sample.
+
+Apart from `dualenc.data`, so that the process that decodes an upload loads Pillow and no Arrow.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import warnings
+from contextlib import suppress
+from functools import cache
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from dualenc.errors import BadSample, DualencError
+from dualenc.files import open_regular
+
+MAX_BYTES = 256 << 20
+"""Larger image files are not read."""
+MAX_PIXELS = 89_478_485
+"""Images with more pixels are not decoded (a quarter of a GB in memory), unless `PIL.Image.MAX_IMAGE_PIXELS` is set."""
+
+_ORIENTATION = 0x0112  # EXIF tag
+_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+"""Formats decoded in data. Other plugins of Pillow start programs (Ghostscript, for EPS), read no images of a data set,
+or do not report the true size (an ICO file holds a PNG of any size)."""
+UPLOAD_FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
+"""Formats of uploads: decoded in little more memory than the pixels need, without holding Python's lock."""
+UPLOAD_MEMORY = 1 << 30
+"""Bytes of memory for the process that decodes an upload."""
+UPLOAD_SECONDS = 10.0
+MAX_UPLOAD_SIDE = 4096
+"""Pixels; larger uploads are scaled down before they leave the process."""
+MAX_UPLOAD_RATIO = 64
+"""Of an upload's sides: models scale the shorter one to their size, and the longer one would take gigabytes."""
+
+
+def decode_image(data: bytes, where: str, formats: tuple[str, ...] | None = None) -> Image.Image:
+    """Decode a whole image file to an upright RGB image.
+
+    Args:
+        data: contents of the file.
+        where: names it in errors.
+        formats: what Pillow calls the formats that are allowed; by default those of `_FORMATS` that it was built with.
+
+    Raises:
+        BadSample: the bytes are not a complete image of such a format, or the image has more than 89,478,485 pixels.
+    """
+    formats = _formats() if formats is None else formats
+    if len(data) > MAX_BYTES:
+        raise BadSample(f"{where}: image of {len(data):,} bytes, where {MAX_BYTES:,} are allowed; replace or remove it")
+    try:
+        with warnings.catch_warnings():
+            # Counted below, without a second bound.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image: Image.Image = Image.open(io.BytesIO(data), formats=formats)
+            max_pixels = Image.MAX_IMAGE_PIXELS or MAX_PIXELS
+            if image.width * image.height > max_pixels:
+                raise ValueError(f"{image.width} x {image.height} pixels are more than {max_pixels:,}")
+            # Most images need no copy.
+            if image.getexif().get(_ORIENTATION, 1) != 1:
+                image = ImageOps.exif_transpose(image)
+            return image.convert("RGB")
+    except UnidentifiedImageError:
+        reason = f"it is no image of a known format: {', '.join(formats)}"
+    except Exception as error:  # Pillow's plugins raise many kinds on broken files
+        # In one line, without the address of the buffer that Pillow read from.
+        reason = re.sub(r"<_io\.[^>]*>", "it", " ".join(str(error).split())) or type(error).__name__
+    raise BadSample(f"{where}: image cannot be decoded ({reason}); replace or remove it")
+
+
+def decode_upload(data: bytes, where: str) -> Image.Image:
+    """Decode an uploaded image in a process of its own, with bounds on formats, memory, time and shape.
+
+    Raises:
+        BadSample: what `decode_image` raises, or a bound is exceeded.
+    """
+    script = "import sys; from dualenc import decoding; decoding._decode_upload(sys.argv[1], int(sys.argv[2]))"
+    command = [sys.executable, "-c", script, where, str(UPLOAD_MEMORY)]
+    # The math libraries would reserve memory for each processor.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        run = subprocess.run(command, input=data, capture_output=True, env=environment, timeout=UPLOAD_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise BadSample(f"{where}: image is not decoded within {UPLOAD_SECONDS:g} s; send a smaller one") from None
+    if run.returncode:
+        lines = run.stderr.decode(errors="replace").strip().splitlines()
+        # Anything else is a crash of the process, whose traceback says nothing to the sender.
+        if run.returncode == 1 and lines and lines[-1].startswith(where):
+            raise BadSample(lines[-1])
+        raise BadSample(f"{where}: image cannot be decoded; replace it")
+    return decode_image(run.stdout, where, ("PPM",))
+
+
+def _decode_upload(where: str, memory: int) -> None:
+    """The process of `decode_upload`: an image file on stdin, PPM on stdout, the reason of a refusal on stderr."""
+    # Windows has none, and macOS may refuse.
+    with suppress(ImportError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    try:
+        image = decode_image(sys.stdin.buffer.read(), where, UPLOAD_FORMATS)
+    except BadSample as error:
+        sys.exit(str(error))
+    if max(image.size) > MAX_UPLOAD_RATIO * min(image.size):
+        sys.exit(f"{where}: image of {image.width} x {image.height} pixels is too narrow to search with; crop it")
+    # Smaller before it is sent: pixels travel uncompressed.
+    image.thumbnail((MAX_UPLOAD_SIDE, MAX_UPLOAD_SIDE))
+    image.save(sys.stdout.buffer, "PPM")
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """The formats that this Pillow was built with."""
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+def open_image(path: str | os.PathLike[str]) -> Image.Image:
+    """Read an image file as an upright RGB image.
+
+    Raises:
+        BadSample: the file is missing, no regular file (a folder, device, pipe), above 256 MiB, or does not decode.
+    """
+    try:
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > MAX_BYTES:
+                raise DualencError(f"{path}: file of {size:,} bytes, where an image may have {MAX_BYTES:,}; remove it")
+            data = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise BadSample(f"{path}: image cannot be read ({error.strerror or error}); check the path") from None
+    except DualencError as error:
+        raise BadSample(str(error)) from None
+    except ValueError as error:  # a name with a NUL byte
+        raise BadSample(f"{str(path)!r}: image cannot be read ({error}); check the path") from None
+    return decode_image(data, str(path))
