@@ -159,6 +159,11 @@ class ImageEncoder(DualEncoder):
         if self.projector_sizes is not None:
             save_file(self.left.projector.state_dict(), folder / PROJECTOR_FILE)
 
+    @property
+    def usage(self) -> str:
+        """Which example of the model card's template shows how the folder is loaded."""
+        return f"{self.kind}, small" if self.small_image_stem else self.kind
+
     def describe(self) -> dict[str, str]:
         """What the model is, as rows of a table."""
         backbone: Any = self.left.backbone

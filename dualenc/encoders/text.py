@@ -153,6 +153,11 @@ class TextEncoder(DualEncoder):
             tower.write({**further, role: prompts[role]}, role, folder / role)
 
     @property
+    def usage(self) -> str:
+        """Which example of the model card's template shows how the folder is loaded."""
+        return self.kind if self.shares_weights else f"{self.kind}, separate"
+
+    @property
     def transformers_configs(self) -> list[Any]:
         """One, or that of each tower where they share no weights."""
         return [tower.backbone.config for tower in ((self.left,) if self.shares_weights else (self.left, self.right))]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualenc.encoders.card import base_card
+from dualenc.encoders.card import render_card
 from dualenc.encoders.dual import DUALENC_FILE, SIDES, DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.load import first_line, hub_name, model_folder
 from dualenc.encoders.sentence_folder import append_dense
@@ -134,7 +134,7 @@ class VectorEncoder(DualEncoder):
             folder: where; a new one.
             base: sentence-transformers folder or hub name of the base.
             side: which tower.
-            card: what the README says beyond the architecture, see `dualenc.encoders.card.model_card`.
+            card: what the README says beyond the architecture, see `dualenc.encoders.card.render_card`.
 
         Raises:
             DualencError: the tower is not linear, the folder exists, or the base does not fit.
@@ -145,9 +145,21 @@ class VectorEncoder(DualEncoder):
         if Path(folder).exists():
             raise DualencError(f"{folder}: exists; choose a new folder")
         source, on_hub = model_folder(base), hub_name(base)
-        # A path of this machine tells nobody else anything.
-        told = {} if on_hub is None else {"base_model": on_hub}
-        readme = base_card(self, Path(folder).name, on_hub or source.name, side, told | (card or {}))
+        # A path of this machine means nothing elsewhere.
+        metadata = {} if on_hub is None else {"base_model": on_hub}
+        adapter = tower.describe()
+        usage = "query-document"
+        if not self.shares_weights:
+            adapter += f"; the {side} tower"
+            usage = "query" if side == "left" else "document"
+        facts = {
+            "Kind": "text encoder: a base as it was, and an adapter of its vectors",
+            "Base": on_hub or source.name,
+            "Adapter": adapter,
+            "Vector size": str(self.dim),
+        }
+        name = Path(folder).name
+        readme = render_card(name, facts, metadata | (card or {}), model_format="query-document", usage=usage)
         append_dense(source, Path(folder), tower.map.weight.cpu(), tower.map.bias.cpu(), readme)
 
     def tower(self, side: Side) -> VectorTower:
