@@ -230,6 +230,7 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        _refuse_second_derivatives()
         values, mean = ctx.saved_tensors
         d_mean, d_variance = (_per_channel(gradient / ctx.count, values) for gradient in gradients)
         centred = values - _per_channel(mean, values)
@@ -270,9 +271,16 @@ class _Connection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        _refuse_second_derivatives()
         (gradient,), (values, mean, variance) = gradients, ctx.saved_tensors
         others = [0, *range(2, values.dim())]
         d_mean = -gradient.sum(dim=others, dtype=mean.dtype)
         centred = values - _per_channel(mean, values)
         d_variance = (gradient * centred).sum(dim=others, dtype=mean.dtype) / (-2 * (variance + ctx.eps))
         return gradient, d_mean, d_variance, None
+
+
+def _refuse_second_derivatives() -> None:
+    # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
+    if torch.is_grad_enabled():
+        raise DualencError("batch statistics have no second derivatives; call backward without create_graph")

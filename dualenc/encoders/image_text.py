@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
+from dualenc.encoders.hub import first_line, model_folder, no_foreign_code
 from dualenc.encoders.image import ImagePrepare, Seeded, check_pixels, checked_crop_scale
-from dualenc.encoders.load import first_line, model_folder, no_foreign_code
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
 from dualenc.encoders.vision_text import two_towers_in
@@ -144,8 +145,6 @@ class ImageTextEncoder(DualEncoder):
 
     def write(self, folder: Path) -> None:
         """Write an open_clip folder, for `local-dir:`."""
-        from safetensors.torch import save_file
-
         config = copy.deepcopy(self.config)
         # Towers are complete here: nothing is to be fetched when the folder is loaded.
         config["vision_cfg"].pop("timm_model_pretrained", None)

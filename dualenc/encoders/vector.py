@@ -11,11 +11,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dualenc.encoders.card import render_card
 from dualenc.encoders.dual import DUALENC_FILE, SIDES, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.load import first_line, hub_name, model_folder
+from dualenc.encoders.hub import first_line, hub_name, model_folder
 from dualenc.encoders.sentence_folder import append_dense
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
@@ -85,8 +86,6 @@ class VectorEncoder(DualEncoder):
         Raises:
             DualencError: its files are incomplete or do not fit one another.
         """
-        from safetensors.torch import load_file
-
         path = folder / DUALENC_FILE
         config = read_json_object(path, {"dim": int, "left": dict, "right": (dict, NoneType)})
         left = config["left"]
@@ -111,8 +110,6 @@ class VectorEncoder(DualEncoder):
 
     def write(self, folder: Path) -> None:
         """Write dualenc.json and the weights of both towers."""
-        from safetensors.torch import save_file
-
         towers = {side: self.tower(side).config for side in SIDES}
         right = None if self.shares_weights else towers["right"]
         write_json(folder / DUALENC_FILE, {"kind": self.kind, "dim": self.dim, "left": towers["left"], "right": right})
