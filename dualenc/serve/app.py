@@ -32,7 +32,7 @@ from dualenc.encoders.tokenizer import check_texts
 from dualenc.errors import DualencError
 from dualenc.search import searcher as searching
 from dualenc.serve.errors import HANDLERS
-from dualenc.serve.gate import Gate, Observe
+from dualenc.serve.gate import Gate
 from dualenc.serve.schema import (
     MAX_CHARACTERS,
     EmbeddingsRequest,
@@ -90,7 +90,8 @@ def create_app(
         rerank_top: how many of the best a cross-encoder scores again, where the service has one.
     """
     paths = {"/openapi.json", *(route.path for route in router.routes if isinstance(route, APIRoute))}
-    limits: dict[str, Any] = {
+    limits = {
+        "token": token,
         "max_body": max_body,
         "max_held": max(256 << 20, 2 * max_body),
         "body_timeout_s": timeout_s,
@@ -103,9 +104,8 @@ def create_app(
         lifespan=_lifespan,
         exception_handlers=HANDLERS,
         middleware=[
-            Middleware(Observe, metrics=service.metrics, paths=paths),
+            Middleware(Gate, metrics=service.metrics, paths=paths, **limits),  # type: ignore[arg-type]
             Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
-            Middleware(Gate, metrics=service.metrics, token=token, **limits),
         ],
     )
     app.state.settings = Settings(service, token, timeout_s, watch, rerank_top)
@@ -155,7 +155,7 @@ async def show_page() -> HTMLResponse:
 @router.get("/health")
 async def health(serving: Serving) -> dict[str, Any]:
     """Whether the service and its search thread live."""
-    if not serving.service.is_alive:
+    if not serving.service.batcher.is_alive:
         raise HTTPException(503, "the thread that searches has ended; start the server again")
     return {"status": "ok", "generation": serving.service.generation}
 
@@ -254,7 +254,7 @@ async def embeddings(serving: Serving, request: EmbeddingsRequest) -> dict[str, 
     """Vectors of texts, in OpenAI's form; `model` may be anything, there is one."""
     searcher = serving.service.searcher
     texts = check_texts([request.input] if isinstance(request.input, str) else request.input)
-    max_texts = serving.service.queue_size
+    max_texts = serving.service.batcher.queue_size
     if not 1 <= len(texts) <= max_texts:
         raise HTTPException(400, f"input has {len(texts)} texts; send 1 to {max_texts}")
     for place, text in enumerate(texts):

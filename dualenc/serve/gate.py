@@ -27,50 +27,8 @@ MAX_DISCARDED = 4
 """Multiple of the largest body that is read and discarded, so that a client that sends too much reads why."""
 
 
-class Observe:
-    """ASGI middleware that counts requests, and adds security headers to their responses.
-
-    Args:
-        app: the application behind it.
-        metrics: counters.
-        paths: counted one by one; all others are counted as one, so that clients cannot add metrics.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Collection[str]) -> None:
-        self.app = app
-        self.metrics = metrics
-        self.paths = paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        begin = time.perf_counter()
-        status = 500  # unless a response begins
-
-        async def send_on(message: MutableMapping[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message).update(SECURITY_HEADERS)
-            await send(message)
-
-        try:
-            await self.app(scope, receive, send_on)
-        except ClientDisconnect:
-            status = 499  # nginx's number for a client that went away; nobody is left to answer
-        finally:
-            path = scope["path"] if scope["path"] in self.paths else "other"
-            self.metrics.requests.labels(path, str(status)).inc()
-            self.metrics.seconds.labels(path).observe(time.perf_counter() - begin)
-
-
 class Gate:
-    """ASGI middleware that rejects requests by token, size or time, and passes on complete ones.
+    """ASGI middleware that counts requests, rejects them by token, size or time, and passes on complete ones.
 
     It reads bodies itself: starlette's own limit of a body's size bounds neither the time that it takes nor the memory
     of all bodies, and closes the connection on clients that still send, which then lose the response.
@@ -78,6 +36,7 @@ class Gate:
     Args:
         app: the application behind it.
         metrics: counters.
+        paths: counted one by one; all others are counted as one, so that clients cannot add metrics.
         token: required as `Authorization: Bearer …`; None: none.
         max_body: bytes of one body.
         max_held: bytes of all bodies at one time.
@@ -89,13 +48,15 @@ class Gate:
         app: ASGIApp,
         *,
         metrics: Metrics,
-        token: str | None = None,
-        max_body: int = 16 << 20,
-        max_held: int = 256 << 20,
-        body_timeout_s: float = 10.0,
+        paths: Collection[str],
+        token: str | None,
+        max_body: int,
+        max_held: int,
+        body_timeout_s: float,
     ) -> None:
         self.app = app
         self.metrics = metrics
+        self.paths = paths
         self.token = None if token is None else token.encode()
         self.max_body = max_body
         self.max_held = max_held
@@ -104,20 +65,38 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        begin = time.perf_counter()
+        status = 500  # unless a response begins
         body = bytearray()
+
+        async def send_on(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message).update(SECURITY_HEADERS)
+            await send(message)
+
         try:
             self._check_token(scope)
             await self._read(Request(scope, receive), body)
-            await self.app(scope, _replay(bytes(body), receive), send)
+            await self.app(scope, _replay(bytes(body), receive), send_on)
         except HTTPException as error:
             response = error_response(error.status_code, error.detail, error.headers)
-            await response(scope, receive, send)
+            await response(scope, receive, send_on)
+        except ClientDisconnect:
+            status = 499  # nginx's number for a client that went away; nobody is left to answer
         finally:
             self.held -= len(body)
             self.metrics.held_bytes.set(self.held)
+            path = scope["path"] if scope["path"] in self.paths else "other"
+            self.metrics.requests.labels(path, str(status)).inc()
+            self.metrics.seconds.labels(path).observe(time.perf_counter() - begin)
 
     def _check_token(self, scope: Scope) -> None:
         if self.token is None or scope["path"] in OPEN_PATHS:

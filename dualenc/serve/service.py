@@ -84,19 +84,9 @@ class Service:
         self._thumbnail = lru_cache(MAX_THUMBNAILS)(self._make_thumbnail)
         self._decoders = threading.BoundedSemaphore(MAX_DECODERS)
         self._reloading = threading.Lock()
-        self._batcher = Batcher(self._work, observe=metrics.batch_size.observe, **batching)
-        metrics.waiting.set_function(lambda: len(self._batcher))
+        self.batcher = Batcher(self._work, observe=metrics.batch_size.observe, **batching)
+        metrics.waiting.set_function(lambda: len(self.batcher))
         metrics.vectors.set_function(lambda: len(self.searcher))
-
-    @property
-    def queue_size(self) -> int:
-        """How many texts or queries may wait."""
-        return self._batcher.queue_size
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the worker thread is running."""
-        return self._batcher.is_alive
 
     def search(self, searcher: Searcher, query: Query) -> Future[list[Hit]]:
         """Search; the future brings the results.
@@ -104,7 +94,7 @@ class Service:
         Raises:
             QueueFull: too much waits.
         """
-        return self._batcher.submit([_Job(searcher, None, query)])[0]
+        return self.batcher.submit([_Job(searcher, None, query)])[0]
 
     def embed(self, searcher: Searcher, side: Side, texts: Sequence[str]) -> list[Future[Embedded]]:
         """Encode texts; a future for each, so that searches need not wait for all of them.
@@ -112,7 +102,7 @@ class Service:
         Raises:
             QueueFull: too much waits for so many.
         """
-        return self._batcher.submit([_Job(searcher, side, text) for text in texts])
+        return self.batcher.submit([_Job(searcher, side, text) for text in texts])
 
     def prepare_image(self, searcher: Searcher, data: bytes) -> Query:
         """Decode an uploaded image to a query, which is small whatever the image was. Thread-safe.
@@ -189,7 +179,7 @@ class Service:
 
     def close(self) -> None:
         """Answer what has arrived, and end."""
-        self._batcher.close()
+        self.batcher.close()
 
     def _work(self, jobs: list[_Job]) -> list[Any]:
         """Answer a batch: the jobs of one index and side together."""

@@ -385,8 +385,8 @@ def test_a_full_queue_and_a_late_answer(serve: Serve, text_index: Path) -> None:
     client = serve(text_index, app={"timeout_s": 0.5}, batch_size=1, queue_size=2, wait_s=0)
     service: Any = client.service  # type: ignore[attr-defined]
     may_go = threading.Event()
-    before = service._batcher.work
-    service._batcher.work = lambda jobs: may_go.wait(20) and before(jobs)
+    before = service.batcher.work
+    service.batcher.work = lambda jobs: may_go.wait(20) and before(jobs)
     late = client.post("/search", json={"text": "fox"})
     assert (late.status_code, late.json()["error"]["type"]) == (504, "server_error")
     held = service.embed(service.searcher, "left", ["a", "b"])
