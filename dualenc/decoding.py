@@ -6,12 +6,15 @@ Apart from `dualenc.data`, so that the process that decodes an upload loads Pill
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import subprocess
 import sys
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -38,6 +41,8 @@ MAX_UPLOAD_SIDE = 4096
 MAX_UPLOAD_RATIO = 64
 """Of an upload's sides: models scale the shorter one to their size, and the longer one would take gigabytes."""
 
+_max_side_apart: ContextVar[int | None] = ContextVar("max_side_apart", default=None)
+
 
 def decode_image(data: bytes, where: str, formats: tuple[str, ...] | None = None) -> Image.Image:
     """Decode a whole image file to an upright RGB image.
@@ -53,6 +58,13 @@ def decode_image(data: bytes, where: str, formats: tuple[str, ...] | None = None
     formats = _formats() if formats is None else formats
     if len(data) > MAX_BYTES:
         raise BadSample(f"{where}: image of {len(data):,} bytes, where {MAX_BYTES:,} are allowed; replace or remove it")
+    max_side = _max_side_apart.get()
+    if max_side is not None:
+        return _decode_apart(data, where, formats, max_side)
+    return _decode(data, where, formats)
+
+
+def _decode(data: bytes, where: str, formats: tuple[str, ...]) -> Image.Image:
     try:
         with warnings.catch_warnings():
             # Counted below, without a second bound.
@@ -79,8 +91,30 @@ def decode_upload(data: bytes, where: str) -> Image.Image:
     Raises:
         BadSample: what `decode_image` raises, or a bound is exceeded.
     """
-    script = "import sys; from dualenc import decoding; decoding._decode_upload(sys.argv[1], int(sys.argv[2]))"
-    command = [sys.executable, "-c", script, where, str(UPLOAD_MEMORY)]
+    return _decode_apart(data, where, UPLOAD_FORMATS, MAX_UPLOAD_SIDE, MAX_UPLOAD_RATIO)
+
+
+@contextmanager
+def decoding_apart(max_side: int) -> Iterator[None]:
+    """Within it, `decode_image` in this thread decodes in a process of its own, with bounds on memory and time.
+
+    Args:
+        max_side: pixels; larger images are scaled down.
+    """
+    token = _max_side_apart.set(max_side)
+    try:
+        yield
+    finally:
+        _max_side_apart.reset(token)
+
+
+def _decode_apart(
+    data: bytes, where: str, formats: tuple[str, ...], max_side: int, max_ratio: float = math.inf
+) -> Image.Image:
+    """Decode in a process of its own, and scale down there."""
+    script = "import sys; from dualenc import decoding; decoding._decode_to_stdout(*sys.argv[1:])"
+    bounds = [str(UPLOAD_MEMORY), str(max_side), str(max_ratio)]
+    command = [sys.executable, "-c", script, where, ",".join(formats), *bounds]
     # The math libraries would reserve memory for each processor.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
@@ -93,24 +127,24 @@ def decode_upload(data: bytes, where: str) -> Image.Image:
         if run.returncode == 1 and lines and lines[-1].startswith(where):
             raise BadSample(lines[-1])
         raise BadSample(f"{where}: image cannot be decoded; replace it")
-    return decode_image(run.stdout, where, ("PPM",))
+    return _decode(run.stdout, where, ("PPM",))
 
 
-def _decode_upload(where: str, memory: int) -> None:
-    """The process of `decode_upload`: an image file on stdin, PPM on stdout, the reason of a refusal on stderr."""
+def _decode_to_stdout(where: str, formats: str, memory: str, max_side: str, max_ratio: str) -> None:
+    """The process of `_decode_apart`: an image file on stdin, PPM on stdout, the reason of a refusal on stderr."""
     # Windows has none, and macOS may refuse.
     with suppress(ImportError, ValueError):
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
     try:
-        image = decode_image(sys.stdin.buffer.read(), where, UPLOAD_FORMATS)
+        image = _decode(sys.stdin.buffer.read(), where, tuple(formats.split(",")))
     except BadSample as error:
         sys.exit(str(error))
-    if max(image.size) > MAX_UPLOAD_RATIO * min(image.size):
+    if max(image.size) > float(max_ratio) * min(image.size):
         sys.exit(f"{where}: image of {image.width} x {image.height} pixels is too narrow to search with; crop it")
     # Smaller before it is sent: pixels travel uncompressed.
-    image.thumbnail((MAX_UPLOAD_SIDE, MAX_UPLOAD_SIDE))
+    image.thumbnail((int(max_side), int(max_side)))
     image.save(sys.stdout.buffer, "PPM")
 
 

@@ -59,14 +59,14 @@ def add_results(folder: Path, evaluations: list[Path]) -> None:
         DualencError: no results are there, they are of another kind of task, or of other weights.
     """
     from dualenc.encoders import load_model
-    from dualenc.encoders.card import model_card, with_results
+    from dualenc.encoders.card import with_results
     from dualenc.search.embed import tower_checksum
 
     encoder = load_model(folder)
     weights = {tower_checksum(encoder.left), tower_checksum(encoder.right)}
     found = [each for evaluation in evaluations for each in _results_of(evaluation, weights)]
     path = folder / "README.md"
-    before = path.read_text(encoding="utf-8") if path.is_file() else model_card(encoder, folder.name, {})
+    before = path.read_text(encoding="utf-8") if path.is_file() else encoder.model_card(folder.name, {})
     with atomic_path(path) as new:
         new.write_text(with_results(before, folder.resolve().name, found), encoding="utf-8")
 

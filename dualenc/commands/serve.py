@@ -90,13 +90,14 @@ def serve(
     from dualenc.search.kinds import parse_bytes
     from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher
-    from dualenc.serve.app import MOST_RESULTS, create_app
-    from dualenc.serve.gate import SECURITY_HEADERS, TimedProtocol
+    from dualenc.serve.app import create_app
+    from dualenc.serve.gate import TimedProtocol
     from dualenc.serve.metrics import Metrics
+    from dualenc.serve.schema import MAX_RESULTS
     from dualenc.serve.service import Service
 
     check_range(0, 65535, port=port)
-    check_range(1, MOST_RESULTS, rerank_top=rerank_top)
+    check_range(1, MAX_RESULTS, rerank_top=rerank_top)
     check_range(1, 4096, batch_size=batch_size)
     check_range(0, 1000, wait_ms=wait_ms)
     check_range(1, 1 << 20, queue=queue)
@@ -122,7 +123,7 @@ def serve(
         wait_s=wait_ms / 1000,
         queue_size=queue,
     )
-    hosts = ("localhost", "127.0.0.1", "::1") if token is None else None
+    hosts = ("localhost", "127.0.0.1", "[::1]") if token is None else None
     app = create_app(
         service, token=token, hosts=hosts, max_body=largest, timeout_s=timeout, watch=watch, rerank_top=rerank_top
     )
@@ -139,7 +140,6 @@ def serve(
         limit_concurrency=MOST_CONNECTIONS,
         timeout_graceful_shutdown=int(timeout) + 1,
         server_header=False,
-        headers=SECURITY_HEADERS,
     )
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux drops clients that do not read what is sent to them
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout))

@@ -1,4 +1,4 @@
-"""Batch normalisation over all processes, and of out-of-batch items by the statistics of a training batch."""
+"""Batch normalisation: synchronised over processes, and of out-of-batch items by a training batch's statistics."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from dualenc.errors import DualencError
 class BatchStatistics:
     """The mean and variance by which BatchNorm layers normalised the latest training batch, with their gradient.
 
-    Out-of-batch items (chain states, cached items) are compared with the batch's own. By running statistics, or
-    by statistics of their own, they would be embedded by another function than the batch, and a model would learn to
-    tell the two functions apart instead of the items. By the batch's statistics all of them are embedded by one.
-    The gradient goes through the statistics into the batch: otherwise a shift of all out-of-batch items would seem to
-    lower the loss, which the next batch's normalisation takes back.
+    Out-of-batch items (chain states, cached items) are compared with the batch's items. By running statistics, or by
+    statistics of their own, they would be embedded by another function than the batch, and a model would learn to
+    distinguish the two functions instead of the items. The gradient goes through the statistics into the batch:
+    otherwise a shift of all out-of-batch items would seem to lower the loss, until the next batch is normalised.
 
-    Recording costs no pass over the batch: a layer writes down the statistics that it computes anyhow. What their
-    gradient needs of the batch is held until `release`.
+    Recording costs no pass over the batch: a layer stores the statistics that it computes anyway. The activations that
+    their gradient needs are held until `release`.
 
     Under a synchronised BatchNorm the statistics are those of all processes; their gradient reaches this process's
     part of the batch, as if the other processes' out-of-batch items were like its own.
@@ -37,36 +36,36 @@ class BatchStatistics:
 
     def __init__(self, keep: bool = True) -> None:
         self.keep = keep
-        self._latest: dict[_BatchNorm, _Noted] = {}
+        self._latest: dict[_BatchNorm, _Recorded] = {}
 
     def release(self) -> None:
-        """Before the backward pass, which then frees layer by layer what it is done with: no new item will come."""
-        for noted in self._latest.values():
-            noted.values = None
+        """Drop the stored activations. Call after a step's last `encode`, before `backward`."""
+        for recorded in self._latest.values():
+            recorded.values = None
 
     def of_batch(self, module: nn.Module, out_of_batch: bool) -> AbstractContextManager[None]:
-        """For a forward of the training batch, which is recorded, or of out-of-batch items, which go by that record."""
+        """`recorded` for a forward of the training batch, `applied` for one of out-of-batch items."""
         return self.applied(module) if out_of_batch else self.recorded(module)
 
     @contextmanager
     def recorded(self, module: nn.Module) -> Iterator[None]:
-        """Forwards in this context leave their statistics here."""
+        """Record the statistics of forwards in this context."""
         with ExitStack() as stack:
             for layer in _training_layers(module) if self.keep else []:
-                over_all = _synchroniser(layer) if distributed.is_initialized() else None
-                if over_all is None:
+                synchroniser = _synchroniser(layer) if distributed.is_initialized() else None
+                if synchroniser is None:
                     stack.enter_context(_recording(layer, self._latest))
                 else:
-                    over_all.latest = self._latest
-                    stack.callback(setattr, over_all, "latest", None)
+                    synchroniser.latest = self._latest
+                    stack.callback(setattr, synchroniser, "latest", None)
             yield
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[None]:
-        """Layers that look at the batch take the recorded statistics, or running ones if none were recorded.
+        """Normalise by the recorded statistics, or by running ones if none were recorded.
 
-        Running statistics stay, and nothing depends on who else is encoded. Other layers, dropout included, keep their
-        mode.
+        Running statistics do not change, and an item's result does not depend on other items. Other layers, dropout
+        included, keep their mode.
         """
         with ExitStack() as stack:
             for layer in _training_layers(module):
@@ -85,13 +84,13 @@ class BatchStatistics:
 
 
 def synchronise_statistics(module: nn.Module) -> None:
-    """From now on BatchNorm layers take their training statistics over the batches of all processes, with gradient.
+    """Have BatchNorm layers compute their training statistics over the batches of all processes, with gradient.
 
     On any backend, where `torch.nn.SyncBatchNorm` works on GPUs alone. Every process must encode something whenever
     one does. With one process, and in evaluation mode, layers work as they always do.
 
     Args:
-        module: whose layers; those that are synchronised already stay as they are.
+        module: a network; layers that are synchronised already stay as they are.
     """
     for layer in module.modules():
         if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm) and _synchroniser(layer) is None:
@@ -112,45 +111,64 @@ class _Synchroniser:
 
     def __init__(self, layer: _BatchNorm) -> None:
         self.layer = layer
-        self.latest: dict[_BatchNorm, _Noted] | None = None
+        self.latest: dict[_BatchNorm, _Recorded] | None = None
         self._running: tuple[Tensor | None, Tensor | None] | None = None
 
     def before(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
-        layer, values = self.layer, inputs[0]
+        """Pre-hook: the layer normalises by the statistics of all processes."""
+        layer = self.layer
+        values = inputs[0]
         if not layer.training or not distributed.is_initialized():
             return None
+        mean, variance, count = _gather_statistics(values)
         like = layer.weight if layer.running_mean is None else layer.running_mean
-        # Mean, (biased) variance and count of what all processes have; in float64, as sums and squares are added up.
-        own = values if values.dtype in (torch.float32, torch.float64) else values.float()
-        parts = torch.var_mean(own, (0, *range(2, values.dim())), correction=0)
-        own_variance, own_mean = (part.double() for part in parts)
-        own_count = values.numel() // values.shape[1]
-        counted = own_mean.new_tensor([own_count])
-        sums = torch.cat([own_count * own_mean, own_count * (own_variance + own_mean.square()), counted])
-        total = distributed.gather_with_grad(sums[None], [1] * distributed.world_size()).sum(0)
-        count = int(total[-1])
-        if count < 2:
-            raise DualencError("BatchNorm needs more than one value per channel in training; make batch_size larger")
-        mean, square = (total[:-1] / count).chunk(2)
         dtype = values.dtype if like is None else like.dtype
-        mean, variance = mean.to(dtype), (square - mean.square()).clamp(min=0).to(dtype)
+        mean = mean.to(dtype)
+        variance = variance.to(dtype)
         if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
             assert layer.num_batches_tracked is not None
             layer.num_batches_tracked.add_(1)
-            share = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
-            layer.running_mean.mul_(1 - share).add_(mean.detach(), alpha=share)
-            layer.running_var.mul_(1 - share).add_(variance.detach() * (count / (count - 1)), alpha=share)
+            unbiased = variance.detach() * (count / (count - 1))
+            _update_running(layer, layer.running_mean, layer.running_var, mean.detach(), unbiased)
         if self.latest is not None:
-            self.latest[layer] = _Noted(values, mean.detach(), variance.detach(), own_count)
+            own_count = values.numel() // values.shape[1]
+            self.latest[layer] = _Recorded(values, mean.detach(), variance.detach(), own_count)
         self._running = layer.running_mean, layer.running_var
+        # Outside training a layer takes its running statistics for constants; the connection adds their gradient.
         layer.training = False
-        layer.running_mean, layer.running_var = mean.detach(), variance.detach()
+        _set(layer, running_mean=mean.detach(), running_var=variance.detach())
         return _connect(layer, inputs, mean, variance)
 
     def after(self, *_: Any) -> None:
+        """Hook: the layer has its running statistics back."""
         if self._running is not None:
             self.layer.running_mean, self.layer.running_var = self._running
             self.layer.training, self._running = True, None
+
+
+def _gather_statistics(values: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Mean, (biased) variance and number of values per channel over all processes, with gradient."""
+    own = values if values.dtype in (torch.float32, torch.float64) else values.float()
+    own_variance, own_mean = torch.var_mean(own, (0, *range(2, values.dim())), correction=0)
+    # Sums and squares are added up in float64.
+    own_variance = own_variance.double()
+    own_mean = own_mean.double()
+    own_count = values.numel() // values.shape[1]
+    own_square = own_variance + own_mean.square()
+    sums = torch.cat([own_count * own_mean, own_count * own_square, own_mean.new_tensor([own_count])])
+    total = distributed.gather_with_grad(sums[None], [1] * distributed.world_size()).sum(0)
+    count = int(total[-1])
+    if count < 2:
+        raise DualencError("BatchNorm needs more than one value per channel in training; make batch_size larger")
+    mean, square = (total[:-1] / count).chunk(2)
+    return mean, (square - mean.square()).clamp(min=0), count
+
+
+def _update_running(layer: _BatchNorm, mean: Tensor, variance: Tensor, new_mean: Tensor, new_variance: Tensor) -> None:
+    """Count a batch in running statistics; without momentum they are the plain average of all batches."""
+    share = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum  # type: ignore[arg-type]
+    mean.mul_(1 - share).add_(new_mean, alpha=share)
+    variance.mul_(1 - share).add_(new_variance, alpha=share)
 
 
 def _synchroniser(layer: nn.Module) -> _Synchroniser | None:
@@ -158,29 +176,32 @@ def _synchroniser(layer: nn.Module) -> _Synchroniser | None:
     return next((owner for owner in owners if isinstance(owner, _Synchroniser)), None)
 
 
-class _Noted:
+class _Recorded:
     """The mean and (biased) variance of one layer's inputs (B, channels, ...), of `count` values per channel."""
 
     def __init__(self, values: Tensor, mean: Tensor, variance: Tensor, count: int) -> None:
-        # Without a graph there is no gradient to come, and no reason to keep a batch's activations.
+        # Without a graph there is no backward pass, and no reason to keep a batch's activations.
         self.values = values if torch.is_grad_enabled() and values.requires_grad else None
-        self.mean, self.variance, self.count = mean, variance, count
+        self.mean = mean
+        self.variance = variance
+        self.count = count
         self._with_gradient: tuple[Tensor, Tensor] | None = None
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and variance; where a graph is built, with their gradient."""
         if self.values is not None and self._with_gradient is None and torch.is_grad_enabled():
-            given = self.values, self.mean, self.variance, self.count
-            # An item may be encoded under a checkpoint, which would do without these tensors until it encodes again.
+            # Under gradient checkpointing these tensors would be dropped until the recomputation.
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-                self._with_gradient = _Statistics.apply(*given)  # type: ignore[no-untyped-call]
+                self._with_gradient = _Statistics.apply(  # type: ignore[no-untyped-call]
+                    self.values, self.mean, self.variance, self.count
+                )
         if self._with_gradient is None or not torch.is_grad_enabled():
             return self.mean, self.variance
         return self._with_gradient
 
 
 @contextmanager
-def _recording(layer: _BatchNorm, latest: dict[_BatchNorm, _Noted]) -> Iterator[None]:
+def _recording(layer: _BatchNorm, latest: dict[_BatchNorm, _Recorded]) -> Iterator[None]:
     """Has one layer write its batch's statistics: for a forward, its running ones are blank and their momentum is 1."""
     names = ("running_mean", "running_var", "momentum", "track_running_stats", "num_batches_tracked")
     kept = {name: getattr(layer, name) for name in names}
@@ -200,15 +221,12 @@ def _recording(layer: _BatchNorm, latest: dict[_BatchNorm, _Noted]) -> Iterator[
         assert variance is not None
         _set(layer, **kept)
         if own_mean is not None:
-            # What this batch counts for; no momentum asks for the plain average of all batches.
-            share = 1 / float(batches) if layer.momentum is None else layer.momentum
-            own_mean.mul_(1 - share).add_(mean, alpha=share)
-            own_variance.mul_(1 - share).add_(variance, alpha=share)
+            _update_running(layer, own_mean, own_variance, mean, variance)
         values: Tensor = inputs[0]
         count = values.numel() // values.shape[1]
         counted = count * distributed.world_size() if isinstance(layer, nn.SyncBatchNorm) else count
         biased = variance * ((counted - 1) / counted)  # running variances are unbiased, the layer divided by this one
-        latest[layer] = _Noted(values, mean, biased, count)
+        latest[layer] = _Recorded(values, mean, biased, count)
 
     hooks = layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
     try:
@@ -230,6 +248,7 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        _refuse_second_derivatives()
         values, mean = ctx.saved_tensors
         d_mean, d_variance = (_per_channel(gradient / ctx.count, values) for gradient in gradients)
         centred = values - _per_channel(mean, values)
@@ -270,9 +289,16 @@ class _Connection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        _refuse_second_derivatives()
         (gradient,), (values, mean, variance) = gradients, ctx.saved_tensors
         others = [0, *range(2, values.dim())]
         d_mean = -gradient.sum(dim=others, dtype=mean.dtype)
         centred = values - _per_channel(mean, values)
         d_variance = (gradient * centred).sum(dim=others, dtype=mean.dtype) / (-2 * (variance + ctx.eps))
         return gradient, d_mean, d_variance, None
+
+
+def _refuse_second_derivatives() -> None:
+    # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
+    if torch.is_grad_enabled():
+        raise DualencError("batch statistics have no second derivatives; call backward without create_graph")

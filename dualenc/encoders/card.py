@@ -1,25 +1,24 @@
-"""The model card: a README.md that says what a model is, what it was trained on, and how to load it anywhere."""
+"""Model cards: a README.md with a model's facts, training data, metrics, and how to load it, from a template file."""
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from dualenc.errors import DualencError
 
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult
-
-    from dualenc.encoders.dual import DualEncoder
-    from dualenc.encoders.vector import VectorEncoder
-    from dualenc.types import Side
+TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 
 
 class Code(NamedTuple):
-    """A text to be shown as it is, in a fenced block that nothing in it can end.
+    """A text shown unchanged, in a fenced block that nothing in it can end.
 
     Attributes:
         language: of the text, such as "yaml".
@@ -31,7 +30,7 @@ class Code(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a model achieved on one data set, for the `model-index` of the front matter.
+    """Metrics of a model on one data set, for the `model-index` of the front matter.
 
     Attributes:
         task: one of `TASKS`.
@@ -46,88 +45,14 @@ class Results(NamedTuple):
     metrics: Mapping[str, float]
 
 
-_TEXT = """\
-from sentence_transformers import SentenceTransformer
-
-model = SentenceTransformer("{name}")
-queries = model.encode_query(["a question"])
-documents = model.encode_document(["a text"])
-print(queries @ documents.T)
-"""
-
-_TWO_TEXTS = """\
-from sentence_transformers import SentenceTransformer
-
-queries = SentenceTransformer("{name}/query").encode_query(["a question"])
-documents = SentenceTransformer("{name}/document").encode_document(["a text"])
-print(queries @ documents.T)
-"""
-
-_ONE_TEXT = """\
-from sentence_transformers import SentenceTransformer
-
-vectors = SentenceTransformer("{name}").encode_{role}(["a text"])
-"""
-
-_IMAGE_TEXT = """\
-import open_clip
-
-model, _, preprocess = open_clip.create_model_and_transforms("local-dir:{name}")
-tokenizer = open_clip.get_tokenizer("local-dir:{name}")
-model.eval()
-texts = model.encode_text(tokenizer(["a caption"]), normalize=True)
-# images = model.encode_image(preprocess(image).unsqueeze(0), normalize=True)
-"""
-
-_VISION_TEXT = """\
-from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
-
-model = AutoModel.from_pretrained("{name}").eval()
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-processor = AutoImageProcessor.from_pretrained("{name}")
-tokens = tokenizer(["a caption"], padding="max_length", truncation=True, return_tensors="pt")
-texts = model.get_text_features(**tokens).pooler_output
-texts = texts / texts.norm(dim=1, keepdim=True)
-# images = model.get_image_features(**processor(images=image, return_tensors="pt")).pooler_output
-"""
-
-_IMAGE = """\
-import timm
-
-model = timm.create_model("local-dir:{name}", pretrained=True).eval()
-transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-# features = model(transform(image).unsqueeze(0))
-"""
-
-_SMALL_IMAGE = """\
-import timm
-import torch
-from safetensors.torch import load_file
-
-model = timm.create_model("local-dir:{name}").eval()
-# The small-image stem, which timm does not know
-model.conv1 = torch.nn.Conv2d(model.conv1.in_channels, model.conv1.out_channels, 3, padding=1, bias=False)
-model.maxpool = torch.nn.Identity()
-model.load_state_dict(load_file("{name}/model.safetensors"))
-transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-# features = model(transform(image).unsqueeze(0))
-"""
-
-_OWN = """\
-from dualenc.encoders import load_model
-
-model = load_model("{name}")
-vectors = model.encode("right", model.right.prepare({items}))
-"""
-
-# Of each kind or format of model: library, pipeline of the hub, further tags, and how the library loads it.
-ECOSYSTEMS = {
-    "query-document": ("sentence-transformers", "sentence-similarity", ("feature-extraction",), _TEXT),
-    "image-text": ("open_clip", "zero-shot-image-classification", ("clip",), _IMAGE_TEXT),
-    "vision-text": ("transformers", "zero-shot-image-classification", ("clip",), _VISION_TEXT),
-    "image": ("timm", "image-feature-extraction", ("image-feature-extraction",), _IMAGE),
-    "vector": ("dualenc", "feature-extraction", (), _OWN),
+LIBRARIES = {
+    "query-document": ("sentence-transformers", "sentence-similarity", ("feature-extraction",)),
+    "image-text": ("open_clip", "zero-shot-image-classification", ("clip",)),
+    "vision-text": ("transformers", "zero-shot-image-classification", ("clip",)),
+    "image": ("timm", "image-feature-extraction", ("image-feature-extraction",)),
+    "vector": ("dualenc", "feature-extraction", ()),
 }
+"""Library, pipeline of the hub and further tags of each format of model folders."""
 
 TASKS = {
     "retrieval": ("information-retrieval", "Information Retrieval"),
@@ -135,101 +60,69 @@ TASKS = {
     "zero-shot": ("zero-shot-image-classification", "Zero-Shot Image Classification"),
     "nearest-neighbours": ("image-classification", "Image Classification by Nearest Neighbours"),
 }
-"""What is evaluated: type and name of the task in a model-index."""
+"""Type and name of each evaluated task in a model-index."""
 METRIC_TYPES = {"top@1": "accuracy", "top@5": "top_5_accuracy", "knn_accuracy": "accuracy"}
-"""Of metrics whose type is not simply their name as MTEB spells it, ndcg_at_10."""
+"""Types of metrics that are not simply their name as MTEB spells it, such as ndcg_at_10."""
 
 SECTIONS = {"task": "Task", "data": "Training data", "recipe": "Recipe", "metrics": "Metrics"}
-FRONT = ("base_model", "datasets", "language", "license", "results")
+METADATA = ("base_model", "datasets", "language", "license")
 """Keys of a card that go to its front matter, where the hub looks for them."""
 
 
-def model_card(model: DualEncoder, name: str, card: Mapping[str, Any]) -> str:
-    """Write the text of a model's README.md.
+def render_card(
+    name: str,
+    facts: Mapping[str, str],
+    card: Mapping[str, Any],
+    *,
+    model_format: str,
+    usage: str,
+    items: str | None = None,
+) -> str:
+    """The text of a model folder's README.md.
 
     Prompts, names and paths in it are shown as they are: none can become markup, a link or front matter.
 
     Args:
-        model: what the card describes.
-        name: of its folder; stands for it in the examples.
+        name: of the folder; stands for it in the examples.
+        facts: rows of a table, "Kind" among them.
         card: what the model itself cannot know: `task` and `data` as text, `recipe` as `Code` or mapping, `metrics` as
             {metric: number} or {metric: {column: number}}; `base_model`, `datasets`, `language`, `license` and
             `results` (a list of `Results`) for the front matter. Further keys become sections of their own.
+        model_format: one of `LIBRARIES`.
+        usage: which example of the template shows how that library loads the folder.
+        items: what `dualenc.encoders.load_model` encodes in its example; None: it does not load the folder.
     """
-    ecosystem = model.ecosystem or model.kind
-    library, _, _, usage = ECOSYSTEMS[ecosystem]
-    facts = {"Kind": f"{model.kind} dual encoder", "Format": library, **model.describe()}
-    if model.kind == "query-document" and not model.shares_weights:
-        usage = _TWO_TEXTS
-    elif getattr(model, "small_image_stem", False):
-        usage = _SMALL_IMAGE
-    items = {"text": '["a text"]', "image": "images", "vector": "rows_of_an_array"}[model.right.modality]
-    quoted = _quoted(name)
-    examples = {library: usage.format(name=quoted, items=items), "dualenc": _OWN.format(name=quoted, items=items)}
-    return _card(ecosystem, name, facts, examples, card)
-
-
-def base_card(model: VectorEncoder, name: str, base: str, side: Side, card: Mapping[str, Any]) -> str:
-    """Write the text of the README.md of a folder with a text model and an adapter of its vectors behind it.
-
-    Args:
-        model: the adapter.
-        name: of the folder.
-        base: what the text model is called.
-        side: of the adapter's tower in the folder.
-        card: as of `model_card`.
-    """
-    library, _, _, usage = ECOSYSTEMS["query-document"]
-    facts = {
-        "Kind": "text encoder: a base as it was, and an adapter of its vectors",
-        "Format": library,
-        "Base": base,
-        "Adapter": model.tower(side).describe() + ("" if model.shares_weights else f"; the {side} tower"),
-        "Vector size": str(model.dim),
-    }
-    if not model.shares_weights:
-        usage = _ONE_TEXT
-    example = usage.format(name=_quoted(name), role="query" if side == "left" else "document")
-    return _card("query-document", name, facts, {library: example}, card)
-
-
-def _card(
-    ecosystem: str, name: str, facts: Mapping[str, str], examples: Mapping[str, str], card: Mapping[str, Any]
-) -> str:
-    """Front matter, facts, what the caller knows, and examples by library."""
-    from huggingface_hub import ModelCardData
-
-    library, pipeline, tags, _ = ECOSYSTEMS[ecosystem]
-    told: dict[str, Any] = {key: card.get(key) for key in FRONT if key != "results"}
-    if results := eval_results(card.get("results") or ()):
-        told |= {"model_name": name, "eval_results": results}
-    front_matter = ModelCardData(
+    library, pipeline, tags = LIBRARIES[model_format]
+    metadata: dict[str, Any] = {key: card.get(key) for key in METADATA}
+    results = eval_results(card.get("results") or ())
+    if results:
+        metadata |= {"model_name": name, "eval_results": results}
+    # What is None is left out
+    card_data = ModelCardData(
         library_name=library,
         pipeline_tag=pipeline,
         tags=list(dict.fromkeys([library, *tags, "dualenc"])),
-        **told,  # what is None is left out
+        **metadata,
     )
-    parts = [
-        f"---\n{front_matter.to_yaml()}\n---",
-        f"# {_inline(name)}",
-        "Trained with dualenc.",
-        _table(["", ""], [[key, value] for key, value in facts.items()]),
-    ]
-    named = {**dict.fromkeys(SECTIONS), **{key: card[key] for key in card if key not in FRONT}}
-    for key, value in named.items():
-        if value is not None:
-            title = SECTIONS.get(key, _inline(str(key).replace("_", " ").capitalize()))
-            parts.append(f"## {title}\n\n{_metrics(value) if key == 'metrics' else _text(value)}")
-
-    parts.append("## Use")
-    parts += [f"With {tool}:\n\n```python\n{code}```" for tool, code in examples.items()]
-    return "\n\n".join(parts) + "\n"
+    rendered = ModelCard.from_template(
+        card_data,
+        template_path=str(TEMPLATE),
+        name=name,
+        quoted=json.dumps(name)[1:-1],
+        facts={"Kind": facts["Kind"], "Format": library, **facts},
+        sections=_sections(card),
+        usage=usage,
+        items=items,
+        loads_here=items is not None,
+        # Jinja's own escaping is for HTML, which leaves Markdown's links, tables and code as they are.
+        inline=_inline,
+        table=_table,
+    )
+    return str(rendered).rstrip("\n") + "\n"
 
 
 def eval_results(results: Iterable[Results]) -> list[EvalResult]:
     """The entries of a model-index, one for each metric, rounded to five places as MTEB does."""
-    from huggingface_hub import EvalResult
-
     return [
         EvalResult(
             task_type=TASKS[each.task][0],
@@ -248,7 +141,7 @@ def eval_results(results: Iterable[Results]) -> list[EvalResult]:
 
 
 def with_results(readme: str, name: str, results: Iterable[Results]) -> str:
-    """A model card with further results in its model-index; of a metric that stood there before, the new value counts.
+    """A model card with further results in its model-index; new values replace old ones of the same metric.
 
     Args:
         readme: text of the card.
@@ -258,43 +151,57 @@ def with_results(readme: str, name: str, results: Iterable[Results]) -> str:
     Raises:
         DualencError: the front matter cannot be read.
     """
-    from huggingface_hub import ModelCard
-
     try:
         card = ModelCard(readme)
         data: Any = card.data
     except Exception as error:  # of YAML and of the card's own checks, of many kinds
         why = " ".join(str(error).split())[:200]
         raise DualencError(f"README.md: its front matter cannot be read ({why}); mend or remove it") from error
-    known = [*(data.eval_results or []), *eval_results(results)]
-    # What one result says but its value
-    latest = {(*each.unique_identifier, each.metric_type, each.metric_name): each for each in known}
-    data.eval_results, data.model_name = list(latest.values()), data.model_name or name
+    all_results = [*(data.eval_results or []), *eval_results(results)]
+    latest = {(*each.unique_identifier, each.metric_type, each.metric_name): each for each in all_results}
+    data.eval_results = list(latest.values())
+    data.model_name = data.model_name or name
     return str(card)
 
 
-def _quoted(name: str) -> str:
-    """What stands between the quotes of a literal."""
-    return json.dumps(name)[1:-1]
+def _sections(card: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Title and Markdown of each section, in the order of `SECTIONS`."""
+    keys = dict.fromkeys([*SECTIONS, *card])
+    sections = []
+    for key in keys:
+        value = card.get(key)
+        if value is None or key in METADATA or key == "results":
+            continue
+        title = SECTIONS.get(key, _inline(str(key).replace("_", " ").capitalize()))
+        is_table = key == "metrics" and isinstance(value, Mapping)
+        sections.append((title, _metrics(value) if is_table else _text(value)))
+    return sections
 
 
-def _metrics(value: Any) -> str:
+def _metrics(metrics: Mapping[Any, Any]) -> str:
     """A table with one row per metric, and one column per name in nested mappings."""
-    if not isinstance(value, Mapping):
-        return _text(value)
-    nested = {metric: v if isinstance(v, Mapping) else {"value": v} for metric, v in value.items()}
+    nested = {metric: value if isinstance(value, Mapping) else {"value": value} for metric, value in metrics.items()}
     columns = list(dict.fromkeys(column for row in nested.values() for column in row))
-    rows = []
-    for metric, row in nested.items():
-        numbers = [row.get(column) for column in columns]
-        rows.append([metric, *(f"{v:.4f}" if isinstance(v, float) else "" if v is None else str(v) for v in numbers)])
-    return _table(["metric", *map(str, columns)], rows)
+    rows = [[metric, *(_number(row.get(column)) for column in columns)] for metric, row in nested.items()]
+    return _table(["metric", *columns], rows)
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "" if value is None else str(value)
+
+
+def _table(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+    cells = [[_inline(str(cell)) for cell in row] for row in (header, *rows)]
+    lines = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, str):
         lines = (_inline(line.rstrip()) for line in value.strip().splitlines())
-        # What begins a heading, a fence or a rule
+        # A backslash before what begins a heading, a fence or a rule
         return "\n".join(re.sub(r"^\s*(?=#|~~~|--|==)", r"\\", line) for line in lines)
     if not isinstance(value, Code):
         value = Code("json", json.dumps(value, indent=2, ensure_ascii=False, default=str))
@@ -304,16 +211,9 @@ def _text(value: Any) -> str:
     return "\n".join([f"{fence}{value.language}", *lines, fence])
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    cells = [[_inline(str(cell)) for cell in row] for row in (header, *rows)]
-    lines = [cells[0], ["---"] * len(header), *cells[1:]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def _inline(text: str) -> str:
     """One line of plain text in Markdown: no tag, link, code or table cell begins in it, and nothing is invisible."""
-    escaped = _visible(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`\[\]|])", r"\\\1", escaped)
+    return re.sub(r"([\\`\[\]|])", r"\\\1", html.escape(_visible(text), quote=False))
 
 
 def _visible(line: str) -> str:

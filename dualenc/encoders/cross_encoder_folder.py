@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from dualenc.encoders.load import model_folder
+from dualenc.encoders.hub import model_folder
 from dualenc.encoders.sentence_folder import list_modules
 from dualenc.errors import DualencError
 from dualenc.files import read_json

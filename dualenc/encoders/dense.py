@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dualenc.encoders.load import first_line
+from dualenc.encoders.hub import first_line
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
 
@@ -58,8 +59,6 @@ class Dense(nn.Module):
 
     def write(self, folder: Path) -> None:
         """Write config.json and weights into a new folder, as sentence-transformers' module of this name reads them."""
-        from safetensors.torch import save_file
-
         folder.mkdir()
         kind = type(self.activation)
         config = {
@@ -105,8 +104,6 @@ def read_dense(folder: Path) -> Dense:
     Raises:
         DualencError: settings or weights are missing, corrupt, or not among what can be expressed.
     """
-    from safetensors.torch import load_file
-
     path = folder / "config.json"
     config = read_json_object(path, {"in_features": int, "out_features": int})
     sizes = config["in_features"], config["out_features"]

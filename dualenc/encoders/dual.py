@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dualenc.encoders.card import model_card
+from dualenc.encoders.card import render_card
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder
 from dualenc.types import Inputs, Modality, Side
@@ -109,7 +109,7 @@ class DualEncoder(nn.Module):
 
     left: Tower
     right: Tower
-    ecosystem: str | None = None  # whose format the folder has, where the kind does not say it
+    ecosystem: str | None = None  # the folder's format, one of `dualenc.encoders.card.LIBRARIES`; None: as the kind
 
     def __init__(self, left: Tower, right: Tower, kind: Kind, views: bool = False) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class DualEncoder(nn.Module):
 
         Args:
             folder: where; an earlier model there is replaced only once the new one is complete.
-            card: what the README says beyond the architecture, see `dualenc.encoders.card.model_card`.
+            card: what the README says beyond the architecture, see `dualenc.encoders.card.render_card`.
 
         Raises:
             DualencError: the folder holds something that is not a model.
@@ -180,11 +180,28 @@ class DualEncoder(nn.Module):
         with atomic_folder(folder, is_model, "model") as new:
             new.mkdir()
             self.write(new)
-            (new / "README.md").write_text(model_card(self, folder.name, card or {}), encoding="utf-8")
+            (new / "README.md").write_text(self.model_card(folder.name, card or {}), encoding="utf-8")
 
     def write(self, folder: Path) -> None:
         """Write configuration, preprocessing and weights into an empty folder."""
         raise TypeError(f"{type(self).__name__} does not define write")
+
+    def model_card(self, name: str, card: Mapping[str, Any]) -> str:
+        """The text of the model folder's README.md; the arguments are those of `render_card`."""
+        items = {"text": '["a text"]', "image": "images", "vector": "rows_of_an_array"}
+        return render_card(
+            name,
+            {"Kind": f"{self.kind} dual encoder", **self.describe()},
+            card,
+            model_format=self.ecosystem or self.kind,
+            usage=self.usage,
+            items=items[self.right.modality],
+        )
+
+    @property
+    def usage(self) -> str:
+        """Which example of the model card's template shows how the folder is loaded."""
+        return self.ecosystem or self.kind
 
     def set_temperature(self, temperature: float) -> None:
         """Take note of the temperature that training ended with; only formats with a place for it (CLIP) keep it."""

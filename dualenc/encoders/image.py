@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.load import first_line, model_folder
+from dualenc.encoders.hub import first_line, model_folder
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
 from dualenc.types import Inputs
@@ -130,8 +131,6 @@ class ImageEncoder(DualEncoder):
         saved with the weights of that stem: timm creates it from the folder without its weights, gets the stem as in
         `replace_stem`, and then loads the weights; the model card shows the lines.
         """
-        from safetensors.torch import save_file
-
         backbone: Any = self.left.backbone
         known = backbone.pretrained_cfg
         pretrained_cfg = {
@@ -158,6 +157,11 @@ class ImageEncoder(DualEncoder):
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         if self.projector_sizes is not None:
             save_file(self.left.projector.state_dict(), folder / PROJECTOR_FILE)
+
+    @property
+    def usage(self) -> str:
+        """Which example of the model card's template shows how the folder is loaded."""
+        return f"{self.kind}, small" if self.small_image_stem else self.kind
 
     def describe(self) -> dict[str, str]:
         """What the model is, as rows of a table."""
@@ -337,8 +341,6 @@ def _data_config(
 
 def _load_weights(module: nn.Module, path: Path) -> None:
     """Load a safetensors file whose names and shapes are exactly the module's."""
-    from safetensors.torch import load_file
-
     with _explained(str(path)):
         module.load_state_dict(load_file(path))
 

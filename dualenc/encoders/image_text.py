@@ -10,15 +10,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
+from dualenc.encoders.hub import first_line, model_folder, no_foreign_code
 from dualenc.encoders.image import ImagePrepare, Seeded, check_pixels, checked_crop_scale
-from dualenc.encoders.load import first_line, model_folder, no_foreign_code
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
 from dualenc.encoders.vision_text import two_towers_in
@@ -42,7 +43,7 @@ WEIGHTS_FILE = "open_clip_model.safetensors"
 WEIGHTS_FILES = (WEIGHTS_FILE, "open_clip_pytorch_model.safetensors", "model.safetensors")
 SECTIONS = ("embed_dim", "vision_cfg", "text_cfg")
 TOKENIZER_ARGUMENTS = ("clean", "strip_sep_token", "language", "additional_special_tokens", "reduction_mask")
-"""Those that cannot lead a tokenizer to other files or to code; open_clip's own configurations use the first two."""
+"""Arguments that cannot lead a tokenizer to other files or to code; open_clip's configurations use the first two."""
 
 
 class ImageTextEncoder(DualEncoder):
@@ -92,15 +93,13 @@ class ImageTextEncoder(DualEncoder):
         lora_alpha: float | None = None,
         lora_targets: list[str] | None = None,
     ) -> None:
-        from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
-
         crop_scale = checked_crop_scale(crop_scale)
         check_pixels(image_size, None, std)
         if context_length is not None and context_length < 1:
             raise DualencError(f"context_length is {context_length}: give at least 1 token, or null for the model's")
-        for name_of, numbers in (("mean", mean), ("std", std)):
+        for key, numbers in (("mean", mean), ("std", std)):
             if numbers is not None and len(numbers) != 3:
-                raise DualencError(f"{name_of} has {len(numbers)} numbers: give one for each of 3 colour channels")
+                raise DualencError(f"{key} has {len(numbers)} numbers: give one for each of 3 colour channels")
         options = {
             "force_image_size": image_size,
             "force_context_length": context_length,
@@ -112,21 +111,15 @@ class ImageTextEncoder(DualEncoder):
         if gradient_checkpointing:
             clip.set_grad_checkpointing(True)
         visual = clip.visual
-        del clip.visual  # each half belongs to one tower
+        # Each half belongs to one tower.
+        del clip.visual
         if lora_rank:
             for half in (visual, clip):
                 adapt(half, lora_rank, lora_alpha, targets=lora_targets)
-        for scalar in (clip.logit_scale, clip.logit_bias):
-            if scalar is not None:
-                scalar.requires_grad_(False)  # the objective owns the temperature
-        if hasattr(clip, "text_decoder"):
-            clip.text_decoder.requires_grad_(False)  # of CoCa: it writes captions, which no vector depends on
-        preprocess = PreprocessCfg(**visual.preprocess_cfg)
-        train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=crop_scale))
-        prepare = ImagePrepare(image_transform_v2(preprocess, is_train=False), Seeded(train))
+        _freeze_what_no_vector_depends_on(clip)
         dim = int(own_config["embed_dim"])
         super().__init__(
-            ClipImageTower(visual, prepare, dim),
+            ClipImageTower(visual, _image_prepare(visual.preprocess_cfg, crop_scale), dim),
             ClipTextTower(clip, ClipTextPrepare(tokenize, end_token(clip)), dim),
             kind="image-text",
         )
@@ -138,14 +131,12 @@ class ImageTextEncoder(DualEncoder):
         return math.exp(-float(self.right.encoder.clip.logit_scale))
 
     def set_temperature(self, temperature: float) -> None:
-        """Record the temperature that training ended with, for those who want open_clip's logits."""
+        """Record the temperature that training ended with, for open_clip's logits."""
         with torch.no_grad():
             self.right.encoder.clip.logit_scale.fill_(-math.log(temperature))
 
     def write(self, folder: Path) -> None:
         """Write an open_clip folder, for `local-dir:`."""
-        from safetensors.torch import save_file
-
         config = copy.deepcopy(self.config)
         # Towers are complete here: nothing is to be fetched when the folder is loaded.
         config["vision_cfg"].pop("timm_model_pretrained", None)
@@ -171,6 +162,24 @@ class ImageTextEncoder(DualEncoder):
             "Temperature": f"{self.temperature:.4g}",
             **super().describe(),
         }
+
+
+def _freeze_what_no_vector_depends_on(clip: Any) -> None:
+    # The objective has a temperature of its own.
+    for scalar in (clip.logit_scale, clip.logit_bias):
+        if scalar is not None:
+            scalar.requires_grad_(False)
+    # CoCa's decoder writes captions.
+    if hasattr(clip, "text_decoder"):
+        clip.text_decoder.requires_grad_(False)
+
+
+def _image_prepare(preprocess_config: dict[str, Any], crop_scale: tuple[float, float]) -> ImagePrepare:
+    from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
+
+    preprocess = PreprocessCfg(**preprocess_config)
+    train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=crop_scale))
+    return ImagePrepare(image_transform_v2(preprocess, is_train=False), Seeded(train))
 
 
 class ClipImageTower(Tower):
@@ -277,6 +286,22 @@ def is_registered(name: str | None) -> bool:
     return name in open_clip.list_models()
 
 
+class _Source(NamedTuple):
+    """What open_clip makes a model from.
+
+    Attributes:
+        config: open_clip's configuration.
+        where: what errors call it.
+        name: what open_clip calls it.
+        weights: file of a folder's weights, if it is a folder.
+    """
+
+    config: dict[str, Any]
+    where: str
+    name: str
+    weights: Path | None = None
+
+
 def load_clip(
     name: str | None,
     pretrained: str | None,
@@ -294,57 +319,74 @@ def load_clip(
     import open_clip
     from open_clip.factory import load_checkpoint
 
-    if (name is None) == (config is None):
-        raise DualencError("give either the name of an open_clip model or a config to start from scratch")
-    if tokenizer is not None and config is None:
-        raise DualencError(f"{name} has its own tokenizer: leave tokenizer out, it goes with config")
-    if pretrained is not None:
-        if not is_registered(name):
-            raise DualencError(f"pretrained={pretrained} goes with an open_clip name: leave it out")
-        is_file = os.path.isfile(pretrained) and pretrained.endswith(".safetensors")
-        if os.path.exists(pretrained) and not is_file:
-            raise DualencError(
-                f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first"
-            )
+    _check_arguments(name, pretrained, config, tokenizer)
     with tempfile.TemporaryDirectory() as scratch:
-        weights: list[Path] = []
         if config is not None:
-            own, where, source = copy.deepcopy(config), "config", f"local-dir:{scratch}"
-        elif is_registered(name):
-            own, where, source = open_clip.get_model_config(name), str(name), str(name)
+            source = _Source(copy.deepcopy(config), "config", f"local-dir:{scratch}")
         else:
-            folder = model_folder(str(name))
-            if not (folder / CONFIG_FILE).is_file() and two_towers_in(folder) is not None:
-                raise DualencError(f"{folder}: a folder of transformers; use VisionTextEncoder, or load_model")
-            own, where, source = _folder_config(folder), str(folder / CONFIG_FILE), f"local-dir:{folder}"
-            weights = [folder / file for file in WEIGHTS_FILES if (folder / file).is_file()]
-            if not weights:
-                raise DualencError(f"{folder}: no {WEIGHTS_FILE}; convert its weights to safetensors first")
-        check_config(own, where, pretrained=options["pretrained_text"])
+            source = _named_source(str(name))
+        own = source.config
+        check_config(own, source.where, pretrained=options["pretrained_text"])
         for section, key in (("vision_cfg", "image_size"), ("text_cfg", "context_length")):
             if options[f"force_{key}"] is not None:
                 own[section][key] = options[f"force_{key}"]
         if config is not None:
             _write_source(Path(scratch), own, None if tokenizer is None else load_tokenizer(tokenizer))
-
-        # A tokenizer of open_clip's own takes no such argument.
-        trust: dict[str, Any] = {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
-        try:
-            with no_foreign_code():
-                tokenize = open_clip.get_tokenizer(source, context_length=options["force_context_length"], **trust)
-        except Exception as error:
-            raise DualencError(
-                f"{source}: its tokenizer does not load ({first_line(error)}); restore the tokenizer's files"
-            ) from error
+        tokenize = _load_tokenize(source, options["force_context_length"])
 
         # Weights come from safetensors alone: of a folder, open_clip itself would read others, too.
-        read: dict[str, Any] = {"pretrained": pretrained} if source == name else {"load_weights": False}
-        with _explained(where):
-            clip = open_clip.create_model(source, weights_only=True, **read, **options)
-        if weights:
-            with _explained(str(weights[0])):
-                load_checkpoint(clip, str(weights[0]))
+        loading: dict[str, Any] = {"pretrained": pretrained} if source.name == name else {"load_weights": False}
+        with _explained(source.where):
+            clip = open_clip.create_model(source.name, weights_only=True, **loading, **options)
+        if source.weights is not None:
+            with _explained(str(source.weights)):
+                load_checkpoint(clip, str(source.weights))
     return clip, own, tokenize
+
+
+def _check_arguments(name: str | None, pretrained: str | None, config: Any, tokenizer: Any) -> None:
+    """Refuse arguments of `load_clip` that do not go together."""
+    if (name is None) == (config is None):
+        raise DualencError("give either the name of an open_clip model or a config to start from scratch")
+    if tokenizer is not None and config is None:
+        raise DualencError(f"{name} has its own tokenizer: leave tokenizer out, it goes with config")
+    if pretrained is None:
+        return
+    if not is_registered(name):
+        raise DualencError(f"pretrained={pretrained} goes with an open_clip name: leave it out")
+    is_file = os.path.isfile(pretrained) and pretrained.endswith(".safetensors")
+    if os.path.exists(pretrained) and not is_file:
+        raise DualencError(f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first")
+
+
+def _named_source(name: str) -> _Source:
+    """A registered architecture, or the folder of a model."""
+    import open_clip
+
+    if is_registered(name):
+        return _Source(open_clip.get_model_config(name), name, name)
+    folder = model_folder(name)
+    if not (folder / CONFIG_FILE).is_file() and two_towers_in(folder) is not None:
+        raise DualencError(f"{folder}: a folder of transformers; use VisionTextEncoder, or load_model")
+    config = _folder_config(folder)
+    weights = next((folder / file for file in WEIGHTS_FILES if (folder / file).is_file()), None)
+    if weights is None:
+        raise DualencError(f"{folder}: no {WEIGHTS_FILE}; convert its weights to safetensors first")
+    return _Source(config, str(folder / CONFIG_FILE), f"local-dir:{folder}", weights)
+
+
+def _load_tokenize(source: _Source, context_length: int | None) -> Tokenize:
+    import open_clip
+
+    # A tokenizer of open_clip's own takes no such argument.
+    trust: dict[str, Any] = {"trust_remote_code": False} if source.config["text_cfg"].get("hf_tokenizer_name") else {}
+    try:
+        with no_foreign_code():
+            return open_clip.get_tokenizer(source.name, context_length=context_length, **trust)
+    except Exception as error:
+        raise DualencError(
+            f"{source.name}: its tokenizer does not load ({first_line(error)}); restore the tokenizer's files"
+        ) from error
 
 
 def _folder_config(folder: Path) -> dict[str, Any]:
@@ -359,7 +401,7 @@ def _folder_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(config: dict[str, Any], where: str, pretrained: bool = False) -> None:
-    """Refuse configurations that are not two towers, and those with which open_clip would run code of a model.
+    """Refuse configurations that are not two towers, and ones with which open_clip would run a model's code.
 
     Args:
         config: an open_clip configuration.
@@ -389,7 +431,7 @@ def check_config(config: dict[str, Any], where: str, pretrained: bool = False) -
         if pretrained and folder.is_dir() and not any(folder.glob("*.safetensors")):
             raise DualencError(f"{folder}: no *.safetensors; convert its weights to safetensors first")
     if name := text.get("hf_model_name"):
-        # open_clip loads this without a word about its code; loaded so once before, its code is refused.
+        # open_clip loads it with no word about code; this load before it refuses code.
         try:
             AutoConfig.from_pretrained(str(name), trust_remote_code=False)
         except Exception as error:
@@ -430,7 +472,7 @@ def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTok
 
 @contextmanager
 def _explained(where: str) -> Iterator[None]:
-    """Quiet open_clip's log, and tell its errors in one line."""
+    """Silence open_clip's log, and report its errors in one line."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

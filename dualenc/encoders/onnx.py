@@ -1,4 +1,4 @@
-"""Towers as ONNX files, for runtimes without Python; each is compared with the tower before it counts."""
+"""ONNX export: towers as files for runtimes without Python, each compared with its tower before it is kept."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dualenc.files import atomic_path, check_folder_target, explain_full_disk, w
 
 OUTPUT = "vectors"
 ABOUT = "onnx.json"
-LARGEST_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 
 
 class _ByPosition(nn.Module):
-    """A tower that takes its inputs one after the other, as ONNX does."""
+    """A tower with positional inputs, as ONNX has them."""
 
     def __init__(self, tower: Tower, names: Sequence[str]) -> None:
         super().__init__()
@@ -51,31 +51,38 @@ def export_onnx(model: DualEncoder, folder: Path) -> dict[str, float]:
         DualencError: the folder holds something else, onnx, onnxscript or onnxruntime is not installed, a tower that
             cannot be traced, or one whose file differs from it by more than 1e-5.
     """
+    # Imported here: an optional package, and only for this.
     try:
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise DualencError(f"ONNX needs more packages ({error.name}); pip install 'dualenc[onnx]'") from None
     check_folder_target(folder, is_export, "exported model")
-    towers = {"both": model.left} if _alike(model) else {side: model.tower(side) for side in SIDES}
-    differences, about = {}, {}
+    towers = {"both": model.left} if _has_one_file(model) else {side: model.tower(side) for side in SIDES}
+    differences = {}
+    descriptions = {}
     for name, tower in towers.items():
-        path, tower = folder / f"{name}.onnx", tower.cpu().float().eval()
+        path = folder / f"{name}.onnx"
+        tower = tower.cpu().float().eval()
         with atomic_path(path) as part:
             inputs = _trace(tower, part)
             session = onnxruntime.InferenceSession(str(part), providers=["CPUExecutionProvider"])
-            differences[path.name] = max(_difference(tower, session, count) for count in (1, 3))
-            if not differences[path.name] <= LARGEST_DIFFERENCE:
-                told = f"differs from the tower by {differences[path.name]:.1g}, more than {LARGEST_DIFFERENCE:g}"
-                raise DualencError(f"{path}: {told}; use the model folder itself")
-        about[path.name] = {
+            difference = max(_difference(tower, session, count) for count in (1, 3))
+            # Not a number counts as different, too.
+            if not difference <= MAX_DIFFERENCE:
+                raise DualencError(
+                    f"{path}: differs from the tower by {difference:.1g}, more than {MAX_DIFFERENCE:g}; use the model "
+                    "folder itself"
+                )
+        differences[path.name] = difference
+        descriptions[path.name] = {
             "modality": tower.modality,
             "inputs": {key: str(value.dtype).removeprefix("torch.") for key, value in inputs.items()},
             "output": OUTPUT,
             "dim": tower.dim,
-            "largest_difference": differences[path.name],
+            "largest_difference": difference,
         }
-    write_json(folder / ABOUT, about)
+    write_json(folder / ABOUT, descriptions)
     return differences
 
 
@@ -85,15 +92,19 @@ def is_export(folder: Path) -> bool:
     return ABOUT in files or files <= {f"{name}.onnx" for name in ("both", *SIDES)}
 
 
-def _alike(model: DualEncoder) -> bool:
-    """Whether one file does for both sides; prompts are put before texts outside of it."""
+def _has_one_file(model: DualEncoder) -> bool:
+    """Whether one file serves both sides; prompts are put before texts outside of it."""
     return model.shares_weights and type(model.left) is type(model.right)
 
 
 def _trace(tower: Tower, path: Path) -> dict[str, Tensor]:
+    """Write the ONNX file; the inputs that it was traced with."""
+    # torch.export pretends a CUDA device. Autograd's first backward pass starts a thread per device, after which no
+    # forked process can run another, so that first one comes before the pretended device.
+    torch.zeros((), requires_grad=True).backward()
     inputs = dict(tower.prepare(_examples(tower, 2)))
     free = torch.export.Dim.DYNAMIC  # type: ignore[attr-defined]
-    # Of texts (B, T) both are free, of images and vectors the number of items.
+    # Of texts (B, T) both sizes are free, of images and vectors the number of items.
     shapes = tuple({0: free, 1: free} if tower.modality == "text" else {0: free} for _ in inputs)
     try:
         with warnings.catch_warnings(), torch.no_grad(), explain_full_disk(path):

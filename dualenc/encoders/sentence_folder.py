@@ -6,15 +6,14 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor, nn
 
 from dualenc.encoders.dense import Dense
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, read_json, read_json_object, write_json
 from dualenc.types import Pooling
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",

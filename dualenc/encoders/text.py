@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dualenc.encoders.dense import Dense, Normalize, first_components, kept_components, read_dense
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.load import first_line, model_folder
+from dualenc.encoders.hub import first_line, model_folder
 from dualenc.encoders.packing import first_position, pack, run_packed
 from dualenc.encoders.sentence_folder import SentenceFolder, read_sentence_folder, write_sentence_files
 from dualenc.encoders.tokenizer import check_texts, load_tokenizer, lower_casing, save_tokenizer
@@ -98,36 +98,23 @@ class TextEncoder(DualEncoder):
             raise DualencError(f"pooling is {pooling!r}: choose one of {', '.join(POOLINGS)}")
         bases = _bases(name, config, tokenizer, shared)
         for base in bases:
-            accepted = inspect.signature(base.backbone.forward).parameters  # before adapters hide them
-            if "input_ids" not in accepted or not isinstance(getattr(base.backbone.config, "hidden_size", None), int):
-                kind = base.backbone.config.model_type
-                raise DualencError(f"{name or 'config'}: a model of type {kind} is no text encoder; choose another")
-            base.tokenizer.model_input_names = [n for n in base.tokenizer.model_input_names if n in accepted]
+            _check_inputs(base, name)
             if lora_rank:
                 base.backbone.to(getattr(torch, dtype))
                 base.backbone = add_lora(base.backbone, lora_rank, lora_alpha, lora_dropout, lora_targets)
             if gradient_checkpointing:
-                if not getattr(base.backbone, "supports_gradient_checkpointing", True):
-                    kind = type(base.backbone).__name__
-                    raise DualencError(f"{kind} has no gradient checkpointing: leave gradient_checkpointing out")
-                base.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        towers = []
-        for role, base, prompt, prompt_name, said in (
-            ("query", bases[0], query_prompt, query_prompt_name, bases[0].says.query_prompt),
-            ("document", bases[-1], document_prompt, document_prompt_name, bases[-1].says.document_prompt),
-        ):
-            if prompt is not None and prompt_name is not None:
-                raise DualencError(f"both {role}_prompt and {role}_prompt_name are given: leave one out")
-            if prompt_name is not None:
-                prompt = base.says.prompt(prompt_name)
-            wanted = base.says.max_length if max_length is None else max_length
-            length = check_length(wanted, base.backbone, base.tokenizer)
-            prepare = TextPrepare(base.tokenizer, said if prompt is None else prompt, length)
-            truncate = base.says.truncate_dim if truncate_dim is None else truncate_dim
-            pooled = pooling or base.says.pooling or "mean"
-            towers.append(TextTower(base.backbone, prepare, pooled, base.head, truncate))
-        super().__init__(towers[0], towers[1], kind="query-document")
-        self.prompts = bases[0].says.prompts | bases[-1].says.prompts
+                _enable_checkpointing(base.backbone)
+        left, right = bases[0], bases[-1]
+        left_prompt = _choose_prompt("query", query_prompt, query_prompt_name, left.says, left.says.query_prompt)
+        right_prompt = _choose_prompt(
+            "document", document_prompt, document_prompt_name, right.says, right.says.document_prompt
+        )
+        super().__init__(
+            left.tower(left_prompt, max_length, truncate_dim, pooling),
+            right.tower(right_prompt, max_length, truncate_dim, pooling),
+            kind="query-document",
+        )
+        self.prompts = left.says.prompts | right.says.prompts
 
     def name_prompts(self, prompts: Mapping[str, tuple[str, str]]) -> None:
         """Have saved folders know further prompts: of each name, `NAME_query` and `NAME_document`.
@@ -151,6 +138,11 @@ class TextEncoder(DualEncoder):
             (folder / role).mkdir()
             further = {name: prompt for name, prompt in self.prompts.items() if name.endswith(f"_{role}")}
             tower.write({**further, role: prompts[role]}, role, folder / role)
+
+    @property
+    def usage(self) -> str:
+        """Which example of the model card's template shows how the folder is loaded."""
+        return self.kind if self.shares_weights else f"{self.kind}, separate"
 
     @property
     def transformers_configs(self) -> list[Any]:
@@ -302,6 +294,41 @@ class _Base:
     says: SentenceFolder
     head: nn.Sequential
 
+    def tower(
+        self, prompt: str, max_length: int | None, truncate_dim: int | None, pooling: Pooling | None
+    ) -> TextTower:
+        """The tower of one side; what is None is as the folder says."""
+        longest = self.says.max_length if max_length is None else max_length
+        length = check_length(longest, self.backbone, self.tokenizer)
+        truncate = self.says.truncate_dim if truncate_dim is None else truncate_dim
+        prepare = TextPrepare(self.tokenizer, prompt, length)
+        return TextTower(self.backbone, prepare, pooling or self.says.pooling or "mean", self.head, truncate)
+
+
+def _check_inputs(base: _Base, name: str | None) -> None:
+    """Refuse models that encode no text, and leave out inputs that the model does not take."""
+    # Adapters would hide the signature, so this comes before them.
+    accepted = inspect.signature(base.backbone.forward).parameters
+    if "input_ids" not in accepted or not isinstance(getattr(base.backbone.config, "hidden_size", None), int):
+        kind = base.backbone.config.model_type
+        raise DualencError(f"{name or 'config'}: a model of type {kind} is no text encoder; choose another")
+    base.tokenizer.model_input_names = [key for key in base.tokenizer.model_input_names if key in accepted]
+
+
+def _enable_checkpointing(backbone: Any) -> None:
+    if not getattr(backbone, "supports_gradient_checkpointing", True):
+        raise DualencError(f"{type(backbone).__name__} has no gradient checkpointing: leave gradient_checkpointing out")
+    backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _choose_prompt(role: str, prompt: str | None, name: str | None, says: SentenceFolder, default: str) -> str:
+    """The prompt of one side: as given, by its name in the folder, or the folder's own."""
+    if prompt is not None and name is not None:
+        raise DualencError(f"both {role}_prompt and {role}_prompt_name are given: leave one out")
+    if name is not None:
+        return says.prompt(name)
+    return default if prompt is None else prompt
+
 
 def _bases(
     name: str | None,
@@ -323,26 +350,29 @@ def _bases(
         if shared:
             raise DualencError(f"{folder}: its towers are separate, so shared cannot be true; leave it out")
         folders = [folder / role for role in ROLES]
-    bases = []
-    for folder in folders:
-        says = read_sentence_folder(folder)
-        backbone = load_transformer(says.transformer)
-        read = load_tokenizer(says.transformer if tokenizer is None else tokenizer)
-        if len(read) > getattr(backbone.config, "vocab_size", len(read)):
-            raise DualencError(
-                f"tokenizer has {len(read)} tokens, {folder} only {backbone.config.vocab_size}: use the model's own"
-            )
-        if says.lower_case:
-            lower_casing(read)
-        # The towers' vectors are normalised in any case, so that a last Normalize is not theirs to keep.
-        behind = says.head[:-1] if says.head[-1:] == (None,) else says.head
-        modules = [Normalize() if place is None else read_dense(place) for place in behind]
-        if modules and (cut := kept_components(modules[-1])) is not None:  # as `TextTower.write` writes it
-            modules.pop()
-            says = replace(says, truncate_dim=min(cut, says.truncate_dim or cut))
-        head = nn.Sequential(*modules)
-        bases.append(_Base(backbone, read, says, head))
-    return bases
+    return [_read_base(folder, tokenizer) for folder in folders]
+
+
+def _read_base(folder: Path, tokenizer: str | PreTrainedTokenizerBase | None) -> _Base:
+    says = read_sentence_folder(folder)
+    backbone = load_transformer(says.transformer)
+    own_tokenizer = load_tokenizer(says.transformer if tokenizer is None else tokenizer)
+    size = len(own_tokenizer)
+    if size > getattr(backbone.config, "vocab_size", size):
+        raise DualencError(
+            f"tokenizer has {size} tokens, {folder} only {backbone.config.vocab_size}: use the model's own"
+        )
+    if says.lower_case:
+        lower_casing(own_tokenizer)
+    # The tower normalises its vectors in any case, so a Normalize at the end is left out.
+    folders = says.head[:-1] if says.head[-1:] == (None,) else says.head
+    modules = [Normalize() if place is None else read_dense(place) for place in folders]
+    # `TextTower.write` writes a truncation as a last Dense module.
+    truncation = kept_components(modules[-1]) if modules else None
+    if truncation is not None:
+        modules.pop()
+        says = replace(says, truncate_dim=min(truncation, says.truncate_dim or truncation))
+    return _Base(backbone, own_tokenizer, says, nn.Sequential(*modules))
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:

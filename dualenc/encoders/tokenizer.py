@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualenc.encoders.load import first_line
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from dualenc.encoders.hub import first_line
 from dualenc.errors import BadSample, DualencError
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ SPECIAL_TOKENS = {
     "mask_token": "[MASK]",
 }
 
-SMALLEST = len(SPECIAL_TOKENS) + 256
+MIN_VOCABULARY = len(SPECIAL_TOKENS) + 256
 """Tokens of a vocabulary without a single merge: the special ones and all bytes."""
 
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
@@ -65,20 +67,14 @@ def train_tokenizer(
     Raises:
         DualencError: there is no text, or `vocab_size` leaves no room for the special tokens and the bytes.
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size < SMALLEST:
+    if vocab_size < MIN_VOCABULARY:
         raise DualencError(
-            f"vocab_size is {vocab_size}: the {len(SPECIAL_TOKENS)} special tokens and the 256 bytes take {SMALLEST}; "
-            "ask for more"
+            f"vocab_size is {vocab_size}: the {len(SPECIAL_TOKENS)} special tokens and the 256 bytes take "
+            f"{MIN_VOCABULARY}; ask for more"
         )
-    inner = Tokenizer(models.BPE())
-    inner.normalizer = normalizers.BertNormalizer(lowercase=True)
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        # The space that ByteLevel puts before every word marks the tokens that begin one.
-        [pre_tokenizers.BertPreTokenizer(), pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)]
-    )
+    inner = _untrained_bpe()
     # The trainer breaks ties by the tokens' numbers. It sorts the alphabet before numbering it, and merges number
     # themselves in turn, so training gives the same tokenizer in every process and with any number of threads. (Not
     # so with `continuing_subword_prefix`, as WordPiece has it: such pieces are numbered in a hash table's order.)
@@ -94,10 +90,21 @@ def train_tokenizer(
     if first is None:
         raise DualencError("the texts to train a tokenizer on are empty: give some text")
     inner.train_from_iterator(itertools.chain([first], remaining), trainer)
-    cls, sep = (list(SPECIAL_TOKENS).index(name) for name in ("cls_token", "sep_token"))  # numbered first, in order
-    inner.post_processor = processors.BertProcessing(("[SEP]", sep), ("[CLS]", cls))
-    inner.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=max_length, **SPECIAL_TOKENS)
+
+
+def _untrained_bpe() -> Tokenizer:
+    inner = Tokenizer(models.BPE())
+    inner.normalizer = normalizers.BertNormalizer(lowercase=True)
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        # The space that ByteLevel puts before every word marks the tokens that begin one.
+        [pre_tokenizers.BertPreTokenizer(), pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)]
+    )
+    # The trainer numbers the special tokens first, in order.
+    number = {token: place for place, token in enumerate(SPECIAL_TOKENS.values())}
+    inner.post_processor = processors.BertProcessing(("[SEP]", number["[SEP]"]), ("[CLS]", number["[CLS]"]))
+    inner.decoder = decoders.ByteLevel()
+    return inner
 
 
 def load_tokenizer(
@@ -116,26 +123,7 @@ def load_tokenizer(
     Raises:
         DualencError: there is no tokenizer at the source, or it cannot pad.
     """
-    from transformers import AutoTokenizer
-
-    if not isinstance(source, (str, os.PathLike)):
-        tokenizer = copy.deepcopy(source)
-    else:
-        told = "give a folder that has tokenizer.json"
-        if os.path.isdir(source) and not any(any(Path(source).glob(name)) for name in VOCABULARY_FILES):
-            # transformers would make an empty one
-            raise DualencError(f"{source}: no tokenizer loads from there; {told}")
-        is_piece_model = not (Path(source) / "tokenizer.json").is_file() and any(Path(source).glob("*.model"))
-        if is_piece_model and importlib.util.find_spec("sentencepiece") is None:
-            # transformers would ask for tiktoken
-            raise DualencError(
-                f"{source}: its tokenizer is a SentencePiece model, for which a package is missing: "
-                "pip install 'dualenc[sentencepiece]'"
-            )
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
-        except Exception as error:
-            raise DualencError(f"{source}: no tokenizer loads from there ({first_line(error)}); {told}") from error
+    tokenizer = _read_tokenizer(source) if isinstance(source, (str, os.PathLike)) else copy.deepcopy(source)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise DualencError(f"tokenizer {source} has no padding token: set its pad_token and save it again")
@@ -145,19 +133,39 @@ def load_tokenizer(
     return tokenizer
 
 
+def _read_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    advice = "give a folder that has tokenizer.json"
+    folder = Path(source)
+    if folder.is_dir() and not any(any(folder.glob(name)) for name in VOCABULARY_FILES):
+        # transformers would make an empty one
+        raise DualencError(f"{source}: no tokenizer loads from there; {advice}")
+    is_piece_model = not (folder / "tokenizer.json").is_file() and any(folder.glob("*.model"))
+    if is_piece_model and importlib.util.find_spec("sentencepiece") is None:
+        # transformers would ask for tiktoken
+        raise DualencError(
+            f"{source}: its tokenizer is a SentencePiece model, for which a package is missing: "
+            "pip install 'dualenc[sentencepiece]'"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
+    except Exception as error:
+        raise DualencError(f"{source}: no tokenizer loads from there ({first_line(error)}); {advice}") from error
+
+
 def lower_casing(tokenizer: PreTrainedTokenizerBase) -> None:
     """Make a tokenizer lower-case its input first."""
-    from tokenizers.normalizers import Lowercase, Sequence
-
     backend = tokenizer.backend_tokenizer
-    backend.normalizer = Sequence([Lowercase(), *([backend.normalizer] if backend.normalizer else [])])
+    own = [backend.normalizer] if backend.normalizer else []
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, max_length: int) -> None:
     """Write a tokenizer without the padding and truncation that its last call left in it."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.model_max_length = max_length
-    tokenizer.init_kwargs["padding_side"] = tokenizer.padding_side  # some classes pad on the left unless told
+    tokenizer.init_kwargs["padding_side"] = tokenizer.padding_side  # some classes default to the left
     if tokenizer.is_fast:
         tokenizer.backend_tokenizer.no_padding()
         tokenizer.backend_tokenizer.no_truncation()

@@ -11,11 +11,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dualenc.encoders.card import base_card
+from dualenc.encoders.card import render_card
 from dualenc.encoders.dual import DUALENC_FILE, SIDES, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.load import first_line, hub_name, model_folder
+from dualenc.encoders.hub import first_line, hub_name, model_folder
 from dualenc.encoders.sentence_folder import append_dense
 from dualenc.errors import DualencError
 from dualenc.files import read_json_object, write_json
@@ -85,8 +86,6 @@ class VectorEncoder(DualEncoder):
         Raises:
             DualencError: its files are incomplete or do not fit one another.
         """
-        from safetensors.torch import load_file
-
         path = folder / DUALENC_FILE
         config = read_json_object(path, {"dim": int, "left": dict, "right": (dict, NoneType)})
         left = config["left"]
@@ -111,8 +110,6 @@ class VectorEncoder(DualEncoder):
 
     def write(self, folder: Path) -> None:
         """Write dualenc.json and the weights of both towers."""
-        from safetensors.torch import save_file
-
         towers = {side: self.tower(side).config for side in SIDES}
         right = None if self.shares_weights else towers["right"]
         write_json(folder / DUALENC_FILE, {"kind": self.kind, "dim": self.dim, "left": towers["left"], "right": right})
@@ -134,7 +131,7 @@ class VectorEncoder(DualEncoder):
             folder: where; a new one.
             base: sentence-transformers folder or hub name of the base.
             side: which tower.
-            card: what the README says beyond the architecture, see `dualenc.encoders.card.model_card`.
+            card: what the README says beyond the architecture, see `dualenc.encoders.card.render_card`.
 
         Raises:
             DualencError: the tower is not linear, the folder exists, or the base does not fit.
@@ -145,9 +142,21 @@ class VectorEncoder(DualEncoder):
         if Path(folder).exists():
             raise DualencError(f"{folder}: exists; choose a new folder")
         source, on_hub = model_folder(base), hub_name(base)
-        # A path of this machine tells nobody else anything.
-        told = {} if on_hub is None else {"base_model": on_hub}
-        readme = base_card(self, Path(folder).name, on_hub or source.name, side, told | (card or {}))
+        # A path of this machine means nothing elsewhere.
+        metadata = {} if on_hub is None else {"base_model": on_hub}
+        adapter = tower.describe()
+        usage = "query-document"
+        if not self.shares_weights:
+            adapter += f"; the {side} tower"
+            usage = "query" if side == "left" else "document"
+        facts = {
+            "Kind": "text encoder: a base as it was, and an adapter of its vectors",
+            "Base": on_hub or source.name,
+            "Adapter": adapter,
+            "Vector size": str(self.dim),
+        }
+        name = Path(folder).name
+        readme = render_card(name, facts, metadata | (card or {}), model_format="query-document", usage=usage)
         append_dense(source, Path(folder), tower.map.weight.cpu(), tower.map.bias.cpu(), readme)
 
     def tower(self, side: Side) -> VectorTower:

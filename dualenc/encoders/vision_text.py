@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
+from dualenc.encoders.hub import first_line, model_folder
 from dualenc.encoders.image import checked_crop_scale, seeded
-from dualenc.encoders.load import first_line, model_folder
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.sentence_folder import whole_module
 from dualenc.encoders.text import quiet_transformers
@@ -113,8 +114,6 @@ class VisionTextEncoder(DualEncoder):
 
     def write(self, folder: Path) -> None:
         """Write a transformers folder, for `AutoModel` and `AutoProcessor`."""
-        from safetensors.torch import save_file
-
         with quiet_transformers():
             self.config.save_pretrained(folder)
             self.left.prepare.processor.save_pretrained(folder)

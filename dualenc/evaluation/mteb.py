@@ -15,7 +15,8 @@ import torch
 from dualenc.data.corpus import Corpus
 from dualenc.data.identity import digest_of
 from dualenc.encoders.dual import SIDES, DualEncoder, Tower, unit_norm
-from dualenc.encoders.load import hub_name, load_model
+from dualenc.encoders.hub import hub_name
+from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
 from dualenc.search.embed import embed, tower_checksum
 from dualenc.types import Modality, Side

@@ -1,4 +1,4 @@
-"""Concurrent calls as batches: one thread that works, a queue that is never longer than said."""
+"""Dynamic batching: one worker thread, and a queue of bounded length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class QueueFull(Exception):
-    """So much waits already that one more would wait too long."""
+    """The queue has no room for an item."""
 
 
 class _Job(NamedTuple):
@@ -21,19 +21,19 @@ class _Job(NamedTuple):
 
 
 class Batcher:
-    """Items from any number of threads, worked on together by a single one.
+    """Batches the items of any number of threads for a single worker thread.
 
     A batch begins when an item waits and the thread is free. It is complete with `batch_size` items, or once its first
-    item has waited for `wait_s`: under load, when items wait for the thread anyway, nobody waits for the sake of it.
+    item has waited for `wait_s`: under load, where items wait for the thread anyway, there is no further wait.
     An item whose future was cancelled is left out. If a batch fails, its items are tried one by one, so that one
-    that cannot be worked on costs the others time and nothing else. Whatever `work` raises, the thread goes on.
+    that cannot be processed costs the others only time. The thread survives whatever `work` raises.
 
     Args:
         work: gives an answer for each item of a batch, in order; an answer that is an exception is raised.
-        batch_size: items worked on together.
+        batch_size: items per batch.
         wait_s: seconds that the first item of a batch waits for others.
         queue_size: items that may wait.
-        observe: told the size of each batch.
+        observe: called with the size of each batch.
     """
 
     def __init__(
@@ -45,7 +45,10 @@ class Batcher:
         queue_size: int = 256,
         observe: Callable[[int], object] = lambda size: None,
     ) -> None:
-        self.work, self.batch_size, self.wait_s, self.queue_size = work, batch_size, wait_s, queue_size
+        self.work = work
+        self.batch_size = batch_size
+        self.wait_s = wait_s
+        self.queue_size = queue_size
         self.observe = observe
         self._waiting: deque[_Job] = deque()
         self._changed = threading.Condition()
@@ -59,20 +62,20 @@ class Batcher:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread is there to work."""
+        """Whether the worker thread is running."""
         return self._thread.is_alive()
 
     def submit(self, items: Sequence[Any]) -> list[Future[Any]]:
-        """Put items into the queue, all of them or none; the futures bring their answers.
+        """Put all items into the queue, or none; the futures bring their answers.
 
         Raises:
-            QueueFull: there is not room for all.
+            QueueFull: there is no room for all.
         """
         now = time.monotonic()
         jobs = [_Job(item, Future(), now) for item in items]
         with self._changed:
             if self._closed or len(self._waiting) + len(jobs) > self.queue_size:
-                raise QueueFull
+                raise QueueFull(f"up to {self.queue_size} queries wait at a time; try again")
             self._waiting.extend(jobs)
             self._changed.notify()
         return [job.answer for job in jobs]
@@ -98,23 +101,24 @@ class Batcher:
             while not self._waiting and not self._closed:
                 self._changed.wait()
             while self._waiting and len(self._waiting) < self.batch_size and not self._closed:
-                left = self._waiting[0].arrived + self.wait_s - time.monotonic()
-                if left <= 0:
+                remaining = self._waiting[0].arrived + self.wait_s - time.monotonic()
+                if remaining <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(remaining)
             return [self._waiting.popleft() for _ in range(min(self.batch_size, len(self._waiting)))]
 
     def _answer(self, batch: list[_Job]) -> None:
         try:
-            pairs = list(zip(batch, self.work([job.item for job in batch]), strict=True))
+            answers = self.work([job.item for job in batch])
+            pairs = list(zip(batch, answers, strict=True))
         except BaseException as error:  # a panic of Rust, as in tokenizers, is no Exception
-            if len(batch) == 1:
-                known = isinstance(error, Exception)
-                batch[0].answer.set_exception(error if known else RuntimeError(f"{type(error).__name__}: {error}"))
+            if len(batch) > 1:
+                for job in batch:
+                    self._answer([job])
                 return
-            for job in batch:
-                self._answer([job])
-            return
+            if not isinstance(error, Exception):
+                error = RuntimeError(f"{type(error).__name__}: {error}")
+            pairs = [(batch[0], error)]
         for job, answer in pairs:
             if isinstance(answer, Exception):
                 job.answer.set_exception(answer)

@@ -1,4 +1,4 @@
-"""What a request must pass before anything looks at it: host, token, size, time."""
+"""Middleware that counts requests and rejects them by token, size or time; uvicorn's protocol with a head timeout."""
 
 from __future__ import annotations
 
@@ -9,60 +9,35 @@ from collections.abc import Collection, MutableMapping
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
 
+import anyio
 import h11
-from starlette.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from dualenc.serve.errors import SECURITY_HEADERS, error_response
 from dualenc.serve.metrics import Metrics
 
 OPEN_PATHS = ("/", "/health")
-"""Need no token: the page holds no data, and whoever watches over the service asks only whether it lives."""
-DISCARDED = 4
-"""So many times the largest body is read and forgotten, that a client which sends too much hears why."""
-SECURITY_HEADERS = [
-    ("x-content-type-options", "nosniff"),
-    ("referrer-policy", "no-referrer"),
-    ("x-frame-options", "DENY"),
-]
-"""For uvicorn, which puts them on every response, its own and those to errors that nobody foresaw, too."""
-_KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
-class Refused(Exception):
-    """A request that is not answered with what it asks for.
-
-    Attributes:
-        status: of HTTP.
-        message: why, in a line.
-        headers: further ones of the response.
-    """
-
-    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.headers = status, message, headers or {}
-
-    def response(self) -> JSONResponse:
-        """As OpenAI's clients expect an error."""
-        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        error = {"message": self.message, "type": kind, "param": None, "code": self.status}
-        return JSONResponse({"error": error}, self.status, self.headers)
+"""Paths that need no token: the page holds no data, and health checks ask only whether the service lives."""
+MAX_DISCARDED = 4
+"""Multiple of the largest body that is read and discarded, so that a client that sends too much reads why."""
 
 
 class Gate:
-    """ASGI middleware: refuses what is not allowed, and hands on complete requests of bounded size.
+    """ASGI middleware that counts requests, rejects them by token, size or time, and passes on complete ones.
 
-    A body is read here, in full and in bounded time, so that nobody behind ever waits for a client.
+    It reads bodies itself: starlette's own limit of a body's size bounds neither the time that it takes nor the memory
+    of all bodies, and closes the connection on clients that still send, which then lose the response.
 
     Args:
-        app: what is behind.
-        metrics: counts.
-        paths: the known ones; all others are counted as one.
-        token: what `Authorization: Bearer …` must bring; None: nothing.
-        hosts: names that `Host` may have, or all if None. Without it, a page from elsewhere whose name is made to point
-            here (DNS rebinding) could read the answers.
+        app: the application behind it.
+        metrics: counters.
+        paths: counted one by one; all others are counted as one, so that clients cannot add metrics.
+        token: required as `Authorization: Bearer …`; None: none.
         max_body: bytes of one body.
         max_held: bytes of all bodies at one time.
         body_timeout_s: seconds that a body may take to arrive.
@@ -73,16 +48,19 @@ class Gate:
         app: ASGIApp,
         *,
         metrics: Metrics,
-        paths: Collection[str] = (),
-        token: str | None = None,
-        hosts: Collection[str] | None = None,
-        max_body: int = 16 << 20,
-        max_held: int = 256 << 20,
-        body_timeout_s: float = 10.0,
+        paths: Collection[str],
+        token: str | None,
+        max_body: int,
+        max_held: int,
+        body_timeout_s: float,
     ) -> None:
-        self.app, self.metrics, self.paths, self.hosts = app, metrics, frozenset(paths), hosts
+        self.app = app
+        self.metrics = metrics
+        self.paths = paths
         self.token = None if token is None else token.encode()
-        self.max_body, self.max_held, self.body_timeout_s = max_body, max_held, body_timeout_s
+        self.max_body = max_body
+        self.max_held = max_held
+        self.body_timeout_s = body_timeout_s
         self.held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,22 +71,26 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begin, status, body = time.perf_counter(), 500, bytearray()
+        begin = time.perf_counter()
+        status = 500  # unless a response begins
+        body = bytearray()
 
         async def send_on(message: MutableMapping[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message).update(SECURITY_HEADERS)
             await send(message)
 
         try:
-            self._check_head(scope)
-            if not await self._read(scope, receive, body):
-                status = 499  # the client went away; nobody is left to answer
-                return
+            self._check_token(scope)
+            await self._read(Request(scope, receive), body)
             await self.app(scope, _replay(bytes(body), receive), send_on)
-        except Refused as refused:
-            await refused.response()(scope, receive, send_on)
+        except HTTPException as error:
+            response = error_response(error.status_code, error.detail, error.headers)
+            await response(scope, receive, send_on)
+        except ClientDisconnect:
+            status = 499  # nginx's number for a client that went away; nobody is left to answer
         finally:
             self.held -= len(body)
             self.metrics.held_bytes.set(self.held)
@@ -116,58 +98,41 @@ class Gate:
             self.metrics.requests.labels(path, str(status)).inc()
             self.metrics.seconds.labels(path).observe(time.perf_counter() - begin)
 
-    def _check_head(self, scope: Scope) -> None:
-        headers = dict(scope["headers"])
-        if self.hosts is not None:
-            try:
-                host = urlsplit("//" + headers.get(b"host", b"").decode("latin-1")).hostname
-            except ValueError:
-                host = None
-            if host not in self.hosts:
-                raise Refused(400, f"this server is not called that; it answers to {', '.join(sorted(self.hosts))}")
-        if self.token is not None and scope["path"] not in OPEN_PATHS:
-            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if kind.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self.token):
-                raise Refused(
-                    401,
-                    "a token is needed: send the header Authorization: Bearer TOKEN",
-                    {"www-authenticate": "Bearer"},
-                )
+    def _check_token(self, scope: Scope) -> None:
+        if self.token is None or scope["path"] in OPEN_PATHS:
+            return
+        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self.token):
+            message = "a token is needed: send the header Authorization: Bearer TOKEN"
+            raise HTTPException(401, message, {"www-authenticate": "Bearer"})
 
-    async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> bool:
-        """Read the body; whether the client waited."""
-        deadline = time.monotonic() + self.body_timeout_s
-        size, more = 0, True
-        refused: Refused | None = None
-        while more:
-            try:
-                message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
-            except asyncio.TimeoutError:
-                raise refused or Refused(
-                    408, f"the request did not arrive within {self.body_timeout_s:g} s; send it faster"
-                ) from None
-            if message["type"] == "http.disconnect":
-                return False
-            part = message.get("body", b"")
-            size, more = size + len(part), message.get("more_body", False)
-            if refused is None:
-                if size > self.max_body:
-                    refused = Refused(413, f"the request has more than {self.max_body:,} bytes; send a smaller one")
-                elif self.held + len(part) > self.max_held:
-                    refused = Refused(429, "too many large requests at a time; try again", {"retry-after": "1"})
-                else:
-                    body += part
-                    self.held += len(part)
-            if refused is not None and size > DISCARDED * self.max_body:
-                break
-        if refused is not None:
-            raise refused
+    async def _read(self, request: Request, body: bytearray) -> None:
+        """Read the body, within the limits."""
+        size = 0
+        error: HTTPException | None = None
+        try:
+            with anyio.fail_after(self.body_timeout_s):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > self.max_body:
+                        error = HTTPException(413, f"the request has more than {self.max_body:,} bytes; shorten it")
+                    elif self.held + len(part) > self.max_held:
+                        error = HTTPException(429, "too many large requests at a time; try again", {"retry-after": "1"})
+                    if error is None:
+                        body += part
+                        self.held += len(part)
+                    elif size > MAX_DISCARDED * self.max_body:
+                        break
+        except TimeoutError:
+            message = f"the request did not arrive within {self.body_timeout_s:g} s; send it faster"
+            raise error or HTTPException(408, message) from None
+        if error is not None:
+            raise error
         self.metrics.held_bytes.set(self.held)
-        return True
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A body that is there already, then whatever else the client says."""
+    """The body that was read, then the client's further messages."""
     waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> Message:
@@ -177,53 +142,57 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class TimedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which also ends connections on which no complete head of a request arrives in time."""
+    """uvicorn's HTTP/1.1 with a timeout for a request's head; its own timeouts begin after the first response."""
 
     head_timeout_s = 10.0
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first head."""
+        """Start the timer of the first head."""
         super().connection_made(transport)
-        self._await_head()
+        self._set_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Take what came; wait on if it was not a whole head."""
+        """Pass the data on; the timer runs until it completes a head."""
         super().data_received(data)
-        self._await_head()
+        self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no longer."""
-        self._unset_timer()
+        """Stop the timer."""
+        self._stop_timer()
         super().connection_lost(exc)
 
-    def _await_head(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._unset_timer()
-        elif self._timer is None:
-            self._timer = self.loop.call_later(self.head_timeout_s, self._give_up)
+    def send_400_response(self, msg: str) -> None:
+        """Reject what is not HTTP, in the form of all errors."""
+        self._reject(400, msg)
 
-    def _unset_timer(self) -> None:
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _set_timer(self) -> None:
+        if not self._is_idle:
+            self._stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.head_timeout_s, self._time_out)
+
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _give_up(self) -> None:
+    def _time_out(self) -> None:
         self._timer = None
-        if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
-            self._refuse(Refused(408, f"no complete request arrived within {self.head_timeout_s:g} s; send it faster"))
+        if self._is_idle and not self.transport.is_closing():
+            self._reject(408, f"no complete request arrived within {self.head_timeout_s:g} s; send it faster")
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, as uvicorn does, but as other errors look."""
-        self._refuse(Refused(400, msg))
-
-    def _refuse(self, refused: Refused) -> None:
-        response = refused.response()
+    def _reject(self, status: int, message: str) -> None:
+        response = error_response(status, message)
         headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
-        head = h11.Response(status_code=refused.status, headers=headers, reason=HTTPStatus(refused.status).phrase)
-        with suppress(h11.LocalProtocolError):  # an answer was begun already
+        head = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase)
+        with suppress(h11.LocalProtocolError):  # a response has begun already
             for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         if self.cycle is not None:
-            self.cycle.disconnected = True  # so that it answers nothing more
+            self.cycle.disconnected = True  # so that its response is dropped
         self.transport.close()

@@ -1,4 +1,4 @@
-"""What Prometheus is told."""
+"""Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -9,22 +9,16 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """Counters of one service, in a registry of their own."""
+    """The metrics of one service, in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter("dualenc_requests", "Requests answered", ["path", "status"], registry=self.registry)
+        own = self.registry = CollectorRegistry()
+        self.requests = Counter("dualenc_requests", "Requests answered", ["path", "status"], registry=own)
         self.seconds = Histogram(
-            "dualenc_request_seconds",
-            "From the head of a request to its answer",
-            ["path"],
-            buckets=SECONDS,
-            registry=self.registry,
+            "dualenc_request_seconds", "From a request's head to its answer", ["path"], registry=own, buckets=SECONDS
         )
-        self.batch_size = Histogram(
-            "dualenc_batch_size", "Texts and queries worked on together", buckets=SIZES, registry=self.registry
-        )
-        self.waiting = Gauge("dualenc_queue_length", "Texts and queries that wait", registry=self.registry)
-        self.held_bytes = Gauge("dualenc_held_bytes", "Bytes of request bodies in memory", registry=self.registry)
-        self.vectors = Gauge("dualenc_index_vectors", "Vectors in the index", registry=self.registry)
-        self.reloads = Counter("dualenc_reloads", "Changes to a new index", ["result"], registry=self.registry)
+        self.batch_size = Histogram("dualenc_batch_size", "Texts and queries in a batch", registry=own, buckets=SIZES)
+        self.waiting = Gauge("dualenc_queue_length", "Texts and queries that wait", registry=own)
+        self.held_bytes = Gauge("dualenc_held_bytes", "Bytes of request bodies in memory", registry=own)
+        self.vectors = Gauge("dualenc_index_vectors", "Vectors in the index", registry=own)
+        self.reloads = Counter("dualenc_reloads", "Reloads of the index", ["result"], registry=own)

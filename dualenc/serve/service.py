@@ -1,4 +1,4 @@
-"""What answers: the index of the moment, the thread that searches it, and the change to a new one."""
+"""The search service: the open index, its worker thread, and hot reload."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import io
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from dualenc.decoding import decode_upload
+from dualenc.decoding import decode_upload, decoding_apart
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.lexical import FOLDER as LEXICAL
 from dualenc.search.searcher import Query, Searcher
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dualenc.serve")
 
-DECODED_AT_ONCE = 2
-"""Images; one may take a GiB while it is decoded."""
+MAX_DECODERS = 2
+"""Images that are decoded at a time; one may take a GiB."""
 THUMBNAIL_PIXELS = 384
-KEPT_THUMBNAILS = 512
+MAX_THUMBNAILS = 512
 WATCH_EVERY_S = 2.0
 
 
@@ -46,26 +46,23 @@ class Embedded(NamedTuple):
     tokens: int
 
 
-class _ToSearch(NamedTuple):
-    searcher: Searcher
-    query: Query
+class _Job(NamedTuple):
+    """A query to search with, or a text for a side to encode."""
 
-
-class _ToEmbed(NamedTuple):
     searcher: Searcher
-    side: Side
-    text: str
+    side: Side | None
+    item: Query | str
 
 
 class Service:
-    """An open index that answers many callers, and is exchanged for a new one while it does.
+    """An open index that answers many callers, and reloads while it does.
 
-    Every call is answered by the index that it met when it arrived: an exchange drops none, and mixes none.
+    Every call is answered by the index that was open when it arrived: a reload drops no call and mixes no indexes.
 
     Args:
-        open_searcher: opens the index; is given the searcher before, whose model may do again.
+        open_searcher: opens the index; gets the previous searcher, whose model it may use again.
         pictures: the images of the index by id, to show with results; None if there are none to show.
-        metrics: counts.
+        metrics: counters.
         batching: arguments of `Batcher`.
     """
 
@@ -77,29 +74,19 @@ class Service:
         metrics: Metrics,
         **batching: Any,
     ) -> None:
-        self._open, self.metrics = open_searcher, metrics
+        self._open = open_searcher
+        self.metrics = metrics
         self.searcher = open_searcher(None)
         self.generation = 1
         self.changed = time.time()
         self.pictures = pictures
         self._picture_row = {} if pictures is None else {name: row for row, name in enumerate(pictures.ids)}
-        self._thumbnails: OrderedDict[str, bytes] = OrderedDict()
-        self._kept = threading.Lock()
-        self._decoding = threading.BoundedSemaphore(DECODED_AT_ONCE)
+        self._thumbnail = lru_cache(MAX_THUMBNAILS)(self._make_thumbnail)
+        self._decoders = threading.BoundedSemaphore(MAX_DECODERS)
         self._reloading = threading.Lock()
-        self._batcher = Batcher(self._work, observe=metrics.batch_size.observe, **batching)
-        metrics.waiting.set_function(lambda: len(self._batcher))
+        self.batcher = Batcher(self._work, observe=metrics.batch_size.observe, **batching)
+        metrics.waiting.set_function(lambda: len(self.batcher))
         metrics.vectors.set_function(lambda: len(self.searcher))
-
-    @property
-    def queue_size(self) -> int:
-        """How many texts or queries may wait."""
-        return self._batcher.queue_size
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread that answers is running."""
-        return self._batcher.is_alive
 
     def search(self, searcher: Searcher, query: Query) -> Future[list[Hit]]:
         """Search; the future brings the results.
@@ -107,7 +94,7 @@ class Service:
         Raises:
             QueueFull: too much waits.
         """
-        return self._batcher.submit([_ToSearch(searcher, query)])[0]
+        return self.batcher.submit([_Job(searcher, None, query)])[0]
 
     def embed(self, searcher: Searcher, side: Side, texts: Sequence[str]) -> list[Future[Embedded]]:
         """Encode texts; a future for each, so that searches need not wait for all of them.
@@ -115,51 +102,46 @@ class Service:
         Raises:
             QueueFull: too much waits for so many.
         """
-        return self._batcher.submit([_ToEmbed(searcher, side, text) for text in texts])
+        return self.batcher.submit([_Job(searcher, side, text) for text in texts])
 
     def prepare_image(self, searcher: Searcher, data: bytes) -> Query:
-        """Decode an uploaded image to a query, which is small whatever the image was; for any thread.
+        """Decode an uploaded image to a query, which is small whatever the image was. Thread-safe.
 
         Raises:
             BadSample: what `decode_upload` raises.
             DualencError: the model encodes no images.
         """
         side = searcher.query_side("image")
-        with self._decoding:
+        with self._decoders:
             image = decode_upload(data, "the upload")
             return Query(side, inputs=searcher.encoder.tower(side).prepare([image]))
 
     def thumbnail(self, name: str) -> bytes | None:
-        """A small JPEG of an image of the index; None if there is none of that id. For any thread."""
+        """A small JPEG of an image of the index; None if there is none with that id. Thread-safe."""
         row = self._picture_row.get(name)
-        if row is None or self.pictures is None:
+        if row is None:
             return None
-        with self._kept:
-            if name in self._thumbnails:
-                self._thumbnails.move_to_end(name)
-                return self._thumbnails[name]
-        with self._decoding:
-            try:
-                image: Image.Image = self.pictures[row]
-            except BadSample:
-                return None
-            image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
-            written = io.BytesIO()
-            image.save(written, "JPEG", quality=85)
-        with self._kept:
-            self._thumbnails[name] = written.getvalue()
-            while len(self._thumbnails) > KEPT_THUMBNAILS:
-                self._thumbnails.popitem(last=False)
-        return written.getvalue()
+        try:
+            return self._thumbnail(row)
+        except BadSample:
+            return None
+
+    def _make_thumbnail(self, row: int) -> bytes:
+        assert self.pictures is not None
+        with self._decoders, decoding_apart(THUMBNAIL_PIXELS):
+            image: Image.Image = self.pictures[row]
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=85)
+        return file.getvalue()
 
     def reload(self) -> int:
-        """Open the index again and answer from it from now on; the old one answers what has arrived before.
+        """Open the index again; calls that arrived before are still answered by the old one.
 
         Returns:
             The number of the index: 1 for the first.
 
         Raises:
-            DualencError: it does not open; the old one goes on.
+            DualencError: it does not open; the old one stays.
         """
         with self._reloading:
             try:
@@ -177,56 +159,60 @@ class Service:
             log.info("reloaded: %s vectors", f"{len(self.searcher):,}")
             return self.generation
 
+    def reload_quietly(self) -> None:
+        """Reload; a failure is only logged."""
+        try:
+            self.reload()
+        except DualencError:
+            return
+
     async def watch(self) -> None:
         """Reload whenever another index takes the folder's place; runs until it is cancelled."""
-        seen = _manifest(self.searcher.folder)
+        before = _manifest(self.searcher.folder)
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
-            found = _manifest(self.searcher.folder)
-            if found[0] is not None and found != seen:  # in the moment of a rename there is none
-                seen = found
-                try:
-                    await asyncio.to_thread(self.reload)
-                except DualencError:
-                    continue  # said already; a later change is tried again
+            manifest = _manifest(self.searcher.folder)
+            # At the moment of a rename there is no folder.
+            if manifest[0] is not None and manifest != before:
+                before = manifest
+                await asyncio.to_thread(self.reload_quietly)
 
     def close(self) -> None:
         """Answer what has arrived, and end."""
-        self._batcher.close()
+        self.batcher.close()
 
-    def _work(self, jobs: list[_ToSearch | _ToEmbed]) -> list[Any]:
-        """Answer a batch, together what belongs to one index."""
+    def _work(self, jobs: list[_Job]) -> list[Any]:
+        """Answer a batch: the jobs of one index and side together."""
         answers: list[Any] = [None] * len(jobs)
-        groups: dict[tuple[int, Side | None], list[int]] = {}
+        groups: dict[tuple[Searcher, Side | None], list[int]] = {}
         for place, job in enumerate(jobs):
-            groups.setdefault((id(job.searcher), job.side if isinstance(job, _ToEmbed) else None), []).append(place)
-        for (_, side), places in groups.items():
-            searcher = jobs[places[0]].searcher
+            groups.setdefault((job.searcher, job.side), []).append(place)
+        for (searcher, side), places in groups.items():
+            items: list[Any] = [jobs[place].item for place in places]
+            found: Sequence[Any]
             if side is None:
-                queries = [job.query for job in jobs if isinstance(job, _ToSearch) and job.searcher is searcher]
-                found: Sequence[Any] = searcher.search(queries)
+                found = searcher.search(items)
             else:
-                texts = [jobs[place].text for place in places]  # type: ignore[union-attr]
-                inputs = searcher.encoder.tower(side).prepare(texts)
-                found = [Embedded(*pair) for pair in zip(searcher.encode(side, inputs), _tokens(inputs))]
-            for place, answer in zip(places, found):
+                inputs = searcher.encoder.tower(side).prepare(items)
+                found = list(map(Embedded, searcher.encode(side, inputs), _count_tokens(inputs)))
+            for place, answer in zip(places, found, strict=True):
                 answers[place] = answer
         return answers
 
 
-def _tokens(inputs: dict[str, Any]) -> list[int]:
-    """How many tokens each text has: as its mask says, or up to its last one that is not zero."""
+def _count_tokens(inputs: dict[str, Any]) -> list[int]:
+    """Tokens of each text, by its mask, or by the ids that are not zero."""
     mask = inputs["attention_mask"] if "attention_mask" in inputs else inputs["text"] != 0
     return mask.sum(dim=1).tolist()
 
 
 def _manifest(folder: Path) -> list[tuple[int, int, int] | None]:
-    """What changes when a folder, or what lies in it, is written anew; begins with None while there is no folder."""
-    found: list[tuple[int, int, int] | None] = []
+    """Identity of the files that change when an index is written anew; begins with None while there is no folder."""
+    manifest: list[tuple[int, int, int] | None] = []
     for path in (folder / "meta.json", folder / LEXICAL / "meta.json", folder / TEXTS / "meta.json"):
         try:
             status = path.stat()
-            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+            manifest.append((status.st_ino, status.st_mtime_ns, status.st_size))
         except OSError:
-            found.append(None)
-    return found
+            manifest.append(None)
+    return manifest

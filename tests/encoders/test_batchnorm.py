@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dualenc.encoders import BatchStatistics
+from dualenc.errors import DualencError
 
 
 @pytest.fixture
@@ -63,6 +64,17 @@ def test_every_kind_of_layer_is_recorded(layer: type[nn.Module], arguments: dict
         torch.testing.assert_close(norm(batch[:2]), embeddings[:2])
     assert state(norm).keys() == tracked
     assert norm.track_running_stats is arguments.get("track_running_stats", True)
+
+
+def test_second_derivatives_are_refused() -> None:
+    norm, statistics = nn.BatchNorm2d(3).double().train(), BatchStatistics()
+    batch, outside = images().requires_grad_(), images(2)
+    with statistics.recorded(norm):
+        norm(batch)
+    with statistics.applied(norm):
+        loss = norm(outside).pow(3).sum()
+    with pytest.raises(DualencError, match="have no second derivatives"):
+        torch.autograd.grad(loss, batch, create_graph=True)
 
 
 def test_statistics_have_the_gradient_of_mean_and_variance() -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder
-from dualenc.encoders.card import Code, Results, model_card, with_results
+from dualenc.encoders.card import Code, Results, with_results
 from dualenc.errors import DualencError
 
 Build = Callable[[str], DualEncoder]
@@ -73,7 +73,7 @@ def test_what_the_caller_knows_is_told(build: Build) -> None:
         "base_model": "some/model",
         "known_limits": "English only.",
     }
-    text = model_card(build("shared"), "papers", card)
+    text = build("shared").model_card("papers", card)
     assert front_matter(text)["license"] == "apache-2.0"
     assert front_matter(text)["base_model"] == "some/model"
     for part in (
@@ -92,7 +92,7 @@ def test_what_the_caller_knows_is_told(build: Build) -> None:
 
 
 def test_flat_metrics_are_one_column_and_bars_do_not_break_tables(build: Build) -> None:
-    text = model_card(build("image"), "net", {"metrics": {"a|b": 0.5}})
+    text = build("image").model_card("net", {"metrics": {"a|b": 0.5}})
     assert "| metric | value |\n| --- | --- |\n| a\\|b | 0.5000 |" in text
 
 
@@ -124,8 +124,8 @@ def test_results_are_a_model_index_that_the_hub_reads(build: Build, tmp_path: Pa
 
 
 def test_later_results_replace_those_of_the_same_data(build: Build) -> None:
-    first = model_card(
-        build("image-text"), "clip", {"results": [Results("image-text", "a", "test", {"mean_recall": 0.1})]}
+    first = build("image-text").model_card(
+        "clip", {"results": [Results("image-text", "a", "test", {"mean_recall": 0.1})]}
     )
     told = {"mean_recall": 0.2, "image_to_text_recall@1": 0.3}
     text = with_results(
@@ -164,7 +164,7 @@ def test_names_prompts_and_paths_cannot_become_markup(build: Build, tokenizer: A
         "results": [Results("retrieval", HOSTILE, HOSTILE, {HOSTILE: 0.5})],
         HOSTILE: {"a": HOSTILE},
     }
-    text = model_card(model, HOSTILE, card)
+    text = model.model_card(HOSTILE, card)
     assert front_matter(text)["base_model"] == HOSTILE
     assert ModelCard(text).data.eval_results[0].dataset_name == HOSTILE
     assert all(character.isprintable() or character == "\n" for character in text)
@@ -180,6 +180,6 @@ def test_names_prompts_and_paths_cannot_become_markup(build: Build, tokenizer: A
 
 
 def test_without_a_word_from_the_caller_nothing_is_empty(build: Build) -> None:
-    text = model_card(build("image-text"), "clip", {})
+    text = build("image-text").model_card("clip", {})
     assert "None" not in text
     assert re.findall(r"^## .*", text, flags=re.MULTILINE) == ["## Use"]

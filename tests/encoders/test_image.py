@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from dualenc.encoders import ImageEncoder, load_model
-from dualenc.encoders.card import ECOSYSTEMS
 from dualenc.encoders.image import ImagePrepare, Normalized, Seeded, is_plain_resnet, replace_stem, seeded
 from dualenc.errors import DualencError
 
@@ -67,7 +66,7 @@ def calls_of_timm() -> dict[str, str]:
     root = Path(__file__).parents[2]
     pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "examples").rglob("*.py")]
     found = {str(page.relative_to(root)): page.read_text("utf-8") for page in pages}
-    found["model card"] = str(ECOSYSTEMS["image"])
+    found["model card"] = ImageEncoder(**BACKBONES["plain"]).model_card("model", {})
     calls = {name: re.findall(r'timm\.create_model\(\\?"local-dir:[^)]*\)', text) for name, text in found.items()}
     return {f"{name}: {call}": call for name, some in calls.items() for call in some}
 

@@ -12,7 +12,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder, load_model
-from dualenc.encoders.load import first_line, folder_kind, looks_like_path, model_folder
+from dualenc.encoders.hub import first_line, looks_like_path, model_folder
+from dualenc.encoders.load import folder_kind
 from dualenc.errors import DualencError
 
 WEIGHTS = {

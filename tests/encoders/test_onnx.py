@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +62,23 @@ def test_every_kind(tmp_path: Path, build, files: list[str]) -> None:
             (found,) = session.run(["vectors"], {key: value.numpy() for key, value in inputs.items()})
             with torch.no_grad():
                 np.testing.assert_allclose(found, tower(inputs).numpy(), atol=1e-5)
+
+
+def backward_pass() -> None:
+    torch.ones(3, requires_grad=True).sum().backward()
+
+
+@pytest.mark.slow
+def test_forked_processes_train_after_an_export(tmp_path: Path) -> None:
+    """In a process of its own: autograd starts its threads once."""
+    code = (
+        "import multiprocessing, sys; from pathlib import Path; from dualenc.encoders import VectorEncoder;"
+        "from dualenc.encoders.onnx import export_onnx; from tests.encoders.test_onnx import backward_pass;"
+        "export_onnx(VectorEncoder(8, tower='linear', dim=4), Path(sys.argv[1])); backward_pass();"
+        "child = multiprocessing.get_context('fork').Process(target=backward_pass);"
+        "child.start(); child.join(); sys.exit(child.exitcode)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 
 
 def test_a_file_that_differs_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ def test_a_token_is_asked_of_all_but_page_and_health(serve: Serve, text_index: P
 
 
 def test_other_names_for_this_machine_are_refused(serve: Serve, text_index: Path) -> None:
-    client = serve(text_index, app={"hosts": ("localhost", "127.0.0.1", "::1")})
+    client = serve(text_index, app={"hosts": ("localhost", "127.0.0.1", "[::1]")})
     for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "LOCALHOST"):
         assert client.get("/health", headers={"host": host}).status_code == 200
     for host in ("evil.example", "127.0.0.1.evil.example", "[", ""):
@@ -246,7 +246,7 @@ def test_a_new_index_takes_the_place_of_the_old_one(tmp_path: Path, serve: Serve
     (tmp_path / "index" / "index.faiss").write_bytes(b"broken")
     failed = client.post("/reload")
     assert failed.status_code == 409
-    assert "the old index goes on" in failed.json()["error"]["message"]
+    assert "the old index stays" in failed.json()["error"]["message"]
     assert len(ids(client.get("/search?text=fox&k=100"))) == 30
     assert 'dualenc_reloads_total{result="failed"} 1.0' in client.get("/metrics").text
 

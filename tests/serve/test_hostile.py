@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from dualenc import decoding
 from dualenc.errors import DualencError
 from dualenc.search.rerank import open_cross_encoder
 from dualenc.search.searcher import Searcher
@@ -320,6 +321,47 @@ def test_images_that_are_none_or_too_many_pixels(client: TestClient) -> None:
     assert client.post("/search", files={"image": ("x.png", whole.getvalue())}).status_code == 200
 
 
+def test_thumbnails_are_decoded_in_a_process_of_their_own(
+    tmp_path: Path, serve: Serve, image_index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "pictures"
+    shutil.copytree(image_index.parent / "pictures", folder)
+    (folder / "03.png").write_bytes(bomb(60_000))
+    client = serve(image_index, images=folder)
+
+    def decode_here(*arguments: Any) -> None:
+        raise AssertionError("a foreign file was decoded by the server")
+
+    read = decoding._decode
+    monkeypatch.setattr(decoding, "_decode", lambda data, *how: read(data, *how) if data[:2] == b"P6" else decode_here())
+    shown = client.get("/images", params={"id": "05.png"})
+    assert Image.open(io.BytesIO(shown.content)).size == (40, 40)
+    assert client.get("/images", params={"id": "03.png"}).status_code == 404
+    monkeypatch.setattr(decoding, "UPLOAD_SECONDS", 0.01)
+    assert client.get("/images", params={"id": "06.png"}).status_code == 404
+    assert client.get("/images", params={"id": "05.png"}).content == shown.content, "kept"
+
+
+def test_every_response_has_security_headers(serve: Serve, text_index: Path) -> None:
+    client = serve(text_index, app={"hosts": ["127.0.0.1"], "max_body": 100})
+    plain = TestClient(client.app, base_url=URL, raise_server_exceptions=False)
+    service: Any = client.service  # type: ignore[attr-defined]
+    responses = [
+        plain.get("/"),
+        plain.get("/no/such"),
+        plain.get("/health", headers={"host": "evil.example"}),
+        plain.post("/search", content=b"x" * 101),
+    ]
+    service.searcher = None
+    responses.append(plain.get("/info"))
+    service.searcher = Searcher.open(text_index)
+    assert [response.status_code for response in responses] == [200, 404, 400, 413, 500]
+    for response in responses:
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["referrer-policy"] == "no-referrer"
+        assert response.headers["x-frame-options"] == "DENY"
+
+
 @pytest.mark.parametrize("kind", ["JPEG2000", "ICO", "TIFF", "BMP", "PPM", "AVIF"])
 def test_uploads_are_of_formats_whose_size_is_known_before_they_are_decoded(client: TestClient, kind: str) -> None:
     data = io.BytesIO()
@@ -343,8 +385,8 @@ def test_a_full_queue_and_a_late_answer(serve: Serve, text_index: Path) -> None:
     client = serve(text_index, app={"timeout_s": 0.5}, batch_size=1, queue_size=2, wait_s=0)
     service: Any = client.service  # type: ignore[attr-defined]
     may_go = threading.Event()
-    before = service._batcher.work
-    service._batcher.work = lambda jobs: may_go.wait(20) and before(jobs)
+    before = service.batcher.work
+    service.batcher.work = lambda jobs: may_go.wait(20) and before(jobs)
     late = client.post("/search", json={"text": "fox"})
     assert (late.status_code, late.json()["error"]["type"]) == (504, "server_error")
     held = service.embed(service.searcher, "left", ["a", "b"])

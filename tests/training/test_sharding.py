@@ -16,8 +16,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dualenc import distributed
-from dualenc.data.labels import Labels
 from dualenc.data.corpus import Corpus
+from dualenc.data.labels import Labels
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
 from dualenc.encoders import ImageEncoder, ImageTextEncoder, TextEncoder, load_model, train_tokenizer

@@ -1,0 +1,82 @@
+"""Model names: a folder, or a hub repository fetched without anything that could be code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import huggingface_hub
+
+from dualenc.errors import DualencError
+
+ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
+IGNORED_FILES = ["onnx/*", "openvino/*"]
+
+
+def model_folder(name: str | os.PathLike[str], *further: str) -> Path:
+    """The local folder of a model: the one named, or the hub's, fetched without anything that could be code.
+
+    Args:
+        name: a folder, `local-dir:FOLDER`, a hub repository `owner/name`, or `hf-hub:owner/name`.
+        further: patterns of files to fetch from the hub besides configurations, vocabulary and safetensors.
+
+    Raises:
+        DualencError: there is no such folder, and the hub gives nothing under this name.
+    """
+    repository = hub_name(name)
+    if repository is not None:
+        try:
+            patterns = [*ALLOWED_FILES, *further]
+            folder = huggingface_hub.snapshot_download(
+                repository, allow_patterns=patterns, ignore_patterns=IGNORED_FILES
+            )
+            return Path(folder)
+        except Exception as error:
+            raise DualencError(
+                f"{repository}: neither a folder here nor a model that the hub gives ({first_line(error)}); "
+                "check the name"
+            ) from error
+    local = Path(os.fspath(name).removeprefix("local-dir:")).expanduser()
+    if not local.is_dir():
+        what = "is a file" if local.exists() else "no such folder"
+        raise DualencError(f"{local}: {what}; give the folder of a model")
+    return local
+
+
+def hub_name(name: str | os.PathLike[str]) -> str | None:
+    """The hub repository that a model's name means; None for a local folder."""
+    text = os.fspath(name)
+    is_local = text.startswith("local-dir:") or os.path.exists(text) or looks_like_path(text)
+    return text.removeprefix("hf-hub:") if text.startswith("hf-hub:") or not is_local else None
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether a name can only be meant as a path, and not as `owner/name` on the hub."""
+    return text.startswith((".", "~", os.sep)) or text.count("/") > 1 or (os.sep == "\\" and "\\" in text)
+
+
+@contextmanager
+def no_foreign_code() -> Iterator[None]:
+    """Within it, transformers refuses a model's own code even where `trust_remote_code=False` is not passed on.
+
+    open_clip's text towers do not; without this, transformers would ask on the terminal whether to run the code.
+    """
+    from transformers import dynamic_module_utils
+
+    seconds = getattr(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0)
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # seconds to answer the question; at 0 none is asked
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of another library's message as one line, to be quoted in ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return text.rstrip(".:")
