@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import yaml
 
-from dualenc.cli import nearest
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, nearest
 from dualenc.files import open_regular
 from dualenc.signatures import argument_names
 from dualenc.terminal import printable

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from dualenc import distributed
-from dualenc.cli import nearest
 from dualenc.commands.convergence import CHUNK, open_set
 from dualenc.commands.evaluation import (
     HIGHEST_SEED,
@@ -24,7 +23,7 @@ from dualenc.commands.evaluation import (
     random_rows,
     simclr_prepare,
 )
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, nearest
 from dualenc.evaluation import plots
 from dualenc.evaluation.ledger import Ledger
 from dualenc.evaluation.objectives import (

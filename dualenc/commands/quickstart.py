@@ -169,6 +169,7 @@ What to type next:
 
 
 def quickstart(
+    *,
     out: str = "quickstart-run",
     max_docs: int = 16000,
     test_docs: int = 1000,

@@ -23,13 +23,12 @@ from torch.nn.modules.dropout import _DropoutNd
 from dualenc import distributed
 from dualenc.batching.mixture import MixtureBatches
 from dualenc.batching.selector import BatchSelector, RandomBatches
-from dualenc.cli import nearest
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.batchnorm import synchronise_statistics, waits_for_others
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.encoders.text import TextEncoder
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, nearest
 from dualenc.objectives.base import Objective
 from dualenc.training.checkpoint import claimed
 from dualenc.training.encoding import uses_batch_statistics
