@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from dualenc.commands.evaluation import HIGHEST_SEED, check_range, check_writable
+from dualenc.commands.evaluation import MAX_SEED, check_range, check_writable
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.metrics import CUTOFFS, Scores, compare_runs, score_queries
@@ -47,7 +47,7 @@ def compare(
         out: folder for comparison.json and report.html; by default the table is only printed.
     """
     check_range(1, MOST_SAMPLES, samples=samples)
-    check_range(0, HIGHEST_SEED, seed=seed)
+    check_range(0, MAX_SEED, seed=seed)
     if not 0 < confidence < 1:
         raise DualencError(f"--confidence is {confidence}; it must lie between 0 and 1")
     if out is not None:

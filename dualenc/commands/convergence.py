@@ -13,11 +13,10 @@ import torch
 
 from dualenc import distributed
 from dualenc.commands.evaluation import (
-    HIGHEST_SEED,
+    MAX_SEED,
     RESULT,
-    begin,
+    Evaluation,
     check_range,
-    conclude,
     display_name,
     random_rows,
     simclr_prepare,
@@ -220,7 +219,7 @@ def convergence(
         run: output folder of a training (its checkpoints are measured), folder of model folders, or one model.
         data: images, of which two stored augmentations are a pair; or for other models pairs, as `train` reads them.
         more: further runs, to lay their curves over one another.
-        out: folder to write; by default evaluations/convergence/RUN-DATA.
+        out: folder to write; by default evaluations/convergence/RUN-DATA-HASH.
         split: of the data.
         left_column: of a table of pairs.
         right_column: of a table of pairs.
@@ -232,22 +231,26 @@ def convergence(
     """
     check_range(2, math.inf, pairs=pairs)
     check_range(1e-4, 1e4, temperature=temperature)
-    check_range(0, HIGHEST_SEED, seed=seed)
-    target, device_to_use = begin("convergence", run, data, out, device)
+    check_range(0, MAX_SEED, seed=seed)
+    evaluation = Evaluation("convergence", run, data, out, device)
     # The last part of each run's path, or the whole where that is not distinct.
     short = [display_name(name) for name in (run, *more)]
     names = {name: last if short.count(last) == 1 else name for name, last in zip((run, *more), short)}
     found = {name: find_models(name) for name in (run, *more)}
     folders = {names[name]: str(Path(name).resolve()) for name in found}
-    if (target / RESULT).is_file():
-        recorded = read_json_object(target / RESULT).get("folders")  # earlier versions did not write them down
+    if (evaluation.folder / RESULT).is_file():
+        recorded = read_json_object(evaluation.folder / RESULT).get(
+            "folders"
+        )  # earlier versions did not write them down
         for name, folder in recorded.items() if isinstance(recorded, dict) else ():
             if folders.get(name, folder) != folder:
-                raise DualencError(f"{target}: its run {name} is {folder}; choose another --out, or remove the folder")
+                raise DualencError(
+                    f"{evaluation.folder}: its run {name} is {folder}; choose another --out, or remove the folder"
+                )
     # The first model of each run tells what to read; whether it fits is known before anything is measured.
     sets = {}
     for name, models in found.items():
-        _, first = next(load_models(models[:1], device_to_use))
+        _, first = next(load_models(models[:1], evaluation.device))
         sets[name] = open_set(first, data, split, left_column, right_column)
     contents = {name: set_of_run.identity() for name, set_of_run in sets.items()} if distributed.is_main() else {}
     contents = distributed.broadcast_object(contents)
@@ -260,12 +263,12 @@ def convergence(
     facts |= {"left_column": left_column, "right_column": right_column}
     facts |= {"pairs": pairs, "augmentation": augmentation, "seed": seed, "temperature": temperature}
     facts = {name: value for name, value in facts.items() if value is not None}
-    ledger: Ledger[str] = Ledger(target / "finished", facts)
+    ledger: Ledger[str] = Ledger(evaluation.folder / "finished", facts)
     own = {key: places[key] for key in ledger.missing(places)}
     for name in dict.fromkeys(name for name, _ in own.values()):
         keys = {place: key for key, (owner, place) in own.items() if owner == name}
         finite = None
-        for place, model in load_models(list(keys), device_to_use):
+        for place, model in load_models(list(keys), evaluation.device):
             finite = finite or prepare_set(model, sets[name], pairs, augmentation, seed)
             ledger.add({keys[place]: _measure(model, *finite, temperature)})
     done = ledger.all_values()
@@ -292,9 +295,7 @@ def convergence(
                 caption = f"{name}, step {points[number]['step']}: cosine of positive and negative pairs"
                 plot = plots.similarities(histogram, "positive pairs", "negative pairs")
                 figures.append(Figure(f"{caption}; overlap {histogram.overlap:.3f}", plot))
-        conclude(
-            target,
-            "convergence",
+        evaluation.conclude(
             f"Convergence: {', '.join(runs)} on {data}",
             facts,
             {"folders": folders, "runs": runs},

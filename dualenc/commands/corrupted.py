@@ -14,13 +14,11 @@ from tqdm.auto import tqdm
 
 from dualenc import distributed
 from dualenc.commands.evaluation import (
-    HIGHEST_SEED,
-    MOST_WORKERS,
+    MAX_SEED,
+    MAX_WORKERS,
+    Evaluation,
     align_labels,
-    begin,
     check_range,
-    check_weights,
-    conclude,
     display_name,
     encoder_of,
     labelled_features,
@@ -133,7 +131,7 @@ def corrupted(
     Args:
         model: model folder or name, of kind image or image-text.
         data: clean images, corrupted on the fly; or a CIFAR-C or Tiny-ImageNet-C folder.
-        out: folder to write; by default evaluations/corrupted/MODEL-DATA.
+        out: folder to write; by default evaluations/corrupted/MODEL-DATA-HASH.
         split: which split of the clean images, by default test; of a file a slice such as train[90%:], by default all.
         clean: with a CIFAR-C or Tiny-ImageNet-C folder: the images without corruption.
         corruptions: their names; by default all 19, or all that the folder has.
@@ -151,15 +149,15 @@ def corrupted(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     check_range(1, math.inf, limit=limit, train_limit=train_limit)
-    check_range(0, MOST_WORKERS, num_workers=num_workers)
-    check_range(0, HIGHEST_SEED, seed=seed)
+    check_range(0, MAX_WORKERS, num_workers=num_workers)
+    check_range(0, MAX_SEED, seed=seed)
     for value in [severity, *(severities or [])]:
         if value not in SEVERITIES:
             raise DualencError(f"severity {value}: choose from 1, 2, 3, 4, 5")
     from dualenc.data.sources import usual_split
 
     split = split or usual_split(clean or data, "test")
-    target, device_to_use = begin("corrupted", model, data, out, device)
+    evaluation = Evaluation("corrupted", model, data, out, device)
     source, images = _open(data, split, clean, corruptions or [], seed, label_column)
     at = severities or list(SEVERITIES)
     if train is not None:
@@ -168,8 +166,8 @@ def corrupted(
     theirs = None if baseline is None else read_baseline(baseline, source.corruptions, at)
     if train is not None:
         tested_labels(source, training.class_names)  # as early as possible: classes that training has not
-    tower = open_image_tower(model, device_to_use)
-    weights = check_weights(target, model, tower)
+    tower = open_image_tower(model, evaluation.device)
+    evaluation.check_weights(tower)
     facts: dict[str, Any] = {"data": data, "split": split, "augmentation": augmentation, "seed": seed}
     setup = Setup(
         tower,
@@ -177,7 +175,7 @@ def corrupted(
         source,
         images,
         limit,
-        target / "finished",
+        evaluation.folder / "finished",
         {**facts, **_identity(tower, source, images)},
         seed,
         num_workers,
@@ -192,14 +190,11 @@ def corrupted(
         classifier = distributed.broadcast_object(classifier)  # the same on all processes
         add_robustness(found, setup, classifier, at, training.class_names, theirs)
     if distributed.is_main():
-        conclude(
-            target,
-            "corrupted",
+        evaluation.conclude(
             f"Corrupted images: {display_name(model)} on {data}",
             {"model": model, **facts},
             found.metrics,
             [Table("Retrieval of the other view", found.retrieval), *found.tables],
-            weights=weights,
             figures=found.figures,
             galleries=found.galleries,
         )

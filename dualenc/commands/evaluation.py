@@ -1,8 +1,8 @@
-"""What the evaluation commands share: options in range, processes, models, kept embeddings, images, the report."""
+"""Shared parts of the evaluation commands: ranges of options, processes, models, embeddings, images, the report."""
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import math
 import os
 import tempfile
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dualenc.search.embeddings import Embeddings
     from dualenc.types import Side
 
-# Which command takes which kind of model, for the mistake of mixing them up.
+# The commands for each kind of model, for the error message when the kind is wrong.
 _COMMAND_OF = {
     "query-document": "`dualenc evaluate retrieval`",
     "image-text": "`dualenc evaluate image-text` or `zero-shot`",
@@ -44,51 +44,90 @@ _COMMAND_OF = {
     "vector": "`dualenc evaluate retrieval`",
 }
 
-MOST_WORKERS = 1024
-MOST_ITEMS = 1 << 20
+MAX_WORKERS = 1024
+MAX_ITEMS = 1 << 20
 """In a batch."""
 RESULT = "metrics.json"
 PAGE = "report.html"
 UNFINISHED = {"embeddings", "features", "finished", "run.trec", "per_query.ndjson"}
 UNFINISHED |= {"bm25", "hybrid", "reranked", "engine", "image_to_text", "text_to_image"}
-"""What an evaluation that was interrupted before its results has left."""
+"""Files of an evaluation that was interrupted before its results."""
 KEPT_EMBEDDINGS = [f"{place}/*/meta.json" for place in ("embeddings", "*/embeddings", "features", "finished")]
-HIGHEST_SEED = (1 << 32) - 1
+MAX_SEED = (1 << 32) - 1
 
 
-def begin(task: str, model: str, data: str, out: str | None, device: str | None) -> tuple[Path, torch.device]:
-    """Where an evaluation writes (OUT, or a folder named after task, model and data), and the device to work on.
+class Evaluation:
+    """The output of one evaluation: checked before any work, written at the end.
 
-    A folder that cannot be written or holds something else, and a device that is not there, are errors before any work.
+    Args:
+        task: such as "retrieval".
+        model: model folder or name.
+        data: what is evaluated on.
+        out: folder to write; by default one below `evaluations/TASK`, named after the model and the data.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+
+    Raises:
+        DualencError: a folder that cannot be written or holds something else, or a device that is not there.
     """
-    folder = Path(out or f"evaluations/{task}/{display_name(model)}-{Path(data).stem}")
-    check_writable(folder)
-    check_folder_target(folder, functools.partial(_is_evaluation, task=task), f"evaluation of {task}")
-    check_file_target(folder / RESULT)
-    check_file_target(folder / PAGE)
-    return folder, start_processes(device)
+
+    def __init__(self, task: str, model: str, data: str, out: str | None, device: str | None) -> None:
+        self.task = task
+        self.model = model
+        self.folder = Path(out or f"evaluations/{task}/{display_name(model)}-{_distinct_name(data)}")
+        self.weights: list[str] = []
+        check_writable(self.folder)
+        check_folder_target(self.folder, self._is_own_folder, f"evaluation of {task}")
+        check_file_target(self.folder / RESULT)
+        check_file_target(self.folder / PAGE)
+        self.device = start_processes(device)
+
+    def _is_own_folder(self, folder: Path) -> bool:
+        """Whether a folder holds the results of the task, or nothing but unfinished work of an evaluation."""
+        if (folder / RESULT).is_file():
+            return read_json_object(folder / RESULT).get("task") == self.task
+        return _is_unfinished(folder) or all(child.is_dir() and _is_unfinished(child) for child in folder.iterdir())
+
+    def check_weights(self, *towers: Tower) -> None:
+        """Record the checksums of the evaluated towers; an error if the folder holds an evaluation of other weights."""
+        from dualenc.search.embed import tower_checksum
+
+        self.weights = sorted({tower_checksum(tower) for tower in towers})
+        if not _evaluated_weights(self.folder) <= set(self.weights):
+            remedy = "choose another --out, or remove the folder"
+            raise DualencError(
+                f"{self.folder}: holds an evaluation of other weights than {self.model} has now; {remedy}"
+            )
+
+    def conclude(
+        self,
+        title: str,
+        facts: Mapping[str, object],
+        results: Mapping[str, object],
+        tables: Sequence[Table],
+        *,
+        printed: int | None = None,
+        figures: Sequence[Figure] = (),
+        galleries: Sequence[Gallery] = (),
+        files: str = "metrics and report.html",
+    ) -> None:
+        """Write metrics.json (facts and results) and report.html; print the first tables and where the files are."""
+        weights = {"weights": self.weights} if self.weights else {}
+        write_json(self.folder / RESULT, {"task": self.task, **facts, **weights, **results})
+        write_report(self.folder / PAGE, title, facts=facts, tables=tables, figures=figures, galleries=galleries)
+        for table in tables[:printed]:
+            print_table(table)
+        print(printable(f"{files} are in {self.folder}"))
 
 
-def _is_evaluation(folder: Path, task: str) -> bool:
-    """Whether a folder holds the results of a task, or nothing but unfinished work of one."""
-    if (folder / RESULT).is_file():
-        return read_json_object(folder / RESULT).get("task") == task
-    return _is_unfinished(folder) or all(child.is_dir() and _is_unfinished(child) for child in folder.iterdir())
+def _distinct_name(data: str) -> str:
+    """The last part of a path or name, with a short hash that keeps data sets of the same name apart."""
+    path = Path(data)
+    whole = str(path.resolve()) if path.exists() else data
+    return f"{path.stem}-{hashlib.sha256(whole.encode('utf-8', 'surrogateescape')).hexdigest()[:6]}"
 
 
 def _is_unfinished(folder: Path) -> bool:
     return all(name in UNFINISHED or name.startswith(".") for name in os.listdir(folder))
-
-
-def check_weights(folder: Path, model: str, *towers: Tower) -> list[str]:
-    """Checksums of the towers that are evaluated; an error if the folder holds an evaluation of other ones."""
-    from dualenc.search.embed import tower_checksum
-
-    weights = sorted({tower_checksum(tower) for tower in towers})
-    if not _evaluated_weights(folder) <= set(weights):
-        remedy = "choose another --out, or remove the folder"
-        raise DualencError(f"{folder}: holds an evaluation of other weights than {model} has now; {remedy}")
-    return weights
 
 
 def _evaluated_weights(folder: Path) -> set[str]:
@@ -98,45 +137,22 @@ def _evaluated_weights(folder: Path) -> set[str]:
         if isinstance(recorded, list):  # earlier versions did not write them down
             return set(map(str, recorded))
     paths = [path for pattern in KEPT_EMBEDDINGS for path in folder.glob(pattern)]
-    kept = {str(read_json_object(path).get("model_checksum")) for path in paths}
-    signatures = [read_signature(part) or {} for part in folder.glob("finished/**/part-*.ndjson")]
-    models = [signature["model"] for signature in signatures if "model" in signature]
-    return kept.union(*([model] if isinstance(model, str) else map(str, model) for model in models))
-
-
-def conclude(
-    out: Path,
-    task: str,
-    title: str,
-    facts: Mapping[str, object],
-    results: Mapping[str, object],
-    tables: Sequence[Table],
-    *,
-    weights: Sequence[str] = (),
-    printed: int | None = None,
-    figures: Sequence[Figure] = (),
-    galleries: Sequence[Gallery] = (),
-    wrote: str = "metrics and report.html",
-) -> None:
-    """Write metrics.json (facts and results) and report.html; print the first tables and where the files are.
-
-    `weights` are those that `check_weights` has returned, for the next evaluation into the same folder.
-    """
-    write_json(out / RESULT, {"task": task, **facts, **({"weights": list(weights)} if weights else {}), **results})
-    write_report(out / PAGE, title, facts=facts, tables=tables, figures=figures, galleries=galleries)
-    for table in tables[:printed]:
-        print_table(table)
-    print(printable(f"{wrote} are in {out}"))
+    checksums = {str(read_json_object(path).get("model_checksum")) for path in paths}
+    for part in folder.glob("finished/**/part-*.ndjson"):
+        models = (read_signature(part) or {}).get("model", [])
+        checksums |= {models} if isinstance(models, str) else set(map(str, models))
+    return checksums
 
 
 def start_processes(device: str | None = None) -> torch.device:
-    """Join the other processes of `accelerate launch`, if there are any, and tell the device to work on.
+    """Join the other processes of `accelerate launch`, if there are any. Returns the device to work on.
 
     Without a name it is this process's GPU, or the CPU where there is none. A device that is not there is an error.
     """
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-        # Only use tells whether a device is there; "meta" has no values.
+        chosen = torch.device(usual if device is None else device)
+        # Only use shows whether a device is there; "meta" has no values.
         torch.zeros(1, device=chosen).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
@@ -149,11 +165,13 @@ def start_processes(device: str | None = None) -> torch.device:
     return chosen
 
 
-def check_range(least: float, most: float, **values: float | None) -> None:
-    """Make sure that numeric options, by name, lie in a range: None is not given and fine, NaN in no range."""
+def check_range(minimum: float, maximum: float, **values: float | None) -> None:
+    """Refuse numeric options, by name, outside a range; NaN is outside, None is an option that was not given."""
     for name, value in values.items():
-        if value is not None and not least <= value <= most:
-            allowed = f"be at least {least:,}" if most == math.inf else f"lie between {least:,} and {most:,}"
+        if value is not None and not minimum <= value <= maximum:
+            allowed = f"lie between {minimum:,} and {maximum:,}"
+            if maximum == math.inf:
+                allowed = f"be at least {minimum:,}"
             raise DualencError(f"--{name.replace('_', '-')} is {value}; it must {allowed}")
 
 
@@ -178,17 +196,24 @@ def embed_into(
     model: str = "",
     **how: Any,
 ) -> Embeddings:
-    """Embed into a folder below an evaluation's output; what another model or other data left there is replaced.
+    """Embed into a folder below an evaluation's output; embeddings of another model or other data are replaced.
 
-    Finished shards of an interrupted run are kept where weights and items are the same, by their contents: equal names
-    do not make equal data. `side` is given for models with two; `model` is what the user calls it, for the record;
-    `how` is what else `dualenc.search.embed.embed` takes.
+    Finished shards of an interrupted run are kept where the checksums of weights and items are the same.
+
+    Args:
+        folder: where to.
+        tower: the model's side.
+        corpus: what to embed.
+        batch_size: items per forward pass.
+        side: for models with two.
+        model: what the user calls it, for the record.
+        how: further arguments of `dualenc.search.embed.embed`.
     """
     from dualenc.data.identity import digest_of
     from dualenc.search.embed import embed, tower_checksum
     from dualenc.search.embeddings import is_embeddings
 
-    # Changed items under the same ids are noticed by `embed` itself; of other ids it would keep nothing either.
+    # Changed items under the same ids are noticed by `embed` itself.
     identity = ({} if side is None else {"side": side}) | {"ids": digest_of(corpus.ids)}
     if distributed.is_main():
         check_folder_target(folder, is_embeddings, "embeddings")
@@ -202,12 +227,12 @@ def embed_into(
 
 
 def check_writable(folder: Path) -> None:
-    """Make sure that a folder is there, or can be made, and takes files; nothing is left behind."""
+    """Make sure that files can be written to a folder, which need not exist; nothing is left behind."""
     try:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise DualencError(f"{folder}: cannot be written, {there} is a file; choose another --out")
-        with tempfile.TemporaryFile(dir=there):
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise DualencError(f"{folder}: cannot be written, {existing} is a file; choose another --out")
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except (OSError, ValueError) as error:
         if isinstance(error, DualencError):
@@ -217,7 +242,7 @@ def check_writable(folder: Path) -> None:
 
 
 def display_name(model: str) -> str:
-    """What tables call a model: its run if it is RUN/model, or else the last part of its path or name."""
+    """Short name of a model in tables: its run if it is RUN/model, otherwise the last part of its path or name."""
     path = Path(model)
     if path.is_dir() and path.resolve().name == "model":
         path = path.resolve().parent
@@ -225,7 +250,7 @@ def display_name(model: str) -> str:
 
 
 def random_rows(total: int, limit: int | None) -> np.ndarray:
-    """All numbers below `total`, or `limit` of them, always the same: files are often sorted by class."""
+    """All row numbers below `total`, or a sample of `limit` with a fixed seed: files are often sorted by class."""
     return np.sort(np.random.default_rng(0).permutation(total)[:limit])
 
 
@@ -272,7 +297,7 @@ class Labelled(NamedTuple):
 def labelled_features(
     tower: Tower, corpus: Corpus, labels: np.ndarray, folder: Path, batch_size: int, num_workers: int
 ) -> Labelled:
-    """What probes are fit on and tested with; features are kept in `folder`, from which an interrupted run resumes."""
+    """Features to fit probes on or test them with; kept in `folder`, from which an interrupted run resumes."""
     from dualenc.data.columns import Picked
 
     embeddings = embed_into(folder, tower, corpus, batch_size, output="features", num_workers=num_workers)
@@ -314,13 +339,14 @@ def open_image_tower(model: str, device: torch.device) -> Tower:
 
 
 class AugmentedPrepare:
-    """A tower's evaluation preprocessing, of images augmented before it: the same for all models; picklable.
+    """Augmentation, the same for all models, before a tower's evaluation preprocessing; picklable.
 
     `augment` takes an image and a seed to pixels (3, H, W) in [0, 1] or to an image.
     """
 
     def __init__(self, prepare: PrepareImages, augment: Callable[[Image.Image, int], Any]) -> None:
-        self.prepare, self.augment = prepare, augment
+        self.prepare = prepare
+        self.augment = augment
 
     def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int] | None = None) -> Inputs:
         if seeds is None:

@@ -6,11 +6,9 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.commands.evaluation import (
-    MOST_ITEMS,
-    begin,
+    MAX_ITEMS,
+    Evaluation,
     check_range,
-    check_weights,
-    conclude,
     display_name,
     embed_into,
     open_model,
@@ -46,7 +44,7 @@ def image_text(
         model: model folder or name.
         data: images with captions: a table (parquet, jsonl, csv, a folder of them, a hub name), webdataset tars, or a
             folder of images.
-        out: folder to write; by default evaluations/image-text/MODEL-DATA.
+        out: folder to write; by default evaluations/image-text/MODEL-DATA-HASH.
         split: of a folder or hub name, by default test; of a file a slice such as train[90%:], by default all.
         left_column: of a table; by default `image` or another usual name.
         right_column: of a table, one caption or a list of them in each row; by default `captions` or another usual
@@ -57,8 +55,8 @@ def image_text(
     from dualenc.data import Corpus, open_pairs
     from dualenc.data.sources import usual_split
 
-    check_range(1, MOST_ITEMS, batch_size=batch_size)
-    target, device_to_use = begin("image-text", model, data, out, device)
+    check_range(1, MAX_ITEMS, batch_size=batch_size)
+    evaluation = Evaluation("image-text", model, data, out, device)
     split = split or usual_split(data, "test")
     pairs = open_pairs(data, left_column, right_column, split=split)
     if (pairs.left_modality, pairs.right_modality) != ("image", "text"):
@@ -66,9 +64,9 @@ def image_text(
             f"{data}: pairs of {pairs.left_modality} and {pairs.right_modality}, not of image and text; "
             "name the columns with --left_column and --right_column"
         )
-    encoder = open_model(model, ("image-text",), device_to_use)
-    weights = check_weights(target, model, encoder.left, encoder.right)
-    folder = target / "embeddings"
+    encoder = open_model(model, ("image-text",), evaluation.device)
+    evaluation.check_weights(encoder.left, encoder.right)
+    folder = evaluation.folder / "embeddings"
     left = Corpus([str(number) for number in range(len(pairs.left_items))], pairs.left_items, "image")
     right = Corpus([str(number) for number in range(len(pairs.right_items))], pairs.right_items, "text")
     found = [
@@ -107,18 +105,15 @@ def image_text(
                 str(number): recall_at(of_queries[number : number + 1], CUTOFFS) | {"mrr": float(1 / rank)}
                 for number, rank in enumerate(of_queries)
             }
-            (target / direction).mkdir(parents=True, exist_ok=True)
-            write_per_query(target / direction / "per_query.ndjson", per_query, direction)
+            (evaluation.folder / direction).mkdir(parents=True, exist_ok=True)
+            write_per_query(evaluation.folder / direction / "per_query.ndjson", per_query, direction)
         facts: dict[str, object] = {"model": model, "data": data, "split": split}
         facts |= {"images": len(ranks["image_to_text"]), "texts": len(ranks["text_to_image"])}
-        conclude(
-            target,
-            "image-text",
+        evaluation.conclude(
             f"Image-text retrieval: {display_name(model)} on {display_name(data)}",
             facts,
             {"metrics": both_ways_recall(ranks, CUTOFFS)},
             [Table("Image-text retrieval", rows)],
-            weights=weights,
             figures=[Figure("Recall among the first k", plots.lines(curves, xlabel="k", ylabel="recall@k"))],
             galleries=galleries,
         )

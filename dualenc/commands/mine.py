@@ -76,8 +76,8 @@ def mine(
     """
     from dualenc import distributed
     from dualenc.commands.evaluation import (
-        HIGHEST_SEED,
-        MOST_ITEMS,
+        MAX_ITEMS,
+        MAX_SEED,
         check_range,
         check_writable,
         embed_into,
@@ -94,8 +94,8 @@ def mine(
     from dualenc.search.mining import mine as mine_negatives
     from dualenc.search.rerank import open_cross_encoder
 
-    check_range(1, MOST_ITEMS, num_negatives=num_negatives, last_rank=last_rank, batch_size=batch_size)
-    check_range(0, HIGHEST_SEED, seed=seed)
+    check_range(1, MAX_ITEMS, num_negatives=num_negatives, last_rank=last_rank, batch_size=batch_size)
+    check_range(0, MAX_SEED, seed=seed)
     rule = Rule(
         num_negatives=num_negatives,
         first_rank=first_rank,

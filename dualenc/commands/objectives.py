@@ -13,12 +13,10 @@ import torch
 from dualenc import distributed
 from dualenc.commands.convergence import CHUNK, open_set
 from dualenc.commands.evaluation import (
-    HIGHEST_SEED,
-    MOST_ITEMS,
-    begin,
+    MAX_ITEMS,
+    MAX_SEED,
+    Evaluation,
     check_range,
-    check_weights,
-    conclude,
     display_name,
     random_rows,
     simclr_prepare,
@@ -77,7 +75,7 @@ def objectives(
     Args:
         model: model folder or name.
         data: pairs, as `train` reads them; for models of kind image, images, of which two augmentations are a pair.
-        out: folder to write; by default evaluations/objectives/MODEL-DATA.
+        out: folder to write; by default evaluations/objectives/MODEL-DATA-HASH.
         split: of the data.
         left_column: of a table of pairs.
         right_column: of a table of pairs.
@@ -91,12 +89,12 @@ def objectives(
         seed: of the order of the pairs, of the objectives' draws, and of augmentations.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
-    check_range(2, MOST_ITEMS, batch_size=batch_size)
+    check_range(2, MAX_ITEMS, batch_size=batch_size)
     check_range(batch_size, math.inf, pairs=pairs)
     check_range(1e-3, 1e4, temperature=temperature)
     check_range(0, 1 << 20, warm_up=warm_up)
     check_range(1, 1 << 20, max_epochs=max_epochs)
-    check_range(0, HIGHEST_SEED, seed=seed)
+    check_range(0, MAX_SEED, seed=seed)
     chosen = list(ESTIMATORS) if objectives is None else list(dict.fromkeys(objectives))
     for name in chosen:
         if name not in ESTIMATORS:
@@ -104,13 +102,13 @@ def objectives(
             raise DualencError(f"--objectives: there is no '{name}'{nearest(name, ESTIMATORS)}; choose from {known}")
     if not chosen:
         raise DualencError("--objectives names none; leave it out to measure all")
-    target, device_to_use = begin("objectives", model, data, out, device)
+    evaluation = Evaluation("objectives", model, data, out, device)
     from dualenc.encoders import load_model
     from dualenc.encoders.dual import SIDES
     from dualenc.search.embed import tower_checksum
 
-    encoder = load_model(model, device=str(device_to_use)).eval()
-    weights = check_weights(target, model, encoder.left, encoder.right)
+    encoder = load_model(model, device=str(evaluation.device)).eval()
+    evaluation.check_weights(encoder.left, encoder.right)
     if temperature is None:
         temperature = trained_temperature(encoder, Path(model)) or TEMPERATURE
     found = open_set(encoder, data, split, left_column, right_column)
@@ -123,7 +121,7 @@ def objectives(
     signature = {"batch_size": batch_size, "temperature": temperature, "pairs": len(frozen), **how}
     if distributed.is_main():
         signature |= {"data": found.identity(), "model": [tower_checksum(encoder.tower(side)) for side in SIDES]}
-    ledger: Ledger[str] = Ledger(target / "finished", distributed.broadcast_object(signature))
+    ledger: Ledger[str] = Ledger(evaluation.folder / "finished", distributed.broadcast_object(signature))
     own = ledger.missing(chosen)
     with distributed.alone():  # objectives would take the batches of all processes for one
         order = next(epochs(len(frozen), batch_size, seed))
@@ -139,7 +137,7 @@ def objectives(
         facts |= {"pairs_of_data": len(found), "batch_size": batch_size, "temperature": temperature}
         facts |= {"warm_up": warm_up, "max_epochs": max_epochs, "seed": seed}
         results = {name: Measured.from_plain(done[name]) for name in chosen}
-        _conclude(target, facts, results, loss, shares, weights)
+        _conclude(evaluation, facts, results, loss, shares)
     distributed.barrier()
 
 
@@ -210,7 +208,7 @@ def embed_pairs(model: DualEncoder, found: PairDataset | Corpus, rows: np.ndarra
 
 
 def _conclude(
-    target: Path, facts: Row, results: dict[str, Measured], loss: float, shares: np.ndarray, weights: list[str]
+    evaluation: Evaluation, facts: Row, results: dict[str, Measured], loss: float, shares: np.ndarray
 ) -> None:
     """The report: a table of the objectives, what a batch sees, plots of both, and the advice."""
     num_pairs, batch_size = int(str(facts["pairs"])), int(str(facts["batch_size"]))
@@ -261,9 +259,7 @@ def _conclude(
     caption = f"Share of an anchor's softmax that its batch of {batch_size} holds; mean {seen['mean']:.4f}"
     plot = plots.histograms({"share": shares.tolist()}, xlabel="share of the softmax", ylabel="share of anchors")
     figures.append(Figure(caption, plot))
-    conclude(
-        target,
-        "objectives",
+    evaluation.conclude(
         f"Objectives: {display_name(str(facts['model']))} on {facts['data']}",
         facts | {"advice": line},
         {"objectives": plain, "softmax_share": seen, "exact_loss": loss},
@@ -271,7 +267,6 @@ def _conclude(
             Table(f"Gradients at B = {batch_size}, τ = {facts['temperature']:.4g}, {num_pairs:,} pairs", rows),
             Table("Share of the softmax over the corpus that a batch holds", [seen_row]),
         ],
-        weights=weights,
         figures=figures,
     )
     print(line)

@@ -11,16 +11,14 @@ from PIL import Image
 
 from dualenc import distributed
 from dualenc.commands.evaluation import (
-    HIGHEST_SEED,
-    MOST_ITEMS,
-    MOST_WORKERS,
+    MAX_ITEMS,
+    MAX_SEED,
+    MAX_WORKERS,
     AugmentedPrepare,
+    Evaluation,
     Labelled,
     align_labels,
-    begin,
     check_range,
-    check_weights,
-    conclude,
     display_name,
     encoder_of,
     labelled_features,
@@ -84,7 +82,7 @@ def probe(
     Args:
         model: model folder or name, of kind image or image-text.
         data: images with labels: parquet or other table, hub name, or a folder of class folders.
-        out: folder to write; by default evaluations/probe/MODEL-DATA.
+        out: folder to write; by default evaluations/probe/MODEL-DATA-HASH.
         split: which split is tested, by default test; of a file a slice such as train[90%:], by default all.
         train: images to train probes on, if they are not a split of the same data.
         train_split: which split is trained on.
@@ -101,16 +99,16 @@ def probe(
         num_workers: processes that decode images.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
-    check_range(1, MOST_ITEMS, batch_size=batch_size, sgd_epochs=sgd_epochs)
+    check_range(1, MAX_ITEMS, batch_size=batch_size, sgd_epochs=sgd_epochs)
     check_range(1, math.inf, limit=limit, train_limit=train_limit)
-    check_range(0, MOST_WORKERS, num_workers=num_workers)
-    check_range(0, HIGHEST_SEED, seed=seed)
+    check_range(0, MAX_WORKERS, num_workers=num_workers)
+    check_range(0, MAX_SEED, seed=seed)
     for value in l2 or ():
         check_range(1e-30, 1e30, l2=value)
     from dualenc.data.sources import usual_split
 
     split = split or usual_split(data, "test")
-    target, device_to_use = begin("probe", model, data, out, device)
+    evaluation = Evaluation("probe", model, data, out, device)
     sources = {"train": (train or data, train_split, train_limit), "test": (data, split, limit)}
     images, labels = {}, {}
     for part, (place, of, most) in sources.items():
@@ -121,14 +119,16 @@ def probe(
     labels["test"] = align_labels(labels["test"], *names, f"{data} ({split})")
     for count in shots or ():
         draw_per_class(labels["train"], count, np.random.default_rng(seed))
-    tower = open_image_tower(model, device_to_use)
-    weights = check_weights(target, model, tower)
+    tower = open_image_tower(model, evaluation.device)
+    evaluation.check_weights(tower)
     fitted, tested = (
-        labelled_features(tower, images[part], labels[part], target / "features" / part, batch_size, num_workers)
+        labelled_features(
+            tower, images[part], labels[part], evaluation.folder / "features" / part, batch_size, num_workers
+        )
         for part in ("train", "test")
     )
     if distributed.is_main():
-        rows = _fit_features(fitted, tested, l2, shots, seed, device_to_use)
+        rows = _fit_features(fitted, tested, l2, shots, seed, evaluation.device)
         if sgd != "no":
             rows.append(_sgd(tower, fitted, tested, sgd == "images", sgd_epochs, seed, num_workers))
         named = {str(row["probe"]): {key: value for key, value in row.items() if key != "probe"} for row in rows}
@@ -143,14 +143,11 @@ def probe(
             figures.append(Figure(f"Cosine of pairs of test images; overlap {similar.overlap:.3f}", plot))
         facts: Row = {"model": model, "data": data, "split": split, "train": train or data, "train_split": train_split}
         facts |= {"train_images": len(fitted.labels), "test_images": len(tested.labels)}
-        conclude(
-            target,
-            "probe",
+        evaluation.conclude(
             f"Probes: {display_name(model)} on {data}",
             facts,
             {"accuracy": named, "features": shape},
             [Table("Probes", rows), Table("Features of the test images", [shape])],
-            weights=weights,
             figures=figures,
         )
     distributed.barrier()

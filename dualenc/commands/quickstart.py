@@ -191,12 +191,12 @@ def quickstart(
         vocab_size: tokens of the tokenizer that is trained on the corpus.
         seed: of everything random.
     """
-    from dualenc.commands.evaluation import HIGHEST_SEED, check_range
+    from dualenc.commands.evaluation import MAX_SEED, check_range
     from dualenc.encoders.tokenizer import SMALLEST
 
     check_range(1, math.inf, test_docs=test_docs, steps=steps)
     check_range(test_docs + BATCH_SIZE, math.inf, max_docs=max_docs)
-    check_range(0, HIGHEST_SEED, seed=seed)
+    check_range(0, MAX_SEED, seed=seed)
     check_range(SMALLEST, math.inf, vocab_size=vocab_size)
     start = time.perf_counter()
     folder, data = Path(out), Path(out) / "data"

@@ -9,11 +9,9 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.commands.evaluation import (
-    MOST_ITEMS,
-    begin,
+    MAX_ITEMS,
+    Evaluation,
     check_range,
-    check_weights,
-    conclude,
     display_name,
     embed_into,
     open_images,
@@ -57,7 +55,7 @@ def zero_shot(
     Args:
         model: model folder or name.
         data: labelled images: a table (parquet, a folder of them, a hub name), or a folder with one folder per class.
-        out: folder to write; by default evaluations/zero-shot/MODEL-DATA.
+        out: folder to write; by default evaluations/zero-shot/MODEL-DATA-HASH.
         split: of a folder of tables or a hub name, by default test; of a file a slice such as train[90%:], by default
             all.
         label_column: of a table, class numbers or names; by default `label`.
@@ -69,8 +67,8 @@ def zero_shot(
     from dualenc.data import Corpus
     from dualenc.data.sources import usual_split
 
-    check_range(1, MOST_ITEMS, batch_size=batch_size)
-    target, device_to_use = begin("zero-shot", model, data, out, device)
+    check_range(1, MAX_ITEMS, batch_size=batch_size)
+    evaluation = Evaluation("zero-shot", model, data, out, device)
     filled = TEMPLATES if templates is None else read_templates(templates)
     split = split or usual_split(data, "test")
     images = open_images(data, split, label_column=label_column)
@@ -88,9 +86,9 @@ def zero_shot(
         )
     names = [readable_class(name) for name in names]
     prompts = class_prompts(names, filled)
-    encoder = open_model(model, ("image-text",), device_to_use)
-    weights = check_weights(target, model, encoder.left, encoder.right)
-    folder = target / "embeddings"
+    encoder = open_model(model, ("image-text",), evaluation.device)
+    evaluation.check_weights(encoder.left, encoder.right)
+    folder = evaluation.folder / "embeddings"
     found = embed_into(folder / f"images-{split}", encoder.left, images, batch_size, side="left", model=model)
     corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")
     of_prompts = embed_into(folder / "prompts", encoder.right, corpus, batch_size, side="right", model=model)
@@ -119,20 +117,17 @@ def zero_shot(
             images.ids[row]: {f"top@{k}": float(rank <= k) for k in CUTOFFS} | {"mrr": float(1 / rank)}
             for row, rank in zip(rows, ranks)
         }
-        write_per_query(target / "per_query.ndjson", per_image, display_name(data))
+        write_per_query(evaluation.folder / "per_query.ndjson", per_image, display_name(data))
         scores = zero_shot_accuracy(ranks, labels, len(names), CUTOFFS)
         sizes = {"images": len(ranks), "classes": len(names)}
         summary = Table("Zero-shot classification", [{"data": display_name(data), **sizes, **scores}])
         hardest = Table("By class, hardest first", sorted(by_class, key=itemgetter("top@1")))
         spread = plots.histograms({"top@1": [row["top@1"] for row in by_class]}, xlabel="top@1 of a class", bins=20)
-        conclude(
-            target,
-            "zero-shot",
+        evaluation.conclude(
             f"Zero-shot classification: {display_name(model)} on {display_name(data)}",
             {"model": model, "data": data, "split": split},
             {**sizes, "metrics": scores, "per_class": by_class},
             [summary, hardest],
-            weights=weights,
             printed=1,
             figures=[Figure("Accuracy over classes", spread)],
             galleries=galleries,
