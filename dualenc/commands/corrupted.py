@@ -13,21 +13,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.commands.evaluation import (
-    MAX_SEED,
-    MAX_WORKERS,
-    Evaluation,
-    align_labels,
-    check_range,
-    display_name,
-    encoder_of,
-    labelled_features,
-    open_image_tower,
-    open_images,
-    random_rows,
-    require_labels,
-    simclr_prepare,
-)
+from dualenc.commands.evaluation import MAX_SEED, MAX_WORKERS, Evaluation, check_range, display_name
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.corrupted import (
@@ -55,6 +41,16 @@ from dualenc.evaluation.corruptions import (
     TinyImageNetC,
     is_corrupted_folder,
     read_corrupted,
+)
+from dualenc.evaluation.images import (
+    align_labels,
+    encoder_of,
+    labelled_features,
+    open_image_tower,
+    open_images,
+    random_rows,
+    require_labels,
+    simclr_prepare,
 )
 from dualenc.evaluation.ledger import Ledger
 from dualenc.evaluation.probe import linear_probe

@@ -5,16 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.evaluation import (
-    MAX_ITEMS,
-    Evaluation,
-    check_range,
-    display_name,
-    embed_into,
-    open_model,
-)
+from dualenc.commands.evaluation import MAX_ITEMS, Evaluation, check_range, display_name, open_model
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
+from dualenc.evaluation.embedding import embed_into
 from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall, match_captions, owners_of
 from dualenc.evaluation.metrics import recall_at
 from dualenc.evaluation.report import Figure, Item, Table, rank_galleries

@@ -59,9 +59,10 @@ def mine(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
-    from dualenc.commands.evaluation import embed_into, open_model, start_processes
+    from dualenc.commands.evaluation import open_model, start_processes
     from dualenc.data.corpus import corpora
     from dualenc.data.sources import open_pairs
+    from dualenc.evaluation.embedding import embed_into
     from dualenc.search.mining import Rule
     from dualenc.search.mining import mine as mine_negatives
     from dualenc.search.rerank import open_cross_encoder

@@ -5,41 +5,31 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 
 from dualenc import distributed
-from dualenc.commands.convergence import CHUNK, open_set
-from dualenc.commands.evaluation import (
-    MAX_ITEMS,
-    MAX_SEED,
-    Evaluation,
-    check_range,
-    display_name,
-    random_rows,
-    simclr_prepare,
-)
+from dualenc.commands.evaluation import MAX_ITEMS, MAX_SEED, Evaluation, check_range, display_name
+from dualenc.encoders import load_model
+from dualenc.encoders.dual import SIDES
 from dualenc.errors import DualencError, nearest
 from dualenc.evaluation import plots
+from dualenc.evaluation.images import random_rows
 from dualenc.evaluation.ledger import Ledger
 from dualenc.evaluation.objectives import (
     ESTIMATORS,
     OTHER_LOSSES,
-    FrozenPairs,
     Measured,
     advice,
     epochs,
     measure,
     softmax_shares,
 )
+from dualenc.evaluation.pair_sets import embed_pairs, open_set
 from dualenc.evaluation.report import Figure, Table
-
-if TYPE_CHECKING:
-    from dualenc.data import Corpus, PairDataset
-    from dualenc.encoders import DualEncoder
-    from dualenc.types import Side
+from dualenc.evaluation.run_models import trained_temperature
+from dualenc.search.embed import tower_checksum
 
 Row = dict[str, object]
 
@@ -103,10 +93,6 @@ def objectives(
     if not chosen:
         raise DualencError("--objectives names none; leave it out to measure all")
     evaluation = Evaluation("objectives", model, data, out, device)
-    from dualenc.encoders import load_model
-    from dualenc.encoders.dual import SIDES
-    from dualenc.search.embed import tower_checksum
-
     encoder = load_model(model, device=str(evaluation.device)).eval()
     evaluation.check_weights(encoder.left, encoder.right)
     if temperature is None:
@@ -139,72 +125,6 @@ def objectives(
         results = {name: Measured.from_plain(done[name]) for name in chosen}
         _conclude(evaluation, facts, results, loss, shares)
     distributed.barrier()
-
-
-def trained_temperature(model: DualEncoder, folder: Path) -> float | None:
-    """τ that a model was trained with: its own note, or that of its run's latest checkpoint; None if nothing tells."""
-    from dualenc.training.checkpoint import Checkpoints
-
-    known = getattr(model, "temperature", None)
-    if known is not None:
-        return float(known)
-    written = folder.parent / "checkpoints"
-    checkpoints = Checkpoints(written).complete() if folder.is_dir() and written.is_dir() else []
-    if not checkpoints:
-        return None
-    try:
-        state = torch.load(checkpoints[-1][1] / "state.pt", map_location="cpu", weights_only=True, mmap=True)
-        return float(state["objective"]["log_temperature"].exp())
-    except Exception as error:
-        reason = " ".join(str(error).split())[:120]
-        raise DualencError(f"{written}: tells no temperature ({reason}); give one with --temperature") from None
-
-
-@torch.inference_mode()
-def embed_pairs(model: DualEncoder, found: PairDataset | Corpus, rows: np.ndarray, seed: int) -> FrozenPairs:
-    """Embed every item of some pairs (M,) once; of images, two SimCLR augmentations of each."""
-    from dualenc.data import Corpus
-    from dualenc.training.loader import augmentation_seeds
-
-    device = next(model.parameters()).device
-
-    def embed(side: Side, ids: np.ndarray) -> torch.Tensor:
-        """(N, D) embeddings of the items of a side."""
-        parts = []
-        for some in np.split(ids, range(CHUNK, len(ids), CHUNK)):
-            if isinstance(found, Corpus):
-                seeds = augmentation_seeds(seed, 0, some.tolist(), side)
-                inputs = simclr_prepare(model.left.prepare)([found[row] for row in some.tolist()], seeds)
-            else:
-                items = [found.item(side, item) for item in some.tolist()]
-                inputs = model.tower(side).prepare(items)
-            parts.append(model.encode(side, {name: tensor.to(device) for name, tensor in inputs.items()}))
-        return torch.cat(parts).float()
-
-    if isinstance(found, Corpus):
-        left, right = embed("left", rows), embed("right", rows)
-        return FrozenPairs.one_to_one(left.clone(), right.clone(), views=True)
-    items, places = {}, {}
-    of: dict[Side, np.ndarray] = {"left": found.left_id[rows], "right": found.right_id[rows]}
-    for side, ids in of.items():
-        items[side], places[side] = np.unique(ids, return_inverse=True)
-    listed = {}
-    opposite: tuple[tuple[Side, Side], ...] = (("left", "right"), ("right", "left"))
-    for side, other in opposite:
-        known = found.positives(side, of[side])
-        # Ids among the items that are embedded; others, and padding, are -1.
-        place = np.searchsorted(items[other], known).clip(max=len(items[other]) - 1)
-        known = np.where(items[other][place] == known, place, -1)
-        # Without more than the pair's own there is nothing to list.
-        listed[side] = torch.from_numpy(known).to(device) if ((known >= 0).sum(axis=1) > 1).any() else None
-    return FrozenPairs(
-        embed("left", items["left"]),
-        embed("right", items["right"]),
-        torch.from_numpy(places["left"]).to(device),
-        torch.from_numpy(places["right"]).to(device),
-        left_positives=listed["left"],
-        right_positives=listed["right"],
-    )
 
 
 def _conclude(

@@ -10,26 +10,21 @@ import torch
 from PIL import Image
 
 from dualenc import distributed
-from dualenc.commands.evaluation import (
-    MAX_ITEMS,
-    MAX_SEED,
-    MAX_WORKERS,
+from dualenc.commands.evaluation import MAX_ITEMS, MAX_SEED, MAX_WORKERS, Evaluation, check_range, display_name
+from dualenc.evaluation import plots
+from dualenc.evaluation.convergence import effective_rank, label_similarities, uniformity
+from dualenc.evaluation.corrupted import CLEAN, ImageVersions, encode_versions
+from dualenc.evaluation.corruptions import CleanImages
+from dualenc.evaluation.images import (
     AugmentedPrepare,
-    Evaluation,
     Labelled,
     align_labels,
-    check_range,
-    display_name,
     encoder_of,
     labelled_features,
     open_image_tower,
     open_images,
     require_labels,
 )
-from dualenc.evaluation import plots
-from dualenc.evaluation.convergence import effective_rank, label_similarities, uniformity
-from dualenc.evaluation.corrupted import CLEAN, ImageVersions, encode_versions
-from dualenc.evaluation.corruptions import CleanImages
 from dualenc.evaluation.probe import (
     L2_SWEEP,
     Batches,

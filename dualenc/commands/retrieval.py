@@ -10,12 +10,13 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.commands.engine import AskedEngine, ask_engine
-from dualenc.commands.evaluation import MAX_ITEMS, Evaluation, check_range, display_name, embed_into, open_model
+from dualenc.commands.evaluation import MAX_ITEMS, Evaluation, check_range, display_name, open_model
 from dualenc.commands.options import ENGINE, RANKING, EngineOptions, RankingOptions
 from dualenc.data.beir import read_beir
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.compression import Size, halvings, size_rows, sizes
+from dualenc.evaluation.embedding import embed_into
 from dualenc.evaluation.metrics import CUTOFFS, Run, Scores
 from dualenc.evaluation.report import Figure, Gallery, Table, retrieval_galleries
 from dualenc.evaluation.retrieval import HEADLINES, Result, by_system, cutoff_rows, metrics_document, summary_rows

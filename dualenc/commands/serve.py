@@ -51,9 +51,9 @@ def serve(
 ) -> None:
     """Serve an index or an engine over HTTP: a page to search on, /search, /v1/embeddings, /health, /metrics.
 
-    On 127.0.0.1 no token is needed. On another host a token is required, from a file or from DUALENC_SERVE_TOKEN; clients
-    send it as Authorization: Bearer TOKEN. The index is reopened, without a dropped request, when its folder is written
-    again, on SIGHUP, and on POST /reload with the token.
+    On 127.0.0.1 no token is needed. On another host a token is required, from a file or from DUALENC_SERVE_TOKEN;
+    clients send it as Authorization: Bearer TOKEN. The index is reopened, without a dropped request, when its folder is
+    written again, on SIGHUP, and on POST /reload with the token.
 
     Args:
         index: folder that `dualenc index` or `dualenc push` wrote.

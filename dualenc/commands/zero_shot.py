@@ -8,18 +8,11 @@ from typing import Any
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.evaluation import (
-    MAX_ITEMS,
-    Evaluation,
-    check_range,
-    display_name,
-    embed_into,
-    open_images,
-    open_model,
-    require_labels,
-)
+from dualenc.commands.evaluation import MAX_ITEMS, Evaluation, check_range, display_name, open_model
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
+from dualenc.evaluation.embedding import embed_into
+from dualenc.evaluation.images import open_images, require_labels
 from dualenc.evaluation.report import Figure, Item, Table, rank_galleries
 from dualenc.evaluation.runs import read_lines, write_per_query
 from dualenc.evaluation.zero_shot import (

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from dualenc.cli import main
-from dualenc.commands.convergence import open_set
-from dualenc.commands.objectives import embed_pairs, trained_temperature
 from dualenc.encoders import load_model
 from dualenc.evaluation.objectives import ESTIMATORS, FrozenPairs, Measured, measure
+from dualenc.evaluation.pair_sets import embed_pairs, open_set
+from dualenc.evaluation.run_models import trained_temperature
 from tests.commands import toy
 
 QUICK = ("--warm-up", "1", "--max-epochs", "1", "--device", "cpu")
