@@ -85,104 +85,79 @@ def objectives(
     check_range(0, 1 << 20, warm_up=warm_up)
     check_range(1, 1 << 20, max_epochs=max_epochs)
     check_range(0, MAX_SEED, seed=seed)
-    chosen = list(ESTIMATORS) if objectives is None else list(dict.fromkeys(objectives))
+    chosen = _chosen(objectives)
+    evaluation = Evaluation("objectives", model, data, out, device)
+    encoder = load_model(model, device=str(evaluation.device)).eval()
+    evaluation.check_weights(encoder.left, encoder.right)
+    if temperature is None:
+        temperature = trained_temperature(encoder, Path(model)) or TEMPERATURE
+    items = open_set(encoder, data, split, left_column, right_column)
+    if len(items) < batch_size:
+        raise DualencError(f"{data}: holds {len(items)} pairs, fewer than a batch of {batch_size}; lower --batch-size")
+    # In whole batches: a rest would make a smaller one.
+    rows = random_rows(len(items), min(pairs, len(items)) // batch_size * batch_size)
+    frozen = embed_pairs(encoder, items, rows, seed)
+    settings: dict[str, Any] = {"warm_up": warm_up, "bound": BOUND, "max_epochs": max_epochs, "seed": seed}
+    signature = {"batch_size": batch_size, "temperature": temperature, "pairs": len(frozen), **settings}
+    if distributed.is_main():
+        signature |= {"data": items.identity(), "model": [tower_checksum(encoder.tower(side)) for side in SIDES]}
+    ledger: Ledger[str] = Ledger(evaluation.folder / "finished", distributed.broadcast_object(signature))
+    own = ledger.missing(chosen)
+    # Each process measures on its own: objectives would take the batches of all processes for one.
+    with distributed.alone():
+        order = next(epochs(len(frozen), batch_size, seed))
+        shares = softmax_shares(frozen, temperature, order).cpu().numpy()
+        _, loss = frozen.exact(temperature)
+        for name in own:
+            measured = measure(frozen, ESTIMATORS[name], temperature, batch_size, **settings)
+            ledger.add({name: measured.to_plain()})
+            print(f"{name}: {measured.epochs} epochs", file=sys.stderr)
+    finished = ledger.all_values()
+    if distributed.is_main():
+        facts: Row = {"model": model, "data": data, "split": split, "kind": encoder.kind, "pairs": len(frozen)}
+        facts |= {"pairs_of_data": len(items), "batch_size": batch_size, "temperature": temperature}
+        facts |= {"warm_up": warm_up, "max_epochs": max_epochs, "seed": seed}
+        results = {name: Measured.from_plain(finished[name]) for name in chosen}
+        _report(evaluation, facts, results, loss, shares)
+    distributed.barrier()
+
+
+def _chosen(names: list[str] | None) -> list[str]:
+    """The objectives to measure, by default all."""
+    chosen = list(ESTIMATORS) if names is None else list(dict.fromkeys(names))
     for name in chosen:
         if name not in ESTIMATORS:
             known = ", ".join(ESTIMATORS)
             raise DualencError(f"--objectives: there is no '{name}'{nearest(name, ESTIMATORS)}; choose from {known}")
     if not chosen:
         raise DualencError("--objectives names none; leave it out to measure all")
-    evaluation = Evaluation("objectives", model, data, out, device)
-    encoder = load_model(model, device=str(evaluation.device)).eval()
-    evaluation.check_weights(encoder.left, encoder.right)
-    if temperature is None:
-        temperature = trained_temperature(encoder, Path(model)) or TEMPERATURE
-    found = open_set(encoder, data, split, left_column, right_column)
-    if len(found) < batch_size:
-        raise DualencError(f"{data}: holds {len(found)} pairs, fewer than a batch of {batch_size}; lower --batch-size")
-    # In whole batches: a rest would make a smaller one.
-    rows = random_rows(len(found), min(pairs, len(found)) // batch_size * batch_size)
-    frozen = embed_pairs(encoder, found, rows, seed)
-    how: dict[str, Any] = {"warm_up": warm_up, "bound": BOUND, "max_epochs": max_epochs, "seed": seed}
-    signature = {"batch_size": batch_size, "temperature": temperature, "pairs": len(frozen), **how}
-    if distributed.is_main():
-        signature |= {"data": found.identity(), "model": [tower_checksum(encoder.tower(side)) for side in SIDES]}
-    ledger: Ledger[str] = Ledger(evaluation.folder / "finished", distributed.broadcast_object(signature))
-    own = ledger.missing(chosen)
-    with distributed.alone():  # objectives would take the batches of all processes for one
-        order = next(epochs(len(frozen), batch_size, seed))
-        shares = softmax_shares(frozen, temperature, order).cpu().numpy()
-        _, loss = frozen.exact(temperature)
-        for name in own:
-            measured = measure(frozen, ESTIMATORS[name], temperature, batch_size, **how)
-            ledger.add({name: measured.to_plain()})
-            print(f"{name}: {measured.epochs} epochs", file=sys.stderr)
-    done = ledger.all_values()
-    if distributed.is_main():
-        facts: Row = {"model": model, "data": data, "split": split, "kind": encoder.kind, "pairs": len(frozen)}
-        facts |= {"pairs_of_data": len(found), "batch_size": batch_size, "temperature": temperature}
-        facts |= {"warm_up": warm_up, "max_epochs": max_epochs, "seed": seed}
-        results = {name: Measured.from_plain(done[name]) for name in chosen}
-        _conclude(evaluation, facts, results, loss, shares)
-    distributed.barrier()
+    return chosen
 
 
-def _conclude(
-    evaluation: Evaluation, facts: Row, results: dict[str, Measured], loss: float, shares: np.ndarray
-) -> None:
-    """The report: a table of the objectives, what a batch sees, plots of both, and the advice."""
-    num_pairs, batch_size = int(str(facts["pairs"])), int(str(facts["batch_size"]))
-    rows: list[Row] = []
-    plain: dict[str, Row] = {}
-    for name, found in results.items():
-        per_pair = found.state_bytes / num_pairs
-        rows.append(
-            {
-                "objective": name,
-                "bias": str(found.bias),
-                "step error": f"{found.step_error:.3f} ± {found.step_error_error:.3f}",
-                "extra encodes per pair": round(found.encodes, 3),
-                "state, bytes per pair": round(per_pair),
-                "epochs": found.epochs,
-                "note": _note(name, found),
-            }
-        )
-        plain[name] = {
-            "bias": found.bias.value,
-            "bias_error": found.bias.error,
-            "bias_limit": found.bias.limit,
-            "biased": found.bias.is_told,
-            "step_error": found.step_error,
-            "step_error_error": found.step_error_error,
-            "encodes_per_pair": found.encodes,
-            "state_bytes_per_pair": per_pair,
-            "epochs": found.epochs,
-            "global_loss": name not in OTHER_LOSSES,
-        }
+def _report(evaluation: Evaluation, facts: Row, results: dict[str, Measured], loss: float, shares: np.ndarray) -> None:
+    """A table of the objectives, the share of the softmax in a batch, plots of both, and the advice."""
+    num_pairs = int(str(facts["pairs"]))
+    batch_size = int(str(facts["batch_size"]))
     seen = {"mean": float(shares.mean()), "median": float(np.median(shares))}
     seen["anchors_above_half"] = float(np.mean(shares > 0.5))
-    seen_row: Row = {"B": batch_size, "pairs": num_pairs, **seen}
     line = advice(results, batch_size)
     figures = []
-    shown = {name: found for name, found in results.items() if name not in OTHER_LOSSES}
-    if shown:
-        heights = {
-            "bias": {name: found.bias.value for name, found in shown.items()},
-            "error of a step": {name: found.step_error for name, found in shown.items()},
-        }
-        spreads = {
-            "bias": {name: found.bias.error for name, found in shown.items()},
-            "error of a step": {name: found.step_error_error for name, found in shown.items()},
-        }
-        caption = "Distance from the gradient of the global loss, relative to its length, ± one standard error"
-        figures.append(Figure(caption, plots.bars(heights, ylabel="relative to the gradient", errors=spreads)))
+    comparable = {name: found for name, found in results.items() if name not in OTHER_LOSSES}
+    if comparable:
+        figures.append(_distances(comparable))
     caption = f"Share of an anchor's softmax that its batch of {batch_size} holds; mean {seen['mean']:.4f}"
     plot = plots.histograms({"share": shares.tolist()}, xlabel="share of the softmax", ylabel="share of anchors")
     figures.append(Figure(caption, plot))
+    rows = [_row(name, found, num_pairs) for name, found in results.items()]
+    seen_row: Row = {"B": batch_size, "pairs": num_pairs, **seen}
     evaluation.conclude(
-        f"Objectives: {display_name(str(facts['model']))} on {facts['data']}",
+        f"Objectives: {display_name(evaluation.model)} on {facts['data']}",
         facts | {"advice": line},
-        {"objectives": plain, "softmax_share": seen, "exact_loss": loss},
+        {
+            "objectives": {name: _plain(name, found, num_pairs) for name, found in results.items()},
+            "softmax_share": seen,
+            "exact_loss": loss,
+        },
         [
             Table(f"Gradients at B = {batch_size}, τ = {facts['temperature']:.4g}, {num_pairs:,} pairs", rows),
             Table("Share of the softmax over the corpus that a batch holds", [seen_row]),
@@ -192,7 +167,49 @@ def _conclude(
     print(line)
 
 
-def _note(name: str, found: Measured) -> str:
-    notes = ["another loss"] if name in OTHER_LOSSES else []
-    notes += ["stopped at the limit of epochs"] if found.bias.error > BOUND else []
-    return "; ".join(notes)
+def _row(name: str, found: Measured, num_pairs: int) -> Row:
+    """An objective in the table of the report."""
+    notes = []
+    if name in OTHER_LOSSES:
+        notes.append("another loss")
+    if found.bias.error > BOUND:
+        notes.append("stopped at the limit of epochs")
+    return {
+        "objective": name,
+        "bias": str(found.bias),
+        "step error": f"{found.step_error:.3f} ± {found.step_error_error:.3f}",
+        "extra encodes per pair": round(found.encodes, 3),
+        "state, bytes per pair": round(found.state_bytes / num_pairs),
+        "epochs": found.epochs,
+        "note": "; ".join(notes),
+    }
+
+
+def _plain(name: str, found: Measured, num_pairs: int) -> Row:
+    """An objective in metrics.json."""
+    return {
+        "bias": found.bias.value,
+        "bias_error": found.bias.error,
+        "bias_limit": found.bias.limit,
+        "biased": found.bias.is_told,
+        "step_error": found.step_error,
+        "step_error_error": found.step_error_error,
+        "encodes_per_pair": found.encodes,
+        "state_bytes_per_pair": found.state_bytes / num_pairs,
+        "epochs": found.epochs,
+        "global_loss": name not in OTHER_LOSSES,
+    }
+
+
+def _distances(results: dict[str, Measured]) -> Figure:
+    """Bars of bias and step error, with standard errors."""
+    heights = {
+        "bias": {name: found.bias.value for name, found in results.items()},
+        "error of a step": {name: found.step_error for name, found in results.items()},
+    }
+    spreads = {
+        "bias": {name: found.bias.error for name, found in results.items()},
+        "error of a step": {name: found.step_error_error for name, found in results.items()},
+    }
+    caption = "Distance from the gradient of the global loss, relative to its length, ± one standard error"
+    return Figure(caption, plots.bars(heights, ylabel="relative to the gradient", errors=spreads))

@@ -75,16 +75,8 @@ def retrieval(
         batch_size: texts encoded at once.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
-    check_range(1, MAX_ITEMS, depth=depth, batch_size=batch_size, rerank_top=ranking.rerank_top)
-    check_range(0, 1, weight=ranking.weight)
+    _check(ranking, engine, depth, batch_size, len(more) + 1)
     bm25 = bm25 or ranking.hybrid is not None
-    if depth < max(CUTOFFS):
-        raise DualencError(f"depth={depth}: the metrics look at {max(CUTOFFS)} documents; retrieve that many or more")
-    if engine.engine is None and engine.qdrant_path is not None:
-        raise DualencError("--qdrant-path is of an engine; name it with --engine, or leave the path out")
-    if engine.engine is not None and (more or distributed.world_size() > 1):
-        raise DualencError("--engine is asked about one BEIR folder, by one process; evaluate them one by one")
-
     evaluation = Evaluation("retrieval", model, data, out, device)
     conditions = engine.where or []
     reader = "bm25" if bm25 else "rerank" if ranking.rerank else None
@@ -114,27 +106,19 @@ def retrieval(
     places = {name: evaluation.folder / name if more else evaluation.folder for name in collections}
     for name, collection in collections.items():
         kept = places[name] / "embeddings"
-        queries = embed_into(
-            kept / f"queries-{split}", encoder.left, collection.queries, batch_size, side="left", model=model
-        )
-        if asked is None:
-            documents = embed_into(
-                kept / "documents", encoder.right, collection.corpus, batch_size, side="right", model=model
-            )
-        else:
+        texts = collection.queries
+        queries = embed_into(kept / f"queries-{split}", encoder.left, texts, batch_size, side="left", model=model)
+        if asked is not None:
             documents = asked.embeddings
+        else:
+            texts = collection.corpus
+            documents = embed_into(kept / "documents", encoder.right, texts, batch_size, side="right", model=model)
         runs[name] = systems.rank(collection, queries, documents)
         size_means[name] = systems.rank_compressed(collection, queries, documents, sizes(lengths))
 
     if distributed.is_main():
         facts: dict[str, object] = {"model": model, "split": split, "depth": depth}
-        facts["keep_self_matches"] = keep_self_matches
-        if conditions:
-            facts["where"] = ",".join(conditions)
-        if ranking.hybrid is not None:
-            facts |= {"hybrid": ranking.hybrid, "weight": ranking.weight}
-        if ranking.rerank is not None:
-            facts |= {"rerank": ranking.rerank, "rerank_top": ranking.rerank_top}
+        facts |= {"keep_self_matches": keep_self_matches, **_facts(ranking, conditions)}
         results = {
             name: [systems.score(system, name, run, collections[name]) for system, run in runs[name].items()]
             for name in collections
@@ -142,6 +126,30 @@ def retrieval(
         sizes_rows = {name: size_rows(means, SIZE_METRICS) for name, means in size_means.items()} if lengths else {}
         _report(evaluation, facts, collections, results, places, sizes_rows, asked)
     distributed.barrier()
+
+
+def _check(ranking: RankingOptions, engine: EngineOptions, depth: int, batch_size: int, num_folders: int) -> None:
+    """Refuse options out of range, and those that exclude each other."""
+    check_range(1, MAX_ITEMS, depth=depth, batch_size=batch_size, rerank_top=ranking.rerank_top)
+    check_range(0, 1, weight=ranking.weight)
+    if depth < max(CUTOFFS):
+        raise DualencError(f"depth={depth}: the metrics look at {max(CUTOFFS)} documents; retrieve that many or more")
+    if engine.engine is None and engine.qdrant_path is not None:
+        raise DualencError("--qdrant-path is of an engine; name it with --engine, or leave the path out")
+    if engine.engine is not None and (num_folders > 1 or distributed.world_size() > 1):
+        raise DualencError("--engine is asked about one BEIR folder, by one process; evaluate them one by one")
+
+
+def _facts(ranking: RankingOptions, conditions: Sequence[str]) -> dict[str, object]:
+    """The options that differ from plain retrieval, for the record."""
+    facts: dict[str, object] = {}
+    if conditions:
+        facts["where"] = ",".join(conditions)
+    if ranking.hybrid is not None:
+        facts |= {"hybrid": ranking.hybrid, "weight": ranking.weight}
+    if ranking.rerank is not None:
+        facts |= {"rerank": ranking.rerank, "rerank_top": ranking.rerank_top}
+    return facts
 
 
 def _ask_engine(
