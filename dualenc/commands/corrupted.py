@@ -101,13 +101,15 @@ def corrupted(
     split = split or usual_split(clean or data, "test")
     evaluation = Evaluation("corrupted", model, data, out, device)
     source, images = _open(data, split, clean, corruptions or [], seed, label_column)
-    at = severities or list(SEVERITIES)
+    tested_severities = severities or list(SEVERITIES)
     if train is not None:
         training = open_images(train, train_split, label_column=label_column, limit=train_limit)
         labels = require_labels(training, f"{train} ({train_split})", for_training=True)
-    theirs = None if baseline is None else read_baseline(baseline, source.corruptions, at)
-    if train is not None:
-        tested_labels(source, training.class_names)  # as early as possible: classes that training has not
+        # Classes that the training images lack are an error before hours of encoding.
+        tested_labels(source, training.class_names)
+    baseline_errors = None
+    if baseline is not None:
+        baseline_errors = read_baseline(baseline, source.corruptions, tested_severities)
     tower = open_image_tower(model, evaluation.device)
     evaluation.check_weights(tower)
     facts: dict[str, Any] = {"data": data, "split": split, "augmentation": augmentation, "seed": seed}
@@ -129,8 +131,9 @@ def corrupted(
     if train is not None:
         fitted = labelled_features(tower, training, labels, setup.out / "train-features", TRAIN_BATCH, num_workers)
         classifier = linear_probe(fitted.features, fitted.labels).classifier if distributed.is_main() else None
-        classifier = distributed.broadcast_object(classifier)  # the same on all processes
-        add_robustness(found, setup, classifier, at, training.class_names, theirs)
+        # Processes may fit slightly different ones, and their results are put together.
+        classifier = distributed.broadcast_object(classifier)
+        add_robustness(found, setup, classifier, tested_severities, training.class_names, baseline_errors)
     if distributed.is_main():
         evaluation.conclude(
             f"Corrupted images: {display_name(model)} on {data}",

@@ -97,7 +97,7 @@ def image_text(
 def _report(
     evaluation: Evaluation,
     facts: Mapping[str, object],
-    ranks: Mapping[str, np.ndarray],
+    ranks: dict[str, np.ndarray],
     galleries: Sequence[Gallery],
 ) -> None:
     """Write the per-query logs of both directions, the metrics and the report."""

@@ -65,7 +65,7 @@ class Systems:
 
     def rank(self, collection: RetrievalSet, queries: Embeddings, documents: Embeddings) -> dict[str, Run]:
         """Rank the documents by each system; BM25 and the fusion only on the main process, the others on all."""
-        runs = {self.model: retrieve(*_vectors(queries, documents), **self._search_arguments())}
+        runs: dict[str, Run] = {self.model: retrieve(*_vectors(queries, documents), **self._search_arguments())}
         if self.engine is not None:
             runs[self.engine.system] = self._first(self.engine.run(queries, self.depth + 1))
         if self.bm25 and distributed.is_main():
@@ -113,7 +113,7 @@ class Systems:
         return fused
 
 
-def _vectors(queries: Embeddings, documents: Embeddings) -> tuple[Any, ...]:
+def _vectors(queries: Embeddings, documents: Embeddings) -> tuple[Any, Any, Any, Any]:
     return queries.ids, queries.vectors, documents.ids, documents.vectors
 
 
