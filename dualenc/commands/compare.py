@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from dualenc.commands.evaluation import MAX_SEED, check_range, check_writable
+from dualenc.commands.checks import MAX_SEED, check_range, check_writable
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.metrics import CUTOFFS, Scores, compare_runs, score_queries

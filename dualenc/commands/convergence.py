@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dualenc import distributed
-from dualenc.commands.evaluation import MAX_SEED, RESULT, Evaluation, check_range, display_name
+from dualenc.commands.checks import MAX_SEED, check_range
+from dualenc.commands.evaluation import RESULT, Evaluation, display_name
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.convergence import SimilarityHistogram

@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc import distributed
-from dualenc.commands.evaluation import MAX_SEED, MAX_WORKERS, Evaluation, check_range, display_name
+from dualenc.commands.checks import MAX_SEED, MAX_WORKERS, check_range
+from dualenc.commands.evaluation import Evaluation, display_name
 from dualenc.data.sources import usual_split
 from dualenc.errors import DualencError
 from dualenc.evaluation.corrupted import (

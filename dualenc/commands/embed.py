@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from dualenc.commands.checks import MAX_ITEMS, MAX_WORKERS, check_range
 from dualenc.commands.options import SOURCE, SourceOptions
 from dualenc.terminal import printable
 
@@ -53,7 +54,7 @@ def embed(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
-    from dualenc.commands.evaluation import MAX_ITEMS, MAX_WORKERS, check_range, start_processes
+    from dualenc.commands.evaluation import start_processes
     from dualenc.data.remote import shown
     from dualenc.data.sources import open_corpus
     from dualenc.encoders import load_model

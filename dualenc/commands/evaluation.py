@@ -1,17 +1,16 @@
-"""Shared parts of the evaluation commands: ranges of options, processes, models, embeddings, images, the report."""
+"""Shared parts of the evaluation commands: output folder and report, processes, models."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from dualenc.commands.checks import check_writable
 from dualenc.errors import DualencError
 from dualenc.evaluation.ledger import read_signature
 from dualenc.evaluation.report import Figure, Gallery, Table, print_table, write_report
@@ -34,16 +33,12 @@ _COMMAND_OF = {
     "vector": "`dualenc evaluate retrieval`",
 }
 
-MAX_WORKERS = 1024
-MAX_ITEMS = 1 << 20
-"""In a batch."""
 RESULT = "metrics.json"
 PAGE = "report.html"
 UNFINISHED = {"embeddings", "features", "finished", "run.trec", "per_query.ndjson"}
 UNFINISHED |= {"bm25", "hybrid", "reranked", "engine", "image_to_text", "text_to_image"}
 """Files of an evaluation that was interrupted before its results."""
 KEPT_EMBEDDINGS = [f"{place}/*/meta.json" for place in ("embeddings", "*/embeddings", "features", "finished")]
-MAX_SEED = (1 << 32) - 1
 
 
 class Evaluation:
@@ -155,16 +150,6 @@ def start_processes(device: str | None = None) -> torch.device:
     return chosen
 
 
-def check_range(minimum: float, maximum: float, **values: float | None) -> None:
-    """Refuse numeric options, by name, outside a range; NaN is outside, None is an option that was not given."""
-    for name, value in values.items():
-        if value is not None and not minimum <= value <= maximum:
-            allowed = f"lie between {minimum:,} and {maximum:,}"
-            if maximum == math.inf:
-                allowed = f"be at least {minimum:,}"
-            raise DualencError(f"--{name.replace('_', '-')} is {value}; it must {allowed}")
-
-
 def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEncoder:
     """Load a model and make sure that it is of a kind that the task can use."""
     from dualenc.encoders import load_model
@@ -174,21 +159,6 @@ def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEn
         needed, other = " or ".join(kinds), _COMMAND_OF[encoder.kind]
         raise DualencError(f"{model}: is of kind {encoder.kind}, but this task needs kind {needed}; use {other}")
     return encoder
-
-
-def check_writable(folder: Path) -> None:
-    """Make sure that files can be written to a folder, which need not exist; nothing is left behind."""
-    try:
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not existing.is_dir():
-            raise DualencError(f"{folder}: cannot be written, {existing} is a file; choose another --out")
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except (OSError, ValueError) as error:
-        if isinstance(error, DualencError):
-            raise
-        reason = getattr(error, "strerror", None) or error
-        raise DualencError(f"{folder}: cannot be written ({reason}); choose another --out") from None
 
 
 def display_name(model: str) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.evaluation import MAX_ITEMS, Evaluation, check_range, display_name, open_model
+from dualenc.commands.checks import MAX_ITEMS, check_range
+from dualenc.commands.evaluation import Evaluation, display_name, open_model
 from dualenc.data import Corpus, open_pairs
 from dualenc.data.sources import usual_split
 from dualenc.errors import DualencError

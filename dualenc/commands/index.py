@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from dualenc.commands.checks import MAX_ITEMS, check_range
 from dualenc.commands.embed import embed
 from dualenc.commands.options import BUILD, SOURCE, BuildOptions, SourceOptions
 from dualenc.errors import DualencError
@@ -97,7 +98,6 @@ def _check_build(
     source: str, data: str | None, out: str, build: BuildOptions, items: SourceOptions, append: bool
 ) -> None:
     """Refuse what would fail after the embedding, which may take hours."""
-    from dualenc.commands.evaluation import MAX_ITEMS, check_range
     from dualenc.search import is_index
     from dualenc.search.build import LARGEST_PARAMETER, check_factory
     from dualenc.search.embeddings import is_embeddings

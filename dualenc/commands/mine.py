@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_range, check_writable
 from dualenc.commands.options import RULE, RuleOptions
 from dualenc.errors import DualencError
 from dualenc.files import check_file_target, check_folder_target
@@ -100,7 +101,6 @@ def mine(
 
 def _check(rule: RuleOptions, target: Path, kept: Path, plot: str | None, factory: str, batch_size: int) -> None:
     """Refuse options and output places that would fail after hours of work."""
-    from dualenc.commands.evaluation import MAX_ITEMS, MAX_SEED, check_range, check_writable
     from dualenc.search.build import check_factory
     from dualenc.search.embeddings import are_embeddings
     from dualenc.search.mining import check_mined

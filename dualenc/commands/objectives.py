@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.evaluation import MAX_ITEMS, MAX_SEED, Evaluation, check_range, display_name
+from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_range
+from dualenc.commands.evaluation import Evaluation, display_name
 from dualenc.encoders import load_model
 from dualenc.encoders.dual import SIDES
 from dualenc.errors import DualencError, nearest

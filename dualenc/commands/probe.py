@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.evaluation import MAX_ITEMS, MAX_SEED, MAX_WORKERS, Evaluation, check_range, display_name
+from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, MAX_WORKERS, check_range
+from dualenc.commands.evaluation import Evaluation, display_name
 from dualenc.data.sources import usual_split
 from dualenc.evaluation import plots
 from dualenc.evaluation.convergence import effective_rank, label_similarities, uniformity

@@ -50,7 +50,7 @@ def push(
         batch_size: vectors sent at once; by default what suits the engine.
         recall_queries: how many of the vectors to measure recall@10 with; 0 measures nothing.
     """
-    from dualenc.commands.evaluation import MAX_ITEMS, check_range, check_writable
+    from dualenc.commands.checks import MAX_ITEMS, check_range, check_writable
     from dualenc.search.embeddings import Embeddings
     from dualenc.search.engines.parquet import export_parquet
     from dualenc.search.engines.push import check_engine_target, open_engine

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from dualenc.commands.checks import MAX_SEED, check_range
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, check_folder_target, is_folder_of, remove, write_json
 
@@ -192,7 +193,6 @@ def quickstart(
         vocab_size: tokens of the tokenizer that is trained on the corpus.
         seed: of everything random.
     """
-    from dualenc.commands.evaluation import MAX_SEED, check_range
     from dualenc.encoders.tokenizer import SMALLEST
 
     check_range(1, math.inf, test_docs=test_docs, steps=steps)

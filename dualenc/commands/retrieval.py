@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dualenc import distributed
+from dualenc.commands.checks import MAX_ITEMS, check_range
 from dualenc.commands.engine import AskedEngine, ask_engine
-from dualenc.commands.evaluation import MAX_ITEMS, Evaluation, check_range, display_name, open_model
+from dualenc.commands.evaluation import Evaluation, display_name, open_model
 from dualenc.commands.options import ENGINE, RANKING, EngineOptions, RankingOptions
 from dualenc.data.beir import read_beir
 from dualenc.errors import DualencError

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualenc.commands.checks import check_range
 from dualenc.commands.options import RANKING, SEARCH, RankingOptions, SearchOptions
 from dualenc.errors import DualencError
 from dualenc.terminal import printable_json
@@ -80,7 +81,7 @@ def search(
 
 def _open(index: str, query: str, k: int, ranking: RankingOptions, options: SearchOptions) -> Searcher:
     """Open an index with the models that the query needs, after checking the options."""
-    from dualenc.commands.evaluation import check_range, start_processes
+    from dualenc.commands.evaluation import start_processes
     from dualenc.search.build import LARGEST_PARAMETER
     from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher

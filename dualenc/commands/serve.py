@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualenc.commands.checks import check_range
 from dualenc.commands.options import SEARCH, SearchOptions
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import open_regular
@@ -74,7 +75,7 @@ def serve(
     missing = [package for module, package in REQUIRED_PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise DualencError(f"serve needs the package {missing[0]}: pip install 'dualenc[serve]'")
-    from dualenc.commands.evaluation import check_range, start_processes
+    from dualenc.commands.evaluation import start_processes
     from dualenc.search.build import LARGEST_PARAMETER
     from dualenc.search.kinds import parse_bytes
     from dualenc.search.rerank import open_cross_encoder

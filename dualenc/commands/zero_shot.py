@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.evaluation import MAX_ITEMS, Evaluation, check_range, display_name, open_model
+from dualenc.commands.checks import MAX_ITEMS, check_range
+from dualenc.commands.evaluation import Evaluation, display_name, open_model
 from dualenc.data import Corpus
 from dualenc.data.sources import usual_split
 from dualenc.errors import DualencError
