@@ -40,33 +40,52 @@ def run_function(function: Callable[..., Any], prog: str, arguments: Sequence[st
         DualencError: an unknown option (names the nearest valid one), a missing or superfluous argument, a value
             of the wrong type.
     """
-    for before, word in zip(("", *arguments), arguments):
-        if "\0" in word:
-            place = next((text.partition("=")[0] for text in (word, before) if text.startswith("--")), "an argument")
-            raise DualencError(f"{prog}: {place} holds a NUL character, which no path or text may; leave it out")
+    _refuse_nul(prog, arguments)
     parameters = list(_flattened(function))
     options = [option for option in parameters if option.kind is option.KEYWORD_ONLY]
+    flags = {_label(option) for option in options if option.annotation is bool}
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    words = _normalize(arguments[:end], {_label(option) for option in options if option.annotation is bool})
+    words = _normalize(arguments[:end], flags)
     if "-h" in words or "--help" in words:
         return _parser(function, prog, parameters).print_help()
 
+    # The parser knows the options only: what it leaves over are positional arguments and unknown options, in order.
     parsed, positional = _parser(function, prog, options).parse_known_args(words)
     for word in positional:
         # A lone dash and a negative number are no options.
         if re.match(r"-(?!\.?\d|\s|$)", word):
             name = word.partition("=")[0]
-            raise DualencError(f"{prog} has no option '{name}'{nearest(name, map(_label, options))}; see {prog} --help")
-    values = vars(parsed)
-    for group in _parameters(function):
-        if _is_group(group.annotation):
-            names = [field.name for field in dataclasses.fields(group.annotation)]
-            values[group.name] = group.annotation(**{name: values.pop(name) for name in names if name in values})
+            suggestion = nearest(name, map(_label, options))
+            raise DualencError(f"{prog} has no option '{name}'{suggestion}; see {prog} --help")
+    values = _grouped(function, vars(parsed))
     try:
         bound = inspect.signature(function).bind(*positional, *arguments[end + 1 :], **values)
     except TypeError as error:
         raise DualencError(f"{prog}: {error}; see {prog} --help") from None
     return function(*bound.args, **bound.kwargs)
+
+
+def _refuse_nul(prog: str, arguments: Sequence[str]) -> None:
+    """Refuse a NUL character here, where the option is known: the system's own error would not name it."""
+    place = "an argument"
+    for word in arguments:
+        if word.startswith("--"):
+            place = word.partition("=")[0]
+        if "\0" in word:
+            raise DualencError(f"{prog}: {place} holds a NUL character, which no path or text may; leave it out")
+        if not word.startswith("--"):
+            place = "an argument"
+
+
+def _grouped(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Values by parameter, with dataclasses made of the options that are their fields."""
+    for parameter in _parameters(function):
+        group = parameter.annotation
+        if _is_group(group):
+            names = {field.name for field in dataclasses.fields(group)}
+            fields = {name: values.pop(name) for name in names & values.keys()}
+            values[parameter.name] = group(**fields)
+    return values
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -118,13 +137,10 @@ def _parser(
     function: Callable[..., Any], prog: str, parameters: Sequence[inspect.Parameter]
 ) -> argparse.ArgumentParser:
     """A parser of some of a function's parameters; positional ones are only for its help."""
-    required = [p for p in parameters if p.default is EMPTY and p.kind is not p.VAR_POSITIONAL]
-    usage = [_label(p) if p.kind is not p.KEYWORD_ONLY else f"{_label(p)} {p.name.upper()}" for p in required]
-    usage += [f"[{_label(p)} …]" for p in parameters if p.kind is p.VAR_POSITIONAL]
     description, texts = _documentation(function)
     parser = _Parser(
         prog=prog,
-        usage=" ".join([prog, *usage, "[options]"]),
+        usage=_usage(prog, parameters),
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -134,27 +150,46 @@ def _parser(
         text = texts.get(parameter.name, "")
         if parameter.default not in (EMPTY, None, False):
             text += f" (default: {parameter.default})"
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            names = [_label(parameter)] if len(parameter.name) > 1 else [f"-{parameter.name}", _label(parameter)]
-            parser.add_argument(*names, dest=parameter.name, help=text, **_conversion(parameter.annotation))
-        else:
+        if parameter.kind is not parameter.KEYWORD_ONLY:
             parser.add_argument(parameter.name, help=text)
+            continue
+        names = [_label(parameter)]
+        if len(parameter.name) == 1:
+            names.insert(0, f"-{parameter.name}")
+        parser.add_argument(*names, dest=parameter.name, help=text, **_conversion(parameter.annotation))
     return parser
 
 
+def _usage(prog: str, parameters: Sequence[inspect.Parameter]) -> str:
+    """The required arguments, and those that may be repeated."""
+    words = [prog]
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            words.append(f"[{_label(parameter)} …]")
+        elif parameter.default is EMPTY:
+            words.append(_label(parameter))
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                words.append(parameter.name.upper())
+    return " ".join([*words, "[options]"])
+
+
 def _conversion(hint: Any) -> dict[str, Any]:
-    """What argparse is to know of a type: `type`, and `choices` or `action`."""
-    choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    plain = next(choice for choice in choices if choice is not type(None))
-    if plain is bool:
+    """Arguments of `add_argument` for a type: how to convert the text, and whether the option may be repeated."""
+    choices = [hint]
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        choices = [choice for choice in typing.get_args(hint) if choice is not type(None)]
+    origin = typing.get_origin(choices[0])
+    inner = typing.get_args(choices[0])
+    if hint is bool:
         return {"type": boolean, "metavar": "[true|false]"}
-    if typing.get_origin(plain) is Literal:
-        return {"choices": typing.get_args(plain)}
-    if typing.get_origin(plain) is list:
-        return {"type": _list_of(typing.get_args(plain)[0]), "action": "extend"}
-    if plain is not str and len(choices) > 1:
-        return {"type": _or_null(plain)}
-    return {"type": plain}
+    if origin is Literal:
+        return {"choices": inner}
+    if origin is list:
+        return {"type": _list_of(inner[0]), "action": "extend"}
+    # "null" is a text like any other for an option that takes text.
+    if choices[0] is not str and choices != [hint]:
+        return {"type": _or_null(choices[0])}
+    return {"type": choices[0]}
 
 
 def boolean(text: str) -> bool:
@@ -189,9 +224,9 @@ def _or_null(number: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _documentation(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """The description of a function, and the texts of its arguments, those in dataclasses included, by name."""
-    texts: dict[str, str] = {}
-    for documented in (function, *(group.annotation for group in _parameters(function))):
-        if documented is function or _is_group(documented):
-            found = docstring_parser.parse(documented.__doc__ or "")
-            texts |= {entry.arg_name: (entry.description or "").replace("%", "%%") for entry in found.params}
-    return docstring_parser.parse(function.__doc__ or "").description or "", texts
+    parsed = docstring_parser.parse(function.__doc__ or "")
+    texts = {entry.arg_name: (entry.description or "").replace("%", "%%") for entry in parsed.params}
+    for parameter in _parameters(function):
+        if _is_group(parameter.annotation):
+            texts |= _documentation(parameter.annotation)[1]
+    return parsed.description or "", texts
