@@ -188,15 +188,15 @@ class Check:
             if key in filled:
                 raise self._refusal(f"{prefix}{key}", "is filled in by the training; leave it out")
             self._check_known(key, [name for name in hints if name not in filled], f"unknown key {prefix}")
-        missing = [p.name for p, _ in _parameters(found) if p.default is p.empty and p.name not in (*given, *filled)]
+        required = [parameter.name for parameter, _ in _parameters(found) if parameter.default is parameter.empty]
+        missing = [name for name in required if name not in given and name not in filled]
         if missing:
             raise self._refusal(place, f"{found.__name__} needs {', '.join(missing)}; add {prefix}{missing[0]}")
         return {key: self._value(value, hints[key], f"{place}.{key}") for key, value in given.items()}
 
     def _resolve(self, path: Any, bases: Sequence[Any], place: str, default: str) -> tuple[str, type]:
         """The full path and the class of a class path, which may be a name of the default package."""
-        is_name = isinstance(path, str) and all(p.isidentifier() and p[0] != "_" for p in path.split("."))
-        if not is_name or len(path) > 200:
+        if not isinstance(path, str) or len(path) > 200 or not all(map(_is_public_name, path.split("."))):
             raise self._refusal(place, f"is {_abbreviated(path)}; name a class, such as {default}.NAME")
         package_name, _, name = path.rpartition(".")
         package_name = package_name or default
@@ -213,14 +213,22 @@ class Check:
         if any(self._fits(found, base) for base in bases):
             return f"{package_name}.{name}", typing.cast(type, found)
 
-        exported = {key: value for key, value in vars(package).items() if not key.startswith("_")}
-        names = [key for key, value in exported.items() if any(self._fits(value, base) for base in bases)]
-        remedy = nearest(name, names) or (f"; there are {', '.join(names)}" if names else "; name another class")
+        problem = f"{name!r} is not {_described(bases)}"
         if found is None:
-            raise self._refusal(place, f"no class {name!r} in {package_name}{remedy}")
-        if inspect.isclass(found) and any(_is_abstract(found, base) for base in bases):
-            raise self._refusal(place, f"{name!r} is abstract{remedy}")
-        raise self._refusal(place, f"{name!r} is not {_described(bases)}{remedy}")
+            problem = f"no class {name!r} in {package_name}"
+        elif inspect.isclass(found) and any(_is_abstract(found, base) for base in bases):
+            problem = f"{name!r} is abstract"
+        raise self._refusal(place, f"{problem}{self._alternatives_to(name, package, bases)}")
+
+    def _alternatives_to(self, name: str, package: Any, bases: Sequence[Any]) -> str:
+        """The nearest class of a module that fits the place, or all of them."""
+        names = []
+        for key, value in vars(package).items():
+            if _is_public_name(key) and any(self._fits(value, base) for base in bases):
+                names.append(key)
+        if not names:
+            return "; name another class"
+        return nearest(name, names) or f"; there are {', '.join(names)}"
 
     def _fits(self, found: Any, base: Any) -> bool:
         """Whether an attribute of a module is a class to instantiate where the base type is expected."""
@@ -234,8 +242,9 @@ class Check:
         if not inspect.isfunction(call):
             return False
         hints = _type_hints(call)
-        needed = [p for p in list(inspect.signature(call).parameters.values())[1:] if p.default is p.empty]
-        return [hints.get(parameter.name) for parameter in needed] == list(typing.get_args(base)[0])
+        _, *parameters = inspect.signature(call).parameters.values()
+        annotations = [hints.get(parameter.name) for parameter in parameters if parameter.default is parameter.empty]
+        return annotations == list(typing.get_args(base)[0])
 
     def _is_allowed(self, module: str) -> bool:
         return any(module == name or module.startswith(f"{name}.") for name in self.allowed)
@@ -296,6 +305,10 @@ class Check:
         return DualencError(f"{self.source}: {place}{joint}{problem}")
 
 
+def _is_public_name(word: str) -> bool:
+    return word.isidentifier() and not word.startswith("_")
+
+
 def argument_types(found: type) -> dict[str, Any]:
     """Types of the arguments that a class takes, those behind `**arguments` of its base classes included."""
     return {parameter.name: hint for parameter, hint in _parameters(found)}
@@ -304,7 +317,10 @@ def argument_types(found: type) -> dict[str, Any]:
 def _parameters(found: type) -> Iterator[tuple[inspect.Parameter, Any]]:
     """The constructor's parameters with their types; where base classes repeat a name, that of the most derived."""
     seen = set()
-    for constructor in [vars(c)["__init__"] for c in inspect.getmro(found) if "__init__" in vars(c)]:
+    for base in inspect.getmro(found):
+        if "__init__" not in vars(base):
+            continue
+        constructor = vars(base)["__init__"]
         hints = _type_hints(constructor)
         parameters = list(inspect.signature(constructor).parameters.values())[1:]
         for parameter in parameters:
@@ -403,7 +419,10 @@ def _is_abstract(found: type, base: Any) -> bool:
 
 def _described(choices: Iterable[Any]) -> str:
     """Types as Python writes them, without the modules of its standard library."""
-    words = [choice.__name__ if choice in PLAIN_TYPES else str(choice) for choice in choices if choice is not _Unknown]
+    words = []
+    for choice in choices:
+        if choice is not _Unknown:
+            words.append(choice.__name__ if choice in PLAIN_TYPES else str(choice))
     text = " or ".join(dict.fromkeys(words)).replace("NoneType", "null").replace("<class 'pathlib.Path'>", "path")
     text = re.sub(r"<class '([\w.]+)'>", r"a class derived from \1", text)
     text = re.sub(r"\b(typing|collections\.abc|os)\.", "", text)

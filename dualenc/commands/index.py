@@ -169,7 +169,7 @@ def _describe(built: Index, out: str, budget: int | None) -> None:
     print(f"recall@10 against exact search: {meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)")
     if meta["recall_at_10"] < meta.get("target_recall", 0) - RECALL_TOLERANCE:
         options = "; or ".join(remedies(meta["factory"], len(built), built.dim, budget)) or "--factory Flat"
-        print(printable(f"this misses the target of {meta['target_recall']:g}; to come nearer: {options}"))
+        print(printable(f"this misses the target of {meta['target_recall']:g}; to improve it: {options}"))
     times = ", ".join(f"{name} {value:.2f} ms" for name, value in meta["latency_ms"].items())
     print(f"a query alone: {times}; {meta['bytes_per_vector']:,} bytes per vector")
 

@@ -57,7 +57,7 @@ def objectives(
 ) -> None:
     """Measure how far the gradient of each objective is from that of the global loss, on your model and pairs.
 
-    Writes metrics.json and report.html. Pairs are embedded once and stay as they are; gradients are those with respect
+    Writes metrics.json and report.html. Pairs are embedded once and do not change; gradients are those with respect
     to the embeddings, and the pairs that are embedded are the whole corpus. Each objective makes six independent runs,
     until the standard error of its bias is below 0.02, or to the limit of epochs. Under `accelerate launch` the
     processes share the objectives. Interrupted, or with further objectives, it measures only those that it has not
@@ -71,7 +71,7 @@ def objectives(
         left_column: of a table of pairs.
         right_column: of a table of pairs.
         batch_size: B, pairs in a batch.
-        temperature: τ; by default what the model was trained with, if it or its run's checkpoints tell, or 0.07.
+        temperature: τ; by default what the model was trained with, if it or its run's checkpoints record it, or 0.07.
         objectives: some of InfoNCE, DCL, SogCLR, SogCLR-0.1 (γ = 0.1), ISogCLR, GlobalCache, NegativeCache, EMC2, ISIR,
             HCL, SACLR, SigLIP; by default all.
         pairs: the most pairs that are embedded, chosen at random and always the same; a multiple of the batch size.

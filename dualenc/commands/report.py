@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 CAPTIONS = {
     "loss": "the objective's estimate of the loss",
-    "batch_estimate": "the loss as the batch alone tells it, comparable between objectives",
+    "batch_estimate": "the loss over the batch alone, comparable between objectives",
     "accuracy": "share of anchors whose positive is the nearest in the batch",
     "positive_similarity": "mean cosine of pairs",
     "temperature": "τ",

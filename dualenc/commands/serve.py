@@ -128,7 +128,7 @@ def serve(
 
 
 def _run(app: Any, listening: socket.socket, timeout: float, title: str) -> None:
-    """Serve the app until the process is told to end; print its address once it answers."""
+    """Serve the app until the process is ended; print its address once it answers."""
     import uvicorn
 
     from dualenc.serve.gate import SECURITY_HEADERS, TimedProtocol
@@ -179,7 +179,7 @@ def _read_token(path: str | None) -> str | None:
     if not MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH or not re.fullmatch(r"[!-~]+", token):
         raise DualencError(
             f"{where}: a token has {MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH:,} printable ASCII characters and no "
-            "spaces; write such a one"
+            "spaces; write one"
         )
     return token
 

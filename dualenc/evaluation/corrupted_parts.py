@@ -128,7 +128,7 @@ def measure(
         conditions: which versions of them.
         value_of: row numbers (n) and features (n, V, C, D) of images to one value for each.
         what: name of the progress bar.
-        views: number of augmented views to embed; 0 for the features of images as they are.
+        views: number of augmented views to embed; 0 for the features of unchanged images.
         depends_on: what the values depend on besides the setup and the conditions.
     """
     prepare = setup.prepare_views if views else setup.tower.prepare
@@ -262,7 +262,7 @@ def tested_labels(source: CorruptedImages, class_names: Sequence[str] | None) ->
 
 
 def _galleries(source: CorruptedImages, rows: list[int], found: np.ndarray, severity: int) -> list[Gallery]:
-    """The images whose versions are told apart best and worst, and what each first view found."""
+    """The images whose versions are distinguished best and worst, and what each first view found."""
     share = is_right(found).mean(axis=(1, 2))
     order = np.argsort(-share, kind="stable")
     count = min(GALLERY_IMAGES, len(order) // 2 or 1)
@@ -282,6 +282,6 @@ def _galleries(source: CorruptedImages, rows: list[int], found: np.ndarray, seve
         return Entry(query, items)
 
     return [
-        Gallery("Images whose versions are told apart best", [entry(int(place)) for place in order[:count]]),
-        Gallery("Images whose versions are told apart worst", [entry(int(place)) for place in order[::-1][:count]]),
+        Gallery("Images whose versions are distinguished best", [entry(int(place)) for place in order[:count]]),
+        Gallery("Images whose versions are distinguished worst", [entry(int(place)) for place in order[::-1][:count]]),
     ]

@@ -17,11 +17,17 @@ from dualenc.training.checkpoint import Checkpoints
 
 
 class RunModel(NamedTuple):
-    """One model of a run, not yet loaded."""
+    """One model of a run, not yet loaded.
 
-    step: int  # optimizer steps done, or the model's number among the folders
-    path: Path  # a model folder, or a checkpoint of the trainer
-    base: Path | None = None  # with a checkpoint: the model folder of the same run, which tells the architecture
+    Attributes:
+        step: optimizer steps done, or the model's number among the folders.
+        path: a model folder, or a checkpoint of the trainer.
+        base: with a checkpoint, the model folder of the same run, for the architecture.
+    """
+
+    step: int
+    path: Path
+    base: Path | None = None
 
     def contents(self) -> str:
         """Checksum of the weights' files and of the architecture; "" for a hub name."""

@@ -67,6 +67,7 @@ def plain_loss_and_norm(model: ImageEncoder, data: Path, count: int, tau: float)
     return loss.item(), sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.slow
 def test_every_checkpoint_is_measured_exactly(run: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(run, data, "--out", tmp_path, "--temperature", "0.2", "--pairs", "12") == 0
     points = points_of(tmp_path)["short"]
