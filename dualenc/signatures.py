@@ -1,4 +1,4 @@
-"""Argument names of the package's own classes, read from their sources: importing those takes seconds (torch)."""
+"""Argument names of the package's own classes, read from their sources: importing them takes seconds (torch)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def argument_names(path: str) -> list[str] | None:
         path: of the class, such as "dualenc.objectives.SogCLR".
 
     Returns:
-        The names; None where the sources of the package do not tell.
+        The names; None for a class that is not in the package's sources.
     """
     module, _, name = path.rpartition(".")
     found = _find(module, name)

@@ -1,4 +1,4 @@
-"""What a terminal may be shown: text from data, file names and errors, without characters that command the terminal."""
+"""Output for a terminal: text from data, file names and errors, without control characters and credentials."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-_COMMANDING = re.compile(
+_CONTROL = re.compile(
     "["
     "\x00-\x1f\x7f-\x9f"  # C0, delete and C1: colours, cursor, window title, clipboard, answers typed back
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional controls: text that reads as other text
@@ -21,16 +21,16 @@ _QUERY = re.compile(r"(\b[A-Za-z][\w+.-]+:/[^\s?#]*)[?#]\S*?(?=[:;,.)\]'\"]*(?:\
 
 
 def without_credentials(text: str) -> str:
-    """A text with the user names, passwords, queries and fragments of all URLs in it left out: they may hold keys."""
+    """A text without user names, passwords, queries and fragments in its URLs: they may hold keys."""
     return _QUERY.sub(r"\1", _USER.sub(r"\1", text))
 
 
 def printable(text: object) -> str:
     """A text in one line with every control character escaped as Python writes it, `\\x1b` or `\\u202e`.
 
-    Whatever comes from data, a file name or an error passes through here on its way to the terminal (CWE-150).
+    For all text from data, file names and errors that is printed to the terminal (CWE-150).
     """
-    return _COMMANDING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
 def printable_json(value: Any) -> str:

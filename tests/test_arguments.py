@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
 
-from dualenc.cli import nearest, run_function
-from dualenc.errors import DualencError
+from dualenc.arguments import run_function
+from dualenc.errors import DualencError, nearest
 
+
+@dataclass(frozen=True)
+class Shown:
+    """Options that several commands share.
+
+    Args:
+        columns: what is shown, all of it
+            in 100 % of its glory.
+        k: how many.
+    """
+
+    columns: list[str] | None = None
+    k: int = 10
+
+
+DEFAULT_SHOWN = Shown()
 CALLS: list[dict[str, Any]] = []
 
 
@@ -22,6 +39,8 @@ def build(
     json: bool = False,
     side: Literal["left", "right"] = "left",
     cutoffs: list[int] | None = None,
+    limit: float | None = 0.9,
+    shown: Shown = DEFAULT_SHOWN,
 ) -> None:
     """Build a thing.
 
@@ -64,6 +83,8 @@ DEFAULTS = {
     "json": False,
     "side": "left",
     "cutoffs": None,
+    "limit": 0.9,
+    "shown": Shown(),
 }
 
 
@@ -74,7 +95,7 @@ DEFAULTS = {
         ("--out o m", {}),
         ("m d --out o", {"data": "d"}),
         ("m --out o d", {"data": "d"}),
-        ("m --data d --out=o", {"data": "d"}),
+        ("m d --out=o", {"data": "d"}),
         ("m --out o --batch-size 8", {"batch_size": 8}),
         ("m --out o --batch_size=8", {"batch_size": 8}),
         ("m --out o --rate 1e-3", {"rate": 1e-3}),
@@ -86,6 +107,10 @@ DEFAULTS = {
         ("m --out o --cutoffs 1,5,10", {"cutoffs": [1, 5, 10]}),
         ("m --out o --cutoffs 5", {"cutoffs": [5]}),
         ("m --out o --cutoffs [5,6]", {"cutoffs": [5, 6]}),
+        ("m --out o --limit null", {"limit": None}),
+        ("m --out o --limit 0.5", {"limit": 0.5}),
+        ("m --out o -k 3", {"shown": Shown(k=3)}),
+        ("m --out o --columns a,2020 --columns=no --k 4", {"shown": Shown(["a", "2020", "no"], 4)}),
     ],
 )
 def test_options_stand_anywhere(words: str, changed: dict[str, Any]) -> None:
@@ -111,19 +136,20 @@ def test_the_rest_is_passed_on() -> None:
     ("words", "message"),
     [
         ("m --out o --batch-sise 8", "no option '--batch-sise' (did you mean --batch-size?)"),
-        ("m --out o --bach_size=8", "no option '--bach_size' (did you mean --batch-size?)"),
-        ("m --out o --zzz 8", "no option '--zzz'; see"),
-        ("m", "needs --out;"),
-        ("--out o", "needs SOURCE;"),
-        ("", "needs SOURCE, --out;"),
-        ("m d e --out o", "does not take the extra argument 'e'"),
-        ("m d --data e --out o", "'data' is given twice"),
-        ("m --out", "the option --out needs a value"),
-        ("m --out --json", "the option --out needs a value"),
-        ("m --out o --batch-size many", "--batch-size must be int, not 'many'"),
-        ("m --out o --side top", "--side must be Literal['left', 'right'], not 'top'"),
-        ("m --out o --json=perhaps", "--json must be bool, not 'perhaps'"),
-        ("m --out o --cutoffs 1,x", "--cutoffs must be list[int] | None, not '[1,x]'"),
+        ("m --out o --bach_size=8", "no option '--bach-size' (did you mean --batch-size?)"),
+        ("m --out o --xyzzy 8", "no option '--xyzzy'; see"),
+        ("m", "missing a required argument: 'out'"),
+        ("--out o", "missing a required argument: 'source'"),
+        ("m d e --out o", "too many positional arguments"),
+        ("m --data d --out o", "no option '--data'"),
+        ("m --out", "argument --out: expected one argument"),
+        ("m --out --json", "argument --out: expected one argument"),
+        ("m --out o --batch-size many", "argument --batch-size: invalid int value: 'many'"),
+        ("m --out o --side top", "argument --side: invalid choice: 'top' (choose from "),
+        ("m --out o --json=perhaps", "argument --json: invalid boolean value: 'perhaps'"),
+        ("m --out o --cutoffs 1,x", "argument --cutoffs: invalid list of int value: '1,x'"),
+        ("m --out o --limit x", "argument --limit: invalid float or null value: 'x'"),
+        ("m\0 --out o", "NUL character"),
     ],
 )
 def test_mistakes_are_named_in_one_line(words: str, message: str) -> None:
@@ -143,9 +169,11 @@ def test_help_comes_from_signature_and_docstring(capsys: pytest.CaptureFixture[s
 
 
 def test_help_explains_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("docstring_parser", reason="comes with jsonargparse[signatures]")
     run_function(build, "prog build", ["-h"])
-    assert "how many at once" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "how many at once" in shown
+    assert "where it comes from" in shown
+    assert " ".join(shown.split()).count("what is shown, all of it in 100 % of its glory.") == 1
 
 
 def test_help_names_the_rest(capsys: pytest.CaptureFixture[str]) -> None:

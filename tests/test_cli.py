@@ -64,7 +64,7 @@ def commands(table: cli.Commands) -> Iterator[cli.Command]:
 
 @pytest.mark.parametrize("command", list(commands(cli.COMMANDS)), ids=lambda command: command.function)
 def test_every_command_is_there_and_has_help(command: cli.Command, capsys: pytest.CaptureFixture[str]) -> None:
-    from dualenc.cli import run_function
+    from dualenc.arguments import run_function
 
     run_function(cli._load(command), f"dualenc {command.function}", ["--help"])
     assert f"usage: dualenc {command.function}" in capsys.readouterr().out
@@ -76,7 +76,7 @@ def test_every_command_is_there_and_has_help(command: cli.Command, capsys: pytes
         ("indx a b", "dualenc has no command 'indx' (did you mean index?); see dualenc --help"),
         ("evaluate retreival a", "dualenc evaluate has no command 'retreival' (did you mean retrieval?)"),
         ("embed a b --ouut c", "dualenc embed has no option '--ouut' (did you mean --out?)"),
-        ("search", "dualenc search needs INDEX, QUERY"),
+        ("search", "dualenc search: missing a required argument: 'index'; see dualenc search --help"),
         ("search nowhere x", "nowhere: no such folder; make an index with `dualenc index"),
     ],
 )

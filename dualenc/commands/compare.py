@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from dualenc.commands.evaluation import HIGHEST_SEED, check_range, check_writable
+from dualenc.commands.checks import MAX_SEED, check_range, check_writable
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
-from dualenc.evaluation.metrics import CUTOFFS, Scores, compare_runs, score_queries
+from dualenc.evaluation.metrics import CUTOFFS, Comparison, Scores, compare_runs, score_queries
 from dualenc.evaluation.report import Figure, Table, print_table, write_report
 from dualenc.evaluation.retrieval import HEADLINES
 from dualenc.evaluation.runs import read_per_query, read_trec
@@ -17,7 +17,7 @@ from dualenc.terminal import printable
 
 LOG = "per_query.ndjson"
 RESULT = "comparison.json"
-MOST_SAMPLES = 10_000_000
+MAX_SAMPLES = 10_000_000
 
 Logs = dict[str, dict[str, Scores]]
 """Per-query scores by collection ("" if there is one) and query id."""
@@ -46,8 +46,8 @@ def compare(
         seed: of the resampling.
         out: folder for comparison.json and report.html; by default the table is only printed.
     """
-    check_range(1, MOST_SAMPLES, samples=samples)
-    check_range(0, HIGHEST_SEED, seed=seed)
+    check_range(1, MAX_SAMPLES, samples=samples)
+    check_range(0, MAX_SEED, seed=seed)
     if not 0 < confidence < 1:
         raise DualencError(f"--confidence is {confidence}; it must lie between 0 and 1")
     if out is not None:
@@ -58,7 +58,8 @@ def compare(
         from dualenc.data.beir import read_qrels
 
         judgements = read_qrels(qrels)
-    a, b = (_read_run(Path(path), judgements) for path in (run_a, run_b))
+    a = _read_run(Path(run_a), judgements)
+    b = _read_run(Path(run_b), judgements)
     if a.keys() != b.keys():
         raise DualencError(f"{run_a} has the collections {sorted(a)}, {run_b} has {sorted(b)}; compare the same ones")
     chosen_metrics = {name: _metrics(a[name], b[name], metrics) for name in a}
@@ -66,10 +67,9 @@ def compare(
     differences = {}
     for name, chosen in chosen_metrics.items():
         found = compare_runs(a[name], b[name], chosen, samples=samples, confidence=confidence, seed=seed)
-        for metric, c in found.items():
-            row = {"metric": metric, "queries": c.queries, "A": c.mean_a, "B": c.mean_b, "B − A": c.difference}
-            row |= {"low": c.low, "high": c.high, "p": c.p_value, "better": c.better, "worse": c.worse}
-            rows.append({"data": name, **row} if name else row)
+        for metric, comparison in found.items():
+            data = {"data": name} if name else {}
+            rows.append({**data, "metric": metric, **_row(comparison)})
         differences[name or chosen[0]] = [b[name][query][chosen[0]] - a[name][query][chosen[0]] for query in a[name]]
     facts = {"A": run_a, "B": run_b, "samples": samples, "confidence": confidence, "seed": seed}
     table = Table(f"B against A, {confidence:.0%} intervals of the paired bootstrap", rows)
@@ -80,6 +80,20 @@ def compare(
         write_report(Path(out) / "report.html", "Comparison of two runs", facts=facts, tables=[table], figures=figures)
         print(printable(f"{RESULT} and report.html are in {out}"))
     print_table(table)
+
+
+def _row(comparison: Comparison) -> dict[str, object]:
+    return {
+        "queries": comparison.queries,
+        "A": comparison.mean_a,
+        "B": comparison.mean_b,
+        "B − A": comparison.difference,
+        "low": comparison.low,
+        "high": comparison.high,
+        "p": comparison.p_value,
+        "better": comparison.better,
+        "worse": comparison.worse,
+    }
 
 
 def _read_run(path: Path, qrels: Mapping[str, Mapping[str, int]] | None) -> Logs:

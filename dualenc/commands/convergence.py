@@ -3,182 +3,21 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-import numpy as np
-import torch
+from typing import NamedTuple
 
 from dualenc import distributed
-from dualenc.commands.evaluation import (
-    HIGHEST_SEED,
-    RESULT,
-    begin,
-    check_range,
-    conclude,
-    display_name,
-    random_rows,
-    simclr_prepare,
-)
+from dualenc.commands.checks import MAX_SEED, check_range
+from dualenc.commands.evaluation import RESULT, Evaluation, display_name
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
-from dualenc.evaluation.convergence import (
-    FiniteSet,
-    SimilarityHistogram,
-    alignment,
-    effective_rank,
-    exact_gradient,
-    pair_similarities,
-    uniformity,
-)
-from dualenc.evaluation.corrupted import PrepareImages
+from dualenc.evaluation.convergence import SimilarityHistogram
 from dualenc.evaluation.ledger import Ledger
+from dualenc.evaluation.pair_sets import Augmentation, measure_model, open_set, prepare_set
 from dualenc.evaluation.report import Figure, Table
+from dualenc.evaluation.run_models import find_models, load_models
 from dualenc.files import read_json_object
-from dualenc.types import Inputs
-
-if TYPE_CHECKING:
-    from dualenc.data import Corpus, PairDataset
-    from dualenc.encoders import DualEncoder
-
-
-class Place(NamedTuple):
-    """Where one model of a run is."""
-
-    step: int  # optimizer steps done, or the model's number among the folders
-    path: Path  # a model folder, or a checkpoint of the trainer
-    base: Path | None = None  # with a checkpoint: the model folder of the same run, which tells the architecture
-
-    def contents(self) -> str:
-        """Checksum of its files, and of the model folder it needs: another one for other weights. "" for a hub name."""
-        from dualenc.data.identity import digest_of, file_identity
-
-        folders = [folder for folder in (self.path, self.base) if folder is not None and folder.is_dir()]
-        files = [(folder, file) for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
-        names = [file.relative_to(folder).as_posix() for folder, file in files]
-        # With a checkpoint the weights of the model folder do not count: they change when the training resumes.
-        counted = [(name, file) for name, (folder, file) in zip(names, files) if folder == self.path or ".json" in name]
-        return digest_of(*(part for name, file in counted for part in (name, file_identity(file)))) if files else ""
-
-
-def find_models(run: str) -> list[Place]:
-    """The models of a run in order: a training's checkpoints, a folder's models, or the one model (or hub name).
-
-    Folders are ordered by the number in their names, then by name.
-    """
-    from dualenc.training.checkpoint import Checkpoints
-
-    folder = Path(run)
-    if folder.exists() and not folder.is_dir():
-        raise DualencError(f"{folder}: is no folder; give a run, a folder of models, or a model")
-    if not folder.is_dir() or _is_model(folder):
-        return [Place(0, folder)]
-    checkpoints = Checkpoints(folder / "checkpoints").complete()
-    if checkpoints:
-        if not _is_model(folder / "model"):
-            raise DualencError(f"{folder}: has checkpoints but no model folder yet; wait until one is written")
-        return [Place(step, path, folder / "model") for step, path in checkpoints]
-    models = sorted((path for path in folder.iterdir() if _is_model(path)), key=_number_and_name)
-    if not models:
-        raise DualencError(f"{folder}: no checkpoints and no model folders in it; give a run or a folder of models")
-    numbers = [_number_and_name(path)[0] for path in models]
-    distinct = len(set(numbers)) == len(numbers)
-    return [Place(numbers[place] if distinct else place, path) for place, path in enumerate(models)]
-
-
-def load_models(places: list[Place], device: torch.device) -> Iterator[tuple[Place, DualEncoder]]:
-    """Load one model after another, in evaluation mode; those of one run may be the same object with other weights."""
-    from dualenc.encoders import load_model
-
-    base: DualEncoder | None = None
-    for place in places:
-        if place.base is None:
-            yield place, load_model(str(place.path), device=str(device)).eval()
-            continue
-        base = load_model(str(place.base), device=str(device)) if base is None else base
-        try:
-            state = torch.load(place.path / "state.pt", map_location="cpu", weights_only=True)
-            base.load_state_dict(state["model"])
-        except Exception as error:
-            reason = " ".join(str(error).split())[:120]
-            raise DualencError(f"{place.path}: does not fit the model folder of its run ({reason})") from None
-        yield place, base.eval()
-
-
-def _is_model(folder: Path) -> bool:
-    from dualenc.encoders.dual import MODEL_FILES
-
-    return any((folder / name).is_file() for name in MODEL_FILES)
-
-
-def _number_and_name(folder: Path) -> tuple[int, str]:
-    found = re.findall(r"\d+", folder.name)
-    return (int(found[-1]) if found else -1), folder.name
-
-
-Augmentation = Literal["simclr", "model"]
-CHUNK = 64
-
-
-def open_set(
-    model: DualEncoder, data: str, split: str, left_column: str | None, right_column: str | None
-) -> Corpus | PairDataset:
-    """Open what a run is measured on: images for models of kind image, pairs for all others."""
-    from dualenc.data import open_corpus, open_pairs
-
-    found: Corpus | PairDataset
-    if model.kind == "image":
-        found = open_corpus(data, modality="image", split=split)
-        modalities: tuple[str, ...] = (found.modality,)
-    else:
-        found = open_pairs(data, left_column, right_column, split=split)
-        modalities = (found.left_modality, found.right_modality)
-    for side, tower, modality in zip(("left", "right"), (model.left, model.right), modalities):
-        if modality != tower.modality:
-            raise DualencError(
-                f"{data}: its {side} items are {modality}, but the model's {side} tower takes {tower.modality}"
-            )
-    if len(found) < 2:
-        raise DualencError(f"{data}: holds one item; a set of two or more is needed")
-    return found
-
-
-def prepare_set(
-    model: DualEncoder, found: Corpus | PairDataset, pairs: int, augmentation: Augmentation, seed: int
-) -> tuple[list[Inputs], list[Inputs], FiniteSet]:
-    """The finite set: prepared inputs of the left and of the right items, in chunks, and who belongs to whom."""
-    from dualenc.data import Corpus
-    from dualenc.training.loader import augmentation_seeds
-
-    def chunks(prepare: PrepareImages, items: Sequence[Any], *seeds: Sequence[int]) -> list[Inputs]:
-        """Prepared with seeds (augmented), or without."""
-        parts = [slice(start, start + CHUNK) for start in range(0, len(items), CHUNK)]
-        return [prepare(items[part], *(numbers[part] for numbers in seeds)) for part in parts]
-
-    numbers = random_rows(len(found), pairs)
-    if isinstance(found, Corpus):  # each image in two augmentations that are the same for every model
-        images = [found[number] for number in numbers.tolist()]
-        prepare: PrepareImages = model.left.prepare
-        if augmentation == "simclr":
-            prepare = simclr_prepare(prepare)
-        left, right = (
-            chunks(prepare, images, augmentation_seeds(seed, 0, numbers.tolist(), side)) for side in ("left", "right")
-        )
-        ids = torch.arange(len(images))
-        return left, right, FiniteSet(ids, ids, views=True)
-    rows = [found[number] for number in numbers.tolist()]
-    left_id, right_id = found.left_id[numbers], found.right_id[numbers]
-    belonging = FiniteSet(
-        torch.from_numpy(left_id),
-        torch.from_numpy(right_id),
-        left_positives=torch.from_numpy(found.positives("left", left_id)),
-        right_positives=torch.from_numpy(found.positives("right", right_id)),
-    )
-    left = chunks(model.left.prepare, [row.left for row in rows])
-    return left, chunks(model.right.prepare, [row.right for row in rows]), belonging
-
 
 CURVES = {
     "loss": "Exact global loss",
@@ -220,7 +59,7 @@ def convergence(
         run: output folder of a training (its checkpoints are measured), folder of model folders, or one model.
         data: images, of which two stored augmentations are a pair; or for other models pairs, as `train` reads them.
         more: further runs, to lay their curves over one another.
-        out: folder to write; by default evaluations/convergence/RUN-DATA.
+        out: folder to write; by default evaluations/convergence/RUN-DATA-HASH.
         split: of the data.
         left_column: of a table of pairs.
         right_column: of a table of pairs.
@@ -232,99 +71,104 @@ def convergence(
     """
     check_range(2, math.inf, pairs=pairs)
     check_range(1e-4, 1e4, temperature=temperature)
-    check_range(0, HIGHEST_SEED, seed=seed)
-    target, device_to_use = begin("convergence", run, data, out, device)
-    # The last part of each run's path, or the whole where that is not distinct.
-    short = [display_name(name) for name in (run, *more)]
-    names = {name: last if short.count(last) == 1 else name for name, last in zip((run, *more), short)}
-    found = {name: find_models(name) for name in (run, *more)}
-    folders = {names[name]: str(Path(name).resolve()) for name in found}
-    if (target / RESULT).is_file():
-        recorded = read_json_object(target / RESULT).get("folders")  # earlier versions did not write them down
-        for name, folder in recorded.items() if isinstance(recorded, dict) else ():
-            if folders.get(name, folder) != folder:
-                raise DualencError(f"{target}: its run {name} is {folder}; choose another --out, or remove the folder")
-    # The first model of each run tells what to read; whether it fits is known before anything is measured.
+    check_range(0, MAX_SEED, seed=seed)
+    evaluation = Evaluation("convergence", run, data, out, device)
+    names = _distinct_names([run, *more])
+    folders = {names[folder]: str(Path(folder).resolve()) for folder in names}
+    _check_folders(evaluation.folder, folders)
+    models = {folder: find_models(folder) for folder in names}
+    # The first model of each run decides what is read; whether it fits is known before anything is measured.
     sets = {}
-    for name, models in found.items():
-        _, first = next(load_models(models[:1], device_to_use))
-        sets[name] = open_set(first, data, split, left_column, right_column)
-    contents = {name: set_of_run.identity() for name, set_of_run in sets.items()} if distributed.is_main() else {}
-    contents = distributed.broadcast_object(contents)
+    for folder, run_models in models.items():
+        _, first = next(load_models(run_models[:1], evaluation.device))
+        sets[folder] = open_set(first, data, split, left_column, right_column)
+    identities = {folder: items.identity() for folder, items in sets.items()} if distributed.is_main() else {}
+    identities = distributed.broadcast_object(identities)
     places = {
-        f"{names[name]}, step {place.step}, model {place.contents()}, data {contents[name]}": (name, place)
-        for name, models in found.items()
-        for place in models
+        f"{names[folder]}, step {model.step}, model {model.contents()}, data {identities[folder]}": (folder, model)
+        for folder, run_models in models.items()
+        for model in run_models
     }
+
+    columns = {"left_column": left_column, "right_column": right_column}
     facts: dict[str, object] = {"data": data, "split": split}
-    facts |= {"left_column": left_column, "right_column": right_column}
+    facts |= {name: column for name, column in columns.items() if column is not None}
     facts |= {"pairs": pairs, "augmentation": augmentation, "seed": seed, "temperature": temperature}
-    facts = {name: value for name, value in facts.items() if value is not None}
-    ledger: Ledger[str] = Ledger(target / "finished", facts)
+    ledger: Ledger[str] = Ledger(evaluation.folder / "finished", facts)
     own = {key: places[key] for key in ledger.missing(places)}
-    for name in dict.fromkeys(name for name, _ in own.values()):
-        keys = {place: key for key, (owner, place) in own.items() if owner == name}
+    for folder in dict.fromkeys(folder for folder, _ in own.values()):
+        keys = {model: key for key, (owner, model) in own.items() if owner == folder}
         finite = None
-        for place, model in load_models(list(keys), device_to_use):
-            finite = finite or prepare_set(model, sets[name], pairs, augmentation, seed)
-            ledger.add({keys[place]: _measure(model, *finite, temperature)})
-    done = ledger.all_values()
+        for place, model in load_models(list(keys), evaluation.device):
+            finite = finite or prepare_set(model, sets[folder], pairs, augmentation, seed)
+            ledger.add({keys[place]: measure_model(model, *finite, temperature)})
+    measured = ledger.all_values()
     if distributed.is_main():
-        runs: dict[str, list[dict[str, Any]]] = {names[name]: [] for name in found}
-        histograms: dict[str, list[SimilarityHistogram]] = {names[name]: [] for name in found}
-        rows = []
-        for key, (name, place) in places.items():
-            metrics = done[key]["metrics"]
-            runs[names[name]].append({"step": place.step, **metrics})
-            histograms[names[name]].append(SimilarityHistogram.from_plain(done[key]["histogram"]))
-            shown = {SHORT.get(metric, metric): value for metric, value in metrics.items()}
-            # Gradient norms fall by orders of magnitude, and four decimals would show zeros.
-            shown["‖∇‖²"] = f"{metrics['squared_gradient_norm']:.3e}"
-            rows.append({"run": names[name], "step": place.step, **shown})
-        figures = []
-        for metric, caption in CURVES.items():
-            curves = {name: ([p["step"] for p in own], [p[metric] for p in own]) for name, own in runs.items()}
-            log_y = metric == "squared_gradient_norm"
-            figures.append(Figure(caption, plots.lines(curves, xlabel="step", ylabel=metric, log_y=log_y)))
-        for name, points in runs.items():
-            for number in (0, -1)[: len(points)]:  # the first and the last model
-                histogram = histograms[name][number]
-                caption = f"{name}, step {points[number]['step']}: cosine of positive and negative pairs"
-                plot = plots.similarities(histogram, "positive pairs", "negative pairs")
-                figures.append(Figure(f"{caption}; overlap {histogram.overlap:.3f}", plot))
-        conclude(
-            target,
-            "convergence",
-            f"Convergence: {', '.join(runs)} on {data}",
-            facts,
-            {"folders": folders, "runs": runs},
-            [Table("On the finite set", rows)],
-            figures=figures,
-        )
+        curves: dict[str, list[Measurement]] = {name: [] for name in folders}
+        for key, (folder, place) in places.items():
+            histogram = SimilarityHistogram.from_plain(measured[key]["histogram"])
+            curves[names[folder]].append(Measurement(place.step, measured[key]["metrics"], histogram))
+        _report(evaluation, facts, folders, curves)
     distributed.barrier()
 
 
-def _measure(
-    model: DualEncoder, left: list[Inputs], right: list[Inputs], pairs: FiniteSet, temperature: float
-) -> dict[str, Any]:
-    """Metrics and the histogram of similarities of one model, as plain values."""
-    device = next(model.parameters()).device
+class Measurement(NamedTuple):
+    """The measurements of one model of a run."""
 
-    def encode(side: str, inputs: Inputs) -> torch.Tensor:
-        return model.encode(side, {name: tensor.to(device) for name, tensor in inputs.items()})  # type: ignore[arg-type]
+    step: int
+    metrics: dict[str, float]
+    histogram: SimilarityHistogram
 
-    found = exact_gradient(model, encode, left, right, pairs, temperature)
-    positives = None if pairs.left_positives is None else pairs.left_positives.numpy()
-    histogram = pair_similarities(found.left, found.right, pairs.left_id.numpy(), pairs.right_id.numpy(), positives)
-    sides = (found.left, found.right)
-    metrics = {
-        "loss": found.loss,
-        "squared_gradient_norm": found.squared_gradient_norm,
-        "alignment": alignment(found.left, found.right),
-        "uniformity": float(np.mean([uniformity(side) for side in sides])),
-        "effective_rank": float(np.mean([effective_rank(side) for side in sides])),
-        "positive_cosine": histogram.positive_mean,
-        "negative_cosine": histogram.negative_mean,
-        "overlap": histogram.overlap,
-    }
-    return {"metrics": metrics, "histogram": histogram.to_plain()}
+
+def _distinct_names(runs: Sequence[str]) -> dict[str, str]:
+    """A name for each run: the last part of its path, or the whole where that is not distinct."""
+    last_parts = [display_name(run) for run in runs]
+    return {run: last if last_parts.count(last) == 1 else run for run, last in zip(runs, last_parts)}
+
+
+def _check_folders(out: Path, folders: Mapping[str, str]) -> None:
+    """Refuse an output folder that holds results of other runs of the same names."""
+    if not (out / RESULT).is_file():
+        return
+    recorded = read_json_object(out / RESULT).get("folders")
+    # Earlier versions did not record the folders.
+    for name, folder in recorded.items() if isinstance(recorded, dict) else ():
+        if folders.get(name, folder) != folder:
+            raise DualencError(f"{out}: its run {name} is {folder}; choose another --out, or remove the folder")
+
+
+def _report(
+    evaluation: Evaluation,
+    facts: Mapping[str, object],
+    folders: Mapping[str, str],
+    curves: Mapping[str, Sequence[Measurement]],
+) -> None:
+    """A table of all models, a curve per metric, and the similarities of each run's first and last model."""
+    rows = []
+    figures = []
+    for name, points in curves.items():
+        for point in points:
+            shown: dict[str, object] = {SHORT.get(metric, metric): value for metric, value in point.metrics.items()}
+            # Gradient norms fall by orders of magnitude, and four decimals would show zeros.
+            shown[SHORT["squared_gradient_norm"]] = f"{point.metrics['squared_gradient_norm']:.3e}"
+            rows.append({"run": name, "step": point.step, **shown})
+    for metric, caption in CURVES.items():
+        lines = {
+            name: ([point.step for point in points], [point.metrics[metric] for point in points])
+            for name, points in curves.items()
+        }
+        log_y = metric == "squared_gradient_norm"
+        figures.append(Figure(caption, plots.lines(lines, xlabel="step", ylabel=metric, log_y=log_y)))
+    for name, points in curves.items():
+        for point in (points[0], points[-1])[: len(points)]:
+            caption = f"{name}, step {point.step}: cosine of positive and negative pairs"
+            plot = plots.similarities(point.histogram, "positive pairs", "negative pairs")
+            figures.append(Figure(f"{caption}; overlap {point.histogram.overlap:.3f}", plot))
+    runs = {name: [{"step": point.step, **point.metrics} for point in points] for name, points in curves.items()}
+    evaluation.conclude(
+        f"Convergence: {', '.join(runs)} on {facts['data']}",
+        facts,
+        {"folders": folders, "runs": runs},
+        [Table("On the finite set", rows)],
+        figures=figures,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dualenc.commands.checks import check_writable
 from dualenc.files import check_folder_target
 from dualenc.terminal import printable
 
@@ -18,7 +19,6 @@ def export(model: str, *, out: str) -> None:
         model: model folder or name.
         out: folder to write.
     """
-    from dualenc.commands.evaluation import check_writable
     from dualenc.encoders.load import load_model
     from dualenc.encoders.onnx import export_onnx, is_export
 

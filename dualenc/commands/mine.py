@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_range, check_writable
+from dualenc.commands.options import RULE, RuleOptions
 from dualenc.errors import DualencError
 from dualenc.files import check_file_target, check_folder_target
 from dualenc.terminal import printable
+
+if TYPE_CHECKING:
+    from dualenc.search.mining import Report
 
 
 def mine(
@@ -16,16 +21,7 @@ def mine(
     data: str,
     *,
     out: str,
-    num_negatives: int = 8,
-    first_rank: int = 1,
-    last_rank: int = 100,
-    relative: float | None = 0.95,
-    margin: float | None = None,
-    max_score: float | None = None,
-    percentile: float | None = None,
-    against: Literal["lowest", "mean", "highest"] = "mean",
-    pick: Literal["top", "random"] = "top",
-    seed: int = 0,
+    rule: RuleOptions = RULE,
     cross_encoder: str | None = None,
     form: Literal["flagembedding", "tevatron"] = "flagembedding",
     factory: str = "exact",
@@ -38,29 +34,18 @@ def mine(
     dtype: Literal["float16", "float32"] = "float32",
     device: str | None = None,
 ) -> None:
-    """Mine hard negatives: documents that a model ranks high for a query and that nobody calls relevant.
+    """Mine hard negatives: documents that a model ranks high for a query and that are not judged relevant.
 
     Known positives are left out by their ids, and with them documents of the same text; queries of the same text share
-    their positives. What scores too close to its
-    positive is left out as likely relevant: by default above 95 % of the positive's score (Moreira et al. 2024); of
-    several limits the lowest counts. Each row keeps the scores of its positives and negatives, as a teacher's. The same
-    command again resumes an interrupted run; with other limits it embeds nothing anew. The processes of `accelerate
-    launch` share the work, and write what one writes.
+    their positives. What scores too close to its positive is left out as likely relevant: by default above 95 % of the
+    positive's score (Moreira et al. 2024); of several limits the lowest counts. Each row keeps the scores of its
+    positives and negatives, as a teacher's. The same command again resumes an interrupted run; with other limits it
+    embeds nothing anew. The processes of `accelerate launch` share the work, and write what one writes.
 
     Args:
         model: model folder or name, of kind query-document or vector.
         data: training pairs: BEIR folder, csv / tsv / jsonl / parquet file, mined negatives, or data set by hub name.
         out: file to write: {"query", "pos", "neg", "pos_scores", "neg_scores", …}, one query a line.
-        num_negatives: for each query at most.
-        first_rank: first rank to take, counted from 1 without known positives; 11 skips the first ten.
-        last_rank: last rank to take.
-        relative: a negative scores at most this share of its positive's score; null for no such limit.
-        margin: a negative scores at least so much less than its positive.
-        max_score: no negative scores more.
-        percentile: no negative scores more than this percentile (0 to 100) of the scores of all known pairs.
-        against: which score counts where a query has several positives.
-        pick: the best of what is left, or a random sample of it.
-        seed: of the random samples.
         cross_encoder: folder or name of a sentence-transformers CrossEncoder that scores pairs and candidates again;
             its scores then count for order and limits, and are kept.
         form: rows as FlagEmbedding or as Tevatron reads them; dualenc reads both.
@@ -75,97 +60,89 @@ def mine(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
-    from dualenc.commands.evaluation import (
-        HIGHEST_SEED,
-        MOST_ITEMS,
-        check_range,
-        check_writable,
-        embed_into,
-        open_model,
-        start_processes,
-    )
+    from dualenc.commands.evaluation import open_model, start_processes
     from dualenc.data.corpus import corpora
     from dualenc.data.sources import open_pairs
-    from dualenc.evaluation import plots
-    from dualenc.evaluation.report import Table, print_table
-    from dualenc.search.build import check_factory
-    from dualenc.search.embeddings import are_embeddings
-    from dualenc.search.mining import Rule, check_mined
+    from dualenc.evaluation.embedding import embed_into
+    from dualenc.search.mining import Rule
     from dualenc.search.mining import mine as mine_negatives
     from dualenc.search.rerank import open_cross_encoder
 
-    check_range(1, MOST_ITEMS, num_negatives=num_negatives, last_rank=last_rank, batch_size=batch_size)
-    check_range(0, HIGHEST_SEED, seed=seed)
-    rule = Rule(
-        num_negatives=num_negatives,
-        first_rank=first_rank,
-        last_rank=last_rank,
-        relative=relative,
-        margin=margin,
-        max_score=max_score,
-        percentile=percentile,
-        against=against,
-        pick=pick,
-        seed=seed,
-    )
-    if factory != "exact":
-        check_factory(factory)
-    target = Path(out)
-    check_mined(target)
-    if plot is not None and Path(plot).suffix not in (".svg", ".png", ".pdf"):
-        raise DualencError(f"{plot}: a plot is written as .svg, .png or .pdf; name such a file")
-    kept = Path(embeddings or target.with_name(f"{target.name}-embeddings"))
-    for path in [target.parent, *([] if plot is None else [Path(plot).parent])]:
-        check_writable(path)
-    if plot is not None:
-        check_file_target(plot)
-    check_folder_target(kept, are_embeddings, "embeddings of mining")
+    kept = Path(embeddings or Path(out).with_name(f"{Path(out).name}-embeddings"))
+    _check(rule, Path(out), kept, plot, factory, batch_size)
+    limits = Rule(**vars(rule))
     device_to_use = start_processes(device)
     pairs = open_pairs(data, left_column, right_column, split=split)
     left, right = corpora(pairs)
     if "image" in (left.modality, right.modality):
         raise DualencError(f"{data}: holds images, and rows of mined negatives hold texts; give texts or vectors")
     encoder = open_model(model, ("query-document", "vector"), device_to_use)
-    rescore, rescored_by = None, ""
+    rescore = None
+    rescored_by = ""
     if cross_encoder is not None:
         rescore, rescored_by = open_cross_encoder(cross_encoder, batch_size=batch_size, device=str(device_to_use))
-    queries = embed_into(kept / "queries", encoder.left, left, batch_size, side="left", model=model, dtype=dtype)
-    documents = embed_into(kept / "documents", encoder.right, right, batch_size, side="right", model=model, dtype=dtype)
     report = mine_negatives(
-        queries,
-        documents,
+        embed_into(kept / "queries", encoder.left, left, batch_size, side="left", model=model, dtype=dtype),
+        embed_into(kept / "documents", encoder.right, right, batch_size, side="right", model=model, dtype=dtype),
         pairs,
-        target,
-        rule=rule,
+        Path(out),
+        rule=limits,
         rescore=rescore,
         rescored_by=rescored_by,
         form=form,
         factory=factory,
     )
     if distributed.is_main():
-        edges, counts = report.histogram()
-        rows = [
-            {"score": f"{low:.2f} to {high:.2f}", **{name: int(counted[place]) for name, counted in counts.items()}}
-            for place, (low, high) in enumerate(itertools.pairwise(edges))
-        ]
-        print_table(Table("Scores", rows))
-        told = {
-            "queries": report.queries,
-            "rows written": report.written,
-            "negatives": report.negatives,
-            "candidates": report.candidates,
-            "dropped as known positives or copies": report.known_positives,
-            "dropped as likely false negatives": report.false_negatives,
-            "dropped as repeated": report.repeated,
-            "queries with fewer negatives than asked for": report.fewer_negatives,
-            "queries without negatives (no row)": report.without_negatives,
-            "queries without vectors (no row)": report.without_vectors,
-        }
-        print_table(Table("Mined", [{"what": name, "number": number} for name, number in told.items()]))
-        if plot is not None:
-            plots.save(plots.counts(edges, counts, xlabel="score"), plot)
-            print(printable(f"the histogram is in {plot}"))
-        print(
-            printable(f"{report.written:,} queries with {report.negatives:,} negatives → {out}; embeddings in {kept}")
-        )
+        _show(report, plot)
+        summary = f"{report.written:,} queries with {report.negatives:,} negatives → {out}"
+        print(printable(f"{summary}; embeddings in {kept}"))
     distributed.barrier()
+
+
+def _check(rule: RuleOptions, target: Path, kept: Path, plot: str | None, factory: str, batch_size: int) -> None:
+    """Refuse options and output places that would fail after hours of work."""
+    from dualenc.search.build import check_factory
+    from dualenc.search.embeddings import are_embeddings
+    from dualenc.search.mining import check_mined
+
+    check_range(1, MAX_ITEMS, num_negatives=rule.num_negatives, last_rank=rule.last_rank, batch_size=batch_size)
+    check_range(0, MAX_SEED, seed=rule.seed)
+    if factory != "exact":
+        check_factory(factory)
+    check_mined(target)
+    check_writable(target.parent)
+    if plot is not None:
+        if Path(plot).suffix not in (".svg", ".png", ".pdf"):
+            raise DualencError(f"{plot}: a plot is written as .svg, .png or .pdf; name such a file")
+        check_writable(Path(plot).parent)
+        check_file_target(plot)
+    check_folder_target(kept, are_embeddings, "embeddings of mining")
+
+
+def _show(report: Report, plot: str | None) -> None:
+    """Print the histogram of scores and the counts, and save the plot if one is wanted."""
+    from dualenc.evaluation import plots
+    from dualenc.evaluation.report import Table, print_table
+
+    edges, counts = report.histogram()
+    rows = [
+        {"score": f"{low:.2f} to {high:.2f}", **{name: int(counted[place]) for name, counted in counts.items()}}
+        for place, (low, high) in enumerate(itertools.pairwise(edges))
+    ]
+    print_table(Table("Scores", rows))
+    numbers = {
+        "queries": report.queries,
+        "rows written": report.written,
+        "negatives": report.negatives,
+        "candidates": report.candidates,
+        "dropped as known positives or copies": report.known_positives,
+        "dropped as likely false negatives": report.false_negatives,
+        "dropped as repeated": report.repeated,
+        "queries with fewer negatives than asked for": report.fewer_negatives,
+        "queries without negatives (no row)": report.without_negatives,
+        "queries without vectors (no row)": report.without_vectors,
+    }
+    print_table(Table("Mined", [{"what": name, "number": number} for name, number in numbers.items()]))
+    if plot is not None:
+        plots.save(plots.counts(edges, counts, xlabel="score"), plot)
+        print(printable(f"the histogram is in {plot}"))

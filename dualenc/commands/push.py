@@ -50,15 +50,15 @@ def push(
         batch_size: vectors sent at once; by default what suits the engine.
         recall_queries: how many of the vectors to measure recall@10 with; 0 measures nothing.
     """
-    from dualenc.commands.evaluation import MOST_ITEMS, check_range, check_writable
+    from dualenc.commands.checks import MAX_ITEMS, check_range, check_writable
     from dualenc.search.embeddings import Embeddings
     from dualenc.search.engines.parquet import export_parquet
     from dualenc.search.engines.push import check_engine_target, open_engine
     from dualenc.search.engines.push import push as push_embeddings
     from dualenc.search.engines.qdrant import is_server
 
-    check_range(1, MOST_ITEMS, batch_size=batch_size)
-    check_range(0, MOST_ITEMS, recall_queries=recall_queries)
+    check_range(1, MAX_ITEMS, batch_size=batch_size)
+    check_range(0, MAX_ITEMS, recall_queries=recall_queries)
     if to == "parquet":
         given = {"out": out, "collection": collection, "metric": metric, "batch_size": batch_size}
         if any(value is not None for value in given.values()) or quantization != "none":

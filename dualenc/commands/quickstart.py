@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from dualenc.commands.checks import MAX_SEED, check_range
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, check_folder_target, is_folder_of, remove, write_json
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from dualenc.training.trainer import Trainer
 
 PACKAGES = ("numpy", "scipy", "sklearn", "pandas", "matplotlib", "networkx", "sympy", "PIL", "torch", "datasets")
-"""Installed packages that are read after the standard library, if they are there."""
+"""Packages that are read after the standard library, if they are installed."""
 
 SKIPPED_FOLDERS = {"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "dist-packages", "_vendor"}
 
@@ -76,7 +77,7 @@ def _docstrings(packages: Sequence[str], minimum_length: int) -> Iterator[Docstr
                     warnings.simplefilter("ignore")
                     tree = ast.parse(file.read_text(encoding="utf-8"))
             except (SyntaxError, UnicodeDecodeError, RecursionError, ValueError, OSError):
-                continue  # a file that Python itself would not read has no documentation to offer
+                continue
             module = prefix + ".".join(part for part in parts if part != "__init__")
             for name, node in _documented_nodes(tree, module.rstrip(".")):
                 summary, _, rest = inspect.cleandoc(ast.get_docstring(node, clean=False) or "").partition("\n")
@@ -101,7 +102,7 @@ def _documented_nodes(
 
 
 def is_collection(folder: Path) -> bool:
-    """Whether a folder holds a collection that `write_collection` wrote; others have a corpus.jsonl, too."""
+    """Whether a folder holds a collection of `write_collection`; other folders have a corpus.jsonl, too."""
     return is_folder_of(folder, FORMAT)
 
 
@@ -109,13 +110,13 @@ def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: in
     """Write corpus.jsonl, queries.jsonl, qrels/train.tsv and qrels/test.tsv.
 
     Args:
-        folder: where to; replaced if it is there.
+        folder: where to; an existing collection is replaced.
         docstrings: M documented functions and classes; all their documents form the corpus.
-        num_test: how many, drawn at random, are held out: no training pair holds their query or their document.
-        seed: of the draw.
+        num_test: how many are held out, chosen at random: no training pair holds their query or their document.
+        seed: of the choice.
 
     Raises:
-        DualencError: fewer docstrings than it takes to train on some and test on others.
+        DualencError: fewer docstrings than twice `num_test`.
     """
     if len(docstrings) < 2 * num_test:
         raise DualencError(
@@ -139,9 +140,10 @@ def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: in
 
 FORMAT = "dualenc quickstart"
 SECONDS = 240
-MOST_STEPS, FEWEST_STEPS = 600, 20
+MAX_STEPS = 600
+MIN_STEPS = 20
 MARGIN = 1.25
-"""How much longer than measured the rest may take, as other work comes and goes on a machine."""
+"""Allowance for slowdowns: the rest may take this many times what was measured."""
 BATCH_SIZE = 128
 MAX_TOKENS = 64
 CONFIG: dict[str, Any] = {
@@ -151,7 +153,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 512,
     "max_position_embeddings": MAX_TOKENS,
-    # Minutes of training are no danger of overfitting.
+    # A training of minutes does not overfit.
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
@@ -169,6 +171,7 @@ What to type next:
 
 
 def quickstart(
+    *,
     out: str = "quickstart-run",
     max_docs: int = 16000,
     test_docs: int = 1000,
@@ -185,20 +188,20 @@ def quickstart(
         out: folder for the data, the model, the embeddings and the index; replaced by the next quickstart.
         max_docs: documents in the corpus at most.
         test_docs: functions that are held out from training and measured on.
-        steps: training steps of 128 pairs. By default some are timed, and as many taken, up to 600, as let everything
-            end within four minutes; only this number depends on the machine's speed.
+        steps: training steps of 128 pairs; by default as many, up to 600, as let everything end within four minutes,
+            by the measured time of a step. Nothing else depends on the machine's speed.
         vocab_size: tokens of the tokenizer that is trained on the corpus.
         seed: of everything random.
     """
-    from dualenc.commands.evaluation import HIGHEST_SEED, check_range
     from dualenc.encoders.tokenizer import MIN_VOCABULARY
 
     check_range(1, math.inf, test_docs=test_docs, steps=steps)
     check_range(test_docs + BATCH_SIZE, math.inf, max_docs=max_docs)
-    check_range(0, HIGHEST_SEED, seed=seed)
+    check_range(0, MAX_SEED, seed=seed)
     check_range(MIN_VOCABULARY, math.inf, vocab_size=vocab_size)
     start = time.perf_counter()
-    folder, data = Path(out), Path(out) / "data"
+    folder = Path(out)
+    data = folder / "data"
     check_folder_target(folder, lambda path: is_collection(path / "data"), "quickstart")
 
     import torch
@@ -213,10 +216,12 @@ def quickstart(
     docstrings = read_docstrings(max_docs)
     write_collection(data, docstrings, test_docs, seed)
     print(f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out → {data}")
-    pairs, collection = BeirPairs(data, "train"), read_beir(data, "test")
+    pairs = BeirPairs(data, "train")
+    collection = read_beir(data, "test")
     torch.manual_seed(seed)
     untrained = new_model(pairs.corpus.items, vocab_size)
-    bm25 = _bm25(collection)  # before the training, so that its time is known when the steps are chosen
+    # Before the training, so that its time is known when the number of steps is chosen.
+    bm25 = _bm25(collection)
     if steps is None:
         step_seconds, rest = measure(untrained, pairs, collection, seed)
         steps = choose_steps(step_seconds, time.perf_counter() - start, rest)
@@ -233,14 +238,14 @@ def quickstart(
     systems = {"untrained": trained.before, "BM25": bm25, "trained": trained.metrics}
     names = {"nDCG@10": "ndcg@10", "recall@10": "recall@10"}
     rows = [{"system": system} | {name: found[key] for name, key in names.items()} for system, found in systems.items()]
-    held_out, among = len(collection.queries), len(collection.corpus)
-    print_table(Table(f"{held_out:,} held-out functions, searched among {among:,} documents", rows))
+    title = f"{len(collection.queries):,} held-out functions, searched among {len(collection.corpus):,} documents"
+    print_table(Table(title, rows))
     _search(model, folder)
     print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{NEXT.format(out=folder)}")
 
 
 def new_model(texts: Any, vocab_size: int) -> TextEncoder:
-    """A one-layer transformer with first weights, and a tokenizer trained on the texts."""
+    """An untrained one-layer transformer, and a tokenizer trained on the texts."""
     from dualenc.encoders import TextEncoder
     from dualenc.encoders.tokenizer import train_tokenizer
 
@@ -262,21 +267,21 @@ def _bm25(collection: RetrievalSet) -> dict[str, float]:
 
 
 def choose_steps(step_seconds: float, elapsed: float, rest: float) -> int:
-    """How many training steps let the quickstart end within four minutes: a multiple of 10, at least 20, at most 600.
+    """The number of training steps that lets the quickstart end within four minutes: a multiple of 10, from 20 to 600.
 
     Args:
         step_seconds: of one step.
         elapsed: seconds since the start.
-        rest: seconds of everything but the steps that is still to come.
+        rest: remaining seconds without the steps.
     """
     affordable = ((SECONDS - elapsed) / MARGIN - rest) / step_seconds
-    steps = min(max(int(affordable) // 10 * 10, FEWEST_STEPS), MOST_STEPS)
-    told = f"{steps} steps of {MOST_STEPS}, to end within four minutes in all (--steps {MOST_STEPS} makes all of them)"
-    if steps == MOST_STEPS:
-        told = f"{steps} steps end within four minutes in all"
-    elif steps == FEWEST_STEPS:
-        told = f"{steps} steps, the fewest, though all may take more than four minutes"
-    print(f"A step takes {step_seconds:.2f} s on this machine now: {told}")
+    steps = min(max(int(affordable) // 10 * 10, MIN_STEPS), MAX_STEPS)
+    summary = f"{steps} steps of {MAX_STEPS}, to end within four minutes in all (--steps {MAX_STEPS} makes all of them)"
+    if steps == MAX_STEPS:
+        summary = f"{steps} steps end within four minutes in all"
+    elif steps == MIN_STEPS:
+        summary = f"{steps} steps, the fewest, though all may take more than four minutes"
+    print(f"A step takes {step_seconds:.2f} s on this machine now: {summary}")
     return steps
 
 
@@ -287,14 +292,15 @@ def measure(
     seed: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, float]:
-    """Seconds of a training step, and of everything but the steps that comes after; the model stays as it is.
+    """Time a training step, and everything after the training, in seconds; the model does not change.
 
     Args:
-        model: what will be trained; a copy of it makes some steps.
-        pairs: what it will be trained on.
-        collection: embedded three times later: twice to evaluate, once for the index. Here a sample is.
+        model: the model to train; a copy of it makes ten steps.
+        pairs: the training pairs.
+        collection: the test collection. It will be embedded three times, twice to evaluate and once for the index; here
+            a sample of it is.
         seed: of the steps.
-        clock: tells seconds.
+        clock: the current time in seconds.
     """
     from dualenc.data import Corpus
     from dualenc.data.columns import Picked

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 CAPTIONS = {
     "loss": "the objective's estimate of the loss",
-    "batch_estimate": "the loss as the batch alone tells it, comparable between objectives",
+    "batch_estimate": "the loss over the batch alone, comparable between objectives",
     "accuracy": "share of anchors whose positive is the nearest in the batch",
     "positive_similarity": "mean cosine of pairs",
     "temperature": "τ",
@@ -35,18 +35,18 @@ CAPTIONS = {
     "state/effective_items": "over how many items the draws of negatives are spread, 1/Σ q²",
     "state/remembered": "share of the corpus that has a remembered embedding",
 }
-MOST_RIDGES = 8
-LARGEST_VALUE = 1e100
+MAX_RIDGES = 8
+MAX_VALUE = 1e100
 
 
 class RunFolder(NamedTuple):
-    """What a run has left behind.
+    """The records of a run.
 
     Attributes:
         name: of the folder.
         lines: of its metrics.jsonl.
         settings: of its recipe.yaml, flat, "section.key"; empty for a run from Python.
-        observed: what its evaluations saw besides metrics, by step in order.
+        observed: similarities and scores of queries from its evaluations, by step in order.
     """
 
     name: str
@@ -55,7 +55,7 @@ class RunFolder(NamedTuple):
     observed: dict[int, Observed]
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
-        """Steps, and what was logged under a name at them."""
+        """Steps, and the logged values of a metric at them."""
         points = [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
         steps, values = zip(*points) if points else ((), ())
         return list(steps), list(values)
@@ -79,11 +79,12 @@ def report(run: str, *others: str, out: str | None = None) -> None:
 
     target = Path(out) if out is not None else Path(run) / "report.html"
     check_file_target(target)
-    runs = [read_run(Path(folder)) for folder in (run, *others)]
-    if len({one.name for one in runs}) < len(runs):
-        runs = [one._replace(name=folder.rstrip("/")) for one, folder in zip(runs, (run, *others), strict=True)]
+    folders = (run, *others)
+    runs = [read_run(Path(folder)) for folder in folders]
+    if len({record.name for record in runs}) < len(runs):
+        runs = [record._replace(name=folder.rstrip("/")) for record, folder in zip(runs, folders, strict=True)]
     tables = [table for table in (ends(runs), ends_of_sources(runs), differences(runs)) if table.rows]
-    facts = {one.name: f"{one.lines[-1]['step']:,} steps" for one in runs}
+    facts = {record.name: f"{record.lines[-1]['step']:,} steps" for record in runs}
     for table in tables:
         print_table(table)
     title = "Training" if len(runs) == 1 else "Trainings side by side"
@@ -108,9 +109,11 @@ def read_run(folder: Path) -> RunFolder:
         raise DualencError(f"{folder}: no metrics.jsonl with metrics in it; name the trainer.output of a run")
     for number, line in enumerate(lines, start=1):
         for name, value in line.items():
-            if value is not None and not (type(value) in (int, float) and abs(value) < LARGEST_VALUE):
-                told = f"{name!r} is no number that can be drawn"
-                raise DualencError(f"{folder / 'metrics.jsonl'}:{number}: {told}; restore the file, or remove the line")
+            if value is not None and not (type(value) in (int, float) and abs(value) < MAX_VALUE):
+                problem = f"{name!r} is no number that can be drawn"
+                raise DualencError(
+                    f"{folder / 'metrics.jsonl'}:{number}: {problem}; restore the file, or remove the line"
+                )
     recipe = folder / "recipe.yaml"
     try:
         settings = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.exists() else {}
@@ -131,11 +134,11 @@ def ends(runs: list[RunFolder]) -> Table:
     from dualenc.evaluation.report import Table
 
     rows: list[dict[str, object]] = []
-    for one in runs:
-        for name in _names([one], evaluated=True):
-            steps, values = one.curve(name)
+    for run in runs:
+        for name in _names([run], evaluated=True):
+            steps, values = run.curve(name)
             best = max(values)
-            found = {"run": one.name, "metric": name.removeprefix("evaluation/"), "first": values[0], "best": best}
+            found = {"run": run.name, "metric": name.removeprefix("evaluation/"), "first": values[0], "best": best}
             rows.append({**found, "at step": int(steps[values.index(best)]), "last": values[-1]})
     return Table("Metrics on held-out data", rows)
 
@@ -145,11 +148,11 @@ def ends_of_sources(runs: list[RunFolder]) -> Table:
     from dualenc.evaluation.report import Table
 
     rows: list[dict[str, object]] = []
-    for one in runs:
-        for name in _names([one], evaluated=False):
+    for run in runs:
+        for name in _names([run], evaluated=False):
             if source := _source(name):
-                _, values = one.curve(name)
-                rows.append({"run": one.name, "source": source, "first": values[0], "last": values[-1]})
+                _, values = run.curve(name)
+                rows.append({"run": run.name, "source": source, "first": values[0], "last": values[-1]})
     return Table("Loss by source", rows)
 
 
@@ -157,9 +160,9 @@ def differences(runs: list[RunFolder]) -> Table:
     """Settings that are not the same in all runs."""
     from dualenc.evaluation.report import Table
 
-    names = dict.fromkeys(name for one in runs for name in one.settings)
-    differ = [name for name in names if len({str(one.settings.get(name)) for one in runs}) > 1]
-    rows = [{"setting": name, **{one.name: str(one.settings.get(name, "–")) for one in runs}} for name in differ]
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    differ = [name for name in names if len({str(run.settings.get(name)) for run in runs}) > 1]
+    rows = [{"setting": name, **{run.name: str(run.settings.get(name, "–")) for run in runs}} for name in differ]
     return Table("Settings that differ", rows)
 
 
@@ -169,17 +172,17 @@ def curves(runs: list[RunFolder]) -> list[Figure]:
     from dualenc.evaluation.report import Figure
 
     figures: list[Figure] = []
-    of_sources: dict[str, dict[str, Any]] = {}
+    by_source: dict[str, dict[str, Any]] = {}
     for name in (*_names(runs, evaluated=True), *_names(runs, evaluated=False)):
-        drawn = {one.name: one.curve(name) for one in runs if one.curve(name)[0]}
+        drawn = {run.name: run.curve(name) for run in runs if run.curve(name)[0]}
         short = name.removeprefix("evaluation/")
         if source := _source(name):
             found = {f"{run}: {source}" if len(runs) > 1 else source: curve for run, curve in drawn.items()}
-            of_sources.setdefault(name.split("/")[0], {}).update(found)
+            by_source.setdefault(name.split("/")[0], {}).update(found)
             continue
         figures.append(Figure(f"{short}: {CAPTIONS[name]}" if name in CAPTIONS else short, lines(drawn, xlabel="step")))
-    for kind, of_kind in of_sources.items():
-        figures.append(Figure(f"{kind} by source: {CAPTIONS[kind]}", lines(of_kind, xlabel="step")))
+    for kind, drawn in by_source.items():
+        figures.append(Figure(f"{kind} by source: {CAPTIONS[kind]}", lines(drawn, xlabel="step")))
     return figures
 
 
@@ -189,15 +192,15 @@ def similarities(runs: list[RunFolder]) -> list[Figure]:
     from dualenc.evaluation.report import Figure
 
     figures = []
-    for one in runs:
-        all_steps = [step for step, of in one.observed.items() if of.similarities is not None]
+    for run in runs:
+        all_steps = [step for step, seen in run.observed.items() if seen.similarities is not None]
         if not all_steps:
             continue
-        number = min(MOST_RIDGES, len(all_steps))
+        number = min(MAX_RIDGES, len(all_steps))
         steps = [all_steps[round(place * (len(all_steps) - 1) / max(number - 1, 1))] for place in range(number)]
-        found = {f"step {step:,}": histogram for step in steps if (histogram := one.observed[step].similarities)}
+        found = {f"step {step:,}": histogram for step in steps if (histogram := run.observed[step].similarities)}
         overlaps = " → ".join(f"{found[name].overlap:.3f}" for name in dict.fromkeys((next(iter(found)), [*found][-1])))
-        caption = f"{one.name}: cosines of held-out pairs, and of their items with one another; overlap {overlaps}"
+        caption = f"{run.name}: cosines of held-out pairs, and of their items with one another; overlap {overlaps}"
         figures.append(Figure(caption, ridges(found, "positive pairs", "negative pairs")))
     return figures
 
@@ -208,26 +211,28 @@ def queries(runs: list[RunFolder]) -> list[Table]:
     from dualenc.evaluation.report import Table, best_and_worst
 
     tables = []
-    for one in runs:
-        scored = [(step, of) for step, of in one.observed.items() if of.scores]
-        for step, of in dict(scored[:1] + scored[-1:]).items():
-            best, worst = best_and_worst({name: {of.metric: v} for name, v in of.scores.items()}, of.metric, SHOWN)
+    for run in runs:
+        scored = [(step, seen) for step, seen in run.observed.items() if seen.scores]
+        for step, seen in dict(scored[:1] + scored[-1:]).items():
+            best, worst = best_and_worst(
+                {name: {seen.metric: v} for name, v in seen.scores.items()}, seen.metric, SHOWN
+            )
             rows: list[dict[str, object]] = []
             for kind, names in (("best", best), ("worst", worst)):
                 for name in names:
-                    row: dict[str, object] = {"": kind, "query": name, "text": of.texts.get(name, "")}
-                    rows.append(row | _scores_in(runs, name, of.metric))
+                    row: dict[str, object] = {"": kind, "query": name, "text": seen.texts.get(name, "")}
+                    rows.append(row | _scores_in(runs, name, seen.metric))
             when = "before training" if step == 0 else f"after step {step:,}"
-            tables.append(Table(f"{one.name}: best and worst queries {when}, by {of.metric}", rows))
+            tables.append(Table(f"{run.name}: best and worst queries {when}, by {seen.metric}", rows))
     return tables
 
 
 def _scores_in(runs: list[RunFolder], query: str, metric: str) -> dict[str, object]:
     """The score of a query at the first and the last evaluation of each run that measured it."""
     found: dict[str, object] = {}
-    for one in runs:
-        scored = [of.scores.get(query) for of in one.observed.values() if of.scores and of.metric == metric]
-        name = f"{one.name}: " if len(runs) > 1 else ""
+    for run in runs:
+        scored = [seen.scores.get(query) for seen in run.observed.values() if seen.scores and seen.metric == metric]
+        name = f"{run.name}: " if len(runs) > 1 else ""
         if scored:
             found |= {f"{name}before": scored[0], f"{name}after": scored[-1]}
     return found
@@ -241,9 +246,9 @@ def _source(name: str) -> str:
 
 def _names(runs: list[RunFolder], evaluated: bool) -> list[str]:
     """Of what was logged in any run, known names first."""
-    logged = dict.fromkeys([*CAPTIONS, *(name for one in runs for line in one.lines for name in line)])
+    logged = dict.fromkeys([*CAPTIONS, *(name for run in runs for line in run.lines for name in line)])
     wanted = [name for name in logged if name not in ("step", "epoch") and name.startswith("evaluation/") == evaluated]
-    return [name for name in wanted if any(one.curve(name)[0] for one in runs)]
+    return [name for name in wanted if any(run.curve(name)[0] for run in runs)]
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, object]:

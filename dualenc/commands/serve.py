@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualenc.commands.checks import check_range
+from dualenc.commands.options import SEARCH, SearchOptions
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import open_regular
 from dualenc.terminal import printable
@@ -19,16 +21,16 @@ if TYPE_CHECKING:
     from dualenc.data import Corpus
     from dualenc.search.searcher import Searcher
 
-NEEDED = {
+REQUIRED_PACKAGES = {
     "fastapi": "fastapi",
     "uvicorn": "uvicorn",
     "multipart": "python-multipart",
     "prometheus_client": "prometheus-client",
 }
 TOKEN = "DUALENC_SERVE_TOKEN"
-SHORTEST_TOKEN = 16
-LONGEST_TOKEN = 4096
-MOST_CONNECTIONS = 1024
+MIN_TOKEN_LENGTH = 16
+MAX_TOKEN_LENGTH = 4096
+MAX_CONNECTIONS = 1024
 
 
 def serve(
@@ -38,8 +40,6 @@ def serve(
     port: int = 8000,
     token_file: str | None = None,
     images: str | None = None,
-    model: str | None = None,
-    device: str = "cpu",
     batch_size: int = 32,
     wait_ms: float = 2.0,
     queue: int = 256,
@@ -47,16 +47,14 @@ def serve(
     max_body: str = "16MiB",
     rerank: str | None = None,
     rerank_top: int = 100,
-    nprobe: int | None = None,
-    ef_search: int | None = None,
-    qdrant_path: str | None = None,
     watch: bool = True,
+    options: SearchOptions = SEARCH,
 ) -> None:
     """Serve an index or an engine over HTTP: a page to search on, /search, /v1/embeddings, /health, /metrics.
 
-    Whoever connects to 127.0.0.1 may search. On another host a token is required, which comes from a file or from
-    DUALENC_SERVE_TOKEN: clients send it as Authorization: Bearer TOKEN. The index is opened again, without a dropped
-    request, when its folder is written anew, on SIGHUP, and on POST /reload with the token.
+    On 127.0.0.1 no token is needed. On another host a token is required, from a file or from DUALENC_SERVE_TOKEN;
+    clients send it as Authorization: Bearer TOKEN. The index is reopened, without a dropped request, when its folder is
+    written again, on SIGHUP, and on POST /reload with the token.
 
     Args:
         index: folder that `dualenc index` or `dualenc push` wrote.
@@ -64,8 +62,6 @@ def serve(
         port: to listen on; 0 takes a free one.
         token_file: file with the token, of 16 characters or more, on its only line.
         images: folder, table or tars with the images of the index, to show them; by default where they were.
-        model: model folder or name, if the one that made the index has moved.
-        device: such as cpu or cuda:0.
         batch_size: queries encoded and searched together.
         wait_ms: how long the first query of a batch waits for others.
         queue: queries that may wait; more are refused (429).
@@ -74,24 +70,17 @@ def serve(
         rerank: folder or name of a sentence-transformers CrossEncoder that scores the best again, by their texts
             (`dualenc index --texts`): of every text that is searched for, unless the request says rerank=false.
         rerank_top: how many of the best it scores; so many results at most are given then.
-        nprobe: lists that an IVF index visits; by default what the build or the engine chose.
-        ef_search: candidates that an HNSW index keeps; by default what the build or the engine chose.
-        qdrant_path: the folder of Qdrant's embedded mode, if INDEX was pushed there; its files can run code, so name
-            only one that you trust.
         watch: open the index again when its folder is written anew, and on SIGHUP.
     """
-    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    missing = [package for module, package in REQUIRED_PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise DualencError(f"serve needs the package {missing[0]}: pip install 'dualenc[serve]'")
-    import uvicorn
-
-    from dualenc.commands.evaluation import check_range, start_processes
+    from dualenc.commands.evaluation import start_processes
     from dualenc.search.build import LARGEST_PARAMETER
     from dualenc.search.kinds import parse_bytes
     from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher
     from dualenc.serve.app import create_app
-    from dualenc.serve.gate import TimedProtocol
     from dualenc.serve.metrics import Metrics
     from dualenc.serve.schema import MAX_RESULTS
     from dualenc.serve.service import Service
@@ -102,21 +91,30 @@ def serve(
     check_range(0, 1000, wait_ms=wait_ms)
     check_range(1, 1 << 20, queue=queue)
     check_range(0.1, 3600, timeout=timeout)
-    check_range(1, LARGEST_PARAMETER, nprobe=nprobe, ef_search=ef_search)
-    largest = parse_bytes(max_body, "--max-body", 1 << 12)
+    check_range(1, LARGEST_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
+    max_bytes = parse_bytes(max_body, "--max-body", 1 << 12)
     token = _read_token(token_file)
-    listening = _listen(host, port, token)
-    chosen = start_processes(device)
-    judge = None if rerank is None else open_cross_encoder(rerank, device=str(chosen))[0]
-    how: dict[str, Any] = {"judge": judge, "nprobe": nprobe, "ef_search": ef_search, "qdrant_path": qdrant_path}
+    listening = _bind(host, port, token)
+    device = start_processes(options.device)
+    judge = None if rerank is None else open_cross_encoder(rerank, device=str(device))[0]
 
     def open_searcher(before: Searcher | None) -> Searcher:
-        return Searcher.open(index, model, device=chosen, before=before, **how)
+        return Searcher.open(
+            index,
+            options.model,
+            device=device,
+            before=before,
+            judge=judge,
+            nprobe=options.nprobe,
+            ef_search=options.ef_search,
+            qdrant_path=options.qdrant_path,
+        )
 
+    # The first searcher is opened here, so that its errors end the command.
     searcher = open_searcher(None)
-    first: list[Searcher] = [searcher]
+    opened = [searcher]
     service = Service(
-        lambda before: first.pop() if first else open_searcher(before),
+        lambda before: opened.pop() if opened else open_searcher(before),
         pictures=_pictures(searcher, images),
         metrics=Metrics(),
         batch_size=batch_size,
@@ -125,8 +123,16 @@ def serve(
     )
     hosts = ("localhost", "127.0.0.1", "[::1]") if token is None else None
     app = create_app(
-        service, token=token, hosts=hosts, max_body=largest, timeout_s=timeout, watch=watch, rerank_top=rerank_top
+        service, token=token, hosts=hosts, max_body=max_bytes, timeout_s=timeout, watch=watch, rerank_top=rerank_top
     )
+    _run(app, listening, timeout, f"{len(searcher):,} vectors of {index}")
+
+
+def _run(app: Any, listening: socket.socket, timeout: float, title: str) -> None:
+    """Serve the app until the process is ended; print its address once it answers."""
+    import uvicorn
+
+    from dualenc.serve.gate import TimedProtocol
 
     class Protocol(TimedProtocol):
         head_timeout_s = timeout
@@ -137,20 +143,22 @@ def serve(
         ws="none",
         log_level="info",
         access_log=False,
-        limit_concurrency=MOST_CONNECTIONS,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=int(timeout) + 1,
         server_header=False,
     )
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux drops clients that do not read what is sent to them
+    # On Linux, drop clients that do not read what is sent to them.
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout))
-    listening.listen(MOST_CONNECTIONS)
-    at = listening.getsockname()
-    shown = f"[{at[0]}]" if ":" in at[0] else at[0]
+    listening.listen(MAX_CONNECTIONS)
+    address, port = listening.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)  # sets the handler of SIGHUP, which would end the process before
-            print(printable(f"{len(searcher):,} vectors of {index} at http://{shown}:{at[1]}/"), flush=True)
+            # The startup installs the handler of SIGHUP; a signal before would end the process.
+            await super().startup(sockets)
+            print(printable(f"{title} at http://{shown}:{port}/"), flush=True)
 
     Server(config).run(sockets=[listening])
 
@@ -158,27 +166,26 @@ def serve(
 def _read_token(path: str | None) -> str | None:
     """The token of the file, or of the environment; None if there is none."""
     token = os.environ.get(TOKEN)
-    where = TOKEN
+    where = path or TOKEN
     if path is not None:
-        where = path
         try:
             with open_regular(path) as file:
-                token = file.read(LONGEST_TOKEN + 3).decode("ascii").strip()  # and the end of its line
+                token = file.read(MAX_TOKEN_LENGTH + 3).decode("ascii").strip()  # and the end of its line
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "no ASCII"
             raise DualencError(f"{path}: cannot be read as a token ({reason}); write one line of ASCII") from None
     if token is None:
         return None
-    if not SHORTEST_TOKEN <= len(token) <= LONGEST_TOKEN or not re.fullmatch(r"[!-~]+", token):
+    if not MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH or not re.fullmatch(r"[!-~]+", token):
         raise DualencError(
-            f"{where}: a token has {SHORTEST_TOKEN} to {LONGEST_TOKEN:,} printable ASCII characters and no "
-            "spaces; write such a one"
+            f"{where}: a token has {MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH:,} printable ASCII characters and no "
+            "spaces; write one"
         )
     return token
 
 
-def _listen(host: str, port: int, token: str | None) -> socket.socket:
-    """A socket that listens; elsewhere than on this machine's own addresses only with a token."""
+def _bind(host: str, port: int, token: str | None) -> socket.socket:
+    """A bound socket; one that other machines can reach requires a token."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (socket.gaierror, UnicodeError) as error:
@@ -198,7 +205,7 @@ def _listen(host: str, port: int, token: str | None) -> socket.socket:
 
 
 def _pictures(searcher: Searcher, images: str | None) -> Corpus | None:
-    """The images of the index: as named, or where they were when it was made, if that is on this machine."""
+    """The images of the index: as named, or from where it was made if that is on this machine."""
     from dualenc.data.sources import open_corpus
     from dualenc.data.urls import is_url
 
@@ -208,9 +215,8 @@ def _pictures(searcher: Searcher, images: str | None) -> Corpus | None:
             raise DualencError(f"{searcher.folder}: holds no images; leave --images out")
         return None
     if images is None and (not isinstance(recorded, str) or is_url(recorded) or not Path(recorded).exists()):
-        print(
-            "note: the images are not where they were, so none are shown; name the place with --images", file=sys.stderr
-        )
+        note = "note: the images are not where they were, so none are shown; name the place with --images"
+        print(note, file=sys.stderr)
         return None
     try:
         return open_corpus(images or str(recorded), modality="image")

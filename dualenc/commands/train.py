@@ -14,13 +14,13 @@ def train(recipe: str, *overrides: str, resume: bool = False, allow_module: list
 
     Writes checkpoints, metrics.jsonl, the resolved recipe.yaml and, at the end, the model folder into
     trainer.output. Under `accelerate launch` all processes work on the same global batches. SIGTERM, SIGUSR1
-    and Ctrl-C end the run after the step that is going on, with a checkpoint and exit code 143, 138 or 130; a second
+    and Ctrl-C end the run after the current step, with a checkpoint and exit code 143, 138 or 130; a second
     Ctrl-C ends it at once.
 
     Args:
         recipe: YAML file that names the classes of model, data, objective, batching and evaluator, and their arguments.
         overrides: section.key=value each, such as trainer.epochs=3 objective.temperature=0.05.
-        resume: go on, exactly, from the latest checkpoint in trainer.output.
+        resume: continue exactly from the latest checkpoint in trainer.output.
         allow_module: module other than dualenc whose classes the recipe may name, and whose code thus runs; repeatable.
 
     Raises:
@@ -29,7 +29,8 @@ def train(recipe: str, *overrides: str, resume: bool = False, allow_module: list
     """
     from dualenc.recipe import read_recipe
 
-    described = read_recipe(recipe, overrides, allow_module or ())  # most mistakes are told before torch is imported
+    # Most mistakes are reported here, before torch is imported.
+    described = read_recipe(recipe, overrides, allow_module or ())
 
     from accelerate import PartialState
 

@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dualenc import distributed
-from dualenc.cli import nearest
 from dualenc.encoders.dual import DualEncoder
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, nearest
 
 # The names in recipes: a wrong one is refused while a recipe is read, without importing timm.
 OptimizerName = Literal[

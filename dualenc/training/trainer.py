@@ -13,13 +13,12 @@ import torch
 from dualenc import distributed
 from dualenc.batching.mixture import MixtureBatches
 from dualenc.batching.selector import BatchSelector, RandomBatches
-from dualenc.cli import nearest
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.batchnorm import waits_for_others
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.encoders.text import TextEncoder
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, nearest
 from dualenc.objectives.base import Objective
 from dualenc.training.checkpoint import claimed
 from dualenc.training.devices import deterministic_algorithms, place, start_accelerator, synchronised

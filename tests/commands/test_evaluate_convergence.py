@@ -12,13 +12,13 @@ import torch
 
 from dualenc.cli import main
 from dualenc.commands import convergence as evaluate_convergence
-from dualenc.commands.convergence import find_models
-from dualenc.commands.evaluation import random_rows
 from dualenc.data import ImageFolderViews
 from dualenc.data.views import SimCLR
 from dualenc.encoders import load_model
 from dualenc.encoders.image import ImageEncoder
 from dualenc.errors import DualencError
+from dualenc.evaluation.images import random_rows
+from dualenc.evaluation.run_models import find_models
 from dualenc.training.loader import augmentation_seeds
 from tests.commands.image_models import replace_images, save_classes, save_image_model
 
@@ -67,6 +67,7 @@ def plain_loss_and_norm(model: ImageEncoder, data: Path, count: int, tau: float)
     return loss.item(), sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.slow
 def test_every_checkpoint_is_measured_exactly(run: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(run, data, "--out", tmp_path, "--temperature", "0.2", "--pairs", "12") == 0
     points = points_of(tmp_path)["short"]
@@ -171,7 +172,7 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
 ) -> None:
     given = (run, data, "--pairs", "8")
     assert evaluate(*given, "--out", tmp_path / "whole") == 0
-    measured, at_once = [], evaluate_convergence._measure
+    measured, at_once = [], evaluate_convergence.measure_model
 
     def interrupted(*arguments: object) -> dict[str, object]:
         if len(measured) == 2:
@@ -179,7 +180,7 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
         measured.append(found := at_once(*arguments))  # type: ignore[arg-type]
         return found
 
-    monkeypatch.setattr(evaluate_convergence, "_measure", interrupted)
+    monkeypatch.setattr(evaluate_convergence, "measure_model", interrupted)
     assert evaluate(*given, "--out", tmp_path / "twice") != 0
     measured.clear()
     assert evaluate(*given, "--out", tmp_path / "twice") == 0

@@ -53,7 +53,7 @@ def test_all_three_parts(image_model: Path, data: Path, tmp_path: Path) -> None:
         np.mean([errors[name][severity] for name in errors for severity in ("1", "5")])
     )
     page = (out / "report.html").read_text()
-    assert "told apart worst" in page
+    assert "distinguished worst" in page
     assert page.count("<figure>") == 2
 
 

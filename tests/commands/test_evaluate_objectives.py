@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from dualenc.cli import main
-from dualenc.commands.convergence import open_set
-from dualenc.commands.objectives import embed_pairs, trained_temperature
 from dualenc.encoders import load_model
 from dualenc.evaluation.objectives import ESTIMATORS, FrozenPairs, Measured, measure
+from dualenc.evaluation.pair_sets import embed_pairs, open_set
+from dualenc.evaluation.run_models import trained_temperature
 from tests.commands import toy
 
 QUICK = ("--warm-up", "1", "--max-epochs", "1", "--device", "cpu")
@@ -103,7 +103,7 @@ def test_temperature_of_the_training(short_run: Path, toy_text: Path, toy_clip: 
         (("--batch-size", "64"), "holds 13 pairs, fewer than a batch of 64; lower --batch-size"),
         (("--pairs", "8"), "--pairs is 8; it must be at least 32"),
         (("--temperature", "0"), "--temperature is 0.0; it must lie between 0.001 and"),
-        (("--temperature", "warm"), "--temperature must be float | None, not 'warm'"),
+        (("--temperature", "warm"), "argument --temperature: invalid float or null value: 'warm'"),
         (("--objectives", "InfoNEC"), "there is no 'InfoNEC' (did you mean InfoNCE?); choose from InfoNCE, DCL"),
         (("--objectives", "[]"), "--objectives names none"),
         (("--seed", "-1"), "--seed is -1"),

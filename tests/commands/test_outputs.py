@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -123,10 +124,17 @@ def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_evaluations_are_named_by_run(two_runs: list[str], beir: Path) -> None:
     for model in two_runs:
         run("evaluate", "retrieval", model, beir)
-    assert sorted(os.listdir("evaluations/retrieval")) == ["first-toy", "second-toy"]
-    for name in ("first", "second"):
-        measured = json.loads(Path(f"evaluations/retrieval/{name}-toy/metrics.json").read_text())
-        assert list(measured["systems"]) == [name]
+    folders = sorted(Path("evaluations/retrieval").iterdir())
+    assert [folder.name.rpartition("-")[0] for folder in folders] == ["first-toy", "second-toy"]
+    for folder, name in zip(folders, ("first", "second")):
+        assert list(json.loads((folder / "metrics.json").read_text())["systems"]) == [name]
+
+
+def test_data_sets_of_one_name_have_folders_of_their_own(two_runs: list[str], beir: Path) -> None:
+    shutil.copytree(beir, Path("copy") / beir.name)
+    for data in (beir, Path("copy") / beir.name, f"copy/../copy/{beir.name}"):
+        run("evaluate", "retrieval", two_runs[0], data)
+    assert len(os.listdir("evaluations/retrieval")) == 2
 
 
 def test_other_weights_do_not_overwrite_an_evaluation(

@@ -55,7 +55,7 @@ def test_leaves_a_folder_of_something_else_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [{"max_docs": 0}, {"max_docs": -1}, {"test_docs": 0}, {"steps": 0}, {"seed": -1}])
 def test_numbers_out_of_range_are_refused_before_any_work(given: dict[str, int], tmp_path: Path) -> None:
     with pytest.raises(DualencError, match=f"--{next(iter(given)).replace('_', '-')} is"):
-        command.quickstart(str(tmp_path / "out"), **given)
+        command.quickstart(out=str(tmp_path / "out"), **given)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -73,7 +73,7 @@ def test_as_many_steps_as_end_within_four_minutes(step_seconds, elapsed, rest, e
     steps = command.choose_steps(step_seconds, elapsed, rest)
     assert steps == expected
     assert f"A step takes {step_seconds:.2f} s on this machine now: {steps} steps" in capsys.readouterr().out
-    if steps > command.FEWEST_STEPS:
+    if steps > command.MIN_STEPS:
         assert elapsed + command.MARGIN * (rest + steps * step_seconds) <= command.SECONDS
 
 

@@ -339,7 +339,7 @@ def test_ids_and_snippets_do_not_command_the_terminal(
         (["index", "--ef-search", "-1"], "--ef-search is -1"),
         (["index", "--recall-queries", "-1"], "--recall-queries is -1"),
         (["index", "--target-recall", "2"], "--target-recall is 2"),
-        (["index", "--target-recall", "nan"], "--target-recall must be float"),
+        (["index", "--target-recall", "nan"], "--target-recall is nan; it must lie between 0 and 1"),
         (["index", "--batch-size", "0"], "--batch-size is 0"),
     ],
 )

@@ -104,6 +104,7 @@ def test_what_cannot_be_served(
         assert "give another --port" in told
 
 
+@pytest.mark.slow
 def test_slow_large_and_broken_requests_are_the_clients_fault(index: Path) -> None:
     head = b"POST /search HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     with served(index, "--timeout", "1", "--max-body", "64KiB") as (process, port):
@@ -139,6 +140,7 @@ def test_slow_large_and_broken_requests_are_the_clients_fault(index: Path) -> No
         assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_new_index_drops_no_request(tmp_path: Path) -> None:
     model = toy.text_model(tmp_path / "model")
     toy.save_documents(tmp_path / "docs.jsonl", 20)
@@ -193,6 +195,7 @@ def test_sighup_is_obeyed_before_the_url_is_printed(index: Path, monkeypatch: py
     assert handlers != [signal.SIG_DFL]
 
 
+@pytest.mark.slow
 def test_the_page_is_part_of_the_package_and_the_server_ends_when_told(index: Path) -> None:
     with served(index) as (process, port):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=30) as response:

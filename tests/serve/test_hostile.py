@@ -329,11 +329,11 @@ def test_thumbnails_are_decoded_in_a_process_of_their_own(
     (folder / "03.png").write_bytes(bomb(60_000))
     client = serve(image_index, images=folder)
 
-    def decode_here(*arguments: Any) -> None:
+    def refuse(*arguments: Any) -> None:
         raise AssertionError("a foreign file was decoded by the server")
 
-    read = decoding._decode
-    monkeypatch.setattr(decoding, "_decode", lambda data, *how: read(data, *how) if data[:2] == b"P6" else decode_here())
+    decode = decoding._decode
+    monkeypatch.setattr(decoding, "_decode", lambda data, *how: (decode if data[:2] == b"P6" else refuse)(data, *how))
     shown = client.get("/images", params={"id": "05.png"})
     assert Image.open(io.BytesIO(shown.content)).size == (40, 40)
     assert client.get("/images", params={"id": "03.png"}).status_code == 404

@@ -1,0 +1,232 @@
+"""Command-line arguments from the signature of a typed function, parsed by argparse.
+
+A parameter that may be given by position is a positional argument, a keyword-only one an option: `batch_size: int = 32`
+becomes `--batch-size 32`. Options that several commands share stand in a dataclass; its fields become options of the
+command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NoReturn, Union
+
+import docstring_parser
+
+from dualenc.errors import DualencError, nearest
+
+EMPTY = inspect.Parameter.empty
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise DualencError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def run_function(function: Callable[..., Any], prog: str, arguments: Sequence[str]) -> None:
+    """Parse a command line by the signature of a function, and call the function.
+
+    Args:
+        function: the typed function of a subcommand.
+        prog: what the usage line and error messages call it, such as `dualenc embed`.
+        arguments: the words after the command's name.
+
+    Raises:
+        DualencError: an unknown option (names the nearest valid one), a missing or superfluous argument, a value
+            of the wrong type.
+    """
+    _refuse_nul(prog, arguments)
+    parameters = list(_flattened(function))
+    options = [option for option in parameters if option.kind is option.KEYWORD_ONLY]
+    flags = {_label(option) for option in options if option.annotation is bool}
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    words = _normalize(arguments[:end], flags)
+    if "-h" in words or "--help" in words:
+        return _parser(function, prog, parameters).print_help()
+
+    # The parser knows the options only: what it leaves over are positional arguments and unknown options, in order.
+    parsed, positional = _parser(function, prog, options).parse_known_args(words)
+    for word in positional:
+        # A lone dash and a negative number are no options.
+        if re.match(r"-(?!\.?\d|\s|$)", word):
+            name = word.partition("=")[0]
+            suggestion = nearest(name, map(_label, options))
+            raise DualencError(f"{prog} has no option '{name}'{suggestion}; see {prog} --help")
+    values = _grouped(function, vars(parsed))
+    try:
+        bound = inspect.signature(function).bind(*positional, *arguments[end + 1 :], **values)
+    except TypeError as error:
+        raise DualencError(f"{prog}: {error}; see {prog} --help") from None
+    return function(*bound.args, **bound.kwargs)
+
+
+def _refuse_nul(prog: str, arguments: Sequence[str]) -> None:
+    """Refuse a NUL character here, where the option is known: the system's own error would not name it."""
+    place = "an argument"
+    for word in arguments:
+        if word.startswith("--"):
+            place = word.partition("=")[0]
+        if "\0" in word:
+            raise DualencError(f"{prog}: {place} holds a NUL character, which no path or text may; leave it out")
+        if not word.startswith("--"):
+            place = "an argument"
+
+
+def _grouped(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Values by parameter, with dataclasses made of the options that are their fields."""
+    for parameter in _parameters(function):
+        group = parameter.annotation
+        if _is_group(group):
+            names = {field.name for field in dataclasses.fields(group)}
+            fields = {name: values.pop(name) for name in names & values.keys()}
+            values[parameter.name] = group(**fields)
+    return values
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function or dataclass, with evaluated annotations."""
+    hints = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
+
+
+def _is_group(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint)
+
+
+def _flattened(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
+    """The parameters of a function, with the fields of dataclasses in the place of those."""
+    for parameter in _parameters(function):
+        if _is_group(parameter.annotation):
+            for field in _parameters(parameter.annotation):
+                yield field.replace(kind=field.KEYWORD_ONLY)
+        else:
+            yield parameter
+
+
+def _label(parameter: inspect.Parameter) -> str:
+    """What messages call an argument: SOURCE, or --batch-size."""
+    if parameter.kind is parameter.KEYWORD_ONLY:
+        return f"--{parameter.name.replace('_', '-')}"
+    return parameter.name.upper()
+
+
+def _normalize(arguments: Sequence[str], flags: set[str]) -> list[str]:
+    """Spell `--batch_size` with dashes, and `--json` as `--json=true`.
+
+    With an optional value, argparse would take whatever follows a flag as its value: `search --json INDEX QUERY`.
+    """
+    words: list[str] = []
+    for word in arguments:
+        if words and words[-1] in flags and word in ("true", "false"):
+            words[-1] += f"={word}"
+            continue
+        if word.startswith("--"):
+            option, equals, value = word.partition("=")
+            word = option.replace("_", "-") + equals + value
+        words.append(word)
+    return [f"{word}=true" if word in flags else word for word in words]
+
+
+def _parser(
+    function: Callable[..., Any], prog: str, parameters: Sequence[inspect.Parameter]
+) -> argparse.ArgumentParser:
+    """A parser of some of a function's parameters; positional ones are only for its help."""
+    description, texts = _documentation(function)
+    parser = _Parser(
+        prog=prog,
+        usage=_usage(prog, parameters),
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for parameter in parameters:
+        text = texts.get(parameter.name, "")
+        if parameter.default not in (EMPTY, None, False):
+            text += f" (default: {parameter.default})"
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            parser.add_argument(parameter.name, help=text)
+            continue
+        names = [_label(parameter)]
+        if len(parameter.name) == 1:
+            names.insert(0, f"-{parameter.name}")
+        parser.add_argument(*names, dest=parameter.name, help=text, **_conversion(parameter.annotation))
+    return parser
+
+
+def _usage(prog: str, parameters: Sequence[inspect.Parameter]) -> str:
+    """The required arguments, and those that may be repeated."""
+    words = [prog]
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            words.append(f"[{_label(parameter)} …]")
+        elif parameter.default is EMPTY:
+            words.append(_label(parameter))
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                words.append(parameter.name.upper())
+    return " ".join([*words, "[options]"])
+
+
+def _conversion(hint: Any) -> dict[str, Any]:
+    """Arguments of `add_argument` for a type: how to convert the text, and whether the option may be repeated."""
+    choices = [hint]
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        choices = [choice for choice in typing.get_args(hint) if choice is not type(None)]
+    origin = typing.get_origin(choices[0])
+    inner = typing.get_args(choices[0])
+    if hint is bool:
+        return {"type": boolean, "metavar": "[true|false]"}
+    if origin is Literal:
+        return {"choices": inner}
+    if origin is list:
+        return {"type": _list_of(inner[0]), "action": "extend"}
+    # "null" is a text like any other for an option that takes text.
+    if choices[0] is not str and choices != [hint]:
+        return {"type": _or_null(choices[0])}
+    return {"type": choices[0]}
+
+
+def boolean(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(text)
+    return text == "true"
+
+
+def _list_of(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """A converter of `1,5,10` or `[1,5,10]`."""
+
+    def convert(text: str) -> list[Any]:
+        if text == "[]":
+            return []
+        if text.startswith("[") and text.endswith("]"):
+            text = text[1:-1]
+        return [item(part.strip()) for part in text.split(",")]
+
+    convert.__name__ = f"list of {item.__name__}"
+    return convert
+
+
+def _or_null(number: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A converter of a number or `null`."""
+
+    def convert(text: str) -> Any:
+        return None if text == "null" else number(text)
+
+    convert.__name__ = f"{number.__name__} or null"
+    return convert
+
+
+def _documentation(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """The description of a function, and the texts of its arguments, those in dataclasses included, by name."""
+    parsed = docstring_parser.parse(function.__doc__ or "")
+    texts = {entry.arg_name: (entry.description or "").replace("%", "%%") for entry in parsed.params}
+    for parameter in _parameters(function):
+        if _is_group(parameter.annotation):
+            texts |= _documentation(parameter.annotation)[1]
+    return parsed.description or "", texts

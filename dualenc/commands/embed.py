@@ -1,0 +1,107 @@
+"""`dualenc embed`: a corpus with one side of a model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from dualenc.commands.checks import MAX_ITEMS, MAX_WORKERS, check_range
+from dualenc.commands.options import SOURCE, SourceOptions
+from dualenc.terminal import printable
+
+
+def embed(
+    model: str,
+    data: str,
+    *,
+    out: str,
+    side: Literal["left", "right"] | None = None,
+    source: SourceOptions = SOURCE,
+    limit: int | None = None,
+    batch_size: int = 32,
+    dtype: Literal["float16", "float32"] = "float32",
+    output: Literal["embedding", "features"] = "embedding",
+    dim: int | None = None,
+    autocast: Literal["bfloat16", "float16"] | None = None,
+    num_workers: int | None = None,
+    on_error: Literal["skip", "raise"] = "skip",
+    take_over_minutes: float = 10.0,
+    device: str | None = None,
+) -> None:
+    """Embed a corpus with one side of a model, into a folder that numpy reads.
+
+    The same command again resumes an interrupted run. Started several times, on any machines that share the folder, at
+    any moment (`sbatch --array=1-8`, spot machines, `accelerate launch -m dualenc embed …`), it shares the work: each
+    process claims one shard after the other, and one that dies loses no more than its shard.
+
+    Args:
+        model: model folder or name.
+        data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, data set by hub name, or the URL of
+            a table or of tars (https, s3, hf); for adapters a folder of embeddings, .npy file, or table with a
+            column of vectors.
+        out: folder to write: shard-*.npy, ids.txt, snippets.jsonl, columns.parquet, meta.json.
+        side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
+        limit: only the first rows of a table.
+        batch_size: items per forward pass.
+        dtype: precision of the stored vectors.
+        output: embedding for unit vectors, features for what probes use.
+        dim: keep only so many of the first components, as models trained with `dims` allow; by default all.
+        autocast: run the model in this precision.
+        num_workers: processes that decode images.
+        on_error: skip (and count) bad samples, or raise at the first one.
+        take_over_minutes: without a sign of life for that long, another machine's shard is taken over.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+    """
+    from dualenc import distributed
+    from dualenc.commands.evaluation import start_processes
+    from dualenc.data.sources import open_corpus
+    from dualenc.data.urls import display_name
+    from dualenc.encoders import load_model
+    from dualenc.search.embed import embed as embed_corpus
+
+    check_range(1, MAX_ITEMS, batch_size=batch_size)
+    check_range(1, sys.maxsize, limit=limit, dim=dim)
+    check_range(0, MAX_WORKERS, num_workers=num_workers)
+    check_range(0.1, 60 * 24 * 365, take_over_minutes=take_over_minutes)
+    encoder = load_model(model, device=str(start_processes(device)))
+    modality = None
+    if side is not None:
+        modality = encoder.tower(side).modality
+    elif source.text_column is None and encoder.kind != "image-text":
+        modality = encoder.right.modality
+    takes_queries = side == "left" and encoder.kind in ("query-document", "vector")
+    columns = dict(vars(source), columns=source.columns or ())
+    part = "queries" if takes_queries else "corpus"
+    corpus = open_corpus(data, part=part, modality=modality, limit=limit, on_error=on_error, **columns)
+    if side is None:
+        side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
+    # The absolute path of a folder finds it again, from wherever the index is searched.
+    folder = Path(model).expanduser()
+    recorded = str(folder.resolve()) if folder.is_dir() else model
+    embeddings = embed_corpus(
+        encoder.tower(side),
+        corpus,
+        out,
+        batch_size=batch_size,
+        dtype=dtype,
+        output=output,
+        dim=dim,
+        autocast=autocast,
+        num_workers=num_workers,
+        on_error=on_error,
+        take_over=60 * take_over_minutes,
+        identity={"side": side},
+        notes={"model": recorded, "kind": encoder.kind, "data": display_name(data)},
+    )
+    if distributed.is_main():
+        _report_skipped(embeddings.meta, len(embeddings))
+        print(printable(f"{len(embeddings):,} embeddings of dimension {embeddings.dim} ({side} side) → {out}"))
+
+
+def _report_skipped(meta: dict[str, Any], embedded: int) -> None:
+    if meta["skipped"]:
+        total = meta["skipped"] + embedded
+        first = meta["first_skipped"][0]
+        summary = f"left out {meta['skipped']:,} of {total:,} items"
+        print(printable(f"{summary}; the first, {first['id']}: {first['reason']}"), file=sys.stderr)

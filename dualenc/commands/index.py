@@ -1,0 +1,223 @@
+"""`dualenc index`: build a FAISS index, change it, verify it, or add texts to it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from dualenc.commands.checks import MAX_ITEMS, check_range
+from dualenc.commands.embed import embed
+from dualenc.commands.options import BUILD, SOURCE, BuildOptions, SourceOptions
+from dualenc.errors import DualencError
+from dualenc.files import open_regular, read_json_object
+from dualenc.files import remove as remove_path
+from dualenc.terminal import printable
+
+if TYPE_CHECKING:
+    from dualenc.search import Embeddings, Index
+
+RECALL_TOLERANCE = 0.01
+"""A recall this far below its target is not reported as a miss: it is measured with a few hundred queries."""
+
+
+def index(
+    source: str,
+    data: str | None = None,
+    *,
+    out: str | None = None,
+    build: BuildOptions = BUILD,
+    append: bool = False,
+    remove: str | None = None,
+    verify: bool = False,
+    embeddings: str | None = None,
+    bm25: bool = False,
+    texts: bool = False,
+    side: Literal["left", "right"] | None = None,
+    items: SourceOptions = SOURCE,
+    batch_size: int = 32,
+    device: str | None = None,
+) -> None:
+    """Build a FAISS index from EMBEDDINGS, or from MODEL and DATA; append to one, remove from one, or verify one.
+
+    What was built is measured: recall@10 against exact search, and how long a query takes. An IVF index that half of
+    the memory does not hold is filled in parts and merged on disk: the same command resumes an interrupted build, and
+    several of them at once share the parts.
+
+    With --bm25 the words of the texts are indexed, too, for `search --hybrid`, and with --texts the texts are kept for
+    `search --rerank`: from DATA, or from where the embeddings were made of. `dualenc index INDEX [DATA] --bm25 --texts`
+    does so for an index that is there.
+
+    Args:
+        source: folder of embeddings, model folder or name; for --remove, --verify, --bm25 and --texts also that of an
+            index; for --texts also what `dualenc push` wrote.
+        data: what to embed, with a model: BEIR folder, folder of images, table, tars, or hub name.
+        out: folder to write: index.faiss, ids.txt, snippets.jsonl, columns.parquet, meta.json.
+        append: add the vectors to the index that is in out.
+        remove: file with ids, one a line, to take out of the index.
+        verify: compare every file of an index or of embeddings with its checksum.
+        embeddings: with a model: folder to keep the embeddings in; by default they are removed when done.
+        bm25: index the words of the texts beside the vectors.
+        texts: keep the whole texts beside the vectors, for a cross-encoder to read.
+        side: with a model: left or right; by default documents, or whatever the data holds.
+        batch_size: items per forward pass.
+        device: such as cpu or cuda:0; by default a GPU if there is one.
+    """
+    from dualenc import distributed
+    from dualenc.search import is_index
+    from dualenc.search.engines import is_engine
+
+    if verify:
+        return _verify(source)
+    if remove is not None:
+        return _remove(source, remove)
+    add_texts = bm25 or texts
+    if out is None and add_texts and (is_index(source) or (texts and is_engine(source))):
+        return _add_texts(source, data, items, bm25=bm25, texts=texts)
+    if out is None:
+        raise DualencError("dualenc index needs --out; name the folder of the index")
+    _check_build(source, data, out, build, items, append)
+    folder = Path(source)
+    if data is not None:
+        # Hidden beside the index unless the user wants to keep them. The hidden folder outlives a failed build: a
+        # factory string that FAISS refuses does not cost the embedding.
+        folder = Path(embeddings or Path(out).with_name(f".{Path(out).name}.embeddings"))
+        dim = None if embeddings else build.dim
+        embed(source, data, out=str(folder), side=side, source=items, batch_size=batch_size, dim=dim, device=device)
+    if not distributed.is_main():
+        return None
+    _build(folder, out, build, append)
+    if data is not None and embeddings is None:
+        remove_path(folder)
+    if add_texts:
+        _add_texts(out, None if append else data, items, bm25=bm25, texts=texts)
+    return None
+
+
+def _check_build(
+    source: str, data: str | None, out: str, build: BuildOptions, items: SourceOptions, append: bool
+) -> None:
+    """Refuse what would fail after the embedding, which may take hours."""
+    from dualenc.search import is_index
+    from dualenc.search.build import LARGEST_PARAMETER, check_factory
+    from dualenc.search.embeddings import is_embeddings
+    from dualenc.search.index import check_target
+    from dualenc.search.kinds import parse_bytes
+
+    if build.memory is not None:
+        parse_bytes(build.memory)
+    check_factory(build.factory)
+    check_range(1, LARGEST_PARAMETER, nprobe=build.nprobe, ef_search=build.ef_search)
+    check_range(0, 1, target_recall=build.target_recall)
+    check_range(1, sys.maxsize, dim=build.dim)
+    check_range(0, MAX_ITEMS, recall_queries=build.recall_queries)
+    check_target(out)
+    if append and not is_index(out):
+        raise DualencError(f"{out}: holds no index to append to; leave out --append to build one")
+    if data is None and not is_embeddings(source):
+        raise DualencError(f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA")
+    if items.columns and data is None:
+        raise DualencError(f"{source}: holds embeddings; `dualenc embed … --columns` keeps columns, not index")
+
+
+def _build(folder: Path, out: str, build: BuildOptions, append: bool) -> None:
+    """Build an index from a folder of embeddings, or append them to one, and print what came of it."""
+    from dualenc.search import Embeddings, Index, change
+    from dualenc.search.kinds import parse_bytes
+
+    added = _first(Embeddings.open(folder, verify=True), build.dim)
+    if append:
+        appended = change.append(out, added)
+        print(printable(f"{len(added):,} vectors appended, now {len(appended):,} → {out}"))
+        return
+    queries = None
+    if build.queries is not None:
+        queries = _first(Embeddings.open(build.queries), build.dim).vectors[: build.recall_queries]
+    budget = None if build.memory is None else parse_bytes(build.memory)
+    built = Index.build(
+        added,
+        None,
+        build.factory,
+        memory=budget,
+        folder=out,
+        queries=queries,
+        recall_queries=build.recall_queries,
+        target_recall=build.target_recall,
+        metric=build.metric,
+        nprobe=build.nprobe,
+        ef_search=build.ef_search,
+        progress=True,
+    )
+    _describe(built, out, budget)
+
+
+def _first(embeddings: Embeddings, dim: int | None) -> Embeddings:
+    """The first components of the vectors, if they have more."""
+    return embeddings if dim is None or embeddings.dim == dim else embeddings.first(dim)
+
+
+def _describe(built: Index, out: str, budget: int | None) -> None:
+    """Print kind, recall and speed of an index, and how to improve a recall below its target."""
+    from dualenc.search.kinds import remedies
+
+    meta = built.meta
+    settings = "".join(f", {name}={value}" for name, value in meta["search_parameters"].items())
+    kind = f"{meta['factory']}{settings}, {meta['metric']}"
+    print(printable(f"{len(built):,} vectors of dimension {built.dim} ({kind}) → {out}"))
+    if "recall_at_10" not in meta:
+        return
+    print(f"recall@10 against exact search: {meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)")
+    if meta["recall_at_10"] < meta.get("target_recall", 0) - RECALL_TOLERANCE:
+        options = "; or ".join(remedies(meta["factory"], len(built), built.dim, budget)) or "--factory Flat"
+        print(printable(f"this misses the target of {meta['target_recall']:g}; to improve it: {options}"))
+    times = ", ".join(f"{name} {value:.2f} ms" for name, value in meta["latency_ms"].items())
+    print(f"a query alone: {times}; {meta['bytes_per_vector']:,} bytes per vector")
+
+
+def _add_texts(folder: str, data: str | None, items: SourceOptions, *, bm25: bool, texts: bool) -> None:
+    """Put BM25, the texts or both into the folder of an index, from the texts that it was made of."""
+    from dualenc.data.sources import open_corpus
+    from dualenc.search.engines import is_engine
+    from dualenc.search.lexical import add_lexical
+    from dualenc.search.texts import add_texts
+
+    recorded = data or read_json_object(Path(folder) / "meta.json").get("data")
+    if not isinstance(recorded, str):
+        raise DualencError(
+            f"{folder}: does not say what it was made of; name its texts: dualenc index INDEX DATA --bm25 --texts"
+        )
+    if bm25 and is_engine(folder):
+        raise DualencError(f"{folder}: an engine is searched by vectors alone; leave --bm25 out")
+    corpus = open_corpus(
+        recorded, modality="text", split=items.split, text_column=items.text_column, id_column=items.id_column
+    )
+    if bm25:
+        lexical = add_lexical(folder, corpus)
+        print(printable(f"BM25 over {lexical.count:,} texts → {folder}"))
+    if texts:
+        print(printable(f"{add_texts(folder, corpus):,} texts kept for cross-encoders → {folder}"))
+
+
+def _verify(folder: str) -> None:
+    """Open an index or embeddings with every file read and compared."""
+    from dualenc.search import Embeddings, Index
+    from dualenc.search.embeddings import is_embeddings
+
+    opened: Index | Embeddings
+    opened = Embeddings.open(folder, verify=True) if is_embeddings(folder) else Index.open(folder, verify=True)
+    size = sum(path.stat().st_size for path in Path(folder).iterdir())
+    print(printable(f"{folder}: {len(opened):,} vectors, {size / 2**20:,.1f} MiB, every file as it was written"))
+
+
+def _remove(folder: str, path: str) -> None:
+    """Remove the ids of a file from an index."""
+    from dualenc.search import change
+
+    try:
+        # Not `splitlines`: an id may hold other separators than a line break.
+        with open_regular(path) as stream:
+            ids = [line for line in stream.read().decode("utf-8").replace("\r\n", "\n").split("\n") if line]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DualencError(f"{path}: cannot be read ({error}); give a text file with one id a line") from None
+    changed = change.remove(folder, ids)
+    print(printable(f"{len(set(ids)):,} removed, now {len(changed):,} vectors → {folder}"))

@@ -1,0 +1,148 @@
+"""Options that several commands share, or that belong together; `dualenc.arguments` makes a flat list of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """Where the items of a corpus are.
+
+    Args:
+        split: of a data set that has several.
+        text_column: column with the texts, where it has no usual name.
+        image_column: column with the images, where it has no usual name.
+        vector_column: column with the vectors, where it has no usual name.
+        id_column: column with the ids; by default _id or id, or else row numbers.
+        columns: further columns of a table, separated by commas, kept to filter results by.
+    """
+
+    split: str = "train"
+    text_column: str | None = None
+    image_column: str | None = None
+    vector_column: str | None = None
+    id_column: str | None = None
+    columns: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """The kind of an index, and how its quality is measured.
+
+    Args:
+        factory: auto, or any FAISS factory string such as Flat, HNSW32, IVF1024,Flat or OPQ32,IVF4096,PQ32.
+        metric: cosine, or ip for the inner product.
+        dim: index only so many of the first components of the vectors; queries are cut likewise; by default all.
+        memory: memory for building and searching, such as 2GiB; by default what the machine has.
+        nprobe: lists that an IVF index visits; by default as many as target_recall needs.
+        ef_search: candidates that an HNSW index keeps; by default as many as target_recall needs.
+        target_recall: recall@10 that auto and the search parameters are chosen for.
+        recall_queries: how many queries to measure recall@10 with; 0 measures nothing.
+        queries: embeddings of real queries to measure with; by default a sample of the database.
+    """
+
+    factory: str = "auto"
+    metric: Literal["cosine", "ip"] = "cosine"
+    dim: int | None = None
+    memory: str | None = None
+    nprobe: int | None = None
+    ef_search: int | None = None
+    target_recall: float = 0.95
+    recall_queries: int = 500
+    queries: str | None = None
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How an index or an engine is opened.
+
+    Args:
+        model: model folder or name, if the one that made the index has moved.
+        nprobe: lists that an IVF index visits; by default what the build or the engine chose.
+        ef_search: candidates that an HNSW index keeps; by default what the build or the engine chose.
+        qdrant_path: the folder of Qdrant's embedded mode, if INDEX was pushed there; its files can run code, so name
+            only one that you trust.
+        device: such as cpu or cuda:0.
+    """
+
+    model: str | None = None
+    nprobe: int | None = None
+    ef_search: int | None = None
+    qdrant_path: str | None = None
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class RankingOptions:
+    """What else than the vectors decides the order of results.
+
+    Args:
+        hybrid: fuse with BM25: by reciprocal ranks (rrf) or weighted scores (weighted).
+        weight: with hybrid, of the vectors, from 0 to 1; BM25 has the rest.
+        rerank: folder or name of a sentence-transformers CrossEncoder that scores the best results again, by their
+            texts; its scores then count.
+        rerank_top: how many of the best it scores; the others are left out.
+    """
+
+    hybrid: Literal["rrf", "weighted"] | None = None
+    weight: float = 0.5
+    rerank: str | None = None
+    rerank_top: int = 100
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """A search engine to ask beside exact search.
+
+    Args:
+        engine: folder that `dualenc push` wrote for the documents: ask that engine, too, and compare with exact search.
+        qdrant_path: the folder of Qdrant's embedded mode, if ENGINE was pushed there; its files can run code, so name
+            only one that you trust.
+        where: search only documents that meet this: year>=2020, lang=en,de, lang!=en; may be repeated. Judgements of
+            others, and queries without a relevant document among them, are left out. The columns are fields of
+            corpus.jsonl or what embeddings have kept (`--columns`), with an engine those that were pushed.
+    """
+
+    engine: str | None = None
+    qdrant_path: str | None = None
+    where: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class RuleOptions:
+    """Which documents are hard negatives.
+
+    Args:
+        num_negatives: for each query at most.
+        first_rank: first rank to take, counted from 1 without known positives; 11 skips the first ten.
+        last_rank: last rank to take.
+        relative: a negative scores at most this share of its positive's score; null for no such limit.
+        margin: a negative scores at least so much less than its positive.
+        max_score: no negative scores more.
+        percentile: no negative scores more than this percentile (0 to 100) of the scores of all known pairs.
+        against: which score counts where a query has several positives.
+        pick: the best of what is left, or a random sample of it.
+        seed: of the random samples.
+    """
+
+    num_negatives: int = 8
+    first_rank: int = 1
+    last_rank: int = 100
+    relative: float | None = 0.95
+    margin: float | None = None
+    max_score: float | None = None
+    percentile: float | None = None
+    against: Literal["lowest", "mean", "highest"] = "mean"
+    pick: Literal["top", "random"] = "top"
+    seed: int = 0
+
+
+# Frozen, and thus fit to be default arguments.
+SOURCE = SourceOptions()
+BUILD = BuildOptions()
+SEARCH = SearchOptions()
+RANKING = RankingOptions()
+ENGINE = EngineOptions()
+RULE = RuleOptions()

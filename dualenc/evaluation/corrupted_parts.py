@@ -1,0 +1,287 @@
+"""The parts of the evaluation under corruptions: retrieval among versions, among images, robustness of a probe."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from dualenc import distributed
+from dualenc.data.identity import items_identity
+from dualenc.data.images import ImageFiles
+from dualenc.errors import DualencError
+from dualenc.evaluation import plots
+from dualenc.evaluation.corrupted import (
+    CLEAN,
+    Condition,
+    ImageVersions,
+    PrepareImages,
+    confusions,
+    encode_versions,
+    is_right,
+    mean_corruption_error,
+    nearest_images,
+    nearest_versions,
+    robustness_rows,
+    summarise,
+)
+from dualenc.evaluation.corruptions import CifarC, CleanImages, CorruptedImages, TinyImageNetC
+from dualenc.evaluation.images import align_labels, encoder_of, random_rows
+from dualenc.evaluation.ledger import Ledger
+from dualenc.evaluation.report import Entry, Figure, Gallery, Item, Table
+from dualenc.files import remove, removed_if_refused
+from dualenc.search.embed import tower_checksum
+from dualenc.terminal import printable
+
+if TYPE_CHECKING:
+    from sklearn.pipeline import Pipeline
+
+    from dualenc.encoders import Tower
+
+GALLERY_IMAGES = 4
+
+
+class Setup(NamedTuple):
+    """The model, the images and the settings that all parts share.
+
+    Attributes:
+        tower: the image tower.
+        prepare_views: images and seeds to augmented inputs of the tower.
+        source: the corrupted images.
+        clean: the images without corruption, if they are at hand.
+        limit: how many images to use; None for all.
+        out: folder for unfinished work.
+        signature: model, data and seed, as plain values.
+        seed: of corruptions and augmentation.
+        num_workers: processes that corrupt and augment.
+    """
+
+    tower: Tower
+    prepare_views: PrepareImages
+    source: CorruptedImages
+    clean: CleanImages | None
+    limit: int | None
+    out: Path
+    signature: dict[str, Any]
+    seed: int
+    num_workers: int
+
+
+@dataclass
+class Findings:
+    """Results of the parts: numbers for metrics.json, tables, figures and galleries for the report."""
+
+    metrics: dict[str, Any] = field(default_factory=dict)
+    retrieval: list[dict[str, object]] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    galleries: list[Gallery] = field(default_factory=list)
+
+    def add_retrieval(self, part: str, task: str, images: int, metrics: dict[str, float], **more: object) -> None:
+        """Add the numbers of a part that finds the other view of an image, and its row in the table of such parts."""
+        self.metrics[part] = {"images": images, **more, **metrics}
+        row: dict[str, object] = {"task": task, "images": images, "top-1": metrics["top1"]}
+        row |= {"first to second": metrics["top1_first_to_second"], "second to first": metrics["top1_second_to_first"]}
+        self.retrieval.append(row)
+
+
+def contents_of(tower: Tower, source: CorruptedImages, images: CleanImages | None) -> dict[str, Any]:
+    """Checksums of weights and images: names may stay while contents change."""
+    found = []
+    if distributed.is_main():
+        found = [_checksum(source), "" if images is None else _checksum(images)]
+    return {"images": len(source), "model": tower_checksum(tower), "contents": distributed.broadcast_object(found)}
+
+
+def _checksum(source: CorruptedImages) -> str:
+    if isinstance(source, CifarC | TinyImageNetC):
+        return items_identity(ImageFiles(source.path, source.files), "image")
+    assert isinstance(source, CleanImages)
+    return items_identity(source.images, "image")
+
+
+def measure(
+    setup: Setup,
+    part: str,
+    source: CorruptedImages,
+    conditions: list[Condition],
+    value_of: Callable[[list[int], np.ndarray], Sequence[Any]],
+    what: str,
+    *,
+    views: int = 0,
+    depends_on: dict[str, str],
+) -> dict[int, Any]:
+    """A plain value for each image, from the features of its versions. The processes share the images.
+
+    Finished values are kept in the folder of this part, where an interrupted run resumes. Images that cannot be read
+    are counted on stderr; where none can, that is an error and nothing is kept.
+
+    Args:
+        setup: the model and the images.
+        part: name of the folder of finished values.
+        source: the images.
+        conditions: which versions of them.
+        value_of: row numbers (n) and features (n, V, C, D) of images to one value for each.
+        what: name of the progress bar.
+        views: number of augmented views to embed; 0 for the features of unchanged images.
+        depends_on: what the values depend on besides the setup and the conditions.
+    """
+    prepare = setup.prepare_views if views else setup.tower.prepare
+    versions = ImageVersions(source, conditions, prepare, views=views, seed=setup.seed)
+    encode = encoder_of(setup.tower, "embedding" if views else "features")
+    indices = random_rows(len(source), setup.limit).tolist()
+    folder = setup.out / part
+    with removed_if_refused(folder, "part-*.ndjson"):
+        ledger: Ledger[int] = Ledger(folder, {**setup.signature, "conditions": conditions, **depends_on})
+        todo = ledger.missing(indices)
+        with tqdm(total=len(todo), desc=what, unit=" images", disable=not (todo and distributed.is_main())) as bar:
+            for block in encode_versions(versions, encode, indices=todo, num_workers=setup.num_workers):
+                values = value_of(block.indices, block.features) if block.indices else []
+                ledger.add(dict(zip(block.indices, values, strict=True)) | {index: None for index, _ in block.bad})
+                bar.update(len(block.indices) + len(block.bad))
+                if block.bad:
+                    tqdm.write(printable(f"{what}: left out {block.bad[0][1]}"))
+        done = {index: value for index, value in ledger.all_values().items() if value is not None}
+        if not done:
+            if distributed.is_main():
+                remove(folder)
+            raise DualencError(f"{what}: none of {len(indices)} images can be read; check the data")
+    return done
+
+
+def add_versions(found: Findings, setup: Setup, severity: int) -> None:
+    """Retrieval of the other view among the corrupted versions of the same image."""
+    names = setup.source.corruptions
+    done = measure(
+        setup,
+        "versions",
+        setup.source,
+        [(name, severity) for name in names],
+        lambda indices, features: nearest_versions(features).tolist(),
+        "corrupted retrieval",
+        views=2,
+        depends_on={"task": "versions"},
+    )
+    nearest = np.array(list(done.values()), dtype=np.int64)
+    task = f"among {len(names)} versions of the image"
+    found.add_retrieval("corrupted", task, len(nearest), summarise(nearest, names), severity=severity)
+    rates = confusions(nearest)
+    mistaken = []
+    for number, name in enumerate(names):
+        others = np.where(np.arange(len(names)) == number, -1.0, rates[number])
+        other = int(others.argmax())
+        row = {"corruption": name, "top-1": float(rates[number, number])}
+        mistaken.append({**row, "most often taken for": names[other], "share": float(others[other])})
+    found.tables.append(Table("By corruption", mistaken))
+    plot = plots.heat(rates, names, names, xlabel="version found")
+    found.figures.append(Figure("What the views of each version (row) find", plot))
+    if distributed.is_main():
+        found.galleries += _galleries(setup.source, list(done), nearest, severity)
+
+
+def add_plain(found: Findings, setup: Setup, images: CleanImages) -> None:
+    """Retrieval of the other view among all clean images."""
+    versions = ImageVersions(images, [CLEAN], setup.prepare_views, views=2, seed=setup.seed)
+    rows = random_rows(len(images), setup.limit).tolist()
+    own = rows[distributed.rank_slice(len(rows))]
+    encode = encoder_of(setup.tower, "embedding")
+    blocks = [
+        block.features[:, :, 0]
+        for block in encode_versions(versions, encode, indices=own, num_workers=setup.num_workers)
+        if block.indices
+    ]
+    everything = [block for part in distributed.gather_objects(blocks) for block in part]
+    if not everything:
+        raise DualencError("none of the clean images can be read; check the data")
+    nearest = nearest_images(np.concatenate(everything))
+    found.add_retrieval("plain", "among all images, not corrupted", len(nearest), summarise(nearest))
+
+
+def add_robustness(
+    found: Findings,
+    setup: Setup,
+    classifier: Pipeline,
+    severities: Sequence[int],
+    class_names: Sequence[str] | None,
+    baseline: np.ndarray | None,
+) -> None:
+    """Accuracy of a linear probe, fit on clean features, under every corruption at every severity.
+
+    `baseline` holds the (C, S) errors of another model, to divide by.
+    """
+    scaler, regression = (step for _, step in classifier.steps)
+    parameters = (regression.coef_, regression.intercept_, scaler.mean_, scaler.scale_)
+
+    def is_correct(source: CorruptedImages, conditions: list[Condition], part: str, what: str) -> np.ndarray:
+        """(n, C) whether the classifier is correct for each image under each condition."""
+        labels = tested_labels(source, class_names)
+
+        def correct(indices: list[int], features: np.ndarray) -> list[list[int]]:
+            predicted = classifier.predict(features.reshape(-1, features.shape[-1])).reshape(len(indices), -1)
+            return (predicted == labels[indices][:, None]).astype(int).tolist()
+
+        digests = {"classifier": _digest(*parameters), "labels": _digest(labels)}
+        done = measure(setup, part, source, conditions, correct, what, depends_on={**digests, "task": "robustness"})
+        return np.array(list(done.values()), dtype=bool)
+
+    names = setup.source.corruptions
+    conditions = [(name, severity) for name in names for severity in severities]
+    right = is_correct(setup.source, conditions, "robustness", "robustness")
+    errors = 1 - right.reshape(len(right), len(names), len(severities)).mean(axis=0)
+    metrics: dict[str, Any] = {"images": len(right), "mean_corruption_error": mean_corruption_error(errors)}
+    if setup.clean is not None and setup.clean.labels is not None:
+        metrics["clean_accuracy"] = float(is_correct(setup.clean, [CLEAN], "clean", "clean images").mean())
+    if baseline is not None:
+        metrics["relative_to_baseline"] = mean_corruption_error(errors, baseline)
+    found.tables.append(Table("Robustness of a linear probe", [dict(metrics)]))
+    found.tables.append(Table("Accuracy by corruption and severity", robustness_rows(errors, names, severities)))
+    columns = [str(severity) for severity in severities]
+    plot = plots.heat(1 - errors, names, columns, xlabel="severity")
+    found.figures.append(Figure("Accuracy of a linear probe by corruption and severity", plot))
+    metrics["errors"] = {name: dict(zip(columns, row)) for name, row in zip(names, errors.tolist())}
+    found.metrics["robustness"] = metrics
+
+
+def _digest(*arrays: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for values in arrays:
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()
+
+
+def tested_labels(source: CorruptedImages, class_names: Sequence[str] | None) -> np.ndarray:
+    """(N,) labels of the images to test, in the class numbers of the training images."""
+    if source.labels is None:
+        raise DualencError("the images to test have no labels, which the robustness table needs; give a label column")
+    return align_labels(source.labels, source.class_names, class_names, "the images to test")
+
+
+def _galleries(source: CorruptedImages, rows: list[int], found: np.ndarray, severity: int) -> list[Gallery]:
+    """The images whose versions are distinguished best and worst, and what each first view found."""
+    share = is_right(found).mean(axis=(1, 2))
+    order = np.argsort(-share, kind="stable")
+    count = min(GALLERY_IMAGES, len(order) // 2 or 1)
+
+    def entry(place: int) -> Entry:
+        row = rows[place]
+        items = [
+            Item(
+                "" if got == number else f"took it for {source.corruptions[got] if got >= 0 else 'several'}",
+                image=source.image(row, name, severity),
+                note=name,
+                relevant=got == number,
+            )
+            for number, (name, got) in enumerate(zip(source.corruptions, found[place, 0].tolist()))
+        ]
+        query = Item(f"image {row}", note=f"{share[place]:.0%} of its views find their pair")
+        return Entry(query, items)
+
+    return [
+        Gallery("Images whose versions are distinguished best", [entry(int(place)) for place in order[:count]]),
+        Gallery("Images whose versions are distinguished worst", [entry(int(place)) for place in order[::-1][:count]]),
+    ]

@@ -1,0 +1,53 @@
+"""Embeddings below an evaluation's output, from which an interrupted evaluation resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dualenc import distributed
+from dualenc.data.identity import digest_of
+from dualenc.files import check_folder_target, read_json_object, remove
+from dualenc.search.embed import embed, tower_checksum
+from dualenc.search.embeddings import Embeddings, is_embeddings
+
+if TYPE_CHECKING:
+    from dualenc.data import Corpus
+    from dualenc.encoders import Tower
+    from dualenc.types import Side
+
+
+def embed_into(
+    folder: Path,
+    tower: Tower,
+    corpus: Corpus,
+    batch_size: int,
+    *,
+    side: Side | None = None,
+    model: str = "",
+    **how: Any,
+) -> Embeddings:
+    """Embed into a folder below an evaluation's output; embeddings of another model or other data are replaced.
+
+    Finished shards of an interrupted run are kept where the checksums of weights and items are the same.
+
+    Args:
+        folder: where to.
+        tower: the model's side.
+        corpus: what to embed.
+        batch_size: items per forward pass.
+        side: for models with two.
+        model: what the user calls it, for the record.
+        how: further arguments of `dualenc.search.embed.embed`.
+    """
+    # Changed items under the same ids are noticed by `embed` itself.
+    identity = ({} if side is None else {"side": side}) | {"ids": digest_of(corpus.ids)}
+    if distributed.is_main():
+        check_folder_target(folder, is_embeddings, "embeddings")
+        meta = read_json_object(folder / "meta.json") if (folder / "meta.json").is_file() else {}
+        wanted = {**identity, "model_checksum": tower_checksum(tower)}
+        if any(meta.get(name) != value for name, value in wanted.items()):
+            remove(folder)
+    distributed.barrier()
+    how |= {"identity": identity, "notes": {"model": model} if model else None}
+    return embed(tower, corpus, folder, batch_size=batch_size, progress=distributed.is_main(), **how)
