@@ -42,28 +42,27 @@ def embed(
     autocast: Literal["bfloat16", "float16"] | None = None,
     num_workers: int | None = None,
     on_error: Literal["skip", "raise"] = "skip",
-    take_over_minutes: float = 10.0,
     device: str | None = None,
 ) -> None:
     """Embed a corpus with one side of a model, into a folder that numpy reads.
 
     The same command again resumes an interrupted run. Started several times, on any machines that share the folder, at
     any moment (`sbatch --array=1-8`, spot machines, `accelerate launch -m dualenc embed …`), it shares the work: each
-    claims one shard after the other, and one that dies loses no more than its shard.
+    locks one shard after the other, and one that dies loses no more than its shard.
 
     Args:
         model: model folder or name.
         data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, data set by hub name, or the URL of
             a table or of tars (https, s3, hf); for adapters a folder of embeddings, .npy file, or table with a
             column of vectors.
-        out: folder to write: shard-*.npy, ids.txt, snippets.jsonl, columns.parquet, meta.json.
+        out: folder to write: data-*.arrow, order.npy, meta.json.
         side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
         split: of a data set that has several.
         text_column: column with the texts, where it has no usual name.
         image_column: column with the images, where it has no usual name.
         vector_column: column with the vectors, where it has no usual name.
         id_column: column with the ids; by default _id or id, or else row numbers.
-        columns: further columns of a table, separated by commas, kept in columns.parquet to filter results by.
+        columns: further columns of a table, separated by commas, kept to filter results by.
         limit: only the first rows of a table.
         batch_size: items per forward pass.
         dtype: precision of the stored vectors.
@@ -72,7 +71,6 @@ def embed(
         autocast: run the model in this precision.
         num_workers: processes that decode images.
         on_error: skip (and count) bad samples, or raise at the first one.
-        take_over_minutes: without a sign of life for that long, another machine's shard is taken over.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
@@ -85,7 +83,6 @@ def embed(
     check_range(1, MOST_ITEMS, batch_size=batch_size)
     check_range(1, sys.maxsize, limit=limit, dim=dim)
     check_range(0, MOST_WORKERS, num_workers=num_workers)
-    check_range(0.1, 60 * 24 * 365, take_over_minutes=take_over_minutes)
     encoder = load_model(model, device=str(start_processes(device)))
     modality = None
     if side is not None:
@@ -111,7 +108,7 @@ def embed(
     path = Path(model).expanduser()
     notes = {"model": str(path.resolve()) if path.is_dir() else model, "kind": encoder.kind, "data": shown(data)}
     how: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "output": output, "dim": dim, "autocast": autocast}
-    how |= {"num_workers": num_workers, "on_error": on_error, "take_over": 60 * take_over_minutes}
+    how |= {"num_workers": num_workers, "on_error": on_error}
     embeddings = embed_corpus(encoder.tower(side), corpus, out, **how, identity={"side": side}, notes=notes)
     if distributed.is_main():
         meta = embeddings.meta
@@ -166,7 +163,7 @@ def index(
         source: folder of embeddings, model folder or name; for --remove, --verify, --bm25 and --texts also that of an
             index; for --texts also what `dualenc push` wrote.
         data: what to embed, with a model: BEIR folder, folder of images, table, tars, or hub name.
-        out: folder to write: index.faiss, ids.txt, snippets.jsonl, columns.parquet, meta.json.
+        out: folder to write: index.faiss, items.arrow, order.npy, meta.json.
         factory: auto, or any FAISS factory string such as Flat, HNSW32, IVF1024,Flat or OPQ32,IVF4096,PQ32.
         metric: cosine, or ip for the inner product.
         dim: index only so many of the first components of the vectors; queries are cut likewise; by default all.
@@ -272,7 +269,7 @@ def _add_beside(folder: str, data: str | None, *, bm25: bool, texts: bool, **how
     from dualenc.files import read_json_object
     from dualenc.search.engines import is_engine
     from dualenc.search.lexical import add_lexical
-    from dualenc.search.texts import add_texts
+    from dualenc.search.kept import add_texts
 
     recorded = data or read_json_object(Path(folder) / "meta.json").get("data")
     if not isinstance(recorded, str):

@@ -20,7 +20,7 @@ from dualenc.data.images import decode_upload
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.lexical import FOLDER as LEXICAL
 from dualenc.search.searcher import Query, Searcher
-from dualenc.search.texts import FOLDER as TEXTS
+from dualenc.search.kept import FOLDER as TEXTS
 from dualenc.serve.batching import Batcher
 from dualenc.serve.metrics import Metrics
 from dualenc.terminal import printable

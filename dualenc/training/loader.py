@@ -132,7 +132,7 @@ class Guide:
             stored = Embeddings.open(folder)
             self._stored[side] = stored.vectors
             files = stored.meta["files"]
-            made_of = [f"{name} {files[name]}" for name in sorted(files) if name.endswith((".npy", "ids.txt"))]
+            made_of = [f"{name} {files[name]}" for name in sorted(files) if name.endswith(".arrow")]
             self._checksums[side] = digest_of(made_of)
             self._rows[side] = stored.rows_of(corpus.ids)
             if (self._rows[side] < 0).all():
