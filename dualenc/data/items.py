@@ -4,7 +4,7 @@
     order.npy    (N,) uint32: the rows in the order of their ids, for binary search
 
 Besides its characters an id takes 8 bytes on disk and none in memory. Files may be damaged or made by somebody else:
-their structure is checked when they are opened, and the offsets of strings when a record batch is first read.
+structure and offsets of strings are checked when they are opened.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import bisect
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,47 +30,44 @@ ORDER = "order.npy"
 BATCH_ROWS = 2**14
 MANY_IDS = 1000
 """For more ids than this, one pass over all of them is faster than a binary search for each."""
-_REPLACED = "id", "vector", "text"
-_STRINGS = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 
 
 class Texts(Sequence[str]):
-    """N strings in the chunks of a column, decoded when they are asked for.
+    """N strings of a column, decoded when they are asked for.
 
     Args:
-        chunks: strings, mapped from files.
+        strings: mapped from files.
         path: of the file or folder, for error messages.
         mend: how to repair it, for error messages.
+
+    Raises:
+        DualencError: offsets that point outside the data, or a missing string.
     """
 
-    def __init__(self, chunks: Sequence[pa.Array], path: Path, mend: str) -> None:
-        self.path, self.mend = path, mend
-        self._chunks = list(chunks)
-        self._starts = [0, *itertools.accumulate(map(len, self._chunks))]
-        self._checked: set[int] = set()
+    def __init__(self, strings: pa.ChunkedArray, path: Path, mend: str) -> None:
+        self.strings = strings
+        self.path = path
+        self.mend = mend
+        # Offsets are checked here, so that no other memory is ever read; strings only when they are decoded.
+        self.as_bytes = pa.chunked_array([chunk.view(_BYTES[chunk.type]) for chunk in strings.chunks])
+        with _damage_reported(path, mend):
+            self.as_bytes.validate(full=True)
+            if strings.null_count:
+                raise ValueError("a string is missing")
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return len(self.strings)
 
     def __getitem__(self, row: Any) -> Any:
-        if not isinstance(row, slice):
-            row = range(len(self))[row]
-            number = bisect.bisect_right(self._starts, row) - 1
-            return self._decoded(self.chunk(number).slice(row - self._starts[number], 1))[0]
-        start, stop, step = row.indices(len(self))
-        if step != 1:
-            return [self[i] for i in range(start, stop, step)]
-        found: list[str] = []
-        while start < stop:
-            number = bisect.bisect_right(self._starts, start) - 1
-            end = min(stop, self._starts[number + 1])
-            found += self._decoded(self.chunk(number).slice(start - self._starts[number], end - start))
-            start = end
-        return found
+        try:
+            return self.strings[row].to_pylist() if isinstance(row, slice) else self.strings[row].as_py()
+        except UnicodeDecodeError as error:
+            raise DualencError(f"{self.path}: corrupt ({error}); {self.mend}") from None
 
     def __iter__(self) -> Iterator[str]:
-        for number in range(len(self._chunks)):
-            yield from self._decoded(self.chunk(number))
+        for start in range(0, len(self), BATCH_ROWS):
+            yield from self[start : start + BATCH_ROWS]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str):
@@ -84,43 +82,20 @@ class Texts(Sequence[str]):
         texts = ["" if row < 0 else self[row] for row in rows.ravel().tolist()]
         return np.array(texts, dtype=object).reshape(rows.shape)
 
-    def chunk(self, number: int) -> pa.Array:
-        """One chunk, whose offsets are inside its data.
-
-        Raises:
-            DualencError: they are not, or a string is missing.
-        """
-        chunk = self._chunks[number]
-        if number not in self._checked:
-            check_strings(chunk, self.path, self.mend)
-            self._checked.add(number)
-        return chunk
-
-    def chunked(self) -> pa.ChunkedArray:
-        """All strings as bytes, without a copy."""
-        chunks = [self.chunk(number).view(_STRINGS[chunk.type]) for number, chunk in enumerate(self._chunks)]
-        return pa.chunked_array(chunks, chunks[0].type if chunks else pa.binary())
-
-    def _decoded(self, chunk: pa.Array) -> list[str]:
-        try:
-            return chunk.to_pylist()
-        except UnicodeDecodeError as error:
-            raise DualencError(f"{self.path}: corrupt ({error}); {self.mend}") from None
-
 
 class Ids(Texts):
     """N distinct ids and their rows.
 
     Args:
-        chunks: strings, mapped from files.
+        strings: mapped from files.
         path: of the file or folder, for error messages.
         mend: how to repair it, for error messages.
-        order: file with the rows in the order of the ids.
+        order_path: file with the rows in the order of the ids.
     """
 
-    def __init__(self, chunks: Sequence[pa.Array], path: Path, mend: str, order: Path) -> None:
-        super().__init__(chunks, path, mend)
-        self._order_path = order
+    def __init__(self, strings: pa.ChunkedArray, path: Path, mend: str, order_path: Path) -> None:
+        super().__init__(strings, path, mend)
+        self._order_path = order_path
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._row(name) >= 0
@@ -128,9 +103,16 @@ class Ids(Texts):
     def rows(self, names: Iterable[str]) -> np.ndarray:
         """The row of each id, int64; -1 for an id that does not exist."""
         names = list(names)
-        if len(names) > MANY_IDS:
-            return self._rows_in_one_pass(names)
-        return np.array([self._row(name) for name in names], dtype=np.int64)
+        if len(names) <= MANY_IDS:
+            return np.array([self._row(name) for name in names], dtype=np.int64)
+        # An id may have half a surrogate pair, which is no string of Arrow's.
+        encoded = [name.encode("utf-8", "surrogatepass") for name in names]
+        wanted = pa.array(encoded, self.as_bytes.type).dictionary_encode()
+        places = pc.fill_null(pc.index_in(self.as_bytes, value_set=wanted.dictionary), -1).to_numpy()
+        found = np.flatnonzero(places >= 0)
+        row_of = np.full(len(wanted.dictionary), -1, dtype=np.int64)
+        row_of[places[found]] = found
+        return row_of[wanted.indices.to_numpy()]
 
     def _row(self, name: str) -> int:
         try:
@@ -141,23 +123,12 @@ class Ids(Texts):
         except IndexError:
             raise DualencError(f"{self._order_path}: corrupt (a row beyond {len(self)}); {self.mend}") from None
 
-    def _rows_in_one_pass(self, names: list[str]) -> np.ndarray:
-        wanted = pa.array([name.encode("utf-8", "surrogatepass") for name in names], pa.binary()).dictionary_encode()
-        places = pc.fill_null(pc.index_in(self.chunked(), value_set=wanted.dictionary), -1).to_numpy()
-        found = np.flatnonzero(places >= 0)
-        row_of = np.full(len(wanted.dictionary), -1, dtype=np.int64)
-        row_of[places[found]] = found
-        return row_of[wanted.indices.to_numpy()]
-
     @functools.cached_property
     def _order(self) -> np.ndarray:
-        try:
+        with _damage_reported(self._order_path, self.mend):
             order = np.load(self._order_path, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # numpy's own, and those of the tokenizer and the zip reader behind it
-            why = " ".join(str(error).split())[:80]
-            raise DualencError(f"{self._order_path}: corrupt ({why}); {self.mend}") from None
-        if not isinstance(order, np.ndarray) or order.dtype != np.uint32 or order.shape != (len(self),):
-            raise DualencError(f"{self._order_path}: corrupt (no row numbers of {len(self)} ids); {self.mend}")
+            if order.dtype != np.uint32 or order.shape != (len(self),):
+                raise ValueError(f"no row numbers of {len(self)} ids")
         return np.asarray(order)
 
 
@@ -182,32 +153,24 @@ class ItemTable:
     def __init__(self, paths: Sequence[Path], count: int, mend: str) -> None:
         where = paths[0] if len(paths) == 1 else paths[0].parent
         self.batches = [batch for path in paths for batch in read_batches(path, mend)]
-        schema = self.batches[0].schema
-        if len(set(schema.names)) < len(schema.names):
-            raise DualencError(f"{where}: has two columns of one name; {mend}")
-        if any(not batch.schema.equals(schema) for batch in self.batches):
-            raise DualencError(f"{where}: its files have different columns; {mend}")
-        if "id" not in schema.names or schema.field("id").type != pa.string():
-            raise DualencError(f"{where}: has no column of ids; {mend}")
-        if (found := sum(batch.num_rows for batch in self.batches)) != count:
-            raise DualencError(f"{where}: has {found} rows instead of {count}; {mend}")
-        self.ids = Ids(self._chunks("id"), where, mend, paths[0].with_name(ORDER))
-        self.texts: Texts | None = None
-        if "text" in schema.names:
-            if schema.field("text").type not in _STRINGS:
-                raise DualencError(f"{where}: its column text holds {schema.field('text').type}; {mend}")
-            self.texts = Texts(self._chunks("text"), where, mend)
-        names = [name for name in schema.names if name not in _REPLACED]
-        self.columns: pa.Table | None = None
-        if names:
-            self.columns = pa.Table.from_batches([batch.select(names).replace_schema_metadata() for batch in self.batches])
-            try:
-                self.columns.validate(full=True)
-            except pa.ArrowException as error:
-                raise DualencError(f"{where}: corrupt ({_first_line(error)}); {mend}") from None
-
-    def _chunks(self, name: str) -> list[pa.Array]:
-        return [batch.column(name) for batch in self.batches]
+        try:
+            table = pa.Table.from_batches(self.batches, self.batches[0].schema.remove_metadata())
+        except pa.ArrowException:
+            raise DualencError(f"{where}: its files have different columns; {mend}") from None
+        names = table.schema.names
+        if len(set(names)) < len(names) or "id" not in names:
+            raise DualencError(f"{where}: has no column of ids, or two columns of one name; {mend}")
+        for name in {"id", "text"} & set(names):
+            if table.schema.field(name).type not in _BYTES:
+                raise DualencError(f"{where}: its column {name} holds {table.schema.field(name).type}; {mend}")
+        if len(table) != count:
+            raise DualencError(f"{where}: has {len(table)} rows instead of {count}; {mend}")
+        self.ids = Ids(table.column("id"), where, mend, paths[0].with_name(ORDER))
+        self.texts = Texts(table.column("text"), where, mend) if "text" in names else None
+        columns = table.drop_columns([name for name in ("id", "vector", "text") if name in names])
+        with _damage_reported(where, mend):
+            columns.validate(full=True)
+        self.columns = columns if columns.column_names else None
 
 
 def read_batches(path: Path, mend: str) -> list[pa.RecordBatch]:
@@ -218,32 +181,24 @@ def read_batches(path: Path, mend: str) -> list[pa.RecordBatch]:
     """
     if not path.is_file():
         raise DualencError(f"{path}: missing; {mend}")
-    try:
+    with _damage_reported(path, mend, "truncated or corrupt"):
         reader = ipc.open_file(pa.memory_map(str(path)))
         batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         for batch in batches:
             batch.validate()
         _ = reader.schema.names  # they are decoded here
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise DualencError(f"{path}: truncated or corrupt ({_first_line(error)}); {mend}") from None
-    if not batches:
-        raise DualencError(f"{path}: truncated or corrupt (no rows); {mend}")
+        if not batches:
+            raise ValueError("no rows")
     return batches
 
 
-def check_strings(chunk: pa.Array, path: Path, mend: str) -> None:
-    """Check that the offsets of strings are inside their data, so that no other memory is read.
-
-    Raises:
-        DualencError: they are not, or a string is missing.
-    """
+@contextmanager
+def _damage_reported(path: Path, mend: str, what: str = "corrupt") -> Iterator[None]:
     try:
-        # As bytes: strings would be decoded, too, which takes much longer for texts.
-        chunk.view(_STRINGS[chunk.type]).validate(full=True)
-        if chunk.null_count:
-            raise pa.ArrowInvalid("a string is missing")
-    except pa.ArrowException as error:
-        raise DualencError(f"{path}: corrupt ({_first_line(error)}); {mend}") from None
+        yield
+    except Exception as error:  # Arrow's, numpy's, and those of the tokenizer and the zip reader behind numpy
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise DualencError(f"{path}: {what} ({lines[0][:120]}); {mend}") from None
 
 
 def item_batch(
@@ -268,8 +223,7 @@ def item_batch(
         arrays["text"] = pa.array([in_utf8(text) for text in texts], pa.large_string())
     if columns is not None:
         for name in columns.column_names:
-            chunks = columns.column(name).combine_chunks()
-            arrays[name] = chunks.combine_chunks() if isinstance(chunks, pa.ChunkedArray) else chunks
+            arrays[name] = columns.column(name).combine_chunks()
     return pa.record_batch(arrays)
 
 
@@ -316,7 +270,7 @@ def write_items(
 def write_order(ids: Ids, path: Path) -> None:
     """Write the rows in the order of their ids."""
     with atomic_path(path) as part:
-        save_array(part, pc.sort_indices(ids.chunked()).to_numpy().astype(np.uint32))
+        save_array(part, pc.sort_indices(ids.as_bytes).to_numpy().astype(np.uint32))
 
 
 def check_ids(ids: Sequence[str]) -> None:
@@ -347,7 +301,3 @@ def check_ids(ids: Sequence[str]) -> None:
     if again >= 0:
         rows = order[again].as_py(), order[again + 1].as_py()
         raise DualencError(f"id {ids[rows[0]]!r} is a duplicate, at rows {rows[0]} and {rows[1]}; ids must differ")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__

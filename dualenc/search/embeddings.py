@@ -1,7 +1,7 @@
 """Writing embeddings: shard by shard, by any number of workers that see one folder, resumable at any moment.
 
-    data-00001.lock      while the folder is written: the lock of the one worker that writes that shard
-    finish.lock          and of the one that writes what is in `dualenc.data.embeddings` besides shards
+data-00001.lock      while the folder is written: the lock of the one worker that writes that shard
+finish.lock          and of the one that writes what is in `dualenc.data.embeddings` besides shards
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class EmbeddingWriter:
             remove(path)
 
     def remove_if_unused(self) -> None:
-        """After an error: remove a folder that this worker made, if it holds no vector and no other worker is active."""
+        """Remove a folder that this worker made, if it holds no vector and no other worker is active."""
         if not self._is_new or not self.folder.is_dir():
             return
         for number in range(len(self.ranges)):

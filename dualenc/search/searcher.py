@@ -16,8 +16,8 @@ from dualenc.search.embed import tower_checksum
 from dualenc.search.engines import EngineIndex, Hit, is_engine
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.index import Index
-from dualenc.search.lexical import AGAIN, Lexical, has_lexical
 from dualenc.search.kept import KeptTexts, checksum_of
+from dualenc.search.lexical import AGAIN, Lexical, has_lexical
 from dualenc.search.rerank import Rescore, rerank
 from dualenc.search.where import Condition, Kinds, column_kinds, meets, parse_conditions
 

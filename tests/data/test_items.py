@@ -122,8 +122,7 @@ def test_no_flipped_bit_reads_other_memory(tmp_path: Path) -> None:
         (tmp_path / ITEMS).write_bytes(changed)
         try:
             use(opened(tmp_path, 3))
-        except DualencError as error:
-            assert "\n" not in str(error)
+        except DualencError:
             reported += 1
     assert reported > 300
 
@@ -156,7 +155,7 @@ def test_a_missing_id_is_reported(tmp_path: Path) -> None:
     ("batch", "message"),
     [
         ({"name": ["a", "b"]}, "has no column of ids"),
-        ({"id": [1, 2]}, "has no column of ids"),
+        ({"id": [1, 2]}, "its column id holds int64"),
         ({"id": ["a", "b"], "text": [1, 2]}, "its column text holds int64"),
         ({"id": ["a"]}, "has 1 rows instead of 2"),
     ],
@@ -167,7 +166,9 @@ def test_tables_of_something_else(tmp_path: Path, batch: dict[str, list], messag
         opened(tmp_path, 2)
 
 
-@pytest.mark.parametrize("order", [np.array([0, 1, 9], np.uint32), np.array([0, 1], np.uint32), np.zeros(3), b"", b"PK"])
+@pytest.mark.parametrize(
+    "order", [np.array([0, 1, 9], np.uint32), np.array([0, 1], np.uint32), np.zeros(3), b"", b"PK"]
+)
 def test_an_order_that_does_not_fit(tmp_path: Path, order: Any) -> None:
     write_items(tmp_path, "abc")
     if isinstance(order, bytes):

@@ -20,7 +20,6 @@ from pyarrow import dataset
 
 from dualenc.data.items import item_batch, read_batches, write_batches
 from dualenc.data.sources import open_corpus
-
 from dualenc.errors import DiskFull, DualencError
 from dualenc.files import checksums, sizes
 from dualenc.search.embeddings import Embeddings, EmbeddingWriter, ShardedVectors, is_embeddings, shard_ranges
@@ -210,9 +209,7 @@ def test_a_corrupt_shard_is_named(tmp_path: Path, content: bytes, verify: bool) 
     one_line(error)
 
 
-@pytest.mark.parametrize(
-    "name", ["data-00000.arrow", "data-00001.arrow", "data-00002.arrow", "order.npy"]
-)
+@pytest.mark.parametrize("name", ["data-00000.arrow", "data-00001.arrow", "data-00002.arrow", "order.npy"])
 @pytest.mark.parametrize("place", [0.01, 0.5, 0.99])
 def test_a_flipped_bit_is_noticed(tmp_path: Path, name: str, place: float) -> None:
     write(tmp_path / "emb")
@@ -479,7 +476,10 @@ def test_not_a_folder_of_embeddings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "message"),
-    [(99, "written by a newer dualenc"), (3, "older dualenc (format 3); run the same `dualenc embed` into another folder")],
+    [
+        (99, "written by a newer dualenc"),
+        (3, "older dualenc (format 3); run the same `dualenc embed` into another folder"),
+    ],
 )
 def test_another_version_is_refused(tmp_path: Path, version: int, message: str) -> None:
     (tmp_path / "meta.json").write_text(json.dumps({"format": "dualenc embeddings", "version": version}))

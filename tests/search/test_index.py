@@ -32,7 +32,9 @@ IDS = [f"doc {i}" for i in range(2000)]
 
 def on_disk(folder: Path, vectors: np.ndarray, **identity: Any) -> Embeddings:
     names = [f"doc {i}" for i in range(len(vectors))]
-    writer = EmbeddingWriter(folder, names, vectors.shape[1], "float32", identity, {"model": "models/m"}, snippet="text {}".format)
+    writer = EmbeddingWriter(
+        folder, names, vectors.shape[1], "float32", identity, {"model": "models/m"}, snippet="text {}".format
+    )
     for number in writer.missing():
         rows = writer.ranges[number]
         writer.write(number, vectors[rows.start : rows.stop])

@@ -17,9 +17,9 @@ from sentence_transformers import CrossEncoder
 from dualenc.data import Corpus
 from dualenc.errors import DualencError
 from dualenc.search import Index
+from dualenc.search.kept import KeptTexts, add_texts, checksum_of
 from dualenc.search.rerank import open_cross_encoder, rerank
 from dualenc.search.searcher import Query, Searcher
-from dualenc.search.kept import KeptTexts, add_texts, checksum_of
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
