@@ -951,7 +951,7 @@ def trees(toys: Path) -> Iterator[Case]:
         inner = [
             file
             for file in files_of(toys / toy)
-            if "/" in file and file.endswith((".ndjson", ".npy", "ids.txt", "meta.json"))
+            if "/" in file and file.endswith((".ndjson", ".npy", ".arrow", "meta.json"))
         ]
         for file in inner[:2]:
             ways = {"noise": holding(NOISE), "empty": holding(b""), "flipped": flipped(0), "a folder": as_folder}

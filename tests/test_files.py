@@ -378,7 +378,7 @@ class TestFullDisk:
             writer.finish()
             return missing
 
-        with pytest.raises(DiskFull, match=f"^{tiny_disk}/emb/shard-00001.npy: could not be written, no space left"):
+        with pytest.raises(DiskFull, match=f"^{tiny_disk}/emb/data-00001.arrow: could not be written, no space left"):
             embedded()
         grow = ["mount", "-o", "remount,size=250k", "tmpfs", str(tiny_disk)]
         subprocess.run(grow, check=True)

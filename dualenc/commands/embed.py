@@ -26,21 +26,20 @@ def embed(
     autocast: Literal["bfloat16", "float16"] | None = None,
     num_workers: int | None = None,
     on_error: Literal["skip", "raise"] = "skip",
-    take_over_minutes: float = 10.0,
     device: str | None = None,
 ) -> None:
-    """Embed a corpus with one side of a model, into a folder that numpy reads.
+    """Embed a corpus with one side of a model, into a folder of Arrow files.
 
     The same command again resumes an interrupted run. Started several times, on any machines that share the folder, at
     any moment (`sbatch --array=1-8`, spot machines, `accelerate launch -m dualenc embed …`), it shares the work: each
-    process claims one shard after the other, and one that dies loses no more than its shard.
+    process locks one shard after the other, and one that dies loses no more than its shard.
 
     Args:
         model: model folder or name.
         data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, data set by hub name, or the URL of
             a table or of tars (https, s3, hf); for adapters a folder of embeddings, .npy file, or table with a
             column of vectors.
-        out: folder to write: shard-*.npy, ids.txt, snippets.jsonl, columns.parquet, meta.json.
+        out: folder to write: data-*.arrow, order.npy, meta.json.
         side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
         limit: only the first rows of a table.
         batch_size: items per forward pass.
@@ -50,7 +49,6 @@ def embed(
         autocast: run the model in this precision.
         num_workers: processes that decode images.
         on_error: skip (and count) bad samples, or raise at the first one.
-        take_over_minutes: without a sign of life for that long, another machine's shard is taken over.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
@@ -63,7 +61,6 @@ def embed(
     check_range(1, MAX_ITEMS, batch_size=batch_size)
     check_range(1, sys.maxsize, limit=limit, dim=dim)
     check_range(0, MAX_WORKERS, num_workers=num_workers)
-    check_range(0.1, 60 * 24 * 365, take_over_minutes=take_over_minutes)
     encoder = load_model(model, device=str(start_processes(device)))
     modality = None
     if side is not None:
@@ -90,7 +87,6 @@ def embed(
         autocast=autocast,
         num_workers=num_workers,
         on_error=on_error,
-        take_over=60 * take_over_minutes,
         identity={"side": side},
         notes={"model": recorded, "kind": encoder.kind, "data": display_name(data)},
     )

@@ -52,7 +52,7 @@ def index(
         source: folder of embeddings, model folder or name; for --remove, --verify, --bm25 and --texts also that of an
             index; for --texts also what `dualenc push` wrote.
         data: what to embed, with a model: BEIR folder, folder of images, table, tars, or hub name.
-        out: folder to write: index.faiss, ids.txt, snippets.jsonl, columns.parquet, meta.json.
+        out: folder to write: index.faiss, items.arrow, order.npy, meta.json.
         append: add the vectors to the index that is in out.
         remove: file with ids, one a line, to take out of the index.
         verify: compare every file of an index or of embeddings with its checksum.
@@ -178,8 +178,8 @@ def _add_texts(folder: str, data: str | None, items: SourceOptions, *, bm25: boo
     """Put BM25, the texts or both into the folder of an index, from the texts that it was made of."""
     from dualenc.data.sources import open_corpus
     from dualenc.search.engines import is_engine
+    from dualenc.search.kept import add_texts
     from dualenc.search.lexical import add_lexical
-    from dualenc.search.texts import add_texts
 
     recorded = data or read_json_object(Path(folder) / "meta.json").get("data")
     if not isinstance(recorded, str):

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from dualenc.data.tables import DataTable
 
-TAKEN = ("id", "vector", "snippet", "score")
-"""What an engine calls its own columns."""
+RESERVED = ("id", "vector", "text", "snippet", "score")
+"""Columns that dualenc or an engine adds itself."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 # What a text of a csv or json line stands for; 007 and 1e999 are no numbers, 19 digits may not fit.
 _LOOKS = {
@@ -35,7 +35,7 @@ def check_column_names(names: Sequence[str]) -> None:
     for place, name in enumerate(names):
         if not _NAME.fullmatch(name):
             raise DualencError(f"column {name!r} cannot be kept: give it a name of letters, digits and _ in the table")
-        if name.lower() in TAKEN:
+        if name.lower() in RESERVED:
             raise DualencError(f"column {name!r} cannot be kept: every result has its own {name.lower()}; rename it")
         if name.lower() in [other.lower() for other in names[:place]]:
             raise DualencError(f"column {name!r} is asked for twice; name each column once")

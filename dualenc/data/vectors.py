@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from dualenc.data.columns import Column, Picked, number_distinct
 from dualenc.data.corpus import Corpus
+from dualenc.data.embeddings import Array, Embeddings, ShardedVectors, is_embeddings
 from dualenc.data.line_tables import ColumnKind, check_columns
 from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import PairDataset
@@ -19,11 +22,6 @@ from dualenc.data.tables import DataTable, open_table, peek_columns
 from dualenc.data.urls import display_name
 from dualenc.errors import DualencError
 from dualenc.types import Items, OnError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from dualenc.search.embeddings import Array
 
 VECTOR_NAMES = ("vector", "embedding", "embeddings", "vectors", "emb")
 ID_NAMES = ("_id", "id", "docid", "doc_id", "document_id")
@@ -141,12 +139,9 @@ def _number(items: Items, rows: np.ndarray, deduplicate: bool) -> tuple[np.ndarr
 
 def is_vectors(path: str | Path) -> bool:
     """Whether a path is a folder of embeddings or a .npy file."""
-    if not (Path(path) / "meta.json").is_file() or not any(Path(path).glob("shard-*")):
-        return Path(path).suffix == ".npy"
-    # Embeddings on disk are the format of `search`; imported only where there are any, since that brings FAISS.
-    from dualenc.search.embeddings import is_embeddings
-
-    return is_embeddings(path)
+    # Another folder of data may have a meta.json of its own, of whatever kind.
+    shards = (*Path(path).glob("data-*.arrow"), *Path(path).glob("shard-*.npy"))
+    return Path(path).suffix == ".npy" or (bool(shards) and is_embeddings(path))
 
 
 def open_vectors(
@@ -176,8 +171,6 @@ def open_vectors(
         DualencError: no such file or column, something else than vectors, nothing usable.
         BadSample: a bad vector, under on_error="raise".
     """
-    from dualenc.search.embeddings import Embeddings
-
     ids: list[str | None]
     where: Callable[[int], str] = f"{source} row {{}}".format
     table: DataTable | None = None
@@ -241,11 +234,6 @@ class VectorColumn:
     """
 
     def __init__(self, table: DataTable, name: str, dim: int | None = None) -> None:
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        from dualenc.search.embeddings import ShardedVectors
-
         array = table.dataset.data.column(name)
         self.rows = np.arange(len(array))
         self.is_list = _is_list(array.type) and _is_list(array.type.value_type)
@@ -285,8 +273,6 @@ class VectorColumn:
 
 def holds_vectors(table: DataTable, name: str) -> bool:
     """Whether a column is one of lists of floating-point numbers, or of lists of such lists."""
-    import pyarrow as pa
-
     kind = inner = table.dataset.data.schema.field(name).type
     while _is_list(inner):
         inner = inner.value_type
@@ -294,9 +280,8 @@ def holds_vectors(table: DataTable, name: str) -> bool:
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    import pyarrow.types as kinds
-
-    return kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)
+    types = pa.types
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def matrix_faults(matrix: Array) -> Faults:

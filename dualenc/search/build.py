@@ -185,7 +185,7 @@ def check_factory(factory: str, num_vectors: int | None = None) -> None:
         if num_vectors is not None and int(lists) > num_vectors:
             raise _unfit(factory, f"has {lists} lists for {num_vectors} vectors")
     if "IDMap" in factory:
-        raise _unfit(factory, "numbers the vectors itself, and ids.txt does that already; leave IDMap out")
+        raise _unfit(factory, "numbers the vectors itself, and items.arrow does that already; leave IDMap out")
 
 
 def _unfit(factory: str, why: str) -> DualencError:

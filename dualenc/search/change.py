@@ -11,23 +11,21 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import faiss
 import numpy as np
+import pyarrow as pa
 
+from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import sum_checksums
+from dualenc.data.items import Ids, check_ids
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, locked
 from dualenc.search.build import Database, reason
-from dualenc.search.embeddings import Embeddings
-from dualenc.search.engines.where import column_kinds
 from dualenc.search.index import Index, is_index, write_contents
-from dualenc.search.lines import BLOCK_LINES, MappedIds, check_ids
 from dualenc.search.parts import LISTS, ROWS_AT_ONCE, lists_of, merge_lists, split, with_codes
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from dualenc.search.where import column_kinds
 
 MEASURED = ("target_recall", "recall_at_10", "recall_queries", "recall_queries_from", "latency_ms")
 
@@ -61,17 +59,16 @@ def _append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
     if not len(embeddings):
         raise DualencError("no vectors to append; give at least one")
     check_ids(embeddings.ids)
-    for start in range(0, len(embeddings), BLOCK_LINES):
-        names = embeddings.ids[start : start + BLOCK_LINES]
-        known = np.flatnonzero(_mapped(index).rows(names) >= 0)
-        if len(known):
-            raise DualencError(f"{folder}: has an item {names[known[0]]!r} already; remove it first, or leave it out")
+    present = np.flatnonzero(_mapped(index).rows(embeddings.ids) >= 0)
+    if len(present):
+        name = embeddings.ids[int(present[0])]
+        raise DualencError(f"{folder}: has an item {name!r} already; remove it first, or leave it out")
     database, before = Database(embeddings, index.meta["metric"]), len(index)
     snippets: Iterator[str] | None = None
     if index.snippets is not None or embeddings.snippets is not None:
-        old, new = index.snippets, embeddings.snippets
-        shown = ((old, before), (new, len(embeddings)))
-        snippets = ("" if some is None else some[row] for some, count in shown for row in range(count))
+        old = itertools.repeat("", before) if index.snippets is None else index.snippets
+        new = itertools.repeat("", len(embeddings)) if embeddings.snippets is None else embeddings.snippets
+        snippets = itertools.chain(old, new)
     columns = _joined(index, embeddings, folder)
     with atomic_folder(folder, is_index, "index") as part:
         part.mkdir()
@@ -159,8 +156,6 @@ def _joined(index: Index, embeddings: Embeddings, folder: Any) -> pa.Table | Non
     """The columns of an index and of what is appended; what only one of them has is missing in the other."""
     if index.columns is None and embeddings.columns is None:
         return None
-    import pyarrow as pa
-
     there = {} if index.columns is None else dict(column_kinds(index.columns))
     for name, kind in column_kinds(embeddings.columns).items():
         if there.get(name, kind) != kind:
@@ -173,8 +168,8 @@ def _joined(index: Index, embeddings: Embeddings, folder: Any) -> pa.Table | Non
     return joined.drop_columns(["_"]) if "_" in joined.column_names else joined
 
 
-def _mapped(index: Index) -> MappedIds:
-    assert isinstance(index.ids, MappedIds), "an opened index has its ids on disk"
+def _mapped(index: Index) -> Ids:
+    assert isinstance(index.ids, Ids), "an opened index has its ids on disk"
     return index.ids
 
 

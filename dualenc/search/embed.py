@@ -55,13 +55,12 @@ def embed(
     on_error: OnError = "skip",
     identity: dict[str, Any] | None = None,
     notes: dict[str, Any] | None = None,
-    take_over: float = 600.0,
     progress: bool = True,
 ) -> Embeddings:
     """Embed every item of a corpus with one tower.
 
     Any number of workers that see `out` share the work: processes of `accelerate launch`, tasks of a SLURM array, spot
-    machines, actors of Ray. Each claims one shard after the other, may come late or die at any moment, and gets the
+    machines, actors of Ray. Each locks one shard after the other, may start late or die at any moment, and gets the
     finished embeddings, which are those of one process. A run resumes one with the same tower, options and ids; shards
     with items whose contents have changed since, bad ones that were mended included, are embedded again.
 
@@ -80,8 +79,6 @@ def embed(
         on_error: leave out bad samples (counted in `meta["skipped"]`), or raise at the first one.
         identity: further entries of meta.json that a run must share to resume this one, such as the side.
         notes: further entries of meta.json that need not be equal, such as the model's name.
-        take_over: seconds without a sign of life after which the shard of another worker is taken over; that of a
-            process of this machine that is gone is at once.
         progress: show a progress bar.
 
     Returns:
@@ -111,19 +108,24 @@ def embed(
 
     if out is not None:
         identity["model_checksum"] = tower_checksum(tower)
-        # A new folder is removed on an error only if no other worker has written to it or is about to.
-        with removed_if_refused(out, "shard-*.[nc]*") if distributed.is_main() else contextlib.nullcontext():
+        make_folder = removed_if_refused(out) if distributed.is_main() else contextlib.nullcontext()
+        with make_folder:
             contents = functools.partial(_contents, corpus)
             texts = functools.partial(_texts, corpus) if corpus.modality == "text" else None
-            writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes, contents, texts)
+            snippet = corpus.text if corpus.modality == "text" else None
+            how: dict[str, Any] = {"contents": contents, "texts": texts, "snippet": snippet, "columns": corpus.columns}
+            writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes, **how)
             with tqdm(total=len(corpus), desc="embed", unit=" items", disable=not shows) as bar:
 
                 def encode(number: int) -> tuple[np.ndarray, Skipped]:
                     bar.total = bar.n + sum(len(writer.ranges[n]) for n in writer.unwritten())
                     return encoder.shard(writer.ranges[number], bar)
 
-                snippet = corpus.text if corpus.modality == "text" else None
-                embeddings = writer.write_all(encode, snippet, take_over, corpus.columns)
+                try:
+                    embeddings = writer.write_all(encode)
+                except Exception:
+                    writer.remove_if_unused()
+                    raise
         distributed.barrier()
         return embeddings
 

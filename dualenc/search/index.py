@@ -7,11 +7,15 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import faiss
 import numpy as np
+import pyarrow as pa
 
+from dualenc.data.embeddings import Embeddings, read_head
+from dualenc.data.identity import texts_checksum
+from dualenc.data.items import ITEMS, ORDER, Ids, ItemTable, check_ids, in_utf8, write_items
 from dualenc.errors import DualencError, UnknownId, Unsupported
 from dualenc.files import (
     atomic_folder,
@@ -40,10 +44,8 @@ from dualenc.search.build import (
     set_parameter,
     tune,
 )
-from dualenc.search.embeddings import Embeddings, read_columns, read_head
 from dualenc.search.filtered import search_among
 from dualenc.search.kinds import choose_factory
-from dualenc.search.lines import MappedIds, Snippets, check_ids, lines_files, write_ids, write_snippets
 from dualenc.search.parts import (
     LISTS,
     built_in_parts,
@@ -56,16 +58,16 @@ from dualenc.search.parts import (
 from dualenc.types import Metric
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    from dualenc.data import Corpus
 
 FORMAT = "dualenc index"
-FORMAT_VERSION = 3
-"""1 had a checksum of index.faiss alone, 2 no arrays beside ids.txt and snippets.jsonl, and no sizes."""
-OLDEST_VERSION = 2
+FORMAT_VERSION = 4
+"""Versions before 4 had ids and columns in files of text, JSON lines and Parquet."""
 KEPT = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped", "texts_checksum")
 """What an index remembers of its embeddings: which model and side made them, and from what."""
 WRITE_BYTES = 1 << 22
 REBUILD = "build the index again"
+OLDER = "embed the data and build the index again"
 TUNED_FROM = 100
 """From so many queries on half of them choose the search parameters, and the other half measure the choice."""
 
@@ -88,14 +90,15 @@ class Index:
         faiss_index: Any,
         ids: Sequence[str],
         meta: dict[str, Any],
-        snippets: Sequence[str] | Snippets | None = None,
+        snippets: Sequence[str] | None = None,
         columns: pa.Table | None = None,
     ) -> None:
         self.faiss = faiss_index
-        self.ids: Sequence[str] = ids if isinstance(ids, MappedIds) else list(ids)
+        self.ids: Sequence[str] = ids if isinstance(ids, Ids) else list(ids)
         self.meta = dict(meta)
-        self.snippets, self.columns = snippets, columns
-        if not isinstance(self.ids, MappedIds):
+        self.snippets = snippets
+        self.columns = columns
+        if not isinstance(self.ids, Ids):
             # One more entry, so that FAISS's row -1 ("nothing found") reads as no id.
             self._id_of_row = np.array([*self.ids, ""], dtype=object)
 
@@ -254,15 +257,14 @@ class Index:
         return cls(index, embeddings.ids, meta, embeddings.snippets, embeddings.columns)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the folder: `index.faiss`, `ids.txt`, `meta.json`, and snippets and columns if there are any.
+        """Write the folder: `index.faiss`, `items.arrow` with ids, snippets and columns, `order.npy` and `meta.json`.
 
         Raises:
             DualencError: the folder holds something that is not an index.
         """
         with locked(folder), atomic_folder(folder, is_index, "index") as part:
             part.mkdir(parents=True)
-            snippets = None if self.snippets is None else (self.snippet(row) for row in range(len(self)))
-            write_contents(part, Path(folder), self.faiss, self.ids, snippets, self.columns, self.meta)
+            write_contents(part, Path(folder), self.faiss, self.ids, self.snippets, self.columns, self.meta)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Index:
@@ -283,18 +285,14 @@ class Index:
                 f"{folder}: no such folder; make an index with `dualenc index MODEL DATA --out {folder}`"
             )
         path = folder / "meta.json"
-        told = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
-        read_head(folder, FORMAT, (OLDEST_VERSION, FORMAT_VERSION), told, REBUILD)
+        other = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
+        read_head(folder, FORMAT, (FORMAT_VERSION, FORMAT_VERSION), other, OLDER)
         meta = read_json_object(path, {"dim": int, "count": int, "metric": str, "files": dict})
         check_kept(path, meta, REBUILD)
 
         path = folder / "index.faiss"
-        snippets = folder / "snippets.jsonl"
-        texts = ["ids.txt", *(["snippets.jsonl"] if snippets.exists() else [])]
         on_disk = (folder / LISTS).exists()
-        names = ["index.faiss", *([LISTS] if on_disk else [])]
-        names += [file for name in texts for file in lines_files(folder, name)]
-        names += ["columns.parquet"] if (folder / "columns.parquet").exists() else []
+        names = ["index.faiss", ITEMS, ORDER, *([LISTS] if on_disk else [])]
         verify_files(folder, names, meta, REBUILD, verify)
         try:
             index = open_merged(path) if on_disk else open_alone(path)
@@ -303,9 +301,13 @@ class Index:
         for name, found in (("dim", index.d), ("count", index.ntotal)):
             if meta[name] != found:
                 raise DualencError(f"{path}: has {name} {found}, but meta.json says {meta[name]}; {REBUILD}")
-        ids = MappedIds(folder / "ids.txt", index.ntotal)
-        columns = read_columns(folder / "columns.parquet", index.ntotal, REBUILD)
-        return cls(index, ids, meta, Snippets(snippets, index.ntotal) if snippets.exists() else None, columns)
+        items = ItemTable([folder / ITEMS], index.ntotal, REBUILD)
+        return cls(index, items.ids, meta, items.texts, items.columns)
+
+    @property
+    def items_checksum(self) -> str:
+        """Checksum of the file of ids, which identifies the items of an index that was opened."""
+        return str(self.meta["files"].get(ITEMS))
 
     def search(
         self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
@@ -331,7 +333,7 @@ class Index:
 
     def ids_at(self, rows: np.ndarray) -> np.ndarray:
         """The ids of rows of any shape, as an array of texts; "" for -1: many at once take far less than one by one."""
-        return self.ids.texts(rows) if isinstance(self.ids, MappedIds) else self._id_of_row[rows]
+        return self.ids.take(rows) if isinstance(self.ids, Ids) else self._id_of_row[rows]
 
     def search_rows(
         self,
@@ -363,7 +365,7 @@ class Index:
             UnknownId: an id that is not there.
             Unsupported: FAISS cannot give the vectors of such an index back.
         """
-        if isinstance(self.ids, MappedIds):
+        if isinstance(self.ids, Ids):
             rows = self.ids.rows(ids).tolist()
         else:
             row_of = {name: row for row, name in enumerate(self.ids)}
@@ -462,13 +464,7 @@ def write_contents(
             _write_faiss(index, part / "index.faiss")
         finally:
             lists.filename = str(before)
-    write_ids(part / "ids.txt", ids)
-    if snippets is not None:
-        write_snippets(part / "snippets.jsonl", snippets)
-    if columns is not None:
-        import pyarrow.parquet as pq
-
-        pq.write_table(columns, part / "columns.parquet")
+    write_items(part, ids, snippets, columns)
     files = checksums(part, sorted(path.name for path in part.iterdir()))
     head = {"format": FORMAT, "version": FORMAT_VERSION, **meta, "faiss": faiss.__version__}
     # A meta that was read from a folder says its version and files, too.
@@ -501,6 +497,40 @@ def _write_faiss(index: Any, path: Path) -> None:
             if failed:
                 raise failed[0] from None
             raise
+
+
+def rows_in(corpus: Corpus, index: Index, folder: str | os.PathLike[str]) -> list[int]:
+    """The row of a corpus that each item of an index was made of.
+
+    Raises:
+        DualencError: the corpus lacks one, or has another text under its id than was embedded.
+    """
+    row_of = {name: row for row, name in enumerate(corpus.ids)}
+    rows = [row_of.get(name, -1) for name in index.ids]
+    if -1 in rows:
+        name = index.ids[rows.index(-1)]
+        raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what the index was made of")
+    # After `--remove` the beginnings of the texts are all that is recorded of them.
+    for row, snippet in zip(rows, index.snippets or ()):
+        if snippet != in_utf8(corpus.text(row)):
+            _refuse_changed(folder, f"of {corpus.ids[row][:80]!r} ")
+    check_unchanged(corpus, rows, index.meta, folder)
+    return rows
+
+
+def check_unchanged(
+    corpus: Corpus, rows: Sequence[int], meta: Mapping[str, Any], folder: str | os.PathLike[str]
+) -> None:
+    """Insist that texts are those that a meta.json has the checksum of, if it has one."""
+    recorded = meta.get("texts_checksum")
+    if recorded is not None and recorded != texts_checksum((corpus.ids[row], corpus[row]) for row in rows):
+        _refuse_changed(folder)
+
+
+def _refuse_changed(folder: str | os.PathLike[str], which: str = "") -> NoReturn:
+    raise DualencError(
+        f"{folder}: the text {which}in the data is not what was embedded; embed and index the data again"
+    )
 
 
 def _check_at_least(least: int, **numbers: int | None) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, is_folder_of, locked, read_json_object, write_json
+from dualenc.search.index import Index, rows_in
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
@@ -127,13 +128,10 @@ def add_lexical(folder: str | os.PathLike[str], corpus: Corpus) -> Lexical:
     Raises:
         DualencError: no texts, or not those of the index, or texts that have changed since they were embedded.
     """
-    from dualenc.search.index import Index
-    from dualenc.search.texts import rows_in
-
     if corpus.modality != "text":
         raise DualencError(f"{folder}: BM25 needs texts, and its data holds {corpus.modality}s; leave --bm25 out")
     with locked(folder):
         index = Index.open(folder)
         lexical = Lexical.build(corpus[row] for row in rows_in(corpus, index, folder))
-        lexical.save(folder, str(index.meta["files"].get("ids.txt")))
+        lexical.save(folder, index.items_checksum)
     return lexical

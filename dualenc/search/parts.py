@@ -41,6 +41,7 @@ from dualenc.files import (
 )
 from dualenc.search.build import Database, new_index, reason, train, training_rows
 from dualenc.search.kinds import training_rows_in
+from dualenc.search.locks import claimed
 
 PART_BYTES = 2**28
 """Of the codes of a part, at most; a smaller budget has smaller parts."""
@@ -129,16 +130,16 @@ def built_in_parts(
                 for number, some in list(waiting.items()):
                     path = work / f"part-{number:05d}.faiss"
                     with contextlib.suppress(FileNotFoundError), claimed(path.with_suffix(".lock")) as mine:
-                        if mine and not path.exists() and not (work / "merged.faiss").exists():
+                        is_wanted = (work / "plan.json").exists() and not (work / "merged.faiss").exists()
+                        if mine and is_wanted and not path.exists():
                             _fill(database, some, number, work, factory)
                     if path.exists():
                         del waiting[number]
                         bar.update(len(some))
                 time.sleep(0.2 if waiting else 0)  # another process is at work on what is left
-        if not work.exists():
-            yield None
-            return
-        with claimed(work / "merging.lock", wait=True):
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(FileNotFoundError):  # another process has merged the parts
+                held.enter_context(claimed(work / "merging.lock", wait=True))
             if not (work / "plan.json").exists():
                 yield None
                 return
@@ -234,21 +235,6 @@ def _end_of_codes(stream: BinaryIO) -> int:
         stream.seek(4 * number(), os.SEEK_CUR)  # trained values
         return number() + stream.tell()
     return 4 * number() + stream.tell() if kind in (b"IxFI", b"IxF2", b"IxFl") else -1
-
-
-@contextlib.contextmanager
-def claimed(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Hold a lock on a file, which ends with this process; yields whether it is held, as with `wait` it always is."""
-    with open(path, "a") as stream:
-        if sys.platform != "win32":
-            import fcntl
-
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                yield False
-                return
-        yield True
 
 
 @contextlib.contextmanager

@@ -13,13 +13,13 @@ from dualenc.encoders.dual import num_rows, take, unit_norm
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
 from dualenc.search.embed import tower_checksum
-from dualenc.search.engines import Condition, EngineIndex, Hit, column_kinds, is_engine, parse_conditions
-from dualenc.search.engines.where import Kinds, meets
+from dualenc.search.engines import EngineIndex, Hit, is_engine
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.index import Index
+from dualenc.search.kept import KeptTexts, checksum_of
 from dualenc.search.lexical import AGAIN, Lexical, has_lexical
 from dualenc.search.rerank import Rescore, rerank
-from dualenc.search.texts import KeptTexts, checksum_of
+from dualenc.search.where import Condition, Kinds, column_kinds, meets, parse_conditions
 
 if TYPE_CHECKING:
     from dualenc.encoders import DualEncoder, Tower
@@ -137,7 +137,7 @@ class Searcher:
         if hybrid and isinstance(index, EngineIndex):
             raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
         if hybrid or (hybrid is None and isinstance(index, Index) and has_lexical(folder)):
-            how["lexical"] = Lexical.open(folder, str(index.meta["files"].get("ids.txt")))
+            how["lexical"] = Lexical.open(folder, index.items_checksum)
         if before is not None and recorded and tower_checksum(before.encoder.tower(side)) == recorded:
             return cls(folder, index, before.encoder, **how)
         encoder = load_model(model or _recorded_model(index, folder), device=device)

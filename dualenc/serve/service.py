@@ -18,9 +18,9 @@ from PIL import Image
 
 from dualenc.decoding import decode_upload, decoding_apart
 from dualenc.errors import BadSample, DualencError
+from dualenc.search.kept import FOLDER as TEXTS
 from dualenc.search.lexical import FOLDER as LEXICAL
 from dualenc.search.searcher import Query, Searcher
-from dualenc.search.texts import FOLDER as TEXTS
 from dualenc.serve.batching import Batcher
 from dualenc.serve.metrics import Metrics
 from dualenc.terminal import printable

@@ -131,7 +131,7 @@ class Guide:
         for side, folder, corpus in zip(SIDES, (left, right), corpora(pairs)):
             stored = Embeddings.open(folder)
             files = stored.meta["files"]
-            contents = [f"{name} {files[name]}" for name in sorted(files) if name.endswith((".npy", "ids.txt"))]
+            contents = [f"{name} {files[name]}" for name in sorted(files) if name.endswith(".arrow")]
             rows = stored.rows_of(corpus.ids)
             num_found = int((rows >= 0).sum())
             if num_found == 0:

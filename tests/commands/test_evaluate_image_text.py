@@ -80,5 +80,5 @@ def test_captions_and_images_replaced_in_place_count_anew(model: Path, tmp_path:
     assert evaluate(model, data, "--out", tmp_path / "out") == 0
     assert evaluate(model, data, "--out", tmp_path / "fresh") == 0
     for name in ("images-test", "texts-test"):
-        shards = [tmp_path / out / "embeddings" / name / "shard-00000.npy" for out in ("out", "fresh")]
+        shards = [tmp_path / out / "embeddings" / name / "data-00000.arrow" for out in ("out", "fresh")]
         assert shards[0].read_bytes() == shards[1].read_bytes()

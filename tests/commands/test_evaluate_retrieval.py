@@ -117,7 +117,7 @@ def test_finished_embeddings_are_not_computed_again(
     assert evaluate(model, data, "--out", tmp_path) == 0
     first = (tmp_path / "run.trec").read_bytes()
     (tmp_path / "run.trec").unlink()
-    (tmp_path / "embeddings" / "queries-test" / "shard-00000.npy").unlink()  # as if killed before it was written
+    (tmp_path / "embeddings" / "queries-test" / "data-00000.arrow").unlink()  # as if killed before it was written
     encoded = []
     from dualenc.search import embed as module
 

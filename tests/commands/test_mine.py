@@ -46,12 +46,12 @@ def test_the_table_tells_what_the_file_holds(
 def test_other_limits_embed_nothing_anew(tmp_path: Path, toy_text: Path, beir: Path) -> None:
     words = ("mine", toy_text, beir, "--out", tmp_path / "mined.jsonl")
     run(*words)
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "mined.jsonl-embeddings").rglob("shard-*")}
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "mined.jsonl-embeddings").rglob("data-*")}
     first = (tmp_path / "mined.jsonl").read_bytes()
     run(*words, "--relative", "null", "--first-rank", 11, "--last-rank", 20, "--form", "tevatron")
     assert (tmp_path / "mined.jsonl").read_bytes() != first
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mined.jsonl-embeddings").rglob("shard-*")} == kept
-    assert len(kept) >= 4
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mined.jsonl-embeddings").rglob("data-*")} == kept
+    assert len(kept) >= 2
     run(*words)
     assert (tmp_path / "mined.jsonl").read_bytes() == first
 

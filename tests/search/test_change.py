@@ -123,7 +123,7 @@ def test_mistakes_change_nothing(tmp_path: Path, merged: bool) -> None:
     broken.vectors = np.full((1, 16), np.nan, np.float32)
     for added, message in [
         (more(["fresh", "doc 5"]), "has an item 'doc 5' already; remove it first"),
-        (more(["twice", "twice"]), "'twice' stands twice"),
+        (more(["twice", "twice"]), "'twice' is a duplicate"),
         (wide, "has vectors of dimension 16, not 17; embed the data with its model"),
         (more(["other"], model_checksum="b"), "has vectors of model_checksum a, not b"),
         (Embeddings([], np.zeros((0, 16), np.float32)), "no vectors to append"),

@@ -67,7 +67,7 @@ def test_memory_and_disk_agree(tmp_path: Path) -> None:
     tower = LetterTower()
     kept = embed(tower, corpus(), progress=False)
     written = embed(tower, corpus(), tmp_path / "emb", identity={"side": "left"}, progress=False)
-    assert len(list((tmp_path / "emb").glob("shard-*.npy"))) == 3
+    assert len(list((tmp_path / "emb").glob("data-*.arrow"))) == 3
     np.testing.assert_array_equal(np.asarray(written.vectors), kept.vectors)
     assert written.ids == kept.ids
     assert written.meta["side"] == "left"
@@ -122,7 +122,7 @@ def test_a_run_with_bad_samples_resumes(tmp_path: Path) -> None:
     data = images(250, broken=(3, 240))
     whole = embed(PixelTower(), data, tmp_path / "emb", progress=False)
     expected = np.asarray(whole.vectors).copy()
-    (tmp_path / "emb" / "shard-00002.npy").unlink()
+    (tmp_path / "emb" / "data-00002.arrow").unlink()
     again = embed(PixelTower(), data, tmp_path / "emb", progress=False)
     np.testing.assert_array_equal(np.asarray(again.vectors), expected)
     assert again.meta["skipped"] == 2
@@ -138,15 +138,15 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=run_slowly)
     process.start()
     deadline = time.time() + 60
-    while not (folder / "shard-00000.json").exists() and time.time() < deadline:
+    while not (folder / "data-00000.arrow").exists() and time.time() < deadline:
         time.sleep(0.01)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
-    assert not (folder / "shard-00002.npy").exists()
-    first = (folder / "shard-00000.npy").stat().st_mtime_ns
+    assert not (folder / "data-00002.arrow").exists()
+    first = (folder / "data-00000.arrow").stat().st_mtime_ns
     tower = LetterTower()
     resumed = embed(tower, corpus(), folder, progress=False)
-    assert (folder / "shard-00000.npy").stat().st_mtime_ns == first
+    assert (folder / "data-00000.arrow").stat().st_mtime_ns == first
     assert sum(rows for rows, _ in tower.widths) <= 200
     np.testing.assert_array_equal(np.asarray(resumed.vectors), embed(LetterTower(), corpus(), progress=False).vectors)
 
@@ -187,9 +187,9 @@ def test_images_replaced_under_the_same_names_are_embedded_again(tmp_path: Path,
     def run() -> tuple[Embeddings, int]:
         tower = PixelTower()
         data = open_corpus(tmp_path / "images")
-        written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "emb").glob("shard-*.npy")}
+        written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "emb").glob("data-*.arrow")}
         embeddings = embed(tower, data, tmp_path / "emb", num_workers=num_workers, progress=False)
-        now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "emb").glob("shard-*.npy")}
+        now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "emb").glob("data-*.arrow")}
         np.testing.assert_allclose(np.asarray(embeddings.vectors), embed(tower, data, progress=False).vectors)
         return embeddings, sum(written.get(name) != time for name, time in now.items())
 

@@ -164,6 +164,6 @@ def test_columns_follow_what_is_appended_and_removed(made: Path, tmp_path: Path)
     other = part(range(1), whole.columns.select(["year"]).rename_columns(["lang"]))
     with pytest.raises(DualencError, match="column 'lang' holds text values in the index and integer values in what"):
         change.append(folder, Embeddings(["new"], other.vectors, other.meta, columns=other.columns))
-    (folder / "columns.parquet").write_bytes(b"broken")
-    with pytest.raises(DualencError, match=r"columns\.parquet: truncated or corrupt"):
+    (folder / "items.arrow").write_bytes(b"broken")
+    with pytest.raises(DualencError, match=r"items\.arrow: truncated or corrupt"):
         Index.open(folder)

@@ -20,6 +20,7 @@ import faiss
 import numpy as np
 import pytest
 
+from dualenc.data.items import write_items
 from dualenc.errors import DiskFull, DualencError
 from dualenc.search import Index, is_index
 from dualenc.search.embeddings import Embeddings, EmbeddingWriter
@@ -31,11 +32,13 @@ IDS = [f"doc {i}" for i in range(2000)]
 
 def on_disk(folder: Path, vectors: np.ndarray, **identity: Any) -> Embeddings:
     names = [f"doc {i}" for i in range(len(vectors))]
-    writer = EmbeddingWriter(folder, names, vectors.shape[1], "float32", identity, {"model": "models/m"})
+    writer = EmbeddingWriter(
+        folder, names, vectors.shape[1], "float32", identity, {"model": "models/m"}, snippet="text {}".format
+    )
     for number in writer.missing():
         rows = writer.ranges[number]
         writer.write(number, vectors[rows.start : rows.stop])
-    return writer.finish(lambda row: f"text {row}")
+    return writer.finish()
 
 
 @pytest.mark.parametrize("metric", ["cosine", "ip"])
@@ -243,30 +246,21 @@ class TestErrors:
         with pytest.raises(DualencError, match=r"index\.faiss: truncated or corrupt"):
             Index.open(folder)
         path.write_bytes(content)
-        ids = (folder / "ids.txt").read_bytes()
-        (folder / "ids.txt").write_bytes(ids.replace(b"doc 7\n", b"doc X\n"))
-        with pytest.raises(DualencError, match=r"ids\.txt: corrupt, its checksum"):
+        items = (folder / "items.arrow").read_bytes()
+        (folder / "items.arrow").write_bytes(items.replace(b"doc 7", b"doc X"))
+        with pytest.raises(DualencError, match=r"items\.arrow: corrupt, its checksum"):
             Index.open(folder)
 
-    @pytest.mark.parametrize("name", ["index.faiss", "ids.txt", "meta.json"])
+    @pytest.mark.parametrize("name", ["index.faiss", "items.arrow", "order.npy", "meta.json"])
     def test_a_missing_file(self, folder: Path, name: str) -> None:
         (folder / name).unlink()
         with pytest.raises(DualencError, match=name):
             Index.open(folder)
 
-    def test_ids_of_another_index(self, folder: Path) -> None:
-        (folder / "ids.txt").write_text("a\nb\n")
-        with pytest.raises(DualencError, match=r"ids\.txt: truncated or corrupt \(4 bytes instead of"):
+    def test_items_of_another_index(self, folder: Path) -> None:
+        write_items(folder, ["a", "b"])
+        with pytest.raises(DualencError, match=r"(items|order)\.\w+: truncated or corrupt \(\d+ bytes instead of"):
             Index.open(folder)
-
-    def test_swapped_lines_of_ids_and_snippets(self, tmp_path: Path) -> None:
-        for name in ("ids.txt", "snippets.jsonl"):
-            embeddings = on_disk(tmp_path / name / "emb", clustered(60), side="right")
-            Index.build(embeddings).save(tmp_path / name / "index")
-            path = tmp_path / name / "index" / name
-            path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[::-1]))
-            with pytest.raises(DualencError, match=rf"{name}: corrupt, its checksum.*build the index again"):
-                Index.open(path.parent)
 
     @pytest.mark.parametrize(
         "change",
@@ -286,7 +280,7 @@ class TestErrors:
             {"model": ["m"]},
             {"model_checksum": 7},
             {"version": "2"},
-            {"version": 1},
+            {"version": 3},
             {"version": True},
             {"format": 7},
         ],
@@ -366,8 +360,8 @@ class TestErrors:
         with pytest.raises(DualencError, match="the vector of 'doc 7' is not finite"):
             Index.build(Embeddings(IDS[:200], broken, {"normalized": True}))
 
-    def test_an_id_that_stands_twice(self) -> None:
-        with pytest.raises(DualencError, match="'doc 3' stands twice, at rows 3 and 9"):
+    def test_a_duplicate_id(self) -> None:
+        with pytest.raises(DualencError, match="'doc 3' is a duplicate, at rows 3 and 9"):
             Index.build(clustered(20), [*IDS[:9], "doc 3", *IDS[10:20]])
 
     @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from sentence_transformers import CrossEncoder
 from dualenc.data import Corpus
 from dualenc.errors import DualencError
 from dualenc.search import Index
+from dualenc.search.kept import KeptTexts, add_texts, checksum_of
 from dualenc.search.rerank import open_cross_encoder, rerank
 from dualenc.search.searcher import Query, Searcher
-from dualenc.search.texts import KeptTexts, add_texts, checksum_of
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
@@ -133,9 +133,9 @@ def test_texts_are_never_those_of_another_index(made: Path, tmp_path: Path) -> N
     assert (
         len(Searcher.open(folder, made / "model", judge=judge).search([Query("left", "fox", k=5, rerank=59)])[0]) == 5
     )
-    content = (folder / "texts" / "texts.jsonl").read_bytes()
-    (folder / "texts" / "texts.jsonl").write_bytes(content[:-9])
-    with pytest.raises(DualencError, match=r"texts\.jsonl: truncated or corrupt"):
+    content = (folder / "texts" / "items.arrow").read_bytes()
+    (folder / "texts" / "items.arrow").write_bytes(content[:-9])
+    with pytest.raises(DualencError, match=r"items\.arrow: truncated or corrupt"):
         Searcher.open(folder, made / "model", judge=judge)
 
 

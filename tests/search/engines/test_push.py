@@ -370,11 +370,12 @@ def test_a_missing_extra_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_parquet_is_read_by_pandas(tmp_path: Path) -> None:
     made = embeddings("float16")
-    writer = EmbeddingWriter(tmp_path / "emb", [f"d{i}" for i in range(2500)], DIM, "float16", {})
+    how = {"snippet": "text {}".format, "columns": pa.table({"year": pa.array(range(2500), pa.int64())})}
+    writer = EmbeddingWriter(tmp_path / "emb", [f"d{i}" for i in range(2500)], DIM, "float16", {}, **how)
     matrix = vectors(2500).astype(np.float16)
     for number, rows in enumerate(writer.ranges):
         writer.write(number, matrix[rows.start : rows.stop])
-    opened = writer.finish(lambda row: f"text {row}", pa.table({"year": pa.array(range(2500), pa.int64())}))
+    opened = writer.finish()
     assert export_parquet(opened, tmp_path / "out") == (3, 3)
     read = pd.read_parquet(tmp_path / "out")
     assert read["id"].tolist() == opened.ids

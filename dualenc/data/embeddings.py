@@ -1,0 +1,302 @@
+"""Embeddings: N vectors with their ids, texts and columns, in memory or in a folder of Arrow files.
+
+    data-00000.arrow …   id (string), vector (fixed-size list of float16 or float32), text where texts are kept, and the
+                         user's columns; what the shard was made of is in the metadata of its schema
+    order.npy            the rows in the order of their ids
+    meta.json            model, side, dtype, dimension, rows per shard, what was skipped, size and SHA-256 of each file
+
+`dualenc.search.embeddings.EmbeddingWriter` writes the folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dualenc.data.items import ORDER, Ids, ItemTable, item_batch, read_batches
+from dualenc.errors import DualencError
+from dualenc.files import read_json_object, verify_files
+
+FORMAT = "dualenc embeddings"
+FORMAT_VERSION = 4
+"""Versions before 4 had files of numpy, text and JSON lines."""
+DTYPES = {"float16": pa.float16(), "float32": pa.float32()}
+AGAIN = "run the same `dualenc embed` again"
+ANOTHER = "run the same `dualenc embed` into another folder"
+
+Array = Any  # np.ndarray, ShardedVectors or FirstComponents
+
+
+class Embeddings:
+    """N vectors with their ids, in memory or on disk.
+
+    Args:
+        ids: (N,) distinct strings.
+        vectors: (N, D) float16 or float32, an array or `ShardedVectors`.
+        meta: what is known about them (`model`, `side`, `modality`, `dtype`, …).
+        snippets: (N,) texts to show with the ids, if any.
+        columns: (N,) rows of the user's columns, if any.
+
+    Raises:
+        DualencError: not one id per vector, or vectors that are not a matrix.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[str],
+        vectors: Array,
+        meta: dict[str, Any] | None = None,
+        snippets: Sequence[str] | None = None,
+        columns: pa.Table | None = None,
+    ) -> None:
+        if len(vectors.shape) != 2:
+            raise DualencError(f"vectors have shape {tuple(vectors.shape)}; give a matrix (N, D)")
+        if len(ids) != len(vectors):
+            raise DualencError(f"{len(ids)} ids for {len(vectors)} vectors; give one id per vector")
+        self.ids: Sequence[str] = ids if isinstance(ids, Ids) else list(ids)
+        self.vectors = vectors
+        self.meta = dict(meta or {})
+        self.snippets = snippets
+        self.columns = columns
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Embeddings:
+        """Map a folder of embeddings into memory.
+
+        Args:
+            folder: as `embed` or `dualenc embed` wrote it.
+            verify: read every file and compare its SHA-256 with meta.json (about 1.5 GB a second on each core).
+                Otherwise sizes are compared, and 64 MiB are read at most, the smallest files first.
+
+        Raises:
+            DualencError: no such folder, an unfinished one, or a file in it that is missing, truncated or not the one
+                that was written.
+        """
+        folder = Path(folder)
+        meta = read_meta(folder)
+        if not meta["complete"]:
+            raise DualencError(f"{folder}: not finished; run the same `dualenc embed` again to resume it")
+        paths = [shard_path(folder, number) for number in range(len(meta["shard_rows"]))]
+        verify_files(folder, [path.name for path in paths] + [ORDER], meta, AGAIN, verify)
+        table = ItemTable(paths, sum(meta["shard_rows"]), AGAIN)
+        shards = [vectors_of(batch, meta["dim"], meta["dtype"], folder) for batch in table.batches]
+        return cls(table.ids, ShardedVectors(shards), meta, table.texts, table.columns)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def dim(self) -> int:
+        """D, the size of the vectors."""
+        return int(self.vectors.shape[1])
+
+    def rows_of(self, ids: Sequence[str]) -> np.ndarray:
+        """(n,) the row of each id, -1 for an id without a vector."""
+        if isinstance(self.ids, Ids):
+            return self.ids.rows(ids)
+        row_of = {name: row for row, name in enumerate(self.ids)}
+        return np.array([row_of.get(name, -1) for name in ids], dtype=np.int64)
+
+    def first(self, dim: int) -> Embeddings:
+        """The first components of each vector only, scaled to length one again if the vectors had it.
+
+        Args:
+            dim: how many components.
+
+        Raises:
+            DualencError: the vectors are shorter.
+        """
+        if not 1 <= dim <= self.dim:
+            raise DualencError(f"dim is {dim}: give 1 to {self.dim}, the size of the vectors")
+        short = FirstComponents(self.vectors, dim, bool(self.meta.get("normalized")))
+        return Embeddings(self.ids, short, {**self.meta, "dim": dim}, self.snippets, self.columns)
+
+    def blocks(self, rows: int = 16384) -> Iterator[np.ndarray]:
+        """The vectors in order as float32 matrices of at most `rows` rows; one at a time is in memory."""
+        starts = list(range(0, len(self), rows))
+        if isinstance(self.vectors, ShardedVectors):
+            # Within a shard a block is a view of the file, not a copy.
+            starts = sorted({*starts, *self.vectors.offsets[:-1].tolist()} - {len(self)})
+        for start, stop in zip(starts, [*starts[1:], len(self)]):
+            yield np.ascontiguousarray(self.vectors[start:stop], dtype=np.float32)
+
+    def record_batches(self, rows: int = 16384) -> Iterator[pa.RecordBatch]:
+        """All items in order: id, vector (float32), text if texts are kept, and the user's columns.
+
+        Args:
+            rows: the most rows of a batch.
+        """
+        start = 0
+        for block in self.blocks(rows):
+            stop = start + len(block)
+            texts = None if self.snippets is None else self.snippets[start:stop]
+            columns = None if self.columns is None else self.columns.slice(start, len(block))
+            yield item_batch(self.ids[start:stop], texts, columns, block)
+            start = stop
+
+
+class FirstComponents:
+    """The first d components of a matrix (N, D), taken when its rows are.
+
+    Args:
+        vectors: the matrix, an array or `ShardedVectors`.
+        dim: d.
+        are_unit: whether rows are scaled to length one; zero stays zero.
+    """
+
+    def __init__(self, vectors: Array, dim: int, are_unit: bool) -> None:
+        self.vectors, self.are_unit = vectors, are_unit
+        self.dtype = vectors.dtype
+        self.shape = (len(vectors), dim)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: int | slice | Sequence[int] | np.ndarray) -> np.ndarray:
+        first = np.asarray(self.vectors[rows])[..., : self.shape[1]]
+        if not self.are_unit:
+            return first
+        lengths = np.linalg.norm(first.astype(np.float32), axis=-1, keepdims=True)
+        return np.asarray(first / np.where(lengths == 0, 1, lengths), self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[:], dtype)
+
+
+class ShardedVectors:
+    """Matrices of equal width, read as the one (N, D) matrix they make when laid on top of each other.
+
+    Rows are taken by a number, a slice or an array of numbers, and `np.asarray` gives the whole matrix.
+    """
+
+    def __init__(self, shards: Sequence[np.ndarray]) -> None:
+        self.shards = list(shards)
+        self.offsets = np.cumsum([0, *(len(shard) for shard in self.shards)])
+        self.dtype = self.shards[0].dtype
+        self.shape = (int(self.offsets[-1]), self.shards[0].shape[1])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: int | slice | Sequence[int] | np.ndarray) -> np.ndarray:
+        if isinstance(rows, (int, np.integer)):
+            return self[[int(rows)]][0]
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(len(self))
+            number = int(np.searchsorted(self.offsets, start, side="right")) - 1
+            if step == 1 and start < stop <= self.offsets[number + 1]:
+                first = self.offsets[number]
+                return self.shards[number][start - first : stop - first]  # a view of the file
+            rows = np.arange(start, stop, step)
+        rows = np.asarray(rows)
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
+        wrong = (rows < -len(self)) | (rows >= len(self))
+        if wrong.any():
+            raise IndexError(f"row {rows[wrong][0]} of {len(self)}")
+        rows = rows % max(1, len(self))
+        result = np.empty((len(rows), self.shape[1]), self.dtype)
+        shard_of = np.searchsorted(self.offsets, rows, side="right") - 1
+        for number in np.unique(shard_of):
+            here = shard_of == number
+            result[here] = self.shards[number][rows[here] - self.offsets[number]]
+        return result
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(np.concatenate(self.shards), dtype=dtype)
+
+
+def is_embeddings(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds embeddings, finished or not, according to its meta.json."""
+    path = Path(folder) / "meta.json"
+    return path.is_file() and read_json_object(path).get("format") == FORMAT
+
+
+def are_embeddings(folder: Path) -> bool:
+    """Whether a folder holds nothing but folders that are empty or hold embeddings."""
+    return all(child.is_dir() and (is_embeddings(child) or not os.listdir(child)) for child in folder.iterdir())
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The meta.json of a folder of embeddings.
+
+    Raises:
+        DualencError: it is missing, malformed, or describes no embeddings of this version.
+    """
+    other = f"not a folder of embeddings; make one with `dualenc embed MODEL DATA --out {folder}`"
+    meta = read_head(folder, FORMAT, (FORMAT_VERSION, FORMAT_VERSION), other, ANOTHER)
+    path = folder / "meta.json"
+    kinds = {"complete": bool, "dim": int, "dtype": str}
+    if meta.get("complete") is True:
+        kinds |= {"shard_rows": list, "files": dict}
+    meta = read_json_object(path, kinds)
+    rows = meta.get("shard_rows", [0])
+    good_rows = rows and all(type(count) is int and count >= 0 for count in rows)
+    if not good_rows or meta["dim"] < 1 or meta["dtype"] not in DTYPES:
+        what = f"dim {meta['dim']}, dtype {meta['dtype']} and shard_rows {str(rows)[:60]}"
+        raise DualencError(f"{path}: {what} describe no embeddings; {ANOTHER}")
+    return meta
+
+
+def read_head(folder: Path, wanted: str, versions: tuple[int, int], other: str, mend: str) -> dict[str, Any]:
+    """The meta.json of a folder of a format, in a version that this dualenc reads.
+
+    Args:
+        folder: of embeddings, an index or an engine.
+        wanted: its format.
+        versions: of that format: the oldest and the newest that can be read.
+        other: what to say of a folder of another format.
+        mend: what to do about another version.
+
+    Raises:
+        DualencError: the file is missing, malformed, of another format or of another version.
+    """
+    meta = read_json_object(folder / "meta.json")
+    if meta.get("format") != wanted:
+        raise DualencError(f"{folder}: {other}")
+    found = meta.get("version")
+    if type(found) is not int:
+        raise DualencError(f"{folder / 'meta.json'}: its version is {str(found)[:40]!r}, not a number; {mend}")
+    if found > versions[1]:
+        raise DualencError(f"{folder}: written by a newer dualenc (format {found}); update dualenc to read it")
+    if found < versions[0]:
+        raise DualencError(f"{folder}: written by an older dualenc (format {found}); {mend}")
+    return meta
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """The file of a shard."""
+    return folder / f"data-{number:05d}.arrow"
+
+
+def read_shard(path: Path, dim: int, dtype: str) -> tuple[pa.RecordBatch, np.ndarray]:
+    """Map a shard, and its vectors as a matrix without a copy.
+
+    Raises:
+        DualencError: the file is missing, damaged or of something else.
+    """
+    batches = read_batches(path, AGAIN)
+    if len(batches) != 1:
+        raise DualencError(f"{path}: corrupt (it has {len(batches)} record batches, not one); {AGAIN}")
+    return batches[0], vectors_of(batches[0], dim, dtype, path)
+
+
+def vectors_of(batch: pa.RecordBatch, dim: int, dtype: str, path: Path) -> np.ndarray:
+    """The vectors (n, D) of a record batch, a view of the file.
+
+    Raises:
+        DualencError: the batch has no vectors of this dimension and dtype, or some are missing.
+    """
+    place = batch.schema.get_field_index("vector")
+    kind = batch.schema.types[place] if place >= 0 else pa.null()
+    if not pa.types.is_fixed_size_list(kind) or (kind.list_size, kind.value_type) != (dim, DTYPES[dtype]):
+        raise DualencError(f"{path}: corrupt (it holds {kind} instead of {dtype} vectors of dimension {dim}); {AGAIN}")
+    column = batch.column(place)
+    try:
+        return column.flatten().to_numpy().reshape(len(batch), dim)
+    except ValueError:  # Arrow's own errors are of this kind
+        raise DualencError(f"{path}: corrupt (a vector is missing); {AGAIN}") from None

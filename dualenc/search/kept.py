@@ -1,0 +1,130 @@
+"""Kept texts: the whole texts of an index or an engine, found by id, for a cross-encoder to read.
+
+    texts/    items.arrow (id, text), order.npy and meta.json, inside the folder of the index
+
+The meta.json names the checksum of the index's items, so that texts of other items are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from dualenc.data import Corpus
+from dualenc.data.items import ITEMS, ORDER, ItemTable, check_ids, write_items
+from dualenc.errors import DualencError
+from dualenc.files import (
+    atomic_folder,
+    checksums,
+    is_folder_of,
+    locked,
+    read_json_object,
+    sizes,
+    verify_files,
+    write_json,
+)
+from dualenc.search.engines import EngineIndex, is_engine
+from dualenc.search.engines.push import read_engine_meta
+from dualenc.search.index import Index, check_unchanged, rows_in
+
+FOLDER = "texts"
+FORMAT = "dualenc texts"
+FORMAT_VERSION = 2
+AGAIN = "run dualenc index INDEX --texts"
+
+
+class KeptTexts:
+    """N texts on disk by their ids.
+
+    Args:
+        folder: of the index that they belong to.
+        of: checksum of that (`checksum_of`).
+
+    Raises:
+        DualencError: none are kept there, they are of another index or version, or damaged.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], of: str) -> None:
+        self.folder = Path(folder) / FOLDER
+        if not self.folder.is_dir():
+            raise DualencError(f"{folder}: keeps no texts for a cross-encoder to read; {AGAIN}")
+        meta = read_json_object(self.folder / "meta.json", {"version": int, "count": int, "of": str, "files": dict})
+        if meta["version"] != FORMAT_VERSION:
+            raise DualencError(f"{self.folder}: written by another version of dualenc; {AGAIN}")
+        if meta["of"] != of:
+            raise DualencError(f"{self.folder}: is of other texts than the index; {AGAIN}")
+        verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, whole=False)
+        table = ItemTable([self.folder / ITEMS], meta["count"], AGAIN)
+        if table.texts is None:
+            raise DualencError(f"{self.folder}: holds no texts; {AGAIN}")
+        self.ids = table.ids
+        self.texts = table.texts
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def of(self, ids: Sequence[str]) -> list[str]:
+        """The texts of n ids.
+
+        Raises:
+            DualencError: one of them has none.
+        """
+        rows = self.ids.rows(ids).tolist()
+        if -1 in rows:
+            raise DualencError(f"{self.folder}: has no text of {ids[rows.index(-1)][:80]!r}; {AGAIN}")
+        return [self.texts[row] for row in rows]
+
+
+def checksum_of(index: Index | EngineIndex) -> str:
+    """Identifies the items of an index or of a pushed collection."""
+    return index.about.fingerprint if isinstance(index, EngineIndex) else index.items_checksum
+
+
+def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
+    """Put texts into the folder of an index or of a pushed collection.
+
+    Args:
+        folder: that `dualenc index` or `dualenc push` wrote.
+        corpus: the texts that it was made of, in any order; of an index only its own are kept.
+
+    Returns:
+        How many.
+
+    Raises:
+        DualencError: no texts, or not those of the index, or texts that have changed since they were embedded.
+    """
+    if corpus.modality != "text":
+        raise DualencError(
+            f"{folder}: its data holds {corpus.modality}s, and a cross-encoder reads texts; leave it out"
+        )
+    with locked(folder):
+        if is_engine(folder):
+            belongs_to = _check_engine(folder, corpus)
+            ids: Sequence[str] = corpus.ids
+            rows: Sequence[int] = range(len(corpus))
+        else:
+            index = Index.open(folder)
+            belongs_to = checksum_of(index)
+            ids = index.ids
+            rows = rows_in(corpus, index, folder)
+        check_ids(ids)
+        with atomic_folder(Path(folder) / FOLDER, functools.partial(is_folder_of, wanted=FORMAT), "texts") as part:
+            part.mkdir()
+            write_items(part, ids, (corpus[row] for row in rows))
+            files = checksums(part, [ITEMS, ORDER])
+            head = {"format": FORMAT, "version": FORMAT_VERSION, "count": len(ids), "of": belongs_to}
+            write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
+    return len(ids)
+
+
+def _check_engine(folder: str | os.PathLike[str], corpus: Corpus) -> str:
+    """Checksum of a pushed collection, which does not list its ids; refuses data that it cannot be made of."""
+    about, meta = read_engine_meta(folder)
+    if len(corpus) < about.count:
+        reason = f"the data has {len(corpus):,} texts for {about.count:,} vectors"
+        raise DualencError(f"{folder}: {reason}; name what the embeddings were made of")
+    if len(corpus) == about.count:
+        check_unchanged(corpus, range(len(corpus)), meta, folder)
+    return about.fingerprint

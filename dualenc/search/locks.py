@@ -1,0 +1,54 @@
+"""Work claims: a lock per piece of work, in a folder that all workers share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from dualenc.errors import DualencError
+
+WAIT_SECONDS = 0.05
+
+
+@contextmanager
+def claimed(path: Path, wait: bool = False) -> Iterator[bool]:
+    """Hold a lock on a file until the end of the context or the death of this process.
+
+    Args:
+        path: of the lock; the file itself is empty, and stays.
+        wait: for the worker that holds the lock.
+
+    Yields:
+        Whether this worker holds the lock, which it always does with `wait`.
+
+    Raises:
+        FileNotFoundError: the folder is gone.
+        DualencError: the file system has no locks.
+    """
+    lock = FileLock(path)
+    while not _acquired(lock, path):
+        if not wait:
+            yield False
+            return
+        time.sleep(WAIT_SECONDS)
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def _acquired(lock: FileLock, path: Path) -> bool:
+    # FileLock would make the folder again, which another worker may have removed when all was done.
+    if not path.parent.is_dir():
+        raise FileNotFoundError(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return False
+    except NotImplementedError:
+        raise DualencError(f"{path.parent}: its file system has no locks; choose a folder on another disk") from None
+    return True

@@ -1,0 +1,256 @@
+"""Workers that share nothing but a folder: locks, kills, late joiners, and the bytes of one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from filelock import FileLock
+
+from dualenc.data import Corpus
+from dualenc.errors import DualencError
+from dualenc.search.embed import embed
+from dualenc.search.embeddings import Embeddings
+from dualenc.search.locks import claimed
+from tests.fake_towers import LetterTower, corpus, texts
+
+FORK = multiprocessing.get_context("fork")
+ROWS, SHARDS = 800, 8
+
+
+@pytest.fixture(autouse=True)
+def short_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 rows."""
+    monkeypatch.setattr("dualenc.search.embeddings.MIN_SHARD_ROWS", 100)
+
+
+def work(folder: Path, delay: float = 0.0, data: Corpus | None = None, **options: Any) -> Embeddings:
+    """Embed as one worker; `delay` seconds for each of a shard's four batches."""
+    return embed(LetterTower(delay=delay), data or corpus(ROWS), folder, progress=False, **options)
+
+
+@contextmanager
+def worker(*arguments: Any, **options: Any) -> Iterator[Any]:
+    """Another process that does this."""
+    process = FORK.Process(target=work, args=arguments, kwargs=options)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> dict[str, bytes]:
+    """What one worker writes that is by itself."""
+    work(tmp_path / "alone")
+    return contents(tmp_path / "alone")
+
+
+class TestLocks:
+    def test_one_of_many_threads_has_it(self, tmp_path: Path) -> None:
+        start, done, got = threading.Barrier(8), threading.Barrier(8), []
+
+        def compete() -> None:
+            start.wait()
+            with ExitStack() as held:
+                got.extend(name for name in range(50) if held.enter_context(claimed(tmp_path / f"{name}.lock")))
+                done.wait()
+
+        threads = [threading.Thread(target=compete) for _ in range(8)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert sorted(got) == list(range(50))
+
+    def test_it_is_released_at_the_end_and_on_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(ZeroDivisionError), claimed(tmp_path / "a.lock") as mine:
+            assert mine
+            raise ZeroDivisionError
+        with claimed(tmp_path / "a.lock") as mine:
+            assert mine
+
+    def test_whoever_waits_has_it_in_the_end(self, tmp_path: Path) -> None:
+        with claimed(tmp_path / "a.lock"):
+            waiting = FORK.Process(target=_wait_for_lock, args=(tmp_path / "a.lock",))
+            waiting.start()
+            waiting.join(0.5)
+            assert waiting.is_alive()
+        waiting.join(20)
+        assert waiting.exitcode == 0
+
+    def test_a_folder_that_is_gone_is_not_made_again(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError), claimed(tmp_path / "nowhere" / "a.lock"):
+            pass
+        assert not (tmp_path / "nowhere").exists()
+
+    def test_a_file_system_without_locks_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def no_locks(*_: Any, **__: Any) -> None:
+            raise NotImplementedError
+
+        monkeypatch.setattr(FileLock, "acquire", no_locks)
+        with (
+            pytest.raises(DualencError, match="its file system has no locks; choose a folder on another disk"),
+            claimed(tmp_path / "a.lock"),
+        ):
+            pass
+
+
+def _wait_for_lock(path: Path) -> None:
+    with claimed(path, wait=True) as mine:
+        assert mine
+
+
+def test_several_workers_write_what_one_writes(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    folder = tmp_path / "emb"
+    with worker(folder, 0.05) as first, worker(folder, 0.05) as second:
+        wait_for(lambda: len(list(folder.glob("data-*.lock"))) >= 2)
+        tower = LetterTower(delay=0.05)
+        embeddings = embed(tower, corpus(ROWS), folder, progress=False)
+        for process in (first, second):
+            process.join(60)
+            assert process.exitcode == 0
+    assert contents(folder) == alone
+    assert sum(rows for rows, _ in tower.widths) < ROWS, "the others had a share"
+    np.testing.assert_array_equal(np.asarray(embeddings.vectors), np.asarray(Embeddings.open(folder).vectors))
+
+
+def test_workers_that_start_in_the_same_moment_in_a_new_folder(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    for attempt in range(5):
+        folder = tmp_path / "new" / str(attempt)
+        with worker(folder) as first, worker(folder) as second, worker(folder) as third:
+            for process in (first, second, third):
+                process.join(60)
+                assert process.exitcode == 0
+        assert contents(folder) == alone
+
+
+def test_a_killed_worker_loses_its_shard_and_no_more(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    folder = tmp_path / "emb"
+    with worker(folder, 0.05) as victim:
+        wait_for(lambda: (folder / "data-00002.lock").exists())
+        finished = {path.name: path.stat().st_mtime_ns for path in folder.glob("data-*.arrow")}
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.join()
+        tower = LetterTower()
+        embed(tower, corpus(ROWS), folder, progress=False)
+    assert {name: (folder / name).stat().st_mtime_ns for name in finished} == finished
+    assert sum(rows for rows, _ in tower.widths) == ROWS - 200
+    assert contents(folder) == alone
+
+
+def test_whoever_waits_writes_what_a_killed_worker_leaves(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    """The victim has the first shard, in which it would stay for half a minute; the other one waits for it."""
+    folder = tmp_path / "emb"
+    with worker(folder, 8) as victim:
+        wait_for(lambda: (folder / "data-00000.lock").exists())
+        with worker(folder) as waiting:
+            wait_for(lambda: len(list(folder.glob("data-*.arrow"))) == SHARDS - 1)
+            assert waiting.is_alive()
+            os.kill(victim.pid, signal.SIGKILL)
+            waiting.join(20)
+            assert waiting.exitcode == 0
+    assert contents(folder) == alone
+
+
+def test_locks_of_workers_that_were_killed_at_the_end_are_removed(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    for name in ("data-00003.lock", "finish.lock"):
+        (tmp_path / "alone" / name).touch()
+    work(tmp_path / "alone")
+    assert contents(tmp_path / "alone") == alone
+
+
+def test_a_stopped_worker_keeps_its_shard(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    folder = tmp_path / "emb"
+    with worker(folder, 0.1) as sleeper:
+        wait_for(lambda: (folder / "data-00001.lock").exists())
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        with worker(folder) as waiting:
+            wait_for(lambda: len(list(folder.glob("data-*.arrow"))) == SHARDS - 1)
+            waiting.join(0.3)
+            assert waiting.is_alive()
+            os.kill(sleeper.pid, signal.SIGCONT)
+            for process in (sleeper, waiting):
+                process.join(60)
+                assert process.exitcode == 0
+    assert contents(folder) == alone
+
+
+def test_a_worker_that_comes_when_all_is_done_writes_nothing(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    tower = LetterTower()
+    embed(tower, corpus(ROWS), tmp_path / "alone", progress=False)
+    assert tower.widths == []
+    assert contents(tmp_path / "alone") == alone
+
+
+@pytest.mark.parametrize(
+    ("tower", "data", "told"),
+    [
+        (LetterTower(prompt="x"), corpus(ROWS), "holds embeddings with model_checksum"),
+        (LetterTower(), corpus(ROWS - 1), "holds embeddings with ids_checksum"),
+    ],
+)
+def test_a_worker_with_another_model_or_data_is_refused(
+    tmp_path: Path, alone: dict[str, bytes], tower: LetterTower, data: Corpus, told: str
+) -> None:
+    folder = tmp_path / "emb"
+    with worker(folder, 0.05) as first:
+        wait_for(lambda: (folder / "meta.json").exists())
+        with pytest.raises(DualencError, match=told) as error:
+            embed(tower, data, folder, progress=False)
+        assert "\n" not in str(error.value)
+        assert tower.widths == []
+        first.join(60)
+    assert contents(folder) == alone
+
+
+def test_workers_that_see_other_texts_under_the_same_ids_do_not_finish(tmp_path: Path) -> None:
+    folder = tmp_path / "emb"
+    changed = Corpus(corpus(ROWS).ids, [f"{text}!" for text in texts(ROWS)])
+    with worker(folder, 0.05) as first:
+        wait_for(lambda: (folder / "data-00000.arrow").exists())
+        with pytest.raises(DualencError, match="another worker saw other data under the same ids") as error:
+            # Whichever of the two ends the work finds shards of the other; it need not be this one.
+            work(folder, 0.05, changed)
+        assert "\n" not in str(error.value)
+        first.join(60)
+        assert first.exitcode != 0
+    with pytest.raises(DualencError, match="not finished"):
+        Embeddings.open(folder)
+    again = work(folder, data=changed)
+    np.testing.assert_array_equal(np.asarray(again.vectors), embed(LetterTower(), changed, progress=False).vectors)
+
+
+def test_a_failing_worker_leaves_its_shard_and_the_folder_to_the_others(
+    tmp_path: Path, alone: dict[str, bytes]
+) -> None:
+    folder = tmp_path / "emb"
+    with worker(folder, 0.1) as good:
+        wait_for(lambda: (folder / "data-00000.lock").exists())
+        bad = LetterTower()
+        bad.forward = lambda inputs: LetterTower.forward(bad, inputs) * np.nan  # type: ignore[method-assign]
+        with pytest.raises(DualencError, match="not finite"):
+            embed(bad, corpus(ROWS), folder, progress=False)
+        good.join(60)
+        assert good.exitcode == 0
+    assert contents(folder) == alone
