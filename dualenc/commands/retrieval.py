@@ -10,7 +10,6 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.commands.engine import ask_engine
 from dualenc.commands.evaluation import (
     MOST_ITEMS,
     begin,
@@ -24,6 +23,7 @@ from dualenc.commands.evaluation import (
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.compression import Size, compressed_run, halvings, size_rows, sizes
+from dualenc.evaluation.engine import open_evaluated_engine
 from dualenc.evaluation.metrics import CUTOFFS, Run, Scores
 from dualenc.evaluation.report import Figure, Gallery, Table, retrieval_galleries
 from dualenc.evaluation.retrieval import (
@@ -72,6 +72,7 @@ def retrieval(
     engine: str | None = None,
     qdrant_path: str | None = None,
     where: list[str] | None = None,
+    filter: str = "",
     batch_size: int = 32,
     device: str | None = None,
 ) -> None:
@@ -103,7 +104,9 @@ def retrieval(
             only one that you trust.
         where: search only documents that meet this: year>=2020, lang=en,de, lang!=en; may be repeated. Judgements of
             others, and queries without a relevant document among them, are left out. The columns are fields of
-            corpus.jsonl or what embeddings have kept (`--columns`), with an engine those that were pushed.
+            corpus.jsonl or what embeddings have kept (`--columns`).
+        filter: the same with an engine, in its own language: SQL for LanceDB (year >= 2020 AND lang = 'en'), JSON for
+            Qdrant ({"must": [{"key": "year", "range": {"gte": 2020}}]}).
         batch_size: texts encoded at once.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
@@ -115,21 +118,23 @@ def retrieval(
     target, device_to_use = begin("retrieval", model, data, out, device)
     conditions = where or []
     reader = "bm25" if bm25 else "rerank" if rerank else None
-    collections = _open_collections((data, *more), split, titles, conditions if engine is None else [], reader)
+    collections = _open_collections((data, *more), split, titles, conditions, reader)
     encoder = open_model(model, ("query-document", "vector"), device_to_use)
     weights = check_weights(target, model, encoder.left, encoder.right)
     judge = None
     if rerank is not None:
         judge = open_cross_encoder(rerank, batch_size=batch_size, device=str(device_to_use))[0]
     asked = None
-    if engine is None and qdrant_path is not None:
-        raise DualencError("--qdrant-path is of an engine; name it with --engine, or leave the path out")
+    if engine is None and (qdrant_path is not None or filter):
+        raise DualencError("--qdrant-path and --filter are for an engine; name it with --engine, or leave them out")
+    if engine is not None and conditions:
+        raise DualencError("an engine filters in its own language; give --filter instead of --where")
     if engine is not None:
         if more or distributed.world_size() > 1:
             raise DualencError("--engine is asked about one BEIR folder, by one process; evaluate them one by one")
         name, collection = next(iter(collections.items()))
-        asked = ask_engine(engine, conditions, encoder.right, collection.corpus.ids, qdrant_path)
-        if conditions:
+        asked = open_evaluated_engine(engine, filter, encoder.right, collection.corpus.ids, qdrant_path)
+        if filter:
             names = set(asked.embeddings.ids)
             collections[name] = _among(collection, np.array([one in names for one in collection.corpus.ids]), name)
     lengths = _lengths(dims, encoder.dim) if small_vectors or dims is not None else []
@@ -201,6 +206,7 @@ def retrieval(
             f"Retrieval: {display_name(model)} on {', '.join(collections)}",
             {"model": model, "split": split, "depth": depth, "keep_self_matches": keep_self_matches}
             | ({"where": ",".join(conditions)} if conditions else {})
+            | ({"filter": filter} if filter else {})
             | ({} if hybrid is None else {"hybrid": hybrid, "weight": weight})
             | ({} if rerank is None else {"rerank": rerank, "rerank_top": rerank_top}),
             {"systems": metrics_document(results)}

@@ -319,6 +319,7 @@ def search(
     *,
     k: int = 10,
     where: list[str] | None = None,
+    filter: str = "",
     hybrid: Literal["rrf", "weighted"] | None = None,
     weight: float = 0.5,
     rerank: str | None = None,
@@ -341,6 +342,8 @@ def search(
         k: how many results.
         where: only what meets this, by columns that were kept (`--columns`): year>=2020, lang=en,de (any of them),
             lang!=en; may be repeated.
+        filter: in an engine, only what matches this, in its own language: SQL for LanceDB (year >= 2020 AND
+            lang = 'en'), JSON for Qdrant ({"must": [{"key": "year", "range": {"gte": 2020}}]}).
         hybrid: fuse with BM25 (`dualenc index --bm25`): by reciprocal ranks (rrf) or scores (weighted).
         weight: with hybrid, of the vectors, from 0 to 1; BM25 has the rest.
         rerank: folder or name of a sentence-transformers CrossEncoder that scores the best again, by their texts
@@ -377,6 +380,8 @@ def search(
         how["judge"] = open_cross_encoder(rerank, device=str(chosen))[0]
     searcher = Searcher.open(index, model, device=chosen, qdrant_path=qdrant_path, **how)
     conditions = searcher.conditions(where or ())
+    if filter and not searcher.filter_language:
+        raise DualencError(f"{index}: only an engine takes --filter; give --where to filter an index")
     side = searcher.query_side(_modality(query, searcher.takes))
     item: Any = query
     if searcher.encoder.tower(side).modality == "image":
@@ -384,7 +389,7 @@ def search(
     elif searcher.encoder.tower(side).modality == "vector":
         item = _open_vector(query)
     fused: dict[str, Any] = {"hybrid": hybrid, "weight": weight, "rerank": 0 if rerank is None else rerank_top}
-    hits = searcher.search([Query(side, item, k=k, where=conditions, **fused)])[0]
+    hits = searcher.search([Query(side, item, k=k, where=conditions, filter=filter, **fused)])[0]
     if isinstance(searcher.index, EngineIndex):
         searcher.index.engine.close()
     kept = searcher.columns

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dualenc.data.tables import DataTable
 
-TAKEN = ("id", "vector", "snippet", "score")
+TAKEN = ("id", "vector", "text", "snippet", "score")
 """What an engine calls its own columns."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 # What a text of a csv or json line stands for; 007 and 1e999 are no numbers, 19 digits may not fit.

@@ -133,6 +133,22 @@ class Embeddings:
         for start, stop in zip(starts, [*starts[1:], len(self)]):
             yield np.ascontiguousarray(self.vectors[start:stop], dtype=np.float32)
 
+    def record_batches(self, rows: int = 16384) -> Iterator[pa.RecordBatch]:
+        """The table in order, in batches of `rows`: id, vector, text where it is kept, and the user's columns."""
+        import pyarrow as pa
+
+        for start in range(0, len(self), rows):
+            stop = min(start + rows, len(self))
+            vectors = pa.array(np.ascontiguousarray(self.vectors[start:stop]).ravel())
+            arrays: dict[str, Any] = {"id": pa.array(self.ids[start:stop], pa.string())}
+            arrays["vector"] = pa.FixedSizeListArray.from_arrays(vectors, self.dim)
+            if self.snippets is not None:
+                arrays["text"] = pa.array([self.snippets[row] for row in range(start, stop)], pa.string())
+            if self.columns is not None:
+                columns = self.columns.slice(start, stop - start)
+                arrays |= {name: columns.column(name).combine_chunks() for name in columns.column_names}
+            yield pa.RecordBatch.from_pydict(arrays)
+
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Embeddings:
         """Map a folder of embeddings into memory.

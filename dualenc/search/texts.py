@@ -139,7 +139,7 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
 
 
 def _add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
-    from dualenc.search.engines.push import is_engine, read_engine_meta
+    from dualenc.search.engines.index import is_engine, read_engine_meta
     from dualenc.search.index import Index
 
     ids: Sequence[str] = corpus.ids

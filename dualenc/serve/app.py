@@ -48,6 +48,7 @@ Words = Annotated[
     list[Annotated[str, Field(max_length=4096)]],
     Field(max_length=MOST_CONDITIONS, description="conditions such as year>=2020 or lang=en,de; all must hold"),
 ]
+Filter = Annotated[str, Field(max_length=MOST_CHARACTERS, description="of an engine, in its own language: SQL or JSON")]
 
 
 class SearchRequest(BaseModel):
@@ -58,6 +59,7 @@ class SearchRequest(BaseModel):
     ids: Ids = []
     k: Annotated[int, Field(ge=1, le=MOST_RESULTS, description="how many results")] = 10
     where: Words = []
+    filter: Filter = ""
     hybrid: Annotated[
         Literal["rrf", "weighted"] | None, Field(description="fuse with BM25, by reciprocal ranks or weighted scores")
     ] = None
@@ -158,8 +160,12 @@ def create_app(
             raise Refused(400, "search with one of text, image and ids")
         if wanted.where and not searcher.columns:
             raise Refused(400, "the index keeps no columns to filter by; leave where out")
+        if wanted.where and searcher.filter_language:
+            raise Refused(400, f"this engine filters by {searcher.filter_language}; give filter instead of where")
         try:
             where = searcher.conditions(wanted.where)
+            # Off the event loop: an engine parses it, perhaps over the network.
+            await asyncio.to_thread(searcher.check_filter, wanted.filter)
             if image is not None:
                 query = await asyncio.wait_for(asyncio.to_thread(service.prepare_image, searcher, image), timeout_s)
             elif wanted.ids:
@@ -179,7 +185,7 @@ def create_app(
             raise Refused(400, f"k is {wanted.k}, and {rerank_top} are reranked; ask for fewer, or with rerank=false")
         fused: dict[str, Any] = {"hybrid": wanted.hybrid, "weight": wanted.weight, "rerank": judged * rerank_top}
         try:
-            future = service.search(searcher, query._replace(k=wanted.k, where=where, **fused))
+            future = service.search(searcher, query._replace(k=wanted.k, where=where, filter=wanted.filter, **fused))
         except QueueFull:
             raise busy() from None
         hits = (await answered([future]))[0]
@@ -210,6 +216,7 @@ def create_app(
             "vectors": len(searcher),
             "takes": list(searcher.takes),
             "columns": dict(searcher.columns),
+            "filter": searcher.filter_language,
             "images": service.pictures is not None,
             "hybrid": searcher.lexical is not None,
             "rerank": rerank_top if searcher.judge is not None else 0,
@@ -223,13 +230,14 @@ def create_app(
         id: Annotated[Ids, Query()] = [],  # noqa: B006
         k: int = 10,
         where: Annotated[Words, Query()] = [],  # noqa: B006
+        filter: Filter = "",
         hybrid: Literal["rrf", "weighted"] | None = None,
         weight: float = 0.5,
         rerank: bool | None = None,
     ) -> SearchResponse:
         """Search with a text, or for what is like known items."""
         fused: dict[str, Any] = {"hybrid": hybrid, "weight": weight, "rerank": rerank}
-        wanted = SearchRequest(text=text, ids=id, k=k, where=where, **fused)
+        wanted = SearchRequest(text=text, ids=id, k=k, where=where, filter=filter, **fused)
         return await search_for(wanted, None)
 
     form = SearchRequest.model_json_schema()
