@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.exact import DOCUMENT_BLOCK, exact_search
 from dualenc.evaluation.retrieval import first_documents
+from dualenc.search.exact import DOCUMENT_BLOCK, exact_search
 from dualenc.types import Vectors
 
 Code = Literal["float32", "int8", "binary"]

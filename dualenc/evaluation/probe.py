@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.evaluation.exact import exact_search
+from dualenc.search.exact import exact_search
 from dualenc.types import Integers, Vectors
 
 
@@ -86,7 +86,7 @@ def knn_predict(
         test: (A, D) features to classify.
         k: Number of neighbours; 1 is the nearest-neighbour classifier.
         temperature: τ of the vote; None gives every neighbour one vote.
-        device: Where to search, as in `dualenc.evaluation.exact.exact_search`.
+        device: Where to search, as in `dualenc.search.exact.exact_search`.
 
     Returns:
         (A,) predicted classes.

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.exact import exact_search
 from dualenc.evaluation.metrics import CUTOFFS, Qrels, Run, Scores, mean_scores, remove_self_matches, score_queries
 from dualenc.evaluation.runs import ranked, write_per_query, write_trec
+from dualenc.search.exact import exact_search
 
 
 def retrieve(

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dualenc.evaluation.exact import exact_search
 from dualenc.search import Embeddings
+from dualenc.search.exact import exact_search
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
