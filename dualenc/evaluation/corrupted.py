@@ -1,7 +1,8 @@
-"""Images under corruptions: encoding of their versions, retrieval of the other view, and the robustness table."""
+"""Corruption robustness: encoding of corrupted versions, retrieval of the other view, and the table."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -48,18 +49,22 @@ class ImageVersions(Dataset[Any]):
         views: int = 0,
         seed: int = 0,
     ):
-        self.source, self.conditions, self.prepare = source, list(conditions), prepare
-        self.views, self.seed = views, seed
+        self.source = source
+        self.conditions = list(conditions)
+        self.prepare = prepare
+        self.views = views
+        self.seed = seed
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[int, Inputs | DualencError]:
-        """The image's number, and inputs with first dimension V·C, or what is wrong with the image."""
+        """The image's number, and inputs with first dimension V·C, or the error of a bad image."""
         try:
             images = [self.source.image(index, name, severity) for name, severity in self.conditions]
         except DualencError as error:
-            return index, error  # raised by a worker it would come out with the worker's traceback
+            # Returned: an error raised in a worker arrives with the worker's traceback.
+            return index, error
         if not self.views:
             return index, self.prepare(images)
         seeds = [
@@ -90,7 +95,7 @@ def encode_versions(
     *,
     indices: Iterable[int] | None = None,
     num_workers: int = 0,
-    images_at_once: int | None = None,
+    batch_size: int | None = None,
 ) -> Iterator[Encoded]:
     """Encode all versions of each image, a few images at a time, in order; the same for any number of workers.
 
@@ -99,17 +104,18 @@ def encode_versions(
         encode: Inputs with first dimension B to (B, D).
         indices: Numbers of the images to do; all by default.
         num_workers: Processes that corrupt and augment; 0 does it in this process.
-        images_at_once: n; by default so many that about 256 versions are encoded together.
+        batch_size: n; by default about 256 versions are encoded together.
 
     Raises:
         DualencError: an image is too small to be corrupted, or `encode` gives another shape.
     """
-    order = list(range(len(versions)) if indices is None else indices)
+    if indices is None:
+        indices = range(len(versions))
     shape = (max(versions.views, 1), len(versions.conditions))
     loader = DataLoader(
         versions,
-        batch_size=images_at_once or max(1, _VERSIONS_PER_FORWARD // (shape[0] * shape[1])),
-        sampler=order,
+        batch_size=batch_size or max(1, _VERSIONS_PER_FORWARD // (shape[0] * shape[1])),
+        sampler=list(indices),
         num_workers=num_workers,
         collate_fn=_collate,
         worker_init_fn=_one_thread,
@@ -126,7 +132,7 @@ def encode_versions(
 def _collate(
     rows: list[tuple[int, Inputs | DualencError]],
 ) -> tuple[list[int], Inputs, list[tuple[int, str]], DualencError | None]:
-    """What a worker sends: numbers and inputs of the good images, reasons of the bad, and a user's mistake."""
+    """Batch of a worker: numbers and inputs of the good images, reasons for the bad ones, and a user's mistake."""
     good = [(index, row) for index, row in rows if not isinstance(row, DualencError)]
     wrong = [(index, row) for index, row in rows if isinstance(row, DualencError)]
     mistake = next((error for _, error in wrong if not isinstance(error, BadSample)), None)
@@ -136,11 +142,8 @@ def _collate(
 
 def _one_thread(worker: int) -> None:
     """OpenCV's threads do not survive a fork and would compete with the other workers."""
-    try:
-        import cv2
-    except ImportError:
-        return
-    cv2.setNumThreads(0)
+    if importlib.util.find_spec("cv2") is not None:
+        importlib.import_module("cv2").setNumThreads(0)
 
 
 Found = npt.NDArray[np.int64]
@@ -222,7 +225,9 @@ def summarise(found: Found, versions: Sequence[str] = ()) -> dict[str, float]:
 
 def is_right(found: Found) -> npt.NDArray[np.bool_]:
     """Whether each view found its own pair, in the shape of `found`: (N, 2) or (N, 2, K)."""
-    return found == (np.arange(found.shape[2]) if found.ndim == 3 else np.arange(len(found))[:, None])
+    if found.ndim == 3:
+        return found == np.arange(found.shape[2])
+    return found == np.arange(len(found))[:, None]
 
 
 def confusions(found: Found) -> npt.NDArray[np.float64]:
@@ -283,7 +288,7 @@ def robustness_rows(
 
 
 def read_baseline(path: str | os.PathLike[str], corruptions: Sequence[str], severities: Sequence[int]) -> Errors:
-    """(K, S) errors of another model under the same corruptions and severities, to divide by.
+    """Baseline errors (K, S): those of another model under the same corruptions and severities.
 
     Args:
         path: metrics.json of its evaluation: errors by corruption and severity.
@@ -298,7 +303,7 @@ def read_baseline(path: str | os.PathLike[str], corruptions: Sequence[str], seve
     errors = robustness.get("errors") if isinstance(robustness, dict) else None
     if not isinstance(errors, dict) or not all(isinstance(row, dict) for row in errors.values()):
         raise DualencError(f"{path}: holds no corruption errors; give the metrics.json of an evaluation with --train")
-    theirs = np.zeros((len(corruptions), len(severities)))
+    baseline = np.zeros((len(corruptions), len(severities)))
     for row, name in enumerate(corruptions):
         for column, severity in enumerate(severities):
             value = errors.get(name, {}).get(str(severity))
@@ -308,7 +313,7 @@ def read_baseline(path: str | os.PathLike[str], corruptions: Sequence[str], seve
                 )
             if not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise DualencError(f"the baseline's error of {name} at severity {severity} is no rate from 0 to 1")
-            theirs[row, column] = value
-        if not theirs[row].sum() > 0:
+            baseline[row, column] = value
+        if not baseline[row].sum() > 0:
             raise DualencError(f"{path}: the baseline makes no error under {name}, which cannot be divided by")
-    return theirs
+    return baseline
