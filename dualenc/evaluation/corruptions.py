@@ -189,7 +189,7 @@ def check_corruptions(corruptions: Sequence[str]) -> None:
 
 def _function(corruption: str) -> Callable[..., Any]:
     check_corruptions([corruption])
-    # An optional package, which imports numba: 3 s.
+    # An optional package, which imports numba.
     try:
         import imagecorruptions
     except ImportError:

@@ -74,7 +74,7 @@ class Observed:
 
 
 def _coarse(counts: npt.NDArray[np.int64]) -> list[int]:
-    """Counts of 100 bins in 50, which files and plots are content with."""
+    """Counts of 100 bins merged into 50."""
     sums: list[int] = counts.reshape(_NUM_BINS, -1).sum(axis=1).tolist()
     return sums
 

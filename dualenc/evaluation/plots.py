@@ -171,6 +171,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def _axes(xlabel: str = "", ylabel: str = "") -> tuple[Figure, Axes]:
+    # matplotlib is imported where a figure is drawn: `dualenc search` prints tables without it.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")

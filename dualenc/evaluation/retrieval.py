@@ -1,4 +1,4 @@
-"""Text retrieval from embeddings and judgements: runs of a model and of BM25, and what they achieved."""
+"""Text retrieval from embeddings and judgements: runs of a model and of BM25, and their scores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import bm25s
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -92,8 +93,6 @@ def bm25_run(
     Raises:
         DualencError: no document has a word.
     """
-    import bm25s
-
     corpus = bm25s.tokenize(list(documents), show_progress=False)
     if not any(corpus.ids):
         raise DualencError("BM25: no document holds a word; is the corpus empty?")
@@ -102,8 +101,10 @@ def bm25_run(
     words = bm25s.tokenize(list(queries), return_ids=False, show_progress=False)
     run: dict[str, dict[str, float]] = {}
     for query, tokens in zip(query_ids, words, strict=True):
-        known = [token for token in tokens if token in corpus.vocab]
-        scores = scorer.get_scores(known) if known else np.zeros(len(documents), np.float32)
+        in_corpus = [token for token in tokens if token in corpus.vocab]
+        scores = np.zeros(len(documents), np.float32)
+        if in_corpus:
+            scores = scorer.get_scores(in_corpus)
         columns = np.flatnonzero(scores > 0)
         if len(columns) > k:
             # Keep whatever ties with the k-th: the ids decide among equals.
@@ -119,7 +120,7 @@ HEADLINES = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
 
 
 class Result:
-    """What one system achieved on one collection.
+    """Scores of one system on one collection.
 
     Args:
         system: Name of the model or method.
@@ -190,7 +191,7 @@ def means_over_datasets(results: Sequence[Result]) -> Scores:
 
 
 def metrics_document(results: Sequence[Result]) -> dict[str, Any]:
-    """What `metrics.json` says of the results: all metrics by system and collection, and their means."""
+    """Contents of `metrics.json`: all metrics by system and collection, and their means."""
     document: dict[str, Any] = {}
     for system, own in by_system(results).items():
         datasets = {
