@@ -158,6 +158,7 @@ def _search_bytes(
     queries: npt.NDArray[np.float32], documents: _Prefixes, k: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     index = faiss.IndexScalarQuantizer(documents.dim, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
+    # The ranges of QT_8bit are minima and maxima over all documents.
     index.train(documents.all())
     for block in documents.blocks():
         index.add(documents.rows(block))
@@ -168,6 +169,7 @@ def _search_bytes(
 def _search_bits(
     queries: npt.NDArray[np.float32], documents: _Prefixes, k: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    # Packed bits fill whole bytes; the padding is equal in all vectors.
     index = faiss.IndexBinaryFlat(8 * -(-documents.dim // 8))
     for block in documents.blocks():
         index.add(np.packbits(documents.rows(block) > 0, axis=1))

@@ -54,10 +54,10 @@ def uniformity(embeddings: Vectors, temperature: float = 2) -> float:
     rows = unit_rows(embeddings, "embeddings")
     if len(rows) < 2:
         raise DualencError(f"{len(rows)} embedding; uniformity needs two or more")
-    total = sum(
-        float(np.exp(-temperature * (2 - 2 * similarities.astype(np.float64))).sum())
-        for _, similarities in _similarity_blocks(rows)
-    )
+    total = 0.0
+    for _, similarities in _similarity_blocks(rows):
+        squared_distances = 2 - 2 * similarities.astype(np.float64)
+        total += float(np.exp(-temperature * squared_distances).sum())
     # A row with itself adds exp(0) = 1 to the sum.
     return math.log((total - len(rows)) / (len(rows) * (len(rows) - 1)))
 
@@ -111,7 +111,10 @@ class SimilarityHistogram:
 
     def to_plain(self) -> dict[str, Any]:
         """The same as numbers and lists, for JSON."""
-        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(self).items()}
+        plain = dict(vars(self))
+        for name in ("edges", "positives", "negatives"):
+            plain[name] = plain[name].tolist()
+        return plain
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> SimilarityHistogram:
@@ -177,7 +180,8 @@ def label_similarities(embeddings: Vectors, labels: Integers) -> SimilarityHisto
     def parts() -> Iterator[tuple[Vectors, Vectors]]:
         for start, similarities in _similarity_blocks(rows):
             numbers = np.arange(start, start + len(similarities))
-            later = np.arange(len(rows))[None, :] > numbers[:, None]  # every pair once
+            # Every pair once.
+            later = np.arange(len(rows))[None, :] > numbers[:, None]
             same = classes[numbers][:, None] == classes[None, :]
             yield similarities[later & same], similarities[later & ~same]
 
@@ -258,6 +262,38 @@ def exact_loss(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float
     Raises:
         DualencError: shapes do not fit, embeddings are not finite, τ is not positive, or an anchor has no negative.
     """
+    _check_embeddings(left, right, pairs, temperature)
+    left = left.detach().double().requires_grad_()
+    right = right.detach().double().requires_grad_()
+    directions = (
+        (left, right, pairs.left_positives, pairs.right_id),
+        (right, left, pairs.right_positives, pairs.left_id),
+    )
+    total = 0.0
+    for rows in torch.arange(len(pairs), device=pairs.left_id.device).split(_MAX_ANCHORS):
+        same = (pairs.left_id[rows, None] == pairs.left_id) | (pairs.right_id[rows, None] == pairs.right_id)
+        for anchors, others, listed, ids in directions:
+            excluded = _excluded(same, rows, listed, ids)
+            own = rows.to(left.device)
+            positive = (anchors[own] * others[own]).sum(dim=1) / temperature
+            candidates = others
+            if pairs.views:
+                # An image's own side brings negatives, too: the same views of other images.
+                candidates = torch.cat([others, anchors])
+                excluded = torch.cat([excluded, excluded], dim=1)
+            logits = anchors[own] @ candidates.T / temperature
+            logits = logits.masked_fill(excluded.to(left.device), -torch.inf)
+            losses = torch.logsumexp(logits, dim=1) - positive
+            part = losses.sum() / (2 * len(pairs))
+            # Block by block, so that only one block of similarities is in memory.
+            part.backward()
+            total += part.item()
+    assert left.grad is not None
+    assert right.grad is not None
+    return total, left.grad, right.grad
+
+
+def _check_embeddings(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float) -> None:
     if left.shape != right.shape or left.dim() != 2 or len(left) != len(pairs):
         raise DualencError(
             f"embeddings have shapes {tuple(left.shape)} and {tuple(right.shape)}; "
@@ -267,41 +303,19 @@ def exact_loss(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float
         raise DualencError("the embeddings are not finite; did the training end in NaN?")
     if not temperature > 0:
         raise DualencError(f"temperature={temperature}: it must be above 0")
-    left = left.detach().double().requires_grad_()
-    right = right.detach().double().requires_grad_()
-    total = 0.0
-    directions = (
-        (left, right, pairs.left_positives, pairs.right_id),
-        (right, left, pairs.right_positives, pairs.left_id),
-    )
-    for rows in torch.arange(len(pairs), device=pairs.left_id.device).split(_MAX_ANCHORS):
-        same = (pairs.left_id[rows, None] == pairs.left_id) | (pairs.right_id[rows, None] == pairs.right_id)
-        for anchors, others, listed, ids in directions:
-            # (n, M): whether the other item of each pair is no negative of these anchors.
-            excluded = same.clone()
-            if listed is not None:
-                for column in listed[rows].unbind(dim=1):
-                    excluded |= column[:, None] == ids[None, :]
-            if excluded.all(dim=1).any():
-                row = int(rows[excluded.all(dim=1)][0])
-                raise DualencError(
-                    f"pair {row} has no negative in this set: all others are its positives; give more pairs"
-                )
-            own = rows.to(left.device)
-            positive = (anchors[own] * others[own]).sum(dim=1) / temperature
-            candidates = others
-            if pairs.views:
-                # An image's own side brings negatives, too: the same views of other images.
-                candidates = torch.cat([others, anchors])
-                excluded = torch.cat([excluded, excluded], dim=1)
-            logits = anchors[own] @ candidates.T / temperature
-            losses = torch.logsumexp(logits.masked_fill(excluded.to(left.device), -torch.inf), dim=1) - positive
-            part = losses.sum() / (2 * len(pairs))
-            part.backward()
-            total += part.item()
-    assert left.grad is not None
-    assert right.grad is not None
-    return total, left.grad, right.grad
+
+
+def _excluded(same: Tensor, rows: Tensor, listed: Tensor | None, ids: Tensor) -> Tensor:
+    """(n, M): whether the other item of each pair is no negative of the anchors `rows` (n,)."""
+    excluded = same.clone()
+    if listed is not None:
+        for column in listed[rows].unbind(dim=1):
+            excluded |= column[:, None] == ids[None, :]
+    without_negative = excluded.all(dim=1)
+    if without_negative.any():
+        row = int(rows[without_negative][0])
+        raise DualencError(f"pair {row} has no negative in this set: all others are its positives; give more pairs")
+    return excluded
 
 
 class ExactPoint(NamedTuple):
@@ -357,7 +371,10 @@ def exact_gradient(
             if embeddings.requires_grad:
                 embeddings.backward(gradient[start : start + len(embeddings)].to(embeddings))
             start += len(embeddings)
-    weights = [p.grad.double() for p in model.parameters() if p.grad is not None]
-    squared = sum(float(gradient.square().sum()) for gradient in weights)
+    squared = 0.0
+    for weight in model.parameters():
+        # Fixed weights have no gradient.
+        if weight.grad is not None:
+            squared += float(weight.grad.double().square().sum())
     model.zero_grad(set_to_none=True)
     return ExactPoint(loss, squared, left.float().cpu().numpy(), right.float().cpu().numpy())

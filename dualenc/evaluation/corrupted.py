@@ -111,10 +111,12 @@ def encode_versions(
     """
     if indices is None:
         indices = range(len(versions))
-    shape = (max(versions.views, 1), len(versions.conditions))
+    num_views = max(versions.views, 1)
+    num_conditions = len(versions.conditions)
+    per_image = num_views * num_conditions
     loader = DataLoader(
         versions,
-        batch_size=batch_size or max(1, _VERSIONS_PER_FORWARD // (shape[0] * shape[1])),
+        batch_size=batch_size or max(1, _VERSIONS_PER_FORWARD // per_image),
         sampler=list(indices),
         num_workers=num_workers,
         collate_fn=_collate,
@@ -123,21 +125,35 @@ def encode_versions(
     for numbers, inputs, bad, mistake in loader:
         if mistake is not None:
             raise mistake
-        features = np.asarray(encode(inputs)) if numbers else np.zeros((0, 0))
-        if features.ndim != 2 or len(features) != len(numbers) * shape[0] * shape[1]:
-            raise DualencError(f"encode gave shape {features.shape} for {len(numbers) * shape[0] * shape[1]} images")
-        yield Encoded(numbers, features.reshape(len(numbers), *shape, features.shape[1]), bad)
+        features = np.zeros((0, 0))
+        if numbers:
+            features = np.asarray(encode(inputs))
+        if features.ndim != 2 or len(features) != len(numbers) * per_image:
+            raise DualencError(f"encode gave shape {features.shape} for {len(numbers) * per_image} images")
+        yield Encoded(numbers, features.reshape(len(numbers), num_views, num_conditions, features.shape[1]), bad)
 
 
 def _collate(
     rows: list[tuple[int, Inputs | DualencError]],
 ) -> tuple[list[int], Inputs, list[tuple[int, str]], DualencError | None]:
     """Batch of a worker: numbers and inputs of the good images, reasons for the bad ones, and a user's mistake."""
-    good = [(index, row) for index, row in rows if not isinstance(row, DualencError)]
-    wrong = [(index, row) for index, row in rows if isinstance(row, DualencError)]
-    mistake = next((error for _, error in wrong if not isinstance(error, BadSample)), None)
-    inputs = {name: torch.cat([row[name] for _, row in good]) for name in (good[0][1] if good else {})}
-    return [index for index, _ in good], inputs, [(index, str(error)) for index, error in wrong], mistake
+    indices: list[int] = []
+    parts: list[Inputs] = []
+    bad: list[tuple[int, str]] = []
+    mistake = None
+    for index, row in rows:
+        if not isinstance(row, DualencError):
+            indices.append(index)
+            parts.append(row)
+            continue
+        bad.append((index, str(row)))
+        # A bad image is skipped; any other error is a wrong argument, and ends the evaluation.
+        if mistake is None and not isinstance(row, BadSample):
+            mistake = row
+    inputs = {}
+    if parts:
+        inputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return indices, inputs, bad, mistake
 
 
 def _one_thread(worker: int) -> None:
@@ -170,6 +186,7 @@ def nearest_versions(features: Vectors) -> Found:
     similarities = rows[:, 0] @ rows[:, 1].swapaxes(1, 2)
     found = []
     for scores in (similarities, similarities.swapaxes(1, 2)):
+        # An encoder that maps everything to one point must not win by argmax's choice of the first.
         tied = (scores == scores.max(axis=2, keepdims=True)).sum(axis=2) > 1
         found.append(np.where(tied, TIE, scores.argmax(axis=2)))
     return np.stack(found, axis=1)

@@ -58,6 +58,7 @@ def match_captions(
     image_rows, image_of_pair = np.unique(rows[:, 0], return_inverse=True)
     text_rows, text_of_pair = np.unique(rows[:, 1], return_inverse=True)
     captions: list[list[int]] = [[] for _ in image_rows]
+    # A caption that a data set repeats for an image is one caption.
     for image, text in sorted(set(zip(image_of_pair.tolist(), text_of_pair.tolist()))):
         captions[image].append(text)
     return Matched(image_rows, text_rows, captions, text_of_pair)

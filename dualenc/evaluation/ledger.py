@@ -36,6 +36,7 @@ class Ledger(Generic[Key]):
             for part in self.folder.glob("part-*.ndjson"):
                 if _read(part)[0] != self.signature:
                     remove(part)
+        # No process may read what the main process is about to remove.
         distributed.barrier()
         self.values: dict[Key, Any] = {}
         for part in sorted(self.folder.glob("part-*.ndjson")):
@@ -90,6 +91,7 @@ def _read(part: Path) -> tuple[dict[str, Any] | None, dict[Any, Any]]:
     except (DualencError, OSError):
         return None, {}
     for line in lines:
+        # A kill can cut a line anywhere, and what remains may still be JSON: hence the checksum.
         try:
             entry = json.loads(line)
             if "signature" in entry:

@@ -60,6 +60,7 @@ def score_queries(
             raise DualencError(f"query {query}: a score of the run is not finite; does the model give NaN embeddings?")
     ks = ",".join(str(k) for k in cutoffs)
     measures = {"recip_rank", *(f"{name}.{ks}" for name in _MEASURES.values())}
+    # pytrec_eval accepts exact ints and floats only, no numpy scalars.
     grades = {query: {doc: int(grade) for doc, grade in docs.items()} for query, docs in qrels.items()}
     evaluated = pytrec_eval.RelevanceEvaluator(grades, measures).evaluate(scores)
     per_query = {}

@@ -116,6 +116,7 @@ class FrozenPairs:
         right_id = self.right_id[rows]
         left = self.encode("left", left_id)
         right = self.encode("right", right_id)
+        # Only items outside the batch count as extra encodes.
         self.num_encoded = 0
         positives = {}
         if self.left_positives is not None:
@@ -137,6 +138,7 @@ class FrozenPairs:
 
     def add_to(self, total: Tensor, gradient: tuple[Tensor, Tensor], weight: float) -> None:
         """Add a step's gradient, weighted, to a (N_left + N_right, D) sum, in place."""
+        # In place and sparse: a dense gradient per step would cost as much as the corpus.
         for part, first in zip(gradient, (0, len(self.left))):
             total.index_add_(0, part._indices()[0] + first, part._values(), alpha=weight)
 
@@ -192,6 +194,7 @@ def bias_of(stretches: Tensor, exact: Tensor, *, gap: int = 0) -> Bias:
     deviations = (stretches - exact).flatten(1)
     products = (deviations @ deviations.T).double() / float(exact.double().square().sum())
     numbers = torch.arange(len(stretches), device=products.device)
+    # Products of dependent stretches contain noise, and their own squares do.
     apart = numbers[None, :] - numbers[:, None] > gap
 
     def mean(without: int) -> float:
@@ -291,6 +294,7 @@ class _Run:
     def conclude(self) -> Measured:
         """Finish the measurements of all runs; call it on the last one."""
         self.found.encodes /= self.found.epochs * len(self.frozen)
+        # Counts of pairs belong to the data, not to the objective's memory.
         tables = [table for name, table in self.criterion.named_buffers() if not name.endswith("pair_counts")]
         self.found.state_bytes = sum(table.numel() * table.element_size() for table in tables)
         return self.found
@@ -336,6 +340,7 @@ def measure(
     sums = torch.zeros(runs, *exact.shape).to(exact)
     done = 0
     further = 1
+    # Doubling: the last round costs as much as all before it together.
     while True:
         for total, run in zip(sums, independent):
             run.add_to(total, further, compared=-(-MAX_COMPARED_STEPS // runs))

@@ -69,6 +69,7 @@ class Observed:
             scores = {str(query): float(score) for query, score in queries.get("scores", {}).items()}
             texts = {str(query): str(text) for query, text in queries.get("texts", {}).items()}
             return cls(histogram, str(queries.get("metric", "")), scores, texts)
+        # Whatever untrusted JSON of another shape raises.
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise DualencError(f"no record of an evaluation ({error}); train again, or remove the file") from error
 
@@ -121,6 +122,7 @@ def observed_pairs(
         return None
     chosen = np.linspace(0, len(pairs) - 1, min(len(pairs), MAX_PAIRS)).round().astype(np.int64)
     rows, columns = pairs[chosen].T
+    # A rectangular table of all positives of each query, padded: they are no negatives.
     listed = np.full((len(rows), max(len(positives[row]) for row in rows)), -1, np.int64)
     for place, row in enumerate(rows):
         listed[place, : len(positives[row])] = positives[row]
@@ -135,7 +137,9 @@ def observed_labels(features: npt.NDArray[Any], labels: npt.NDArray[np.integer])
     """Cosines of up to 1,000 images (N, D), at equal distances, of equal and of different label (N,); None without such
     pairs."""
     rows = np.linspace(0, len(labels) - 1, min(len(labels), MAX_PAIRS)).round().astype(np.int64)
+    # Labels from 0 without gaps, whatever numbers the data has.
+    classes = np.unique(labels[rows], return_inverse=True)[1]
     try:
-        return label_similarities(features[rows], np.unique(labels[rows], return_inverse=True)[1])
+        return label_similarities(features[rows], classes)
     except DualencError:
         return None

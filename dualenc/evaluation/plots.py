@@ -36,7 +36,9 @@ def bars(
     labels = list(next(iter(groups.values()), {}))
     width = 0.8 / max(len(groups), 1)
     for number, (name, heights) in enumerate(groups.items()):
-        positions = [i + (number - (len(groups) - 1) / 2) * width for i in range(len(labels))]
+        # The groups' bars are centred on their label.
+        offset = (number - (len(groups) - 1) / 2) * width
+        positions = [place + offset for place in range(len(labels))]
         values = [heights[label] for label in labels]
         spread = None
         if errors is not None:
@@ -77,6 +79,7 @@ def histograms(
     if kept:
         edges = np.histogram_bin_edges(np.concatenate(list(kept.values())), bins=bins)
         for number, (name, numbers) in enumerate(kept.items()):
+            # Shares instead of counts: the series may differ in size.
             weights = np.full(len(numbers), 1 / len(numbers))
             axes.hist(numbers, edges.tolist(), weights=weights, label=literal(name), color=_colour(number), alpha=0.6)
     _legend(axes, len(kept))
@@ -88,6 +91,7 @@ def similarities(found: SimilarityHistogram, positives: str, negatives: str) -> 
     figure, axes = _axes(xlabel="cosine", ylabel="share of pairs")
     for name, counts, colour in ((positives, found.positives, COLOURS[0]), (negatives, found.negatives, COLOURS[1])):
         axes.stairs(counts / counts.sum(), found.edges, fill=True, alpha=0.55, label=name, color=colour)
+    # Only the range that holds something.
     filled = np.flatnonzero(found.positives + found.negatives)
     axes.set_xlim(found.edges[filled[0]], found.edges[filled[-1] + 1])
     _legend(axes, 2)
@@ -159,6 +163,7 @@ def as_svg(figure: Figure) -> str:
     import matplotlib
 
     stream = io.StringIO()
+    # Without a fixed salt and date the same figure gives other bytes on every run.
     with matplotlib.rc_context({"svg.hashsalt": "dualenc", "svg.fonttype": "none"}):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     return stream.getvalue()

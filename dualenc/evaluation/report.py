@@ -172,6 +172,7 @@ def thumbnail(image: Image.Image, pixels: int = 160) -> str:
     """A data URI of the picture as JPEG, no side longer than `pixels`; tiny pictures are enlarged, not smoothed."""
     scale = min(pixels / max(image.size), 4)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    # Tiny pictures, such as CIFAR's, show their pixels.
     resample = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
     stream = io.BytesIO()
     image.convert("RGB").resize(size, resample).save(stream, format="JPEG", quality=85)
@@ -299,6 +300,7 @@ def retrieval_galleries(
             Item(show_document(name), note=f"{rank}. {name} · {found[name]:.3f}", relevant=grades.get(name, 0) > 0)
             for name, rank in islice(rank_of.items(), documents)
         ]
+        # The first relevant document is shown even where it was ranked far below.
         relevant = [name for name, grade in grades.items() if grade > 0]
         first = min(relevant, key=lambda name: rank_of.get(name, len(rank_of) + 1), default=None)
         if first is not None and rank_of.get(first, documents + 1) > documents:

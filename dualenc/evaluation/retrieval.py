@@ -98,6 +98,7 @@ def bm25_run(
         raise DualencError("BM25: no document holds a word; is the corpus empty?")
     scorer = bm25s.BM25(k1=k1, b=b)
     scorer.index(corpus, show_progress=False)
+    # Words and not their ids: ids are those of each call's own vocabulary.
     words = bm25s.tokenize(list(queries), return_ids=False, show_progress=False)
     run: dict[str, dict[str, float]] = {}
     for query, tokens in zip(query_ids, words, strict=True):
@@ -165,6 +166,7 @@ def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:
         sizes = {"queries": len(result.per_query), "documents": result.num_documents}
         scores = {name: result.means[name] for name in HEADLINES}
         rows.append({"data": result.dataset, "system": result.system, **sizes, **scores})
+    # The mean of one collection would repeat its row.
     if len({result.dataset for result in results}) > 1:
         for system, own in by_system(results).items():
             means = means_over_datasets(own)

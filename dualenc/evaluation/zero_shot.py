@@ -115,6 +115,7 @@ def zero_shot_accuracy(
     if len(ranks) == 0:
         raise DualencError("no image to classify; the data is empty")
     scores = {f"top@{k}": float(np.mean(ranks <= k)) for k in cutoffs if k == 1 or k < num_classes}
+    # Of the classes that occur: a test set may lack some.
     per_class = [float(np.mean(ranks[labels == number] <= 1)) for number in np.unique(labels)]
     return {**scores, "mean_per_class": float(np.mean(per_class))}
 

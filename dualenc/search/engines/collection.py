@@ -59,6 +59,7 @@ class CollectionInfo:
         Raises:
             DualencError: an entry is missing or has the wrong type.
         """
+        # All other entries are strings.
         types = {"count": int, "dim": int, "columns": dict, "has_snippets": bool}
         names = [field.name for field in fields(cls)]
         if not isinstance(values, dict) or any(not isinstance(values.get(n), types.get(n, str)) for n in names):
@@ -154,6 +155,7 @@ def import_extra(module: str, package: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # A package that is installed but lacks one of its own dependencies is another problem.
         if error.name is not None and error.name.partition(".")[0] != module.partition(".")[0]:
             raise
         raise DualencError(f"this engine needs the package {package}: pip install 'dualenc[{extra}]'") from None

@@ -148,6 +148,7 @@ class Lance(Connection):
         ef_search: int | None = None,
     ) -> list[Hit]:
         """The k nearest rows that match the filter."""
+        # Vectors are large and never shown.
         names = [*(self.table.schema.names if with_columns else ["id"]), "_distance"]
         with self.one_line_errors():
             query = self.table.search(vector).distance_type(DISTANCES[info.metric]).limit(k)

@@ -100,6 +100,7 @@ def _describe(embeddings: Embeddings, metric: Metric | None, quantization: Quant
 def _prepare(embeddings: Embeddings, engine: Engine, info: CollectionInfo, replace: bool) -> None:
     """Create the collection, or check that the existing one is the same; what others made is never removed."""
     found = engine.info()
+    # An interrupted push of the same embeddings is resumed.
     if found == info:
         stored = engine.num_stored(embeddings.ids)
         if stored == len(embeddings) or (stored >= 0 and not replace):
@@ -126,6 +127,7 @@ def _send(embeddings: Embeddings, engine: Engine, info: CollectionInfo, rows: in
     start = 0
     with tqdm(total=len(embeddings), desc="push", unit=" vectors", disable=not progress) as bar:
         for batch in embeddings.record_batches(rows):
+            # Whatever the batch size was before, the stored rows are the first ones.
             skipped = max(0, stored - start)
             if skipped < len(batch):
                 engine.add(_ready_batch(batch.slice(skipped), info, bool(embeddings.meta.get("normalized"))))
@@ -138,6 +140,7 @@ def _ready_batch(batch: pa.RecordBatch, info: CollectionInfo, are_unit: bool) ->
     """A batch with finite vectors, scaled to length one for "cosine"."""
     vectors = vectors_of(batch)
     ids = batch.column("id")
+    # Engines take what they get: NaN would silently never be found.
     checked = ready(vectors.astype(np.float32), info.metric, lambda row: repr(ids[row].as_py()), are_unit)
     if are_unit or info.metric == "ip":
         return batch

@@ -30,6 +30,7 @@ def check_target(kind: str, target: str, collection: str) -> str:
     """
     if not _COLLECTION.fullmatch(collection):
         raise DualencError(f"--collection is {collection[:40]!r}; give a name of letters, digits, - and _")
+    # A path may look like this, but a server without its scheme is the likelier mistake.
     if kind == "qdrant" and re.fullmatch(r"[\w.-]+:[0-9]+(/.*)?", target):
         raise DualencError(f"{target}: is it a server? then write http://{target}, or ./{target} for a folder")
     if kind == "qdrant" and "://" in target and not is_server(target):
