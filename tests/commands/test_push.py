@@ -123,7 +123,7 @@ class Payload:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("target", ["data", "./data", "x://../data", "{}/data"])
+@pytest.mark.parametrize("target", ["data", "x://../data", "{}/data"])
 def test_an_embedded_qdrant_that_only_the_folder_names_is_not_opened(
     tmp_path: Path,
     toy_text: Path,
@@ -161,15 +161,15 @@ def test_a_store_that_is_named_is_trusted_aloud(
     run("push", emb, tmp_path / "lake", "--to", "lancedb", "--out", tmp_path / "other", "--recall-queries", 0)
     run("index", emb, "--out", tmp_path / "index")
     evaluate = ("evaluate", "retrieval", toy_text, beir, "--out", tmp_path / "out")
-    for others, told in (
+    for others, message in (
         (("search", tmp_path / "other", "wing"), "names no embedded Qdrant"),
         (("search", tmp_path / "index", "wing"), "remembers no engine"),
         (evaluate, "name it with --engine"),
     ):
-        assert told in failure(capsys, *others, "--qdrant-path", tmp_path / "data")
+        assert message in failure(capsys, *others, "--qdrant-path", tmp_path / "data")
 
 
-def test_mistakes_are_told_in_one_line(
+def test_mistakes_end_in_one_line(
     tmp_path: Path, toy_text: Path, beir: Path, emb: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     push = ("push", emb, tmp_path / "data", "--to", "lancedb", "--out", tmp_path / "engine")
@@ -202,8 +202,8 @@ def test_mistakes_are_told_in_one_line(
             "from embeddings of another model",
         ),
     ]
-    for words, told in cases:
-        assert told in failure(capsys, *words), words
+    for words, message in cases:
+        assert message in failure(capsys, *words), words
     run("push", tmp_path / "emb", *push[2:], "--collection", "emb", "--replace")
     monkeypatch.setitem(sys.modules, "lancedb", None)
     assert "pip install 'dualenc[lancedb]'" in failure(capsys, "search", tmp_path / "engine", "wing")
@@ -215,15 +215,15 @@ def test_mistakes_are_told_in_one_line(
 @pytest.mark.parametrize(
     "change", [{"model": 5}, {"model": ["x"]}, {"model_checksum": 1}, {"side": "up"}, {"output": 7}]
 )
-def test_a_folder_that_remembers_nonsense_is_told(
+def test_a_folder_with_an_unusable_meta_json_is_refused(
     tmp_path: Path, emb: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
 ) -> None:
     run("push", emb, tmp_path / "lake", "--to", "lancedb", "--out", tmp_path / "engine", "--recall-queries", 0)
     path = tmp_path / "engine" / "meta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    told = failure(capsys, "search", tmp_path / "engine", "wing")
-    assert f"meta.json: {next(iter(change))} is " in told
-    assert "run `dualenc push` again" in told
+    message = failure(capsys, "search", tmp_path / "engine", "wing")
+    assert f"meta.json: {next(iter(change))} is " in message
+    assert "run `dualenc push` again" in message
 
 
 def test_push_to_parquet(tmp_path: Path, emb: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,8 +90,7 @@ def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield push(embeddings(), engine)[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("metric", ["cosine", "ip"])
+@pytest.mark.parametrize(("metric", "dtype"), [("cosine", "float16"), ("ip", "float32")])
 def test_results_are_those_of_numpy(engine: Engine, metric: Any, dtype: str) -> None:
     pushed = embeddings(dtype, unit=False)
     index, sent = push(pushed, engine, metric=metric)
@@ -161,7 +160,7 @@ def test_the_same_again_sends_nothing_and_changes_nothing(engine: Engine) -> Non
     assert again.meta == first.meta
 
 
-@pytest.mark.parametrize("fails_at", [0, 1, 3])
+@pytest.mark.parametrize("fails_at", [0, 3])
 def test_an_interrupted_push_sends_only_what_is_missing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
@@ -259,15 +258,15 @@ def test_an_engine_folder_finds_its_collection_again(filled: EngineIndex, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("queries", "k", "told"),
+    ("queries", "k", "message"),
     [
         (np.zeros((2, DIM + 1)), 3, "dimension"),
         (np.full((1, DIM), np.nan), 3, "not finite"),
         (np.zeros((1, DIM)), 0, "at least 1"),
     ],
 )
-def test_wrong_queries_are_told(filled: EngineIndex, queries: np.ndarray, k: int, told: str) -> None:
-    with pytest.raises(DualencError, match=told):
+def test_wrong_queries_are_refused(filled: EngineIndex, queries: np.ndarray, k: int, message: str) -> None:
+    with pytest.raises(DualencError, match=message):
         filled.search(queries, k)
 
 
@@ -297,7 +296,7 @@ def test_collections_of_others_are_never_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_targets_that_cannot_be_used_are_told(tmp_path: Path, kind: str) -> None:
+def test_unusable_targets_are_refused(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
@@ -311,7 +310,7 @@ def test_targets_that_cannot_be_used_are_told(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "url", "told"),
+    ("kind", "url", "message"),
     [
         ("qdrant", "http://127.0.0.1:9", "no answer from Qdrant .*refused"),
         ("qdrant", "http://user:word@127.0.0.1:9", "carries a key or query; set QDRANT_API_KEY"),
@@ -320,9 +319,11 @@ def test_targets_that_cannot_be_used_are_told(tmp_path: Path, kind: str) -> None
         ("lancedb", "db://mine", "hosted service is not supported"),
     ],
 )
-def test_servers_that_cannot_be_asked_are_told(monkeypatch: pytest.MonkeyPatch, kind: str, url: str, told: str) -> None:
+def test_unreachable_servers_are_reported_without_credentials(
+    monkeypatch: pytest.MonkeyPatch, kind: str, url: str, message: str
+) -> None:
     monkeypatch.setenv("QDRANT_API_KEY", "s3cret")
-    with pytest.raises(DualencError, match=told) as error:
+    with pytest.raises(DualencError, match=message) as error:
         push(embeddings(), open_engine(kind, url, "items"))
     assert "\n" not in str(error.value)
     assert "word" not in str(error.value)
@@ -374,18 +375,18 @@ def test_a_batch_is_tried_again_while_the_server_is_busy(failing: Qdrant, monkey
 
 
 @pytest.mark.parametrize(
-    ("statuses", "told", "requests"),
+    ("statuses", "message", "requests"),
     [
         ([401] * 9, "answers HTTP 401; set QDRANT_API_KEY", 5),
         ([400] * 9, "answers HTTP 400 .*Not", 5),
         ([503] * 9, "answers HTTP 503", 5),
     ],
 )
-def test_what_a_server_refuses_is_told(
-    failing: Qdrant, monkeypatch: pytest.MonkeyPatch, statuses: list[int], told: str, requests: int
+def test_refusals_of_a_server_are_one_line(
+    failing: Qdrant, monkeypatch: pytest.MonkeyPatch, statuses: list[int], message: str, requests: int
 ) -> None:
     monkeypatch.setattr(Failing, "statuses", statuses)
-    with pytest.raises(DualencError, match=told) as error:
+    with pytest.raises(DualencError, match=message) as error:
         failing.add(next(embeddings().record_batches(1)))
     assert "\n" not in str(error.value)
     assert "s3cret" not in str(error.value)
@@ -393,7 +394,7 @@ def test_what_a_server_refuses_is_told(
 
 
 @pytest.mark.parametrize(("kind", "module"), [("qdrant", "qdrant_client"), ("lancedb", "lancedb")])
-def test_a_missing_extra_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, module: str) -> None:
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(DualencError, match=rf"pip install 'dualenc\[{kind}\]'"):
         open_engine(kind, str(tmp_path / "new"), "items")
