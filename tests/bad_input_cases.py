@@ -667,7 +667,9 @@ def modalities() -> Iterator[Case]:
         words = f"search {{image-idx}} {query}"
         yield Case(f"search images for {query}", words, expected=may("pictures" in query))
     for words in ("year>1", "year", "", "=", "year=,"):
-        yield Case(f"search an engine --where={words!r}", f"search {{engine}} wing --where={words}")
+        yield Case(
+            f"search an engine --filter={words!r}", f"search {{engine}} wing --filter={words}", expected=may(not words)
+        )
         yield Case(
             f"search an index --where={words!r}", f"search {{idx}} wing --where={words}", expected=may(not words)
         )
@@ -1266,6 +1268,7 @@ def filters(toys: Path) -> Iterator[Case]:
         yield Case(f"retrieval --where={words!r}", f"{RETRIEVAL} --where={words}", expected=fine)
     yield Case("sound: retrieval --where", f"{RETRIEVAL} --where=title!=none --bm25", expected="works")
     yield Case("retrieval of an engine --where", f"{ENGINE} --where=year>1")
+    yield Case("retrieval of an engine --filter", f"{ENGINE} --filter=year>1")
     yield Case("retrieval on vectors --where", "evaluate retrieval {adapter} {emb} --out out --where=year>1")
     nested = json.dumps({"_id": "d1", "text": "wing", "year": {"a": [1]}}) + "\n"
     where = "evaluate retrieval {text} {beir} --out out --where=year>1"

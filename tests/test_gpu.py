@@ -15,9 +15,9 @@ from dualenc.data import PairDataset
 from dualenc.data.corpus import Corpus
 from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.encoders.load import load_model
-from dualenc.evaluation import exact
-from dualenc.evaluation.exact import exact_search
 from dualenc.objectives import GlobalCache
+from dualenc.search import exact
+from dualenc.search.exact import exact_search
 from dualenc.training import Trainer
 from dualenc.training.evaluators import RetrievalEvaluator, embed_side
 from tests.objectives.every import SETTINGS, Setting

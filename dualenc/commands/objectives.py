@@ -192,7 +192,7 @@ def _plain(name: str, found: Measured, num_pairs: int) -> Row:
         "bias": found.bias.value,
         "bias_error": found.bias.error,
         "bias_limit": found.bias.limit,
-        "biased": found.bias.is_told,
+        "biased": found.bias.is_significant,
         "step_error": found.step_error,
         "step_error_error": found.step_error_error,
         "encodes_per_pair": found.encodes,

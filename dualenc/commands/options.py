@@ -102,12 +102,15 @@ class EngineOptions:
             only one that you trust.
         where: search only documents that meet this: year>=2020, lang=en,de, lang!=en; may be repeated. Judgements of
             others, and queries without a relevant document among them, are left out. The columns are fields of
-            corpus.jsonl or what embeddings have kept (`--columns`), with an engine those that were pushed.
+            corpus.jsonl or what embeddings have kept (`--columns`).
+        filter: the same with an engine, in its own language: SQL for LanceDB (year >= 2020 AND lang = 'en'), JSON for
+            Qdrant ({"must": [{"key": "year", "range": {"gte": 2020}}]}).
     """
 
     engine: str | None = None
     qdrant_path: str | None = None
     where: list[str] | None = None
+    filter: str = ""
 
 
 @dataclass(frozen=True)

@@ -24,19 +24,20 @@ def push_model(
 ) -> None:
     """Upload a model folder to the Hugging Face hub, where its own library loads it by name.
 
-    A new repository is private unless told otherwise; an existing one keeps what it is. The folder's README.md becomes
-    the model card; `results` are first written into its front matter, where the hub reads them. Log in before with
-    `hf auth login`, or set HF_TOKEN.
+    A new repository is private unless `public` is given; an existing one keeps its visibility. The folder's README.md
+    becomes the model card; `results` are first written into its front matter, where the hub reads them. Log in first
+    with `hf auth login`, or set HF_TOKEN.
 
     Args:
         model: folder that training or `DualEncoder.save` wrote.
         repo: name of the repository, owner/name.
-        results: folder that `dualenc evaluate retrieval`, `image-text` or `zero-shot` wrote about this model; may be
+        results: folder that `dualenc evaluate retrieval`, `image-text` or `zero-shot` wrote for this model; may be
             repeated.
         public: make a new repository public.
         revision: branch to upload to; main by default.
         message: of the commit.
     """
+    # Heavy libraries are imported in functions, so that help is instant.
     from dualenc.encoders.dual import MODEL_FILES
 
     folder = Path(model)
@@ -48,15 +49,14 @@ def push_model(
 
 
 def add_results(folder: Path, evaluations: list[Path]) -> None:
-    """Write what evaluations found into the front matter of a model folder's README.md.
+    """Write evaluation results into the front matter of a model folder's README.md.
 
     Args:
         folder: of the model.
-        evaluations: folders of `dualenc evaluate` with the embeddings that they kept, which tell whether they are about
-            these weights.
+        evaluations: folders of `dualenc evaluate` with their kept embeddings, whose checksums identify the weights.
 
     Raises:
-        DualencError: no results are there, they are of another kind of task, or of other weights.
+        DualencError: no results, results of another kind of task, or of other weights.
     """
     from dualenc.encoders import load_model
     from dualenc.encoders.card import with_results
@@ -64,34 +64,36 @@ def add_results(folder: Path, evaluations: list[Path]) -> None:
 
     encoder = load_model(folder)
     weights = {tower_checksum(encoder.left), tower_checksum(encoder.right)}
-    found = [each for evaluation in evaluations for each in _results_of(evaluation, weights)]
+    results = [result for evaluation in evaluations for result in _results_of(evaluation, weights)]
     path = folder / "README.md"
-    before = path.read_text(encoding="utf-8") if path.is_file() else encoder.model_card(folder.name, {})
-    with atomic_path(path) as new:
-        new.write_text(with_results(before, folder.resolve().name, found), encoding="utf-8")
+    card = path.read_text(encoding="utf-8") if path.is_file() else encoder.model_card(folder.name, {})
+    with atomic_path(path) as part:
+        part.write_text(with_results(card, folder.resolve().name, results), encoding="utf-8")
 
 
 def _results_of(evaluation: Path, weights: set[str]) -> list[Results]:
-    """What one evaluation found about a model."""
+    """The results of one evaluation, which must be of these weights."""
     from dualenc.encoders.card import Results
     from dualenc.evaluation.retrieval import HEADLINES
 
     if not (evaluation / "metrics.json").is_file():
         raise DualencError(f"{evaluation}: has no metrics.json; give a folder that `dualenc evaluate` wrote")
-    told: dict[str, Any] = read_json_object(evaluation / "metrics.json")
-    task = told.get("task")
+    metrics: dict[str, Any] = read_json_object(evaluation / "metrics.json")
+    task = metrics.get("task")
     if task not in ("retrieval", "image-text", "zero-shot"):
         raise DualencError(f"{evaluation}: holds results of {task}; give those of retrieval, image-text or zero-shot")
+    # The evaluation keeps its embeddings, whose meta.json names the weights.
     embedded = [read_json_object(path) for path in evaluation.glob("**/embeddings/*/meta.json")]
     if not embedded or not {meta.get("model_checksum") for meta in embedded} <= weights:
         raise DualencError(f"{evaluation}: is not about the weights that the model has now; evaluate it again")
     if task == "retrieval":
-        of_model = next(iter(told["systems"].values()))["datasets"]  # the model is the first of them
+        # The model is the first system.
+        datasets = next(iter(metrics["systems"].values()))["datasets"]
         return [
-            Results(task, name, told["split"], {metric: own["metrics"][metric] for metric in HEADLINES})
-            for name, own in of_model.items()
+            Results(task, name, metrics["split"], {metric: scores["metrics"][metric] for metric in HEADLINES})
+            for name, scores in datasets.items()
         ]
-    return [Results(task, Path(told["data"]).name or told["data"], told["split"], told["metrics"])]
+    return [Results(task, Path(metrics["data"]).name or metrics["data"], metrics["split"], metrics["metrics"])]
 
 
 def push_data(
@@ -99,7 +101,7 @@ def push_data(
 ) -> None:
     """Upload a folder of embeddings to the Hugging Face hub as a data set.
 
-    A new repository is private unless told otherwise. What is there of the same name and contents is not sent again.
+    A new repository is private unless `public` is given. Files that it already holds unchanged are not sent again.
 
     Args:
         embeddings: folder that `dualenc embed` wrote, finished.
@@ -110,7 +112,8 @@ def push_data(
     """
     from dualenc.search.embeddings import Embeddings
 
-    Embeddings.open(embeddings)  # refuses what is not finished, or is something else
+    # Refuses unfinished embeddings and other folders.
+    Embeddings.open(embeddings)
     _upload(Path(embeddings), repo, "dataset", public, revision, message)
 
 
@@ -126,19 +129,18 @@ def _upload(
         hub.create_repo(repo, repo_type=kind, private=not public, exist_ok=True)
         if revision is not None:
             hub.create_branch(repo, branch=revision, repo_type=kind, exist_ok=True)
-        # Locks and half-written files begin with a dot.
-        ignored = [".*", "**/.*"]
-        done = hub.upload_folder(
+        commit = hub.upload_folder(
             repo_id=repo,
             folder_path=folder,
             repo_type=kind,
             revision=revision,
             commit_message=message,
-            ignore_patterns=ignored,
+            # Locks and half-written files begin with a dot.
+            ignore_patterns=[".*", "**/.*"],
         )
-    except Exception as error:  # of the hub's client and of the network below it, of many kinds
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DualencError(
-            f"{repo}: could not be uploaded ({why}); check the name, and log in: hf auth login"
-        ) from error
-    print(printable(f"{folder} → {done.commit_url}"))
+    except Exception as error:
+        # The client and the network libraries below it raise many types.
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        remedy = "check the name, and log in: hf auth login"
+        raise DualencError(f"{repo}: could not be uploaded ({reason}); {remedy}") from error
+    print(printable(f"{folder} → {commit.commit_url}"))

@@ -10,7 +10,6 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.commands.checks import MAX_ITEMS, check_range
-from dualenc.commands.engine import AskedEngine, ask_engine
 from dualenc.commands.evaluation import Evaluation, display_name, open_model
 from dualenc.commands.options import ENGINE, RANKING, EngineOptions, RankingOptions
 from dualenc.data.beir import read_beir
@@ -18,13 +17,14 @@ from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.compression import Size, halvings, size_rows, sizes
 from dualenc.evaluation.embedding import embed_into
+from dualenc.evaluation.engine import EvaluatedEngine, open_evaluated_engine
 from dualenc.evaluation.metrics import CUTOFFS, Run, Scores
 from dualenc.evaluation.report import Figure, Gallery, Table, retrieval_galleries
 from dualenc.evaluation.retrieval import HEADLINES, Result, by_system, cutoff_rows, metrics_document, summary_rows
 from dualenc.evaluation.runs import check_trec_names
 from dualenc.evaluation.systems import BM25, HYBRID, RERANKED, Systems
-from dualenc.search.engines import named_columns, rows_that_meet
 from dualenc.search.rerank import open_cross_encoder
+from dualenc.search.where import named_columns, rows_that_meet
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def retrieval(
     evaluation = Evaluation("retrieval", model, data, out, device)
     conditions = engine.where or []
     reader = "bm25" if bm25 else "rerank" if ranking.rerank else None
-    collections = _open_collections((data, *more), split, titles, [] if engine.engine else conditions, reader)
+    collections = _open_collections((data, *more), split, titles, conditions, reader)
     encoder = open_model(model, ("query-document", "vector"), evaluation.device)
     evaluation.check_weights(encoder.left, encoder.right)
     rescore = None
@@ -119,7 +119,7 @@ def retrieval(
 
     if distributed.is_main():
         facts: dict[str, object] = {"model": model, "split": split, "depth": depth}
-        facts |= {"keep_self_matches": keep_self_matches, **_facts(ranking, conditions)}
+        facts |= {"keep_self_matches": keep_self_matches, **_facts(ranking, conditions, engine.filter)}
         results = {
             name: [systems.score(system, name, run, collections[name]) for system, run in runs[name].items()]
             for name in collections
@@ -135,17 +135,21 @@ def _check(ranking: RankingOptions, engine: EngineOptions, depth: int, batch_siz
     check_range(0, 1, weight=ranking.weight)
     if depth < max(CUTOFFS):
         raise DualencError(f"depth={depth}: the metrics look at {max(CUTOFFS)} documents; retrieve that many or more")
-    if engine.engine is None and engine.qdrant_path is not None:
-        raise DualencError("--qdrant-path is of an engine; name it with --engine, or leave the path out")
+    if engine.engine is None and (engine.qdrant_path is not None or engine.filter):
+        raise DualencError("--qdrant-path and --filter are for an engine; name it with --engine, or leave them out")
+    if engine.engine is not None and engine.where:
+        raise DualencError("an engine filters in its own language; give --filter instead of --where")
     if engine.engine is not None and (num_folders > 1 or distributed.world_size() > 1):
         raise DualencError("--engine is asked about one BEIR folder, by one process; evaluate them one by one")
 
 
-def _facts(ranking: RankingOptions, conditions: Sequence[str]) -> dict[str, object]:
+def _facts(ranking: RankingOptions, conditions: Sequence[str], filter: str) -> dict[str, object]:
     """The options that differ from plain retrieval, for the record."""
     facts: dict[str, object] = {}
     if conditions:
         facts["where"] = ",".join(conditions)
+    if filter:
+        facts["filter"] = filter
     if ranking.hybrid is not None:
         facts |= {"hybrid": ranking.hybrid, "weight": ranking.weight}
     if ranking.rerank is not None:
@@ -155,16 +159,16 @@ def _facts(ranking: RankingOptions, conditions: Sequence[str]) -> dict[str, obje
 
 def _ask_engine(
     options: EngineOptions, encoder: DualEncoder, collections: dict[str, RetrievalSet]
-) -> AskedEngine | None:
-    """Open the engine, if one is asked, and restrict the one collection to the documents that meet --where."""
+) -> EvaluatedEngine | None:
+    """Open the engine, if one is asked, and restrict the one collection to the documents that match --filter."""
     if options.engine is None:
         return None
     name, collection = next(iter(collections.items()))
-    conditions = options.where or []
-    asked = ask_engine(options.engine, conditions, encoder.right, collection.corpus.ids, options.qdrant_path)
-    if conditions:
-        meeting = set(asked.embeddings.ids)
-        collections[name] = _among(collection, np.array([one in meeting for one in collection.corpus.ids]), name)
+    ids = collection.corpus.ids
+    asked = open_evaluated_engine(options.engine, options.filter, encoder.right, ids, options.qdrant_path)
+    if options.filter:
+        matching = set(asked.embeddings.ids)
+        collections[name] = _among(collection, np.array([each in matching for each in ids]), name, "--filter")
     return asked
 
 
@@ -175,7 +179,7 @@ def _report(
     results: Mapping[str, list[Result]],
     places: Mapping[str, Path],
     sizes_rows: Mapping[str, list[dict[str, object]]],
-    asked: AskedEngine | None,
+    asked: EvaluatedEngine | None,
 ) -> None:
     """Write the run files of each collection and system, the metrics and the report."""
     galleries: list[Gallery] = []
@@ -222,7 +226,7 @@ def _open_collections(
             raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
         collection = read_beir(folder, split, titles=titles, columns=named_columns(where))
         if where:
-            collection = _among(collection, rows_that_meet(where, collection.corpus.columns), name)
+            collection = _among(collection, rows_that_meet(where, collection.corpus.columns), name, "--where")
         if reader is not None and collection.corpus.modality != "text":
             raise DualencError(f"{folder}: --{reader} needs texts, and it holds vectors; leave it out")
         check_trec_names(collection.queries.ids, f"{folder}: query id")
@@ -231,14 +235,14 @@ def _open_collections(
     return collections
 
 
-def _among(collection: RetrievalSet, kept: np.ndarray, name: str) -> RetrievalSet:
-    """The collection restricted to the documents that meet --where; prints what is left of it."""
+def _among(collection: RetrievalSet, kept: np.ndarray, name: str, option: str) -> RetrievalSet:
+    """The collection restricted to the documents that meet an option's condition; prints what is left of it."""
     try:
         restricted = collection.among(kept)
     except DualencError as error:
-        raise DualencError(f"--where, {name}: {error}") from None
+        raise DualencError(f"{option}, {name}: {error}") from None
     if distributed.is_main():
-        documents = f"{len(restricted.corpus):,} of {len(collection.corpus):,} documents meet --where"
+        documents = f"{len(restricted.corpus):,} of {len(collection.corpus):,} documents meet {option}"
         before = len(collection.queries)
         queries = f"{before - len(restricted.queries):,} of {before:,} queries have no relevant one among them"
         print(printable(f"{name}: {documents}; {queries} and are left out"))

@@ -25,6 +25,7 @@ def search(
     *,
     k: int = 10,
     where: list[str] | None = None,
+    filter: str = "",
     ranking: RankingOptions = RANKING,
     json: bool = False,
     options: SearchOptions = SEARCH,
@@ -41,6 +42,8 @@ def search(
         k: how many results.
         where: only what meets this, by columns that were kept (`--columns`): year>=2020, lang=en,de (any of them),
             lang!=en; may be repeated.
+        filter: in an engine, only what matches this, in its own language: SQL for LanceDB (year >= 2020 AND
+            lang = 'en'), JSON for Qdrant ({"must": [{"key": "year", "range": {"gte": 2020}}]}).
         json: print JSON, in ASCII, instead of a table.
     """
     from dualenc.evaluation.report import Table, print_table
@@ -49,6 +52,8 @@ def search(
 
     searcher = _open(index, query, k, ranking, options)
     conditions = searcher.conditions(where or ())
+    if filter and not searcher.filter_language:
+        raise DualencError(f"{index}: only an engine takes --filter; give --where to filter an index")
     side = searcher.query_side(_modality(query, searcher.takes))
     top = 0 if ranking.rerank is None else ranking.rerank_top
     asked = Query(
@@ -56,6 +61,7 @@ def search(
         _item(query, searcher.encoder.tower(side).modality),
         k=k,
         where=conditions,
+        filter=filter,
         hybrid=ranking.hybrid,
         weight=ranking.weight,
         rerank=top,

@@ -118,26 +118,26 @@ class Embeddings:
 
     def blocks(self, rows: int = 16384) -> Iterator[np.ndarray]:
         """The vectors in order as float32 matrices of at most `rows` rows; one at a time is in memory."""
-        starts = list(range(0, len(self), rows))
-        if isinstance(self.vectors, ShardedVectors):
-            # Within a shard a block is a view of the file, not a copy.
-            starts = sorted({*starts, *self.vectors.offsets[:-1].tolist()} - {len(self)})
-        for start, stop in zip(starts, [*starts[1:], len(self)]):
+        for start, stop in self._ranges(rows):
             yield np.ascontiguousarray(self.vectors[start:stop], dtype=np.float32)
 
+    def _ranges(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Start and stop of blocks of at most `rows` rows that do not cross shards: views of the file, not copies."""
+        starts = list(range(0, len(self), rows))
+        if isinstance(self.vectors, ShardedVectors):
+            starts = sorted({*starts, *self.vectors.offsets[:-1].tolist()} - {len(self)})
+        yield from zip(starts, [*starts[1:], len(self)])
+
     def record_batches(self, rows: int = 16384) -> Iterator[pa.RecordBatch]:
-        """All items in order: id, vector (float32), text if texts are kept, and the user's columns.
+        """All items in order: id, vector as stored, text if texts are kept, and the user's columns.
 
         Args:
             rows: the most rows of a batch.
         """
-        start = 0
-        for block in self.blocks(rows):
-            stop = start + len(block)
+        for start, stop in self._ranges(rows):
             texts = None if self.snippets is None else self.snippets[start:stop]
-            columns = None if self.columns is None else self.columns.slice(start, len(block))
-            yield item_batch(self.ids[start:stop], texts, columns, block)
-            start = stop
+            columns = None if self.columns is None else self.columns.slice(start, stop - start)
+            yield item_batch(self.ids[start:stop], texts, columns, np.asarray(self.vectors[start:stop]))
 
 
 class FirstComponents:

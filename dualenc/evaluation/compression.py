@@ -1,4 +1,4 @@
-"""What smaller vectors cost: retrieval with the first components only, in 8 bits or in one bit a number."""
+"""Vector compression: retrieval with the first components only, in 8 bits or in one bit per number."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy.typing as npt
 import torch
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.exact import DOCUMENT_BLOCK, exact_search
 from dualenc.evaluation.retrieval import first_documents
+from dualenc.search.exact import DOCUMENT_BLOCK, exact_search
 from dualenc.types import Vectors
 
 Code = Literal["float32", "int8", "binary"]
 
 RESCORED = 4
-"""Candidates of a search with codes for each result that is wanted: these are scored again with the vectors."""
+"""Candidates per result that a search with codes finds; they are scored again with the vectors."""
 
 
 class Size(NamedTuple):
-    """How vectors are kept.
+    """Storage of vectors.
 
     Attributes:
-        dim: how many of the first components.
-        code: "float32"; "int8", a byte a component; "binary", its sign.
-        rescored: whether the vectors, in float32 on disk, order the best of the codes again.
+        dim: number of first components.
+        code: "float32"; "int8", a byte per component; "binary", its sign.
+        rescored: whether vectors in float32 on disk order the best candidates again.
     """
 
     dim: int
@@ -36,12 +36,12 @@ class Size(NamedTuple):
 
     @property
     def memory(self) -> int:
-        """Bytes of a vector that a search goes through."""
+        """Bytes per vector that a search reads."""
         return {"float32": 4 * self.dim, "int8": self.dim, "binary": -(-self.dim // 8)}[self.code]
 
     @property
     def disk(self) -> int:
-        """Further bytes of a vector that only the best candidates are read of."""
+        """Further bytes per vector, read for the best candidates only."""
         return 4 * self.dim if self.rescored else 0
 
     @property
@@ -51,7 +51,7 @@ class Size(NamedTuple):
 
 
 def sizes(dims: Sequence[int]) -> list[Size]:
-    """Every way to keep vectors of some lengths, of the most bytes first; float32 needs no second scoring."""
+    """Every way to store vectors of the given lengths, largest first; float32 needs no second scoring."""
     ways = [(code, rescored) for code in get_args(Code) for rescored in (False, True)]
     found = [Size(dim, *way) for dim in dims for way in ways if way != ("float32", True)]
     return sorted(found, key=lambda size: (-size.memory, -size.disk, -size.dim))
@@ -89,7 +89,7 @@ def compressed_run(
     keep_self_matches: bool = False,
     device: str | torch.device = "cpu",
 ) -> dict[str, dict[str, float]]:
-    """The best documents of each query, found among documents kept in a certain size.
+    """The best documents of each query, found among compressed documents.
 
     int8 is FAISS's `ScalarQuantizer` (QT_8bit, ranges per component over all documents) against queries in float32;
     binary is the Hamming distance of signs (`IndexBinaryFlat`), scored as minus the share of differing bits. Rescoring
@@ -100,7 +100,7 @@ def compressed_run(
         queries: (Q, D) unit embeddings.
         document_ids: (N,) ids.
         documents: (N, D) unit embeddings; may be memory-mapped.
-        size: how documents are kept; queries lose the same components.
+        size: storage of the documents; queries lose the same components.
         depth: how many documents to keep for each query.
         keep_self_matches: keep a document whose id is the query's; otherwise one more takes its place.
         device: where to search in float32, as in `exact_search`.
@@ -111,17 +111,22 @@ def compressed_run(
     Raises:
         DualencError: there are fewer components than asked for.
     """
-    asked, kept = first_components(np.asarray(queries), size.dim), _Prefixes(documents, size.dim)
-    wanted = min((depth + 1) * (RESCORED if size.rescored else 1), len(kept))
+    short = first_components(np.asarray(queries), size.dim)
+    prefixes = _Prefixes(documents, size.dim)
+    # One more than the depth takes the place of a self-match.
+    candidates = depth + 1
+    if size.rescored:
+        candidates *= RESCORED
+    candidates = min(candidates, len(prefixes))
     if size.code == "float32":
-        scores, columns = exact_search(asked, kept.all(), wanted, document_ids=document_ids, device=device)
+        scores, columns = exact_search(short, prefixes.all(), candidates, document_ids=document_ids, device=device)
     elif size.code == "int8":
-        scores, columns = _search_bytes(asked, kept, wanted)
+        scores, columns = _search_bytes(short, prefixes, candidates)
     else:
-        scores, columns = _search_bits(asked, kept, wanted)
+        scores, columns = _search_bits(short, prefixes, candidates)
     if size.rescored:
         for row, found in enumerate(columns):
-            scores[row] = kept.rows(found) @ asked[row]
+            scores[row] = prefixes.rows(found) @ short[row]
     run = {
         query: {document_ids[column]: float(score) for column, score in zip(found, values)}
         for query, found, values in zip(query_ids, columns.tolist(), scores.tolist(), strict=True)
@@ -133,7 +138,8 @@ class _Prefixes:
     """The first components of documents (N, D), a block at a time."""
 
     def __init__(self, documents: Vectors, dim: int) -> None:
-        self.documents, self.dim = documents, dim
+        self.documents = documents
+        self.dim = dim
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -152,6 +158,7 @@ def _search_bytes(
     queries: npt.NDArray[np.float32], documents: _Prefixes, k: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     index = faiss.IndexScalarQuantizer(documents.dim, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
+    # The ranges of QT_8bit are minima and maxima over all documents.
     index.train(documents.all())
     for block in documents.blocks():
         index.add(documents.rows(block))
@@ -162,6 +169,7 @@ def _search_bytes(
 def _search_bits(
     queries: npt.NDArray[np.float32], documents: _Prefixes, k: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    # Packed bits fill whole bytes; the padding is equal in all vectors.
     index = faiss.IndexBinaryFlat(8 * -(-documents.dim // 8))
     for block in documents.blocks():
         index.add(np.packbits(documents.rows(block) > 0, axis=1))
@@ -170,11 +178,11 @@ def _search_bits(
 
 
 def size_rows(results: dict[Size, dict[str, float]], metrics: Sequence[str]) -> list[dict[str, object]]:
-    """A table row for each size: bytes, and metrics; the first row is what the others are a share of.
+    """A table row for each size: bytes and metrics, relative to the first row.
 
     Args:
         results: means by metric of each size.
-        metrics: which of them; the first also as a share of the best size's.
+        metrics: columns of the table; the first also as a share of the first row's.
     """
     whole = next(iter(results.values()))[metrics[0]]
     return [

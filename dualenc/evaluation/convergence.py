@@ -54,10 +54,10 @@ def uniformity(embeddings: Vectors, temperature: float = 2) -> float:
     rows = unit_rows(embeddings, "embeddings")
     if len(rows) < 2:
         raise DualencError(f"{len(rows)} embedding; uniformity needs two or more")
-    total = sum(
-        float(np.exp(-temperature * (2 - 2 * similarities.astype(np.float64))).sum())
-        for _, similarities in _similarity_blocks(rows)
-    )
+    total = 0.0
+    for _, similarities in _similarity_blocks(rows):
+        squared_distances = 2 - 2 * similarities.astype(np.float64)
+        total += float(np.exp(-temperature * squared_distances).sum())
     # A row with itself adds exp(0) = 1 to the sum.
     return math.log((total - len(rows)) / (len(rows) * (len(rows) - 1)))
 
@@ -104,17 +104,21 @@ class SimilarityHistogram:
 
     @property
     def overlap(self) -> float:
-        """Common area of the two histograms, each scaled to area 1: 0 if told apart, 1 if alike."""
-        positives, negatives = self.positives / self.positives.sum(), self.negatives / self.negatives.sum()
+        """Common area of the two histograms, each scaled to area 1: 0 if disjoint, 1 if equal."""
+        positives = self.positives / self.positives.sum()
+        negatives = self.negatives / self.negatives.sum()
         return float(np.minimum(positives, negatives).sum())
 
     def to_plain(self) -> dict[str, Any]:
         """The same as numbers and lists, for JSON."""
-        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(self).items()}
+        plain = dict(vars(self))
+        for name in ("edges", "positives", "negatives"):
+            plain[name] = plain[name].tolist()
+        return plain
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> SimilarityHistogram:
-        """What `to_plain` was called on."""
+        """Restore from `to_plain()`."""
         arrays: dict[str, Any] = {name: np.asarray(v) if isinstance(v, list) else v for name, v in plain.items()}
         return cls(**arrays)
 
@@ -131,7 +135,7 @@ def pair_similarities(
     Args:
         left: (M, D) embeddings; scaled to unit norm here.
         right: (M, D) embedding of the positive of each.
-        left_id: (M,) ids: items of one id are never negatives of one another's partners. Rows differ by default.
+        left_id: (M,) ids: items of one id are never negatives of each other's partners. By default all rows differ.
         right_id: (M,) ids of the right side, in the same way.
         left_positives: (M, K) right ids that are positive with each left item, padded with −1.
 
@@ -140,8 +144,9 @@ def pair_similarities(
     """
     if left.shape != right.shape:
         raise DualencError(f"left has shape {left.shape}, right {right.shape}; row i of each must be a pair")
-    rows, columns = unit_rows(left, "left embeddings"), unit_rows(right, "right embeddings")
-    groups = [np.arange(len(rows)) if ids is None else np.asarray(ids) for ids in (left_id, right_id)]
+    rows = unit_rows(left, "left embeddings")
+    columns = unit_rows(right, "right embeddings")
+    left_group, right_group = (np.arange(len(rows)) if ids is None else np.asarray(ids) for ids in (left_id, right_id))
     listed = np.empty((len(rows), 0), np.int64) if left_positives is None else np.asarray(left_positives)
     none = np.zeros(0, np.float32)
 
@@ -149,9 +154,9 @@ def pair_similarities(
         yield np.sum(rows * columns, axis=1), none
         for start in range(0, len(rows), _BLOCK):
             block = slice(start, start + _BLOCK)
-            same = (groups[0][block, None] == groups[0]) | (groups[1][block, None] == groups[1])
+            same = (left_group[block, None] == left_group) | (right_group[block, None] == right_group)
             for column in listed[block].T:
-                same |= column[:, None] == groups[1]
+                same |= column[:, None] == right_group
             yield none, (rows[block] @ columns.T)[~same]
 
     return _histogram(parts())
@@ -175,7 +180,8 @@ def label_similarities(embeddings: Vectors, labels: Integers) -> SimilarityHisto
     def parts() -> Iterator[tuple[Vectors, Vectors]]:
         for start, similarities in _similarity_blocks(rows):
             numbers = np.arange(start, start + len(similarities))
-            later = np.arange(len(rows))[None, :] > numbers[:, None]  # every pair once
+            # Every pair once.
+            later = np.arange(len(rows))[None, :] > numbers[:, None]
             same = classes[numbers][:, None] == classes[None, :]
             yield similarities[later & same], similarities[later & ~same]
 
@@ -183,8 +189,9 @@ def label_similarities(embeddings: Vectors, labels: Integers) -> SimilarityHisto
 
 
 def _histogram(parts: Iterable[tuple[Vectors, Vectors]]) -> SimilarityHistogram:
-    """Counts similarities of positive and of negative pairs, some at a time."""
-    counts, sums = np.zeros((2, len(BIN_EDGES) - 1), np.int64), np.zeros(2)
+    """Count similarities of positive and of negative pairs, part by part."""
+    counts = np.zeros((2, len(BIN_EDGES) - 1), np.int64)
+    sums = np.zeros(2)
     for part in parts:
         for kind, similarities in enumerate(part):
             # Rounding takes a cosine beyond ±1, out of the last bin.
@@ -203,17 +210,17 @@ def _similarity_blocks(rows: npt.NDArray[np.float32]) -> Iterator[tuple[int, npt
         yield start, rows[start : start + _BLOCK] @ rows.T
 
 
-_ANCHORS_AT_ONCE = 512
+_MAX_ANCHORS = 512
 
 
 @dataclass(frozen=True)
 class FiniteSet:
-    """M pairs by their ids: whose items are never negatives of one another.
+    """M pairs by their ids; items of a pair are never negatives of each other.
 
     Attributes:
         left_id: (M,) id of each pair's left item.
         right_id: (M,) id of each pair's right item.
-        left_positives: (M, K) right ids positive with each left item, padded with −1; of `left_id` alone by default.
+        left_positives: (M, K) right ids positive with each left item, padded with −1; by default only its own pairs'.
         right_positives: (M, K') left ids positive with each right item, padded with −1.
         views: left and right are two views of one image: 2M anchors, the 2M − 2 views of other images negatives.
     """
@@ -246,7 +253,7 @@ def exact_loss(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float
     Args:
         left: (M, D) unit-norm embeddings.
         right: (M, D) unit-norm embedding of the positive of each.
-        pairs: Who belongs to whom.
+        pairs: The pairs and their positives.
         temperature: τ > 0.
 
     Returns:
@@ -255,6 +262,38 @@ def exact_loss(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float
     Raises:
         DualencError: shapes do not fit, embeddings are not finite, τ is not positive, or an anchor has no negative.
     """
+    _check_embeddings(left, right, pairs, temperature)
+    left = left.detach().double().requires_grad_()
+    right = right.detach().double().requires_grad_()
+    directions = (
+        (left, right, pairs.left_positives, pairs.right_id),
+        (right, left, pairs.right_positives, pairs.left_id),
+    )
+    total = 0.0
+    for rows in torch.arange(len(pairs), device=pairs.left_id.device).split(_MAX_ANCHORS):
+        same = (pairs.left_id[rows, None] == pairs.left_id) | (pairs.right_id[rows, None] == pairs.right_id)
+        for anchors, others, listed, ids in directions:
+            excluded = _excluded(same, rows, listed, ids)
+            own = rows.to(left.device)
+            positive = (anchors[own] * others[own]).sum(dim=1) / temperature
+            candidates = others
+            if pairs.views:
+                # An image's own side brings negatives, too: the same views of other images.
+                candidates = torch.cat([others, anchors])
+                excluded = torch.cat([excluded, excluded], dim=1)
+            logits = anchors[own] @ candidates.T / temperature
+            logits = logits.masked_fill(excluded.to(left.device), -torch.inf)
+            losses = torch.logsumexp(logits, dim=1) - positive
+            part = losses.sum() / (2 * len(pairs))
+            # Block by block, so that only one block of similarities is in memory.
+            part.backward()
+            total += part.item()
+    assert left.grad is not None
+    assert right.grad is not None
+    return total, left.grad, right.grad
+
+
+def _check_embeddings(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float) -> None:
     if left.shape != right.shape or left.dim() != 2 or len(left) != len(pairs):
         raise DualencError(
             f"embeddings have shapes {tuple(left.shape)} and {tuple(right.shape)}; "
@@ -264,37 +303,19 @@ def exact_loss(left: Tensor, right: Tensor, pairs: FiniteSet, temperature: float
         raise DualencError("the embeddings are not finite; did the training end in NaN?")
     if not temperature > 0:
         raise DualencError(f"temperature={temperature}: it must be above 0")
-    left = left.detach().double().requires_grad_()
-    right = right.detach().double().requires_grad_()
-    total = 0.0
-    directions = (
-        (left, right, pairs.left_positives, pairs.right_id),
-        (right, left, pairs.right_positives, pairs.left_id),
-    )
-    for rows in torch.arange(len(pairs), device=pairs.left_id.device).split(_ANCHORS_AT_ONCE):
-        same = (pairs.left_id[rows, None] == pairs.left_id) | (pairs.right_id[rows, None] == pairs.right_id)
-        for anchors, others, listed, ids in directions:
-            excluded = same.clone()  # (n, M) whether the other item of each pair is no negative of these anchors
-            for column in () if listed is None else listed[rows].unbind(dim=1):
-                excluded |= column[:, None] == ids[None, :]
-            if excluded.all(dim=1).any():
-                row = int(rows[excluded.all(dim=1)][0])
-                raise DualencError(
-                    f"pair {row} has no negative in this set: all others are its positives; give more pairs"
-                )
-            own = rows.to(left.device)
-            positive = (anchors[own] * others[own]).sum(dim=1) / temperature
-            # With views an image's own side brings negatives too: the same views of other images.
-            candidates = torch.cat([others, anchors]) if pairs.views else others
-            excluded = torch.cat([excluded, excluded], dim=1) if pairs.views else excluded
-            logits = anchors[own] @ candidates.T / temperature
-            losses = torch.logsumexp(logits.masked_fill(excluded.to(left.device), -torch.inf), dim=1) - positive
-            part = losses.sum() / (2 * len(pairs))
-            part.backward()
-            total += part.item()
-    assert left.grad is not None
-    assert right.grad is not None
-    return total, left.grad, right.grad
+
+
+def _excluded(same: Tensor, rows: Tensor, listed: Tensor | None, ids: Tensor) -> Tensor:
+    """(n, M): whether the other item of each pair is no negative of the anchors `rows` (n,)."""
+    excluded = same.clone()
+    if listed is not None:
+        for column in listed[rows].unbind(dim=1):
+            excluded |= column[:, None] == ids[None, :]
+    without_negative = excluded.all(dim=1)
+    if without_negative.any():
+        row = int(rows[without_negative][0])
+        raise DualencError(f"pair {row} has no negative in this set: all others are its positives; give more pairs")
+    return excluded
 
 
 class ExactPoint(NamedTuple):
@@ -323,15 +344,15 @@ def exact_gradient(
 ) -> ExactPoint:
     """The exact loss of a model and the squared norm of its gradient with respect to the trainable weights.
 
-    The set is encoded without a graph, and then once more chunk by chunk, with the loss's gradient on the embeddings
-    sent through. Put the model into evaluation mode, so that no item's embedding depends on the others in its batch.
+    The set is encoded twice: without a graph for the loss, and then chunk by chunk to backpropagate the loss's gradient
+    on the embeddings. Put the model into evaluation mode, so that no item's embedding depends on its batch.
 
     Args:
-        model: Whose weights; their gradients are cleared.
+        model: The model; gradients of its weights are cleared.
         encode: `encode(side, inputs)` gives (n, D) unit-norm embeddings, with a graph where gradients are enabled.
         left_chunks: Prepared inputs of the M left items, chunk by chunk, in order.
         right_chunks: The same of the right items.
-        pairs: Who belongs to whom.
+        pairs: The pairs and their positives.
         temperature: τ > 0.
 
     Raises:
@@ -346,10 +367,14 @@ def exact_gradient(
         start = 0
         for inputs in chunks:
             embeddings = encode(side, inputs)
-            if embeddings.requires_grad:  # not so for a tower whose weights are all fixed
+            # A tower whose weights are all frozen gives embeddings without a graph.
+            if embeddings.requires_grad:
                 embeddings.backward(gradient[start : start + len(embeddings)].to(embeddings))
             start += len(embeddings)
-    weights = [p.grad.double() for p in model.parameters() if p.grad is not None]
-    squared = sum(float(gradient.square().sum()) for gradient in weights)
+    squared = 0.0
+    for weight in model.parameters():
+        # Fixed weights have no gradient.
+        if weight.grad is not None:
+            squared += float(weight.grad.double().square().sum())
     model.zero_grad(set_to_none=True)
     return ExactPoint(loss, squared, left.float().cpu().numpy(), right.float().cpu().numpy())

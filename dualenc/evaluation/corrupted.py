@@ -1,7 +1,8 @@
-"""Images under corruptions: encoding of their versions, retrieval of the other view, and the robustness table."""
+"""Corruption robustness: encoding of corrupted versions, retrieval of the other view, and the table."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -48,18 +49,22 @@ class ImageVersions(Dataset[Any]):
         views: int = 0,
         seed: int = 0,
     ):
-        self.source, self.conditions, self.prepare = source, list(conditions), prepare
-        self.views, self.seed = views, seed
+        self.source = source
+        self.conditions = list(conditions)
+        self.prepare = prepare
+        self.views = views
+        self.seed = seed
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[int, Inputs | DualencError]:
-        """The image's number, and inputs with first dimension V·C, or what is wrong with the image."""
+        """The image's number, and inputs with first dimension V·C, or the error of a bad image."""
         try:
             images = [self.source.image(index, name, severity) for name, severity in self.conditions]
         except DualencError as error:
-            return index, error  # raised by a worker it would come out with the worker's traceback
+            # Returned: an error raised in a worker arrives with the worker's traceback.
+            return index, error
         if not self.views:
             return index, self.prepare(images)
         seeds = [
@@ -90,7 +95,7 @@ def encode_versions(
     *,
     indices: Iterable[int] | None = None,
     num_workers: int = 0,
-    images_at_once: int | None = None,
+    batch_size: int | None = None,
 ) -> Iterator[Encoded]:
     """Encode all versions of each image, a few images at a time, in order; the same for any number of workers.
 
@@ -99,17 +104,20 @@ def encode_versions(
         encode: Inputs with first dimension B to (B, D).
         indices: Numbers of the images to do; all by default.
         num_workers: Processes that corrupt and augment; 0 does it in this process.
-        images_at_once: n; by default so many that about 256 versions are encoded together.
+        batch_size: n; by default about 256 versions are encoded together.
 
     Raises:
         DualencError: an image is too small to be corrupted, or `encode` gives another shape.
     """
-    order = list(range(len(versions)) if indices is None else indices)
-    shape = (max(versions.views, 1), len(versions.conditions))
+    if indices is None:
+        indices = range(len(versions))
+    num_views = max(versions.views, 1)
+    num_conditions = len(versions.conditions)
+    per_image = num_views * num_conditions
     loader = DataLoader(
         versions,
-        batch_size=images_at_once or max(1, _VERSIONS_PER_FORWARD // (shape[0] * shape[1])),
-        sampler=order,
+        batch_size=batch_size or max(1, _VERSIONS_PER_FORWARD // per_image),
+        sampler=list(indices),
         num_workers=num_workers,
         collate_fn=_collate,
         worker_init_fn=_one_thread,
@@ -117,30 +125,41 @@ def encode_versions(
     for numbers, inputs, bad, mistake in loader:
         if mistake is not None:
             raise mistake
-        features = np.asarray(encode(inputs)) if numbers else np.zeros((0, 0))
-        if features.ndim != 2 or len(features) != len(numbers) * shape[0] * shape[1]:
-            raise DualencError(f"encode gave shape {features.shape} for {len(numbers) * shape[0] * shape[1]} images")
-        yield Encoded(numbers, features.reshape(len(numbers), *shape, features.shape[1]), bad)
+        features = np.zeros((0, 0))
+        if numbers:
+            features = np.asarray(encode(inputs))
+        if features.ndim != 2 or len(features) != len(numbers) * per_image:
+            raise DualencError(f"encode gave shape {features.shape} for {len(numbers) * per_image} images")
+        yield Encoded(numbers, features.reshape(len(numbers), num_views, num_conditions, features.shape[1]), bad)
 
 
 def _collate(
     rows: list[tuple[int, Inputs | DualencError]],
 ) -> tuple[list[int], Inputs, list[tuple[int, str]], DualencError | None]:
-    """What a worker sends: numbers and inputs of the good images, reasons of the bad, and a user's mistake."""
-    good = [(index, row) for index, row in rows if not isinstance(row, DualencError)]
-    wrong = [(index, row) for index, row in rows if isinstance(row, DualencError)]
-    mistake = next((error for _, error in wrong if not isinstance(error, BadSample)), None)
-    inputs = {name: torch.cat([row[name] for _, row in good]) for name in (good[0][1] if good else {})}
-    return [index for index, _ in good], inputs, [(index, str(error)) for index, error in wrong], mistake
+    """Batch of a worker: numbers and inputs of the good images, reasons for the bad ones, and a user's mistake."""
+    indices: list[int] = []
+    parts: list[Inputs] = []
+    bad: list[tuple[int, str]] = []
+    mistake = None
+    for index, row in rows:
+        if not isinstance(row, DualencError):
+            indices.append(index)
+            parts.append(row)
+            continue
+        bad.append((index, str(row)))
+        # A bad image is skipped; any other error is a wrong argument, and ends the evaluation.
+        if mistake is None and not isinstance(row, BadSample):
+            mistake = row
+    inputs = {}
+    if parts:
+        inputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return indices, inputs, bad, mistake
 
 
 def _one_thread(worker: int) -> None:
     """OpenCV's threads do not survive a fork and would compete with the other workers."""
-    try:
-        import cv2
-    except ImportError:
-        return
-    cv2.setNumThreads(0)
+    if importlib.util.find_spec("cv2") is not None:
+        importlib.import_module("cv2").setNumThreads(0)
 
 
 Found = npt.NDArray[np.int64]
@@ -167,6 +186,7 @@ def nearest_versions(features: Vectors) -> Found:
     similarities = rows[:, 0] @ rows[:, 1].swapaxes(1, 2)
     found = []
     for scores in (similarities, similarities.swapaxes(1, 2)):
+        # An encoder that maps everything to one point must not win by argmax's choice of the first.
         tied = (scores == scores.max(axis=2, keepdims=True)).sum(axis=2) > 1
         found.append(np.where(tied, TIE, scores.argmax(axis=2)))
     return np.stack(found, axis=1)
@@ -222,7 +242,9 @@ def summarise(found: Found, versions: Sequence[str] = ()) -> dict[str, float]:
 
 def is_right(found: Found) -> npt.NDArray[np.bool_]:
     """Whether each view found its own pair, in the shape of `found`: (N, 2) or (N, 2, K)."""
-    return found == (np.arange(found.shape[2]) if found.ndim == 3 else np.arange(len(found))[:, None])
+    if found.ndim == 3:
+        return found == np.arange(found.shape[2])
+    return found == np.arange(len(found))[:, None]
 
 
 def confusions(found: Found) -> npt.NDArray[np.float64]:
@@ -283,7 +305,7 @@ def robustness_rows(
 
 
 def read_baseline(path: str | os.PathLike[str], corruptions: Sequence[str], severities: Sequence[int]) -> Errors:
-    """(K, S) errors of another model under the same corruptions and severities, to divide by.
+    """Baseline errors (K, S): those of another model under the same corruptions and severities.
 
     Args:
         path: metrics.json of its evaluation: errors by corruption and severity.
@@ -298,7 +320,7 @@ def read_baseline(path: str | os.PathLike[str], corruptions: Sequence[str], seve
     errors = robustness.get("errors") if isinstance(robustness, dict) else None
     if not isinstance(errors, dict) or not all(isinstance(row, dict) for row in errors.values()):
         raise DualencError(f"{path}: holds no corruption errors; give the metrics.json of an evaluation with --train")
-    theirs = np.zeros((len(corruptions), len(severities)))
+    baseline = np.zeros((len(corruptions), len(severities)))
     for row, name in enumerate(corruptions):
         for column, severity in enumerate(severities):
             value = errors.get(name, {}).get(str(severity))
@@ -308,7 +330,7 @@ def read_baseline(path: str | os.PathLike[str], corruptions: Sequence[str], seve
                 )
             if not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise DualencError(f"the baseline's error of {name} at severity {severity} is no rate from 0 to 1")
-            theirs[row, column] = value
-        if not theirs[row].sum() > 0:
+            baseline[row, column] = value
+        if not baseline[row].sum() > 0:
             raise DualencError(f"{path}: the baseline makes no error under {name}, which cannot be divided by")
-    return theirs
+    return baseline

@@ -33,11 +33,11 @@ ALL: tuple[str, ...] = (*STANDARD, "speckle_noise", "gaussian_blur", "spatter", 
 """The 19 of CIFAR-C: the standard ones and four for validation."""
 
 SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
-SMALLEST_SIDE = 32
+MIN_SIDE = 32
 
-# These two take a seed; left without one they ask the operating system for it.
+# These two take a seed, and draw one from the operating system by default.
 _OWN_GENERATOR = ("impulse_noise", "glass_blur")
-# The global generator is one for all threads.
+# All threads share numpy's global generator.
 _LOCK = threading.Lock()
 
 
@@ -71,7 +71,7 @@ class CorruptedImages:
 
 
 class CleanImages(CorruptedImages):
-    """Images as they are, in the shape of a corrupted set: its one "corruption" is called "clean".
+    """Uncorrupted images as a `CorruptedImages` whose only "corruption" is "clean".
 
     Args:
         images: The N images, RGB.
@@ -84,7 +84,9 @@ class CleanImages(CorruptedImages):
     def __init__(
         self, images: Images, labels: npt.NDArray[np.int64] | None = None, class_names: list[str] | None = None
     ):
-        self.images, self.labels, self.class_names = images, labels, class_names
+        self.images = images
+        self.labels = labels
+        self.class_names = class_names
 
     def __len__(self) -> int:
         return len(self.images)
@@ -95,7 +97,7 @@ class CleanImages(CorruptedImages):
 
 
 class GeneratedCorruptions(CleanImages):
-    """Corruptions made on the fly from clean images; picklable if `images` is.
+    """Corruptions generated on the fly from clean images; picklable if `images` is.
 
     Args:
         images: The N clean images, RGB, each at least 32 × 32.
@@ -122,18 +124,20 @@ class GeneratedCorruptions(CleanImages):
         for name in corruptions:
             _function(name)
         super().__init__(images, None if labels is None else np.asarray(labels, np.int64), class_names)
-        self.corruptions, self.seed = tuple(corruptions), seed
+        self.corruptions = tuple(corruptions)
+        self.seed = seed
         self._last: tuple[int, Pixels] | None = None
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
         """Version of image `index` under a corruption at a severity, RGB."""
-        if self._last is None or self._last[0] != index:  # decoded once for all its corruptions
+        # Decoded once for all its corruptions.
+        if self._last is None or self._last[0] != index:
             self._last = (index, np.asarray(self.images[index].convert("RGB")))
         return Image.fromarray(corrupt(self._last[1], corruption, severity, image_id=index, seed=self.seed))
 
 
 def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int | str = 0, seed: int = 0) -> Pixels:
-    """One corrupted version of an image, always the same for the same arguments.
+    """One corrupted version of an image, a pure function of the arguments.
 
     The package `imagecorruptions-imaug` (extra `corruptions`) draws from numpy's global generator, from fresh ones of
     scikit-image and numpy, and from numba's own. All are seeded here and the global one put back afterwards, so order,
@@ -158,12 +162,13 @@ def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int 
         raise DualencError(f"severity={severity}: choose one of 1, 2, 3, 4, 5")
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
         raise DualencError(f"image {image_id}: shape {image.shape} of {image.dtype}; give RGB as uint8 (H, W, 3)")
-    if min(image.shape[:2]) < SMALLEST_SIDE:
+    if min(image.shape[:2]) < MIN_SIDE:
         height, width = image.shape[:2]
         raise DualencError(f"image {image_id} is {width}x{height}; corruptions need 32x32, resize the images first")
     own_seed = derive_seed(seed, image_id, corruption, severity, bits=32)
     keywords = {"seed": own_seed} if corruption in _OWN_GENERATOR else {}
-    with _LOCK, np.errstate(divide="ignore", invalid="ignore"):  # spatter without a drop (small images) is 0/0
+    # Spatter without a drop, on small images, is 0/0.
+    with _LOCK, np.errstate(divide="ignore", invalid="ignore"):
         before = np.random.get_state()  # noqa: NPY002
         np.random.seed(own_seed)  # noqa: NPY002
         try:
@@ -174,7 +179,7 @@ def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int 
 
 
 def check_corruptions(corruptions: Sequence[str]) -> None:
-    """Make sure that all names are known; of another one the error tells the nearest."""
+    """Refuse unknown names; the error suggests the nearest."""
     for name in corruptions:
         if name not in ALL:
             near = difflib.get_close_matches(name, ALL, n=1)
@@ -184,6 +189,7 @@ def check_corruptions(corruptions: Sequence[str]) -> None:
 
 def _function(corruption: str) -> Callable[..., Any]:
     check_corruptions([corruption])
+    # An optional package, which imports numba.
     try:
         import imagecorruptions
     except ImportError:
@@ -195,7 +201,7 @@ def _function(corruption: str) -> Callable[..., Any]:
 
 def is_corrupted_folder(path: str | Path) -> bool:
     """Whether a folder looks like CIFAR-C or Tiny-ImageNet-C: a file or folder is named after a corruption."""
-    return bool(_known(Path(path), ".npy") or _known(Path(path), ""))
+    return bool(_available(Path(path), ".npy") or _available(Path(path), ""))
 
 
 def read_corrupted(path: str | Path, corruptions: Sequence[str] = ()) -> CorruptedImages:
@@ -208,9 +214,9 @@ def read_corrupted(path: str | Path, corruptions: Sequence[str] = ()) -> Corrupt
     Raises:
         DualencError: neither layout, or what `CifarC` and `TinyImageNetC` raise.
     """
-    if _known(Path(path), ".npy"):
+    if _available(Path(path), ".npy"):
         return CifarC(path, corruptions)
-    if _known(Path(path), ""):
+    if _available(Path(path), ""):
         return TinyImageNetC(path, corruptions)
     raise DualencError(
         f"{path}: no <corruption>.npy file and no <corruption>/ folder; is it CIFAR-C or Tiny-ImageNet-C?"
@@ -323,27 +329,24 @@ class TinyImageNetC(CorruptedImages):
         return names
 
 
-def _known(folder: Path, suffix: str) -> list[str]:
-    """Corruptions that the folder has, in the benchmark's order: files with the suffix, or folders with a severity 1.
-
-    A folder alone proves nothing: "snow" may be a class of a folder of clean images.
-    """
-    return [
-        name for name in ALL if ((folder / f"{name}{suffix}").is_file() if suffix else (folder / name / "1").is_dir())
-    ]
+def _available(folder: Path, suffix: str) -> list[str]:
+    """Corruptions of the folder in the benchmark's order: files with the suffix, or folders with a severity 1."""
+    if suffix:
+        return [name for name in ALL if (folder / f"{name}{suffix}").is_file()]
+    # A folder alone proves nothing: "snow" may be a class of a folder of clean images.
+    return [name for name in ALL if (folder / name / "1").is_dir()]
 
 
-def _choose(folder: Path, suffix: str, wanted: Sequence[str]) -> tuple[str, ...]:
-    there = _known(folder, suffix)
-    check_corruptions(wanted)
-    for name in wanted:
-        if name not in there:
-            raise DualencError(
-                f"{folder}/{name}{suffix}: no such file or folder; there are {', '.join(there) or 'none'}"
-            )
-    if not there:
+def _choose(folder: Path, suffix: str, requested: Sequence[str]) -> tuple[str, ...]:
+    available = _available(folder, suffix)
+    check_corruptions(requested)
+    for name in requested:
+        if name not in available:
+            found = ", ".join(available) or "none"
+            raise DualencError(f"{folder}/{name}{suffix}: no such file or folder; there are {found}")
+    if not available:
         raise DualencError(f"{folder}: no corruption named {ALL[0]}{suffix}, …; give the folder that holds them")
-    return tuple(wanted) or tuple(there)
+    return tuple(requested or available)
 
 
 def _read_npy(file: Path) -> npt.NDArray[Any]:
@@ -354,6 +357,6 @@ def _read_npy(file: Path) -> npt.NDArray[Any]:
         raise DualencError(f"{file}: no such file; is the folder complete?") from None
     except DualencError:
         raise
-    except Exception as error:  # a damaged header is evaluated as Python literals: SyntaxError, TypeError, …
-        # numpy's own words name objects of the parser.
+    except Exception as error:
+        # Of any type: a damaged header is evaluated as Python literals. numpy's own message names parser objects.
         raise DualencError(f"{file}: not a whole .npy file ({type(error).__name__}); download it again") from None

@@ -70,7 +70,7 @@ def train_by_sgd(
         versions = ImageVersions(
             CleanImages(train.items), [CLEAN], prepare, views=1, seed=derive_seed(seed, epoch, bits=32)
         )
-        how: dict[str, Any] = {"indices": order, "num_workers": num_workers, "images_at_once": SGD_BATCH}
+        how: dict[str, Any] = {"indices": order, "num_workers": num_workers, "batch_size": SGD_BATCH}
         for block in encode_versions(versions, encode, **how):
             yield torch.from_numpy(block.features[:, 0, 0]), torch.from_numpy(train.labels[block.indices])
 

@@ -1,4 +1,4 @@
-"""Image-text retrieval both ways, with any number of captions per image."""
+"""Image-text retrieval in both directions, with any number of captions per image."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dualenc.types import Vectors
 
 
 class Matched(NamedTuple):
-    """Which embedded images and texts belong together.
+    """Embedded images and texts that belong together.
 
     Attributes:
         image_rows: (I,) rows of the image embeddings that have a text.
         text_rows: (T,) rows of the text embeddings that have an image.
         captions: For each of the I images its texts, counted among the T.
-        text_of_pair: (M,) for each pair its text, counted among the T; a caption that stands twice is twice a query.
+        text_of_pair: (M,) for each pair its text, counted among the T; a duplicate caption is a query twice.
     """
 
     image_rows: npt.NDArray[np.int64]
@@ -51,15 +51,17 @@ def match_captions(
     text_row = {number: row for row, number in enumerate(text_ids)}
     pairs = zip(left_id.tolist(), right_id.tolist(), strict=True)
     rows = np.array([(image_row.get(left, -1), text_row.get(right, -1)) for left, right in pairs]).reshape(-1, 2)
+    # A side without an embedding is −1.
     rows = rows[rows.min(axis=1, initial=0) >= 0].astype(np.int64)
     if len(rows) == 0:
         raise DualencError("no image is left that has a caption; check the columns of the data")
-    image_rows, image_of = np.unique(rows[:, 0], return_inverse=True)
-    text_rows, text_of = np.unique(rows[:, 1], return_inverse=True)
+    image_rows, image_of_pair = np.unique(rows[:, 0], return_inverse=True)
+    text_rows, text_of_pair = np.unique(rows[:, 1], return_inverse=True)
     captions: list[list[int]] = [[] for _ in image_rows]
-    for image, text in sorted(set(zip(image_of.tolist(), text_of.tolist()))):
+    # A caption that a data set repeats for an image is one caption.
+    for image, text in sorted(set(zip(image_of_pair.tolist(), text_of_pair.tolist()))):
         captions[image].append(text)
-    return Matched(image_rows, text_rows, captions, text_of)
+    return Matched(image_rows, text_rows, captions, text_of_pair)
 
 
 def both_ways_ranks(
@@ -101,9 +103,9 @@ def owners_of(captions: Sequence[Sequence[int]], num_texts: int) -> list[list[in
             raise DualencError(f"image {image}: caption {max(own)} is out of range: there are {num_texts} texts")
         for text in own:
             owners[text].append(image)
-    lonely = next((text for text, own in enumerate(owners) if not own), None)
-    if lonely is not None:
-        raise DualencError(f"text {lonely} describes no image; leave it out")
+    orphan = next((text for text, own in enumerate(owners) if not own), None)
+    if orphan is not None:
+        raise DualencError(f"text {orphan} describes no image; leave it out")
     return owners
 
 
@@ -119,14 +121,14 @@ def both_ways_recall(ranks: dict[str, npt.NDArray[np.int64]], cutoffs: Sequence[
     """
     scores = {
         f"{direction}_{name}": value
-        for direction, of_queries in ranks.items()
-        for name, value in recall_at(of_queries, cutoffs).items()
+        for direction, query_ranks in ranks.items()
+        for name, value in recall_at(query_ranks, cutoffs).items()
     }
     return {**scores, "mean_recall": float(np.mean(list(scores.values())))}
 
 
 def _shared_ranks(queries: Vectors, candidates: Vectors, positives: list[list[int]]) -> npt.NDArray[np.int64]:
-    """`best_positive_ranks`, each process doing its share of blocks of the same size, whatever their number."""
+    """`best_positive_ranks` in blocks shared among the processes; their size does not depend on the processes."""
     rows = rows_at_once(len(candidates))
     starts = range(0, len(queries), rows)
     own = [

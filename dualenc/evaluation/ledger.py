@@ -1,4 +1,4 @@
-"""Results of single items, written as they come, so that an interrupted evaluation resumes where it stopped."""
+"""Ledger: results of single items, appended as they arrive, so that an interrupted evaluation resumes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Key = TypeVar("Key", int, str)
 
 
 class Ledger(Generic[Key]):
-    """Values by number or name of an item in a folder, one JSON line each; every process appends to a file of its own.
+    """Values by number or name of an item, one JSON line each, in a folder; every process appends to its own file.
 
-    Lines of all processes are read back, whatever their number was. A line cut short by a kill, or otherwise damaged,
-    is left out, and files that another model, other data or other settings wrote are removed.
+    Lines of all processes are read back, also after their number has changed. Damaged lines, such as one cut short by a
+    kill, are ignored; files of another model, other data or other settings are removed.
 
     Args:
         folder: Where the files are; made with the first value.
         signature: Everything that the values depend on, as plain values: settings, and checksums of the weights and
-            of the data (`Corpus.identity`), whose names may stay while their contents change.
+            of the data (`Corpus.identity`), since contents may change under the same names.
     """
 
     def __init__(self, folder: str | os.PathLike[str], signature: dict[str, Any]):
@@ -36,6 +36,7 @@ class Ledger(Generic[Key]):
             for part in self.folder.glob("part-*.ndjson"):
                 if _read(part)[0] != self.signature:
                     remove(part)
+        # No process may read what the main process is about to remove.
         distributed.barrier()
         self.values: dict[Key, Any] = {}
         for part in sorted(self.folder.glob("part-*.ndjson")):
@@ -43,7 +44,7 @@ class Ledger(Generic[Key]):
         distributed.barrier()
 
     def missing(self, keys: Iterable[Key]) -> list[Key]:
-        """Those of the items without a value that this process should do."""
+        """This process's share of the items without a value."""
         left = [key for key in keys if key not in self.values]
         return left[distributed.rank_slice(len(left))]
 
@@ -58,9 +59,10 @@ class Ledger(Generic[Key]):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 with open(self.path, "a", encoding="utf-8") as stream:
-                    # A first newline ends a line that a kill cut short.
+                    # The first newline ends a line that a kill cut short.
                     stream.write("\n" + "\n".join(lines) + "\n")
             except OSError:
+                # On a full disk no half line stays.
                 if size:
                     os.truncate(self.path, size)
                 else:
@@ -80,7 +82,7 @@ def read_signature(part: Path) -> dict[str, Any] | None:
 
 
 def _read(part: Path) -> tuple[dict[str, Any] | None, dict[Any, Any]]:
-    """The signature and the values of one file; whatever is not a line that `Ledger.add` wrote is left out."""
+    """The signature and the values of one file; lines that `Ledger.add` did not write are ignored."""
     signature: dict[str, Any] | None = None
     values: dict[Any, Any] = {}
     try:
@@ -89,6 +91,7 @@ def _read(part: Path) -> tuple[dict[str, Any] | None, dict[Any, Any]]:
     except (DualencError, OSError):
         return None, {}
     for line in lines:
+        # A kill can cut a line anywhere, and what remains may still be JSON: hence the checksum.
         try:
             entry = json.loads(line)
             if "signature" in entry:

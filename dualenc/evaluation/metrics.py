@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytrec_eval
+import scipy.stats
 
 from dualenc.errors import DualencError
 
@@ -59,6 +60,7 @@ def score_queries(
             raise DualencError(f"query {query}: a score of the run is not finite; does the model give NaN embeddings?")
     ks = ",".join(str(k) for k in cutoffs)
     measures = {"recip_rank", *(f"{name}.{ks}" for name in _MEASURES.values())}
+    # pytrec_eval accepts exact ints and floats only, no numpy scalars.
     grades = {query: {doc: int(grade) for doc, grade in docs.items()} for query, docs in qrels.items()}
     evaluated = pytrec_eval.RelevanceEvaluator(grades, measures).evaluate(scores)
     per_query = {}
@@ -132,10 +134,10 @@ def best_positive_ranks(
             raise DualencError("some embeddings are not finite; was the training stopped by a NaN loss?")
         is_positive = np.zeros(scores.shape, bool)
         for row, columns in enumerate(positives[start : start + block]):
-            wanted = np.fromiter((column for column in columns if column >= 0), np.int64)
-            if wanted.size and wanted.max() >= len(candidates):
-                raise DualencError(f"positive {wanted.max()} is out of range: there are {len(candidates)} candidates")
-            is_positive[row, wanted] = True
+            right = np.fromiter((column for column in columns if column >= 0), np.int64)
+            if right.size and right.max() >= len(candidates):
+                raise DualencError(f"positive {right.max()} is out of range: there are {len(candidates)} candidates")
+            is_positive[row, right] = True
         best = np.max(scores, axis=1, where=is_positive, initial=-np.inf)
         ranks.append(1 + np.sum((scores >= best[:, None]) & ~is_positive, axis=1, dtype=np.int64))
     return np.concatenate(ranks)
@@ -162,7 +164,7 @@ def recall_at(ranks: npt.NDArray[np.int64], cutoffs: Sequence[int] = (1, 5, 10))
 
 
 class Comparison(NamedTuple):
-    """What the paired bootstrap says of run B against run A, for one metric.
+    """Paired bootstrap of run B against run A, for one metric.
 
     Attributes:
         queries: Number of queries, Q.
@@ -211,7 +213,8 @@ def paired_bootstrap(
     Raises:
         DualencError: the lengths differ, there is no query, or an argument is out of range.
     """
-    a, b = np.asarray(a, float), np.asarray(b, float)
+    a = np.asarray(a, float)
+    b = np.asarray(b, float)
     if a.shape != b.shape or a.ndim != 1 or len(a) == 0:
         raise DualencError(f"scores of shapes {a.shape} and {b.shape}; give one of each run for each query")
     if samples < 1 or not 0 < confidence < 1:
@@ -220,34 +223,42 @@ def paired_bootstrap(
         )
     differences = b - a
     observed = float(differences.mean())
-    import scipy.stats
-
-    if len(differences) == 1:  # scipy wants two observations
-        means, low, high = np.full(samples, observed), observed, observed
-    else:
-        resampled = scipy.stats.bootstrap(
-            (differences,),
-            np.mean,
-            n_resamples=samples,
-            batch=max(1, 2**20 // len(differences)),  # memory does not grow with queries x samples
-            confidence_level=confidence,
-            method="percentile",
-            random_state=np.random.default_rng(seed),
-        )
-        means, (low, high) = resampled.bootstrap_distribution, resampled.confidence_interval
-    # A hair below the observed difference, so that equal ones are not lost to rounding.
-    as_far = np.abs(means - observed) >= abs(observed) - 1e-12
+    means, low, high = _resampled_means(differences, samples, confidence, seed)
+    # A little below the observed difference, so that equal ones are not lost to rounding.
+    at_least = np.abs(means - observed) >= abs(observed) - 1e-12
     return Comparison(
         queries=len(a),
         mean_a=float(a.mean()),
         mean_b=float(b.mean()),
         difference=observed,
-        low=float(low),
-        high=float(high),
-        p_value=float((1 + as_far.sum()) / (1 + samples)),
+        low=low,
+        high=high,
+        p_value=float((1 + at_least.sum()) / (1 + samples)),
         better=int((differences > 0).sum()),
         worse=int((differences < 0).sum()),
     )
+
+
+def _resampled_means(
+    differences: npt.NDArray[np.floating], samples: int, confidence: float, seed: int
+) -> tuple[npt.NDArray[np.floating], float, float]:
+    """Bootstrap distribution of the mean, and its confidence interval."""
+    if len(differences) == 1:
+        # scipy requires two observations; the mean of one never varies.
+        observed = float(differences[0])
+        return np.full(samples, observed), observed, observed
+    resampled = scipy.stats.bootstrap(
+        (differences,),
+        np.mean,
+        n_resamples=samples,
+        # So that memory does not grow with queries x samples.
+        batch=max(1, 2**20 // len(differences)),
+        confidence_level=confidence,
+        method="percentile",
+        random_state=np.random.default_rng(seed),
+    )
+    low, high = resampled.confidence_interval
+    return resampled.bootstrap_distribution, float(low), float(high)
 
 
 def compare_runs(
@@ -278,8 +289,8 @@ def compare_runs(
     for name, run in (("A", a), ("B", b)):
         missing = next((metric for metric in metrics if any(metric not in scores for scores in run.values())), None)
         if missing is not None:
-            known = ", ".join(next(iter(run.values())))
-            raise DualencError(f"run {name} has no metric {missing!r}; it has {known}")
+            available = ", ".join(next(iter(run.values())))
+            raise DualencError(f"run {name} has no metric {missing!r}; it has {available}")
     return {
         metric: paired_bootstrap(
             [a[query][metric] for query in a],

@@ -1,5 +1,7 @@
-"""Models in MTEB, the Massive Text (and Image) Embedding Benchmark: Muennighoff et al. 2022, arXiv 2210.07316;
-Xiao et al. 2025, arXiv 2504.10471."""
+"""MTEB adapter: models in the Massive Text (and Image) Embedding Benchmark.
+
+Muennighoff et al. 2022 (arXiv:2210.07316); Xiao et al. 2025 (arXiv:2504.10471).
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ SIDE_OF: dict[str | None, Side] = {"query": "left", "document": "right"}
 
 
 class MTEBEncoder:
-    """A model as `mteb.evaluate(model, tasks)` takes it: `EncoderProtocol` of mteb 2, for texts, images and both.
+    """Adapter for `mteb.evaluate(model, tasks)`: the `EncoderProtocol` of mteb 2, for texts, images and both.
 
-    Queries go through the left tower and documents through the right one, each with its prompt. Of an image-text model,
-    texts go through the text tower and images through the image tower, and an item of both is the sum of its two
-    vectors, at length one. A prompt that a text model's folder has for the task itself, under one of the names that
-    mteb defines (task or type of task, with or without `-query` or `-document`), takes the place of the side's.
+    The left tower encodes queries and the right one documents, each with its prompt. In an image-text model the text
+    tower encodes texts, the image tower images, and an item of both is the sum of its two vectors, at length one. A
+    text model's folder may hold prompts for a task, under the names that mteb defines (task or type of task, with or
+    without `-query` or `-document`); they replace the side's prompt.
 
     Args:
         model_name: a model, its folder, or any name that `load_model` takes.
@@ -67,12 +69,14 @@ class MTEBEncoder:
         except ImportError:
             raise DualencError("MTEB needs the package mteb: pip install 'dualenc[mteb]'") from None
         if isinstance(model_name, DualEncoder):
-            self.model, name = model_name if device is None else model_name.to(device), "dualenc/model"
+            self.model = model_name if device is None else model_name.to(device)
+            name = "dualenc/model"
         else:
             self.model = load_model(model_name, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-            # mteb names models owner/name: runs/mine/model is mine/model
+            # mteb names models owner/name: runs/mine/model is mine/model.
             name = hub_name(model_name) or "/".join(Path(model_name).absolute().parts[-2:])
-            name = name if "/" in name else f"dualenc/{name}"
+            if "/" not in name:
+                name = f"dualenc/{name}"
         towers = [self.model.tower(each) for each in SIDES]
         self.modalities = [each for each in MODALITIES if any(tower.modality == each for tower in towers)]
         if not self.modalities:
@@ -81,7 +85,8 @@ class MTEBEncoder:
             raise DualencError(f"dim is {dim}: give 1 to {self.model.dim}, the size of the model's vectors")
         if side not in SIDES:
             raise DualencError(f"side is {side!r}: choose 'left' or 'right'")
-        self.dim, self.side = dim, side
+        self.dim = dim
+        self.side = side
         self.prompts: dict[str, str] = getattr(self.model, "prompts", {})
         texts = [tower for tower in towers if tower.modality == "text"]
         self.mteb_model_meta: ModelMeta = ModelMeta.create_empty(
@@ -132,8 +137,8 @@ class MTEBEncoder:
         pictures: list[np.ndarray] = []
         for batch in inputs:
             if not any(each in batch for each in self.modalities):
-                wanted = " and ".join(self.modalities)
-                raise DualencError(f"task {task_metadata.name} has {', '.join(batch)}, and the model takes {wanted}")
+                takes = " and ".join(self.modalities)
+                raise DualencError(f"task {task_metadata.name} has {', '.join(batch)}, and the model takes {takes}")
             if "text" in batch and "text" in self.modalities:
                 texts.extend(batch["text"])
             if "image" in batch and "image" in self.modalities:
@@ -143,8 +148,9 @@ class MTEBEncoder:
             return self._embed(self._text_tower(task_metadata, prompt_type), texts, batch_size, show_progress_bar)
         vectors = np.concatenate(pictures)
         if texts:
-            of_texts = self._embed(self._text_tower(task_metadata, prompt_type), texts, batch_size, show_progress_bar)
-            vectors = unit_norm(torch.from_numpy(vectors + of_texts)).numpy()
+            tower = self._text_tower(task_metadata, prompt_type)
+            vectors = vectors + self._embed(tower, texts, batch_size, show_progress_bar)
+            vectors = unit_norm(torch.from_numpy(vectors)).numpy()
         return vectors
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
@@ -153,18 +159,19 @@ class MTEBEncoder:
         return unit_norm(first) @ unit_norm(second).T
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
-        """Cosine of each of (N, D) vectors with its fellow among (N, D), (N,)."""
+        """Cosines (N,) of row i of (N, D) with row i of (N, D)."""
         first, second = (torch.atleast_2d(torch.as_tensor(each)) for each in (embeddings1, embeddings2))
         return (unit_norm(first) * unit_norm(second)).sum(dim=1)
 
     def _tower(self, modality: Modality, prompt_type: PromptType | None) -> Tower:
-        """The tower of a modality: that of the side which is asked for, where both sides have it."""
-        wanted = SIDE_OF.get(None if prompt_type is None else prompt_type.value, self.side)
-        other: Side = "left" if wanted == "right" else "right"
-        return next(t for t in map(self.model.tower, (wanted, other)) if t.modality == modality)
+        """The tower of a modality: the requested side's, if both sides have the modality."""
+        side = self.side if prompt_type is None else SIDE_OF.get(prompt_type.value, self.side)
+        other: Side = "left" if side == "right" else "right"
+        return next(tower for tower in map(self.model.tower, (side, other)) if tower.modality == modality)
 
     def _text_tower(self, task_metadata: TaskMetadata, prompt_type: PromptType | None) -> Tower:
         """The tower for texts, with the prompt that the folder has for this task, if there is one."""
+        # mteb is an optional package.
         from mteb.models.abs_encoder import get_prompt_name
 
         tower = self._tower("text", prompt_type)
@@ -172,12 +179,15 @@ class MTEBEncoder:
         if name in (None, *SIDE_OF):
             return tower
         # The copies share weights and tokenizer with the model, whose own prompt stays.
-        tower, prepare = copy.copy(tower), copy.copy(tower.prepare)
+        tower = copy.copy(tower)
+        prepare = copy.copy(tower.prepare)
         prepare.prompt = self.prompts[name]  # type: ignore[attr-defined, index]
         tower.prepare = prepare
         return tower
 
     def _embed(self, tower: Tower, items: list[Any], batch_size: int, progress: bool) -> np.ndarray:
         corpus = Corpus([str(number) for number in range(len(items))], items, tower.modality)
-        how: dict[str, Any] = {"dim": self.dim, "num_workers": 0, "on_error": "raise", "progress": progress}
-        return np.asarray(embed(tower, corpus, batch_size=batch_size, **how).vectors)
+        embedded = embed(
+            tower, corpus, batch_size=batch_size, dim=self.dim, num_workers=0, on_error="raise", progress=progress
+        )
+        return np.asarray(embedded.vectors)

@@ -1,6 +1,6 @@
-"""What the gradient of each objective estimates, at frozen embeddings: bias, error of a step, cost and memory.
+"""Gradient estimators: bias, error per step, cost and memory of each objective, at frozen embeddings.
 
-Gradients are taken with respect to the embeddings themselves, and compared with that of the global loss over all pairs
+Gradients are taken with respect to the embeddings, and compared with that of the global loss over all pairs
 (`ExactGlobal`). Shapes: A anchors, B batch, N items of a side, D dimension, M pairs, K known positives, S stretches.
 """
 
@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -50,17 +49,17 @@ ESTIMATORS: dict[str, Callable[..., Objective]] = {
     "SACLR": SACLR,
     "SigLIP": lambda **common: SigLIP(**common | {"learnable_temperature": False}),
 }
-"""What can be measured, by name, all with their defaults; SogCLR also with γ = 0.1, temperatures as they are given."""
+"""Objectives by name, with their defaults; SogCLR also with γ = 0.1, and all temperatures fixed."""
 OTHER_LOSSES = ("HCL", "SACLR", "SigLIP")
-"""Their gradients are not meant to be that of the global loss: what is measured is how far apart the two losses are."""
+"""Objectives that do not estimate the global loss: their bias is the distance between the two losses."""
 
 STRETCHES = 8
-STEPS_COMPARED = 64
+MAX_COMPARED_STEPS = 64
 
 
 @dataclass
 class FrozenPairs:
-    """Embeddings that stay as they are, and the pairs between them; counts the items that are asked for by id.
+    """Frozen embeddings and the pairs between them; counts the items that an objective requests by id.
 
     Attributes:
         left, right: (N, D) unit-norm embeddings of the items, by id; N may differ between the sides.
@@ -68,7 +67,7 @@ class FrozenPairs:
         left_positives, right_positives: (M, K) ids known to be positive with the pair's left or right item, padded
             with -1.
         views: left and right are two views of one image.
-        num_encoded: items that were asked for by id since this was last set to 0.
+        num_encoded: items requested by id since this was last set to 0.
     """
 
     left: Tensor
@@ -81,7 +80,8 @@ class FrozenPairs:
     num_encoded: int = 0
 
     def __post_init__(self) -> None:
-        self.left, self.right = self.left.detach().requires_grad_(), self.right.detach().requires_grad_()
+        self.left = self.left.detach().requires_grad_()
+        self.right = self.right.detach().requires_grad_()
 
     @classmethod
     def one_to_one(cls, left: Tensor, right: Tensor, *, views: bool = False) -> FrozenPairs:
@@ -94,29 +94,36 @@ class FrozenPairs:
 
     def counts(self, side: Side) -> Tensor:
         """(N,) how many pairs each item of a side is in."""
-        ids, items = (self.left_id, self.left) if side == "left" else (self.right_id, self.right)
-        return torch.bincount(ids, minlength=len(items))
+        if side == "left":
+            return torch.bincount(self.left_id, minlength=len(self.left))
+        return torch.bincount(self.right_id, minlength=len(self.right))
 
-    def build(self, kind: Callable[..., Objective], temperature: float, **how: Any) -> Objective:
+    def build(self, kind: Callable[..., Objective], temperature: float, **options: Any) -> Objective:
         """An objective of these pairs: `kind` is a class of objectives, or makes one from the same arguments."""
         sizes = {"num_left": len(self.left), "num_right": len(self.right)}
-        criterion = kind(**sizes, temperature=temperature, views=self.views, **how).to(self.left.device)
+        criterion = kind(**sizes, temperature=temperature, views=self.views, **options).to(self.left.device)
         criterion.set_counts(self.counts("left"), self.counts("right"))
         return criterion
 
     def encode(self, side: Side, ids: Tensor) -> Tensor:
-        """(n, D) embeddings of items by id; their gradients are sparse, as many rows as were asked for."""
+        """(n, D) embeddings of items by id; their gradients are sparse, with a row per requested id."""
         self.num_encoded += len(ids)
         return embedding(ids, self.left if side == "left" else self.right, sparse=True)
 
     def step(self, criterion: Objective, rows: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
         """The (sparse) gradient of a batch, pairs `rows` (B,), on the left and the right items; and the loss."""
-        left_id, right_id = self.left_id[rows], self.right_id[rows]
-        left, right = self.encode("left", left_id), self.encode("right", right_id)
+        left_id = self.left_id[rows]
+        right_id = self.right_id[rows]
+        left = self.encode("left", left_id)
+        right = self.encode("right", right_id)
+        # Only items outside the batch count as extra encodes.
         self.num_encoded = 0
-        known = {"left_positives": self.left_positives, "right_positives": self.right_positives}
-        listed = {name: some[rows] for name, some in known.items() if some is not None}
-        loss = criterion(left, right, left_id, right_id, encode=self.encode, **listed).loss
+        positives = {}
+        if self.left_positives is not None:
+            positives["left_positives"] = self.left_positives[rows]
+        if self.right_positives is not None:
+            positives["right_positives"] = self.right_positives[rows]
+        loss = criterion(left, right, left_id, right_id, encode=self.encode, **positives).loss
         on_left, on_right = torch.autograd.grad(loss, [self.left, self.right])
         return (on_left, on_right), float(loss.detach())
 
@@ -131,19 +138,20 @@ class FrozenPairs:
 
     def add_to(self, total: Tensor, gradient: tuple[Tensor, Tensor], weight: float) -> None:
         """Add a step's gradient, weighted, to a (N_left + N_right, D) sum, in place."""
+        # In place and sparse: a dense gradient per step would cost as much as the corpus.
         for part, first in zip(gradient, (0, len(self.left))):
             total.index_add_(0, part._indices()[0] + first, part._values(), alpha=weight)
 
 
 def epochs(num_pairs: int, batch_size: int, seed: int = 0) -> Iterator[list[Tensor]]:
-    """For each epoch, without end, a random order of all pairs, cut into batches (B,)."""
-    draw = torch.Generator().manual_seed(seed)
-    for _ in count():
-        yield list(torch.randperm(num_pairs, generator=draw).split(batch_size))
+    """For each epoch, endlessly, a random order of all pairs, cut into batches (B,)."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield list(torch.randperm(num_pairs, generator=generator).split(batch_size))
 
 
 class Bias(NamedTuple):
-    """Squared distance of the mean gradient from the exact one, relative, freed of noise; and its standard error."""
+    """Squared relative bias of the mean gradient, estimated without the noise in it; and its standard error."""
 
     squared: float
     squared_error: float
@@ -154,8 +162,8 @@ class Bias(NamedTuple):
         return math.sqrt(max(0.0, self.squared))
 
     @property
-    def is_told(self) -> bool:
-        """Whether it can be told from 0: two standard errors away."""
+    def is_significant(self) -> bool:
+        """Whether the value is more than two standard errors from 0."""
         return self.squared > 2 * self.squared_error
 
     @property
@@ -165,51 +173,52 @@ class Bias(NamedTuple):
 
     @property
     def limit(self) -> float:
-        """What the bias does not exceed, by two standard errors."""
+        """Upper limit of the bias, by two standard errors."""
         return math.sqrt(max(0.0, self.squared) + 2 * self.squared_error)
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} ± {self.error:.3f}" if self.is_told else f"< {self.limit:.3f}"
+        return f"{self.value:.3f} ± {self.error:.3f}" if self.is_significant else f"< {self.limit:.3f}"
 
 
 def bias_of(stretches: Tensor, exact: Tensor, *, gap: int = 0) -> Bias:
-    """The bias that independent means of a gradient show.
+    """Bias from independent means of a gradient.
 
-    The mean product of the deviations of two of them has no noise in it, so it estimates the squared bias; its standard
-    error is the jackknife's, over the stretches.
+    The expected product of the deviations of two independent means is the squared bias, without a noise term; the
+    standard error is the jackknife's, over the stretches.
 
     Args:
-        stretches: (S, N, D) means over so many stretches of a run, or over so many runs.
+        stretches: (S, N, D) mean gradients of S stretches of a run, or of S runs.
         exact: (N, D) the exact gradient.
-        gap: stretches so near one another are not independent: 0 for runs of their own, 1 for neighbours in one run.
+        gap: distance up to which stretches are dependent: 0 for separate runs, 1 for neighbours in one run.
     """
     deviations = (stretches - exact).flatten(1)
     products = (deviations @ deviations.T).double() / float(exact.double().square().sum())
     numbers = torch.arange(len(stretches), device=products.device)
+    # Products of dependent stretches contain noise, and their own squares do.
     apart = numbers[None, :] - numbers[:, None] > gap
 
     def mean(without: int) -> float:
         kept = apart & (numbers != without)[:, None] & (numbers != without)[None, :]
         return float(products[kept].mean())
 
-    leaves = [mean(without) for without in range(len(stretches))]
-    spread = math.sqrt((len(leaves) - 1) * statistics.pvariance(leaves))
-    return Bias(mean(-1), spread)
+    estimates = [mean(without) for without in range(len(stretches))]
+    standard_error = math.sqrt((len(estimates) - 1) * statistics.pvariance(estimates))
+    return Bias(mean(-1), standard_error)
 
 
 @dataclass
 class Measured:
-    """What a run of one objective shows.
+    """Measurements of one objective.
 
     Attributes:
         bias: of the mean gradient of an epoch, relative to the exact gradient.
-        epochs: how many were averaged, those of all runs together.
-        step_errors: distance of a step's gradient from the exact gradient of the same anchors, relative, of some steps.
-        mean_errors: the distance of the mean gradient so far, noise included: at every look, or after every epoch.
-        values: the loss that each step reports.
-        seconds: that each step took.
-        encodes: items asked for by id, per pair.
-        state_bytes: of the objective's tables.
+        epochs: number of averaged epochs, over all runs.
+        step_errors: relative distance of a step's gradient from the exact gradient of the same anchors, for a sample.
+        mean_errors: relative distance of the running mean gradient, noise included, at every check or epoch.
+        values: reported loss of each step.
+        seconds: duration of each step.
+        encodes: items requested by id, per pair.
+        state_bytes: size of the objective's tables.
     """
 
     bias: Bias = field(default_factory=lambda: Bias(0.0, math.inf))
@@ -227,23 +236,25 @@ class Measured:
         return statistics.mean(self.step_errors)
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON, without the loss and the time of every step, of which there are many."""
+        """For JSON, without the loss and the duration of every step."""
         return {**vars(self), "bias": list(self.bias), "values": [], "seconds": []}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Measured:
-        """What `to_plain` gave."""
+        """Restore from `to_plain()`."""
         return cls(**{**plain, "bias": Bias(*plain["bias"])})
 
     @property
     def step_error_error(self) -> float:
         """Standard error of `step_error`."""
-        return statistics.stdev(self.step_errors) / math.sqrt(len(self.step_errors)) if self.step_errors[1:] else 0.0
+        if len(self.step_errors) < 2:
+            return 0.0
+        return statistics.stdev(self.step_errors) / math.sqrt(len(self.step_errors))
 
 
 @dataclass
 class _Run:
-    """An objective on its way through epochs, each in an order of its own; what is seen goes to `found`."""
+    """One run of an objective through epochs in random order; measurements are added to `found`."""
 
     frozen: FrozenPairs
     criterion: Objective
@@ -257,30 +268,33 @@ class _Run:
         self.order = epochs(len(self.frozen), self.batch_size, self.seed)
 
     def warm_up(self, num_epochs: int) -> None:
-        """Let averages and chains settle."""
+        """Run epochs that are not measured, so that averages and chains settle."""
         for _ in range(num_epochs):
             for rows in next(self.order):
                 self.frozen.step(self.criterion, rows.to(self.frozen.left_id.device))
 
     def add_to(self, total: Tensor, num_epochs: int, *, compared: int) -> None:
-        """Add the mean gradient of each of some epochs to a sum; the first few steps are compared."""
+        """Add the mean gradient of each epoch to a sum; the run's first steps are compared with the exact gradient."""
         for _ in range(num_epochs):
-            for rows in next(self.order):
-                rows, start = rows.to(total.device), time.perf_counter()
+            for batch in next(self.order):
+                rows = batch.to(total.device)
+                start = time.perf_counter()
                 gradient, value = self.frozen.step(self.criterion, rows)
                 self.found.seconds.append(time.perf_counter() - start)
                 self.found.values.append(value)
                 self.found.encodes += self.frozen.num_encoded
                 self.frozen.add_to(total, gradient, len(rows) / len(self.frozen))
                 if self.num_compared < compared:
-                    own = self.frozen.dense(self.frozen.step(self.oracle, rows)[0])
-                    self.found.step_errors.append(float((self.frozen.dense(gradient) - own).norm() / own.norm()))
+                    exact = self.frozen.dense(self.frozen.step(self.oracle, rows)[0])
+                    error = (self.frozen.dense(gradient) - exact).norm() / exact.norm()
+                    self.found.step_errors.append(float(error))
                     self.num_compared += 1
         self.found.epochs += num_epochs
 
     def conclude(self) -> Measured:
-        """What all runs have found, the last of which this is."""
+        """Finish the measurements of all runs; call it on the last one."""
         self.found.encodes /= self.found.epochs * len(self.frozen)
+        # Counts of pairs belong to the data, not to the objective's memory.
         tables = [table for name, table in self.criterion.named_buffers() if not name.endswith("pair_counts")]
         self.found.state_bytes = sum(table.numel() * table.element_size() for table in tables)
         return self.found
@@ -298,37 +312,43 @@ def measure(
     runs: int = 6,
     seed: int = 0,
 ) -> Measured:
-    """Run an objective over uniform batches until its bias is known, and compare with the exact gradient.
+    """Measure an objective over uniform batches until the standard error of its bias is below a bound.
 
-    Independent runs, each with its own order, draws and state, go on together, for twice as many epochs whenever the
-    standard error of the bias is still above the bound. What a run's state keeps for long, such as a chain that hardly
-    moves, is noise of that run and no bias.
+    Independent runs, each with its own order, draws and state, advance together, doubling the epochs while the standard
+    error is above the bound. A slowly changing state, such as a chain that hardly moves, is noise of its run, not bias.
 
     Args:
         frozen: M pairs.
         kind: the objective, as `frozen.build` takes it.
         temperature: τ.
         batch_size: B.
-        warm_up: epochs of each run before anything counts, in which averages and chains settle.
-        bound: standard error of the bias that is good enough.
+        warm_up: epochs of each run before measurement, in which averages and chains settle.
+        bound: standard error of the bias at which to stop.
         max_epochs: the most epochs of a run after its warm-up, at least one.
         runs: how many, at least three.
         seed: of the first run; the others take the numbers after it.
     """
-    found, oracle, (exact, _) = Measured(), frozen.build(ExactGlobal, temperature), frozen.exact(temperature)
-    seeds = range(seed, seed + runs)
-    going = [_Run(frozen, frozen.build(kind, temperature, seed=own), oracle, batch_size, own, found) for own in seeds]
-    for run in going:
+    found = Measured()
+    oracle = frozen.build(ExactGlobal, temperature)
+    exact, _ = frozen.exact(temperature)
+    independent = []
+    for own_seed in range(seed, seed + runs):
+        criterion = frozen.build(kind, temperature, seed=own_seed)
+        run = _Run(frozen, criterion, oracle, batch_size, own_seed, found)
         run.warm_up(warm_up)
-    sums, done, further = torch.zeros(runs, *exact.shape).to(exact), 0, 1
+        independent.append(run)
+    sums = torch.zeros(runs, *exact.shape).to(exact)
+    done = 0
+    further = 1
+    # Doubling: the last round costs as much as all before it together.
     while True:
-        for total, run in zip(sums, going):
-            run.add_to(total, further, compared=-(-STEPS_COMPARED // runs))
+        for total, run in zip(sums, independent):
+            run.add_to(total, further, compared=-(-MAX_COMPARED_STEPS // runs))
         done += further
         found.bias = bias_of(sums / done, exact)
         found.mean_errors.append(float((sums.mean(dim=0) / done - exact).norm() / exact.norm()))
         if found.bias.error <= bound or 2 * done > max_epochs:
-            return going[-1].conclude()
+            return independent[-1].conclude()
         further = done
 
 
@@ -342,19 +362,21 @@ def measure_stretches(
     stretch: int,
     seed: int = 0,
 ) -> Measured:
-    """The same from one long run: its stretches that are no neighbours are taken for independent.
+    """The same from one long run, whose stretches are independent unless they are neighbours.
 
     Args:
         frozen, kind, temperature, batch_size, warm_up, seed: see `measure`.
         stretch: epochs of each of eight stretches.
     """
-    found, oracle, (exact, _) = Measured(), frozen.build(ExactGlobal, temperature), frozen.exact(temperature)
+    found = Measured()
+    oracle = frozen.build(ExactGlobal, temperature)
+    exact, _ = frozen.exact(temperature)
     run = _Run(frozen, frozen.build(kind, temperature, seed=seed), oracle, batch_size, seed, found)
     run.warm_up(warm_up)
     sums = torch.zeros(STRETCHES, *exact.shape).to(exact)
     for number, total in enumerate(sums, start=1):
         for epoch in range(stretch):
-            # The steps of the first epoch of each stretch.
+            # Comparing every step would double the cost: only the first epoch of each stretch is compared.
             run.add_to(total, 1, compared=10**9 if epoch == 0 else 0)
             error = (sums.sum(dim=0) / ((number - 1) * stretch + epoch + 1) - exact).norm()
             found.mean_errors.append(float(error / exact.norm()))
@@ -363,69 +385,80 @@ def measure_stretches(
 
 
 def softmax_shares(frozen: FrozenPairs, temperature: float, batches: Iterable[Tensor]) -> Tensor:
-    """(A,) for every anchor of some batches (B,), the share of its softmax over the corpus that its batch holds.
+    """(A,) for every anchor of the batches (B,), the share of its softmax over the corpus that its batch holds.
 
-    The corpus counts an item as often as it stands in a pair, and the batch as often as it stands in one of its own.
+    An item counts once per pair that contains it, among all pairs for the corpus and among its own for the batch.
 
     Raises:
         DualencError: a pair has no negative in the corpus, since every item is its positive.
     """
-    shares = []
-    sides: tuple[tuple[Side, Side], ...] = (("left", "right"), ("right", "left"))
-    for rows in batches:
-        rows = rows.to(frozen.left_id.device)
-        for side, other in sides:
-            ids, partners, listed = frozen.left_id, frozen.right_id, frozen.left_positives
-            anchors, items = frozen.left.detach(), frozen.right.detach()
-            if side == "right":
-                ids, partners, listed = frozen.right_id, frozen.left_id, frozen.right_positives
-                anchors, items = items, anchors
-            barred = partners[rows, None] if listed is None else torch.cat([partners[rows, None], listed[rows]], dim=1)
-            of_corpus, of_batch = frozen.counts(other), torch.bincount(partners[rows], minlength=len(items))
-            if frozen.views:
-                items = torch.cat([items, anchors])
-                of_corpus, of_batch = of_corpus.repeat(2), of_batch.repeat(2)
-                barred = torch.cat([barred, torch.where(barred < 0, barred, barred + len(anchors))], dim=1)
-            logits = anchors[ids[rows]] @ items.T / temperature
-            # Padding is put into one more column, which is dropped.
-            padded = torch.cat([logits, logits[:, :1]], dim=1)
-            padded.scatter_(1, torch.where(barred < 0, len(items), barred), -torch.inf)
-            logits = padded[:, :-1]
-            total = torch.logsumexp(logits + of_corpus.to(logits).log(), dim=1)
-            if bool(torch.isneginf(total).any()):
-                row = int(rows[torch.isneginf(total)][0])
-                raise DualencError(f"pair {row} has no negative here: all others are its positives; give more pairs")
-            shares.append(torch.exp(torch.logsumexp(logits + of_batch.to(logits).log(), dim=1) - total))
+    sides: tuple[Side, Side] = ("left", "right")
+    shares = [
+        _shares_of_side(frozen, temperature, batch.to(frozen.left_id.device), side)
+        for batch in batches
+        for side in sides
+    ]
     return torch.cat(shares)
 
 
-def advice(found: dict[str, Measured], batch_size: int) -> str:
-    """One line: what in-batch losses miss at this batch size, and which estimators are nearest to the gradient.
+def _shares_of_side(frozen: FrozenPairs, temperature: float, rows: Tensor, side: Side) -> Tensor:
+    """(B,) shares of the anchors on one side of the pairs `rows`."""
+    if side == "left":
+        ids, partners, listed = frozen.left_id, frozen.right_id, frozen.left_positives
+        anchors, items = frozen.left.detach(), frozen.right.detach()
+        corpus_counts = frozen.counts("right")
+    else:
+        ids, partners, listed = frozen.right_id, frozen.left_id, frozen.right_positives
+        anchors, items = frozen.right.detach(), frozen.left.detach()
+        corpus_counts = frozen.counts("left")
+    excluded = partners[rows, None]
+    if listed is not None:
+        excluded = torch.cat([excluded, listed[rows]], dim=1)
+    batch_counts = torch.bincount(partners[rows], minlength=len(items))
+    if frozen.views:
+        # An image's own side brings negatives, too: the same views of other images.
+        items = torch.cat([items, anchors])
+        corpus_counts = corpus_counts.repeat(2)
+        batch_counts = batch_counts.repeat(2)
+        excluded = torch.cat([excluded, torch.where(excluded < 0, excluded, excluded + len(anchors))], dim=1)
+    logits = anchors[ids[rows]] @ items.T / temperature
+    # Padding is scattered into one more column, which is dropped.
+    padded = torch.cat([logits, logits[:, :1]], dim=1)
+    padded.scatter_(1, torch.where(excluded < 0, len(items), excluded), -torch.inf)
+    logits = padded[:, :-1]
+    total = torch.logsumexp(logits + corpus_counts.to(logits).log(), dim=1)
+    if bool(torch.isneginf(total).any()):
+        row = int(rows[torch.isneginf(total)][0])
+        raise DualencError(f"pair {row} has no negative here: all others are its positives; give more pairs")
+    return torch.exp(torch.logsumexp(logits + batch_counts.to(logits).log(), dim=1) - total)
 
-    Estimators whose bias cannot be told from 0 are level, and the smallest error of a step decides between them.
+
+def advice(found: dict[str, Measured], batch_size: int) -> str:
+    """One line: the gradient that in-batch losses miss at this batch size, and the estimators nearest to it.
+
+    Estimators without a significant bias are level, and the smaller error of a step decides between them.
     """
-    measured = {name: some for name, some in found.items() if name not in OTHER_LOSSES}
+    measured = {name: results for name, results in found.items() if name not in OTHER_LOSSES}
     if not measured:
         return f"at B={batch_size}: none of these estimates the global loss; measure InfoNCE and ISIR to compare"
 
-    def told(name: str) -> str:
-        some = measured[name]
-        bias = f"{some.bias.value:.0%}" if some.bias.is_told else f"below {some.bias.limit:.0%}"
-        if not some.encodes:
-            return f"{name} {bias} without extra encodes"
-        return f"{name} {bias} for {some.encodes:.1f} extra encodes per pair"
-
     def rank(name: str) -> tuple[float, float]:
-        some = measured[name]
-        return round(some.bias.value, 2) if some.bias.is_told else 0.0, some.step_error
+        bias = measured[name].bias
+        return round(bias.value, 2) if bias.is_significant else 0.0, measured[name].step_error
 
     parts = []
     if "InfoNCE" in measured:
-        bias = measured["InfoNCE"].bias
-        much = f"{bias.value:.0%}" if bias.is_told else f"less than {bias.limit:.0%}"
-        parts.append(f"InfoNCE misses {much} of the gradient")
+        parts.append(f"InfoNCE misses {_bias_in_words(measured['InfoNCE'].bias, 'less than')} of the gradient")
     others = [name for name in measured if name != "InfoNCE"]
-    free = min((name for name in others if not measured[name].encodes), key=rank, default=None)
-    best = min(others, key=rank, default=None)
-    parts += [told(name) for name in dict.fromkeys((free, best)) if name is not None]
+    without_encodes = [name for name in others if not measured[name].encodes]
+    nearest = [min(names, key=rank) for names in (without_encodes, others) if names]
+    for name in dict.fromkeys(nearest):
+        cost = "without extra encodes"
+        if measured[name].encodes:
+            cost = f"for {measured[name].encodes:.1f} extra encodes per pair"
+        parts.append(f"{name} {_bias_in_words(measured[name].bias, 'below')} {cost}")
     return f"at B={batch_size} " + "; ".join(parts)
+
+
+def _bias_in_words(bias: Bias, below: str) -> str:
+    return f"{bias.value:.0%}" if bias.is_significant else f"{below} {bias.limit:.0%}"

@@ -1,4 +1,4 @@
-"""Figures of the reports, drawn with matplotlib; each function returns a figure and keeps no global state."""
+"""Figures for reports, drawn with matplotlib; each function returns a figure and keeps no global state."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from dualenc.evaluation.convergence import SimilarityHistogram
 
-_MOST_NUMBERS = 120  # in the fields of a heat map
-# Okabe & Ito's palette, told apart by colour-blind readers too.
+MAX_HEAT_MAP_NUMBERS = 120
+# Okabe & Ito's palette, which colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 
 
@@ -36,13 +36,18 @@ def bars(
     labels = list(next(iter(groups.values()), {}))
     width = 0.8 / max(len(groups), 1)
     for number, (name, heights) in enumerate(groups.items()):
-        positions = [i + (number - (len(groups) - 1) / 2) * width for i in range(len(labels))]
+        # The groups' bars are centred on their label.
+        offset = (number - (len(groups) - 1) / 2) * width
+        positions = [place + offset for place in range(len(labels))]
         values = [heights[label] for label in labels]
-        spread = None if errors is None else [errors[name][label] for label in labels]
+        spread = None
+        if errors is not None:
+            spread = [errors[name][label] for label in labels]
         drawn = axes.bar(positions, values, width, yerr=spread, label=literal(name), color=_colour(number), capsize=2)
         if len(labels) * len(groups) <= 12:
             axes.bar_label(drawn, fmt="%.3f", fontsize=8, padding=2)
-    axes.set_xticks(range(len(labels)), [literal(label) for label in labels], rotation=30 if len(labels) > 6 else 0)
+    rotation = 30 if len(labels) > 6 else 0
+    axes.set_xticks(range(len(labels)), [literal(label) for label in labels], rotation=rotation)
     _legend(axes, len(groups))
     return figure
 
@@ -57,7 +62,8 @@ def lines(
     """Curves of (x, y) points by name."""
     figure, axes = _axes(xlabel=xlabel, ylabel=ylabel)
     for number, (name, (x, y)) in enumerate(series.items()):
-        axes.plot(x, y, label=literal(name), color=_colour(number), marker="o" if len(x) <= 30 else None, markersize=4)
+        marker = "o" if len(x) <= 30 else None
+        axes.plot(x, y, label=literal(name), color=_colour(number), marker=marker, markersize=4)
     if log_y:
         axes.set_yscale("log")
     _legend(axes, len(series))
@@ -67,12 +73,13 @@ def lines(
 def histograms(
     values: Mapping[str, Sequence[float]], *, xlabel: str = "", ylabel: str = "share", bins: int = 40
 ) -> Figure:
-    """Histograms over one another on common bins, each of total height 1, so that sets of different size compare."""
+    """Overlaid histograms on common bins, each of total height 1, so that sets of different size compare."""
     figure, axes = _axes(xlabel=xlabel, ylabel=ylabel)
     kept = {name: np.asarray(numbers, float) for name, numbers in values.items() if len(numbers)}
     if kept:
         edges = np.histogram_bin_edges(np.concatenate(list(kept.values())), bins=bins)
         for number, (name, numbers) in enumerate(kept.items()):
+            # Shares instead of counts: the series may differ in size.
             weights = np.full(len(numbers), 1 / len(numbers))
             axes.hist(numbers, edges.tolist(), weights=weights, label=literal(name), color=_colour(number), alpha=0.6)
     _legend(axes, len(kept))
@@ -80,10 +87,11 @@ def histograms(
 
 
 def similarities(found: SimilarityHistogram, positives: str, negatives: str) -> Figure:
-    """Histograms of similarities of positive and negative pairs over one another, each of total height 1."""
+    """Overlaid histograms of the similarities of positive and negative pairs, each of total height 1."""
     figure, axes = _axes(xlabel="cosine", ylabel="share of pairs")
     for name, counts, colour in ((positives, found.positives, COLOURS[0]), (negatives, found.negatives, COLOURS[1])):
         axes.stairs(counts / counts.sum(), found.edges, fill=True, alpha=0.55, label=name, color=colour)
+    # Only the range that holds something.
     filled = np.flatnonzero(found.positives + found.negatives)
     axes.set_xlim(found.edges[filled[0]], found.edges[filled[-1] + 1])
     _legend(axes, 2)
@@ -91,19 +99,24 @@ def similarities(found: SimilarityHistogram, positives: str, negatives: str) -> 
 
 
 def ridges(found: Mapping[str, SimilarityHistogram], positives: str, negatives: str) -> Figure:
-    """Such histograms of several times or models, by name, one above the other, the first at the bottom.
+    """Ridge plot: similarity histograms of several steps or models by name, stacked, the first at the bottom.
 
-    All have one scale, so that a peak that grows shows.
+    All share one scale, so that growing peaks show.
     """
     figure, axes = _axes(xlabel="cosine")
     figure.set_figheight(1.5 + 0.5 * len(found))
-    shares = [(of.positives / of.positives.sum(), of.negatives / of.negatives.sum()) for of in found.values()]
-    highest = max((float(share.max()) for both in shares for share in both), default=1.0)
-    for level, (of, both) in enumerate(zip(found.values(), shares, strict=True)):
-        for share, name, colour in zip(both, (positives, negatives), COLOURS):
-            heights, label = level + 0.9 * share / highest, name if level == 0 else None
-            axes.stairs(heights, of.edges, baseline=level, fill=True, alpha=0.55, label=label, color=colour)
-    filled = np.flatnonzero(sum(of.positives + of.negatives for of in found.values()))
+    shares = [
+        [counted / counted.sum() for counted in (histogram.positives, histogram.negatives)]
+        for histogram in found.values()
+    ]
+    highest = max((float(share.max()) for pair in shares for share in pair), default=1.0)
+    for level, (histogram, pair) in enumerate(zip(found.values(), shares, strict=True)):
+        for share, name, colour in zip(pair, (positives, negatives), COLOURS):
+            heights = level + 0.9 * share / highest
+            # One legend entry for all levels.
+            label = name if level == 0 else None
+            axes.stairs(heights, histogram.edges, baseline=level, fill=True, alpha=0.55, label=label, color=colour)
+    filled = np.flatnonzero(sum(histogram.positives + histogram.negatives for histogram in found.values()))
     edges = next(iter(found.values())).edges
     axes.set_xlim(edges[filled[0]], edges[filled[-1] + 1])
     axes.set_yticks(range(len(found)), [literal(name) for name in found])
@@ -112,7 +125,7 @@ def ridges(found: Mapping[str, SimilarityHistogram], positives: str, negatives: 
 
 
 def counts(edges: npt.NDArray[np.floating], counted: Mapping[str, npt.NDArray[np.integer]], *, xlabel: str) -> Figure:
-    """Histograms over one another from counts (R,) in bins with edges (R + 1,), each of total height 1."""
+    """Overlaid histograms from counts (R,) in bins with edges (R + 1,), each of total height 1."""
     figure, axes = _axes(xlabel=xlabel, ylabel="share")
     for number, (name, heights) in enumerate(counted.items()):
         share = heights / max(1, heights.sum())
@@ -131,7 +144,7 @@ def heat(values: npt.NDArray[np.floating], rows: Sequence[str], columns: Sequenc
     axes.set_yticks(range(len(rows)), [literal(row) for row in rows], fontsize=8)
     rotation = 90 if len(columns) > 6 else 0
     axes.set_xticks(range(len(columns)), [literal(column) for column in columns], fontsize=8, rotation=rotation)
-    if values.size <= _MOST_NUMBERS:
+    if values.size <= MAX_HEAT_MAP_NUMBERS:
         middle = np.nanmax(values, initial=0) / 2
         for (row, column), value in np.ndenumerate(values):
             shade = "white" if value > middle else "black"
@@ -141,7 +154,7 @@ def heat(values: npt.NDArray[np.floating], rows: Sequence[str], columns: Sequenc
 
 
 def literal(text: str) -> str:
-    """A text of a stranger as a label that shows just that: no mathematics between dollars, no control characters."""
+    """An untrusted text as a label: without mathematics between dollars, and without control characters."""
     return printable(text).replace("$", r"\$")
 
 
@@ -150,6 +163,7 @@ def as_svg(figure: Figure) -> str:
     import matplotlib
 
     stream = io.StringIO()
+    # Without a fixed salt and date the same figure gives other bytes on every run.
     with matplotlib.rc_context({"svg.hashsalt": "dualenc", "svg.fonttype": "none"}):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     return stream.getvalue()
@@ -162,6 +176,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def _axes(xlabel: str = "", ylabel: str = "") -> tuple[Figure, Axes]:
+    # matplotlib is imported where a figure is drawn: `dualenc search` prints tables without it.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")

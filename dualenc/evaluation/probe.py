@@ -1,4 +1,4 @@
-"""Probes of frozen features: nearest neighbours, logistic regression (few-shot too), and a linear layer by SGD."""
+"""Probes of frozen features: k nearest neighbours, logistic regression (also few-shot), and a linear layer by SGD."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.evaluation.exact import exact_search
+from dualenc.search.exact import exact_search
 from dualenc.types import Integers, Vectors
 
 
@@ -86,7 +86,7 @@ def knn_predict(
         test: (A, D) features to classify.
         k: Number of neighbours; 1 is the nearest-neighbour classifier.
         temperature: τ of the vote; None gives every neighbour one vote.
-        device: Where to search, as in `dualenc.evaluation.exact.exact_search`.
+        device: Where to search, as in `dualenc.search.exact.exact_search`.
 
     Returns:
         (A,) predicted classes.
@@ -99,13 +99,16 @@ def knn_predict(
         raise DualencError(f"k={k}: there are {len(train)} training images; choose k from 1 to that")
     if temperature is not None and temperature <= 0:
         raise DualencError(f"temperature={temperature}: it must be above 0")
-    rows, queries = unit_rows(train, "training features"), unit_rows(test, "test features")
+    rows = unit_rows(train, "training features")
+    queries = unit_rows(test, "test features")
     if rows.shape[1] != queries.shape[1]:
         raise DualencError(f"training features have dimension {rows.shape[1]}, test features {queries.shape[1]}")
     with distributed.alone():
         scores, neighbours = exact_search(queries, rows, k, device=device)
-    # exp((s − best)/τ): the same vote up to a factor per query, and no overflow at a small τ.
-    votes = np.ones_like(scores) if temperature is None else np.exp((scores - scores[:, :1]) / temperature)
+    votes = np.ones_like(scores)
+    if temperature is not None:
+        # exp((s − best)/τ): the same vote up to a factor per query, and no overflow at a small τ.
+        votes = np.exp((scores - scores[:, :1]) / temperature)
     totals = np.zeros((len(queries), int(train_labels.max()) + 1))
     np.add.at(totals, (np.arange(len(queries))[:, None], train_labels[neighbours]), votes)
     return totals.argmax(axis=1)
@@ -125,11 +128,11 @@ _VALIDATION_SHARE = 0.1
 
 
 class LinearProbe(NamedTuple):
-    """What `linear_probe` found.
+    """Result of `linear_probe`.
 
     Attributes:
-        classifier: fit on all training images with the λ chosen.
-        l2: that λ.
+        classifier: fit on all training images with the chosen λ.
+        l2: the chosen λ.
         validation: accuracy on held-out training images by λ; empty with a single λ.
         accuracy: on the test images; NaN without any.
     """
@@ -176,22 +179,31 @@ def linear_probe(
         raise DualencError(f"l2={list(l2)}: give one or more numbers above 0")
     validation: dict[float, float] = {}
     if len(l2) > 1:
-        classes, sizes = np.unique(labels, return_counts=True)
-        held_out = max(math.ceil(_VALIDATION_SHARE * len(labels)), len(classes))
-        if held_out >= len(labels):
-            raise DualencError(
-                f"{len(labels)} training images are too few to choose λ of {len(l2)}; give one value as l2"
-            )
-        # Every class must be in the part that is fit; a class of one image cannot be in both.
-        stratify = labels if sizes.min() > 1 else None
-        fit, check = train_test_split(np.arange(len(labels)), test_size=held_out, random_state=seed, stratify=stratify)
-        for value in l2:
-            classifier = fit_linear(train[fit], labels[fit], value, max_iterations)
-            validation[value] = accuracy(classifier.predict(train[check]), labels[check])
-    best = max(sorted(l2), key=lambda value: (validation.get(value, 0.0), value))
+        validation = _validate(train, labels, l2, max_iterations, seed)
+    best = max(l2, key=lambda value: (validation.get(value, 0.0), value))
     classifier = fit_linear(train, labels, best, max_iterations)
-    tested = math.nan if test is None or test_labels is None else accuracy(classifier.predict(test), test_labels)
-    return LinearProbe(classifier, best, validation, tested)
+    test_accuracy = math.nan
+    if test is not None and test_labels is not None:
+        test_accuracy = accuracy(classifier.predict(test), test_labels)
+    return LinearProbe(classifier, best, validation, test_accuracy)
+
+
+def _validate(
+    train: Vectors, labels: npt.NDArray[np.int64], l2: Sequence[float], max_iterations: int, seed: int
+) -> dict[float, float]:
+    """Accuracy by λ on a tenth of the training images, after a fit on the others."""
+    classes, sizes = np.unique(labels, return_counts=True)
+    held_out = max(math.ceil(_VALIDATION_SHARE * len(labels)), len(classes))
+    if held_out >= len(labels):
+        raise DualencError(f"{len(labels)} training images are too few to choose λ of {len(l2)}; give one value as l2")
+    # Every class must be in the part that is fit; a class of one image cannot be in both.
+    stratify = labels if sizes.min() > 1 else None
+    fit, check = train_test_split(np.arange(len(labels)), test_size=held_out, random_state=seed, stratify=stratify)
+    validation = {}
+    for value in l2:
+        classifier = fit_linear(train[fit], labels[fit], value, max_iterations)
+        validation[value] = accuracy(classifier.predict(train[check]), labels[check])
+    return validation
 
 
 def fit_linear(
@@ -204,7 +216,7 @@ def fit_linear(
         labels: (N,) class numbers; two classes at least.
         l2: λ > 0.
         max_iterations: Of L-BFGS.
-        standardised_by: (N', D) features whose mean and deviation are used; those that are fit by default.
+        standardised_by: (N', D) features whose mean and deviation are used; by default `features`.
     """
     labels = check_labels(features, labels, "train")
     reference = features if standardised_by is None else standardised_by
@@ -247,7 +259,7 @@ def few_shot(
         test: (A, D) features.
         test_labels: (A,) class numbers.
         shots: How many images of each class.
-        draws: How often the images are drawn anew.
+        draws: Number of draws of the images.
         l2: λ of λ/2·‖W‖² added to the mean cross-entropy.
         seed: Of the draws.
 
@@ -266,7 +278,8 @@ def few_shot(
             rows = draw_per_class(train_labels, count, np.random.default_rng((seed, count, draw)))
             classifier = fit_linear(train[rows], train_labels[rows], l2, standardised_by=train)
             scores.append(accuracy(classifier.predict(test), test_labels))
-        results[count] = (float(np.mean(scores)), float(np.std(scores, ddof=1)) if draws > 1 else math.nan)
+        deviation = float(np.std(scores, ddof=1)) if draws > 1 else math.nan
+        results[count] = (float(np.mean(scores)), deviation)
     return results
 
 
@@ -318,13 +331,14 @@ def sgd_probe(
     """
     if epochs < 1 or steps_per_epoch < 1:
         raise DualencError(f"epochs={epochs}, {steps_per_epoch} batches in each: nothing to train on")
-    # Small weights from a generator of its own: the same on every device, and nobody else's draws change.
+    # Small weights from a separate generator: the same on every device, and the global generator does not advance.
     classifier = nn.utils.skip_init(nn.Linear, num_features, num_classes)
     nn.init.normal_(classifier.weight, std=0.01, generator=torch.Generator().manual_seed(0))
     nn.init.zeros_(classifier.bias)
     classifier = classifier.to(device)
     optimizer = torch.optim.SGD(classifier.parameters(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
-    total, step = epochs * steps_per_epoch, 0
+    total = epochs * steps_per_epoch
+    step = 0
     for epoch in range(epochs):
         for features, labels in batches(epoch):
             optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * step / total)) / 2
@@ -333,6 +347,7 @@ def sgd_probe(
             loss.backward()
             optimizer.step()
             step += 1
+        # Once per epoch: reading the loss makes the host wait for the device.
         if not torch.isfinite(loss):
             raise DualencError(
                 f"the SGD probe's loss is {loss.item()} in epoch {epoch}; choose a smaller learning_rate"

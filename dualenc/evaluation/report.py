@@ -1,4 +1,4 @@
-"""One self-contained `report.html`: tables, plots and a gallery, readable offline in any browser."""
+"""Self-contained `report.html`: tables, plots and a gallery, readable offline in any browser."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import jinja2
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table as RichTable
 
 from dualenc.evaluation.metrics import Scores
 from dualenc.evaluation.plots import as_svg
@@ -23,7 +28,6 @@ from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     import matplotlib.figure
-    from PIL import Image
 
 
 class Table(NamedTuple):
@@ -53,30 +57,31 @@ class Table(NamedTuple):
 
 
 def as_text(value: object) -> str:
-    """A value as a reader wants it: four decimals for a fraction, thousands separated, None as a dash."""
+    """A value as text: four decimals for a fraction, thousands separated, None as a dash."""
     if value is None:
         return "–"
     if isinstance(value, float):
         return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
 
 
 def print_table(table: Table) -> None:
     """Print a table to the terminal, control characters escaped.
 
-    Where there is no room, names and headings are folded, never numbers.
+    In a narrow terminal names and headings are folded, never numbers.
     """
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
     drawn = RichTable(title=printable(table.caption), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    drawn.pad_edge, drawn.collapse_padding = False, True
+    drawn.pad_edge = False
+    drawn.collapse_padding = True
     cells = [[printable(cell) for cell in row] for row in table.cells()]
     for name, values in zip(table.columns, zip(*cells)):
         numeric = table.is_numeric(name)
-        least = max(map(len, values)) if numeric else None
-        drawn.add_column(printable(name), justify="right" if numeric else "left", overflow="fold", min_width=least)
+        if numeric:
+            drawn.add_column(printable(name), justify="right", overflow="fold", min_width=max(map(len, values)))
+        else:
+            drawn.add_column(printable(name), justify="left", overflow="fold")
     for row in cells:
         drawn.add_row(*row)
     # A pipe or a log file has no width of its own; rich would assume 80 columns.
@@ -85,7 +90,7 @@ def print_table(table: Table) -> None:
 
 
 class Figure(NamedTuple):
-    """A plot with a caption that says what to see in it."""
+    """A plot with a caption."""
 
     caption: str
     plot: matplotlib.figure.Figure
@@ -130,7 +135,7 @@ def write_report(
     figures: Sequence[Figure] = (),
     galleries: Sequence[Gallery] = (),
 ) -> Path:
-    """Write an HTML page that holds everything it shows: style, plots (SVG) and thumbnails (JPEG) are inside.
+    """Write a self-contained HTML page: style, plots (SVG) and thumbnails (JPEG) are inside.
 
     Args:
         path: The file to write, replaced as a whole.
@@ -140,9 +145,7 @@ def write_report(
         figures: Plots below them.
         galleries: Groups of queries with their results, last.
     """
-    import jinja2
-
-    # Texts of strangers are shown without control characters; what is HTML in them is escaped.
+    # Untrusted texts are shown without control characters; HTML in them is escaped.
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
     environment.filters.update(snippet=snippet, thumbnail=thumbnail)
     page = environment.from_string(_PAGE).render(
@@ -167,10 +170,9 @@ def snippet(text: str, characters: int = 400) -> str:
 
 def thumbnail(image: Image.Image, pixels: int = 160) -> str:
     """A data URI of the picture as JPEG, no side longer than `pixels`; tiny pictures are enlarged, not smoothed."""
-    from PIL import Image
-
     scale = min(pixels / max(image.size), 4)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    # Tiny pictures, such as CIFAR's, show their pixels.
     resample = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
     stream = io.BytesIO()
     image.convert("RGB").resize(size, resample).save(stream, format="JPEG", quality=85)
@@ -285,31 +287,33 @@ def retrieval_galleries(
         result: A scored run.
         show_query: Text of a query by id.
         show_document: Text of a document by id, "" if it is not in the corpus.
-        metric: What decides between good and bad.
+        metric: Orders the queries.
         entries: Queries in each gallery, fewer if there are not twice as many.
         documents: Retrieved documents shown for each query.
     """
 
     def entry(query: str) -> Entry:
-        found, grades = result.run.get(query, {}), result.qrels[query]
+        found = result.run.get(query, {})
+        grades = result.qrels[query]
         rank_of = {document: rank for rank, document in enumerate(ranked(found), start=1)}
         items = [
             Item(show_document(name), note=f"{rank}. {name} · {found[name]:.3f}", relevant=grades.get(name, 0) > 0)
             for name, rank in islice(rank_of.items(), documents)
         ]
+        # The first relevant document is shown even where it was ranked far below.
         relevant = [name for name, grade in grades.items() if grade > 0]
         first = min(relevant, key=lambda name: rank_of.get(name, len(rank_of) + 1), default=None)
         if first is not None and rank_of.get(first, documents + 1) > documents:
-            where = f"rank {rank_of[first]}" if first in rank_of else f"not in the first {len(rank_of)}"
-            items.append(Item(show_document(first), note=f"relevant, missed: {first} · {where}", relevant=True))
+            position = f"rank {rank_of[first]}" if first in rank_of else f"not in the first {len(rank_of)}"
+            items.append(Item(show_document(first), note=f"relevant, missed: {first} · {position}", relevant=True))
         score = result.per_query[query][metric]
         return Entry(Item(show_query(query), note=f"query {query} · {metric} {score:.3f}"), items)
 
     best, worst = best_and_worst(result.per_query, metric, entries)
-    where = f"{result.dataset}, {result.system}, by {metric}"
+    source = f"{result.dataset}, {result.system}, by {metric}"
     return [
-        Gallery(f"Best queries ({where})", [entry(query) for query in best]),
-        Gallery(f"Worst queries ({where})", [entry(query) for query in worst]),
+        Gallery(f"Best queries ({source})", [entry(query) for query in best]),
+        Gallery(f"Worst queries ({source})", [entry(query) for query in worst]),
     ]
 
 

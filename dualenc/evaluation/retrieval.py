@@ -1,4 +1,4 @@
-"""Text retrieval from embeddings and judgements: runs of a model and of BM25, and what they achieved."""
+"""Text retrieval from embeddings and judgements: runs of a model and of BM25, and their scores."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import bm25s
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.exact import exact_search
 from dualenc.evaluation.metrics import CUTOFFS, Qrels, Run, Scores, mean_scores, remove_self_matches, score_queries
 from dualenc.evaluation.runs import ranked, write_per_query, write_trec
+from dualenc.search.exact import exact_search
 
 
 def retrieve(
@@ -92,18 +93,19 @@ def bm25_run(
     Raises:
         DualencError: no document has a word.
     """
-    import bm25s
-
     corpus = bm25s.tokenize(list(documents), show_progress=False)
     if not any(corpus.ids):
         raise DualencError("BM25: no document holds a word; is the corpus empty?")
     scorer = bm25s.BM25(k1=k1, b=b)
     scorer.index(corpus, show_progress=False)
+    # Words and not their ids: ids are those of each call's own vocabulary.
     words = bm25s.tokenize(list(queries), return_ids=False, show_progress=False)
     run: dict[str, dict[str, float]] = {}
     for query, tokens in zip(query_ids, words, strict=True):
-        known = [token for token in tokens if token in corpus.vocab]
-        scores = scorer.get_scores(known) if known else np.zeros(len(documents), np.float32)
+        in_corpus = [token for token in tokens if token in corpus.vocab]
+        scores = np.zeros(len(documents), np.float32)
+        if in_corpus:
+            scores = scorer.get_scores(in_corpus)
         columns = np.flatnonzero(scores > 0)
         if len(columns) > k:
             # Keep whatever ties with the k-th: the ids decide among equals.
@@ -119,7 +121,7 @@ HEADLINES = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
 
 
 class Result:
-    """What one system achieved on one collection.
+    """Scores of one system on one collection.
 
     Args:
         system: Name of the model or method.
@@ -164,6 +166,7 @@ def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:
         sizes = {"queries": len(result.per_query), "documents": result.num_documents}
         scores = {name: result.means[name] for name in HEADLINES}
         rows.append({"data": result.dataset, "system": result.system, **sizes, **scores})
+    # The mean of one collection would repeat its row.
     if len({result.dataset for result in results}) > 1:
         for system, own in by_system(results).items():
             means = means_over_datasets(own)
@@ -190,7 +193,7 @@ def means_over_datasets(results: Sequence[Result]) -> Scores:
 
 
 def metrics_document(results: Sequence[Result]) -> dict[str, Any]:
-    """What `metrics.json` says of the results: all metrics by system and collection, and their means."""
+    """Contents of `metrics.json`: all metrics by system and collection, and their means."""
     document: dict[str, Any] = {}
     for system, own in by_system(results).items():
         datasets = {

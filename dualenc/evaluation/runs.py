@@ -1,4 +1,4 @@
-"""Files that keep runs and per-query scores; every broken line is told by its place."""
+"""Files of runs and per-query scores; errors name the line."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from dualenc.files import atomic_path, open_regular
 
 PathLike = str | os.PathLike[str]
 
-LONGEST_LINE = 1 << 20
-"""Bytes; a longer line is no line of the files that are read here."""
+MAX_LINE_BYTES = 1 << 20
 
 
 def write_trec(path: PathLike, run: Run, tag: str = "dualenc") -> None:
@@ -53,14 +52,14 @@ def read_trec(path: PathLike) -> dict[str, dict[str, float]]:
             raise DualencError(f"{place}: not a line of a TREC run (query Q0 document rank score tag); mend the line")
         documents = run.setdefault(fields[0], {})
         if fields[2] in documents:
-            raise DualencError(f"{place}: document {fields[2]} stands twice for query {fields[0]}; remove one")
+            raise DualencError(f"{place}: duplicate document {fields[2]} for query {fields[0]}; remove one")
         documents[fields[2]] = score
     return run
 
 
 def write_per_query(path: PathLike, per_query: Mapping[str, Scores], dataset: str = "") -> None:
     """Write one JSON object per query and line: `{"dataset": …, "query": …, "ndcg@10": …, …}`."""
-    # An id may be a file name that is no UTF-8: its odd bytes are escaped as JSON escapes them.
+    # An id may be a file name that is not UTF-8: its invalid bytes are escaped as in JSON.
     with atomic_path(path) as part, open(part, "w", encoding="utf-8", errors="backslashreplace") as stream:
         for query, scores in per_query.items():
             row = {"dataset": dataset, "query": query, **scores}
@@ -85,7 +84,7 @@ def read_per_query(path: PathLike) -> dict[str, Scores]:
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
             raise DualencError(f"{place}: not a line of a per-query log; evaluate again to write it anew") from None
         if query in per_query:
-            raise DualencError(f"{place}: query {query} stands twice; evaluate again to write the log anew")
+            raise DualencError(f"{place}: duplicate query {query}; evaluate again to write the log anew")
         per_query[query] = scores
     if not per_query:
         raise DualencError(f"{path}: the per-query log is empty; evaluate again to write it anew")
@@ -98,10 +97,10 @@ def ranked(documents: Mapping[str, float]) -> list[str]:
 
 
 def check_trec_names(names: Iterable[str], what: str) -> None:
-    """Make sure that names can stand in a TREC file: not empty, no white space.
+    """Refuse names that a TREC file cannot hold: empty, or with white space.
 
     Raises:
-        DualencError: one cannot; tells which.
+        DualencError: with the first such name.
     """
     for name in names:
         if len(name.split()) != 1 or name.strip() != name:
@@ -109,7 +108,7 @@ def check_trec_names(names: Iterable[str], what: str) -> None:
 
 
 def read_lines(path: PathLike) -> Iterator[tuple[str, str]]:
-    """Lines of a text file that are not blank, each with where it stands; a line at a time is in memory.
+    """Lines of a text file that are not blank, each with its place; one line at a time is in memory.
 
     Raises:
         DualencError: no regular file, not UTF-8, or a line that is too long to be one.
@@ -120,10 +119,12 @@ def read_lines(path: PathLike) -> Iterator[tuple[str, str]]:
         raise DualencError(f"{path}: no such file") from None
     with stream:
         number = 0
-        while line := stream.readline(LONGEST_LINE + 1):
+        while line := stream.readline(MAX_LINE_BYTES + 1):
             number += 1
-            if len(line) > LONGEST_LINE:
-                raise DualencError(f"{path}:{number}: a line of more than {LONGEST_LINE >> 20} MiB; is it a text file?")
+            if len(line) > MAX_LINE_BYTES:
+                raise DualencError(
+                    f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB; is it a text file?"
+                )
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -134,7 +135,7 @@ def read_lines(path: PathLike) -> Iterator[tuple[str, str]]:
 
 
 def _number(text: str) -> float | None:
-    """The finite number that a field holds, if it does."""
+    """The finite number in a field; None for anything else."""
     try:
         value = float(text)
     except ValueError:

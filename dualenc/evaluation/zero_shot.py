@@ -1,4 +1,4 @@
-"""Zero-shot classification: a class is the mean embedding of prompts that name it (Radford et al. 2021, §3.1)."""
+"""Zero-shot classification: a class is the mean embedding of its prompts (Radford et al. 2021, §3.1)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_templates(path: str | os.PathLike[str]) -> list[str]:
 
 
 def readable_class(name: str) -> str:
-    """A class name as a prompt wants it: without a WordNet id in front, spaces for underscores."""
+    """A class name for prompts: without a leading WordNet id, spaces for underscores."""
     return re.sub(r"^n\d{8}[\s_-]+(?=\S)", "", name).replace("_", " ").strip()
 
 
@@ -105,7 +105,7 @@ def zero_shot_accuracy(
     Args:
         ranks: (A,) what `zero_shot_ranks` returns.
         labels: (A,) class numbers.
-        num_classes: C; a cut-off of C or more says nothing and is left out.
+        num_classes: C; a cut-off of C or more is left out.
         cutoffs: The k of "top@k".
 
     Raises:
@@ -115,6 +115,7 @@ def zero_shot_accuracy(
     if len(ranks) == 0:
         raise DualencError("no image to classify; the data is empty")
     scores = {f"top@{k}": float(np.mean(ranks <= k)) for k in cutoffs if k == 1 or k < num_classes}
+    # Of the classes that occur: a test set may lack some.
     per_class = [float(np.mean(ranks[labels == number] <= 1)) for number in np.unique(labels)]
     return {**scores, "mean_per_class": float(np.mean(per_class))}
 

@@ -26,7 +26,7 @@ from dualenc.files import (
     write_json,
 )
 from dualenc.search.engines import EngineIndex, is_engine
-from dualenc.search.engines.push import read_engine_meta
+from dualenc.search.engines.index import read_engine_meta
 from dualenc.search.index import Index, check_unchanged, rows_in
 
 FOLDER = "texts"

@@ -31,6 +31,7 @@ from dualenc import distributed
 from dualenc.data.pairs import Ragged
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, open_regular, read_json, remove, removed_if_refused, save_array, write_json
+from dualenc.search.exact import exact_search
 from dualenc.search.rerank import Rescore, finite_scores, rerank
 from dualenc.types import Metric
 
@@ -381,7 +382,6 @@ class _Miner:
 
     def searcher(self, factory: str, metric: Metric) -> Callable[[np.ndarray, int], np.ndarray]:
         """From queries (n, D) and k to rows (n, k) of the documents, best first, -1 where fewer are found."""
-        from dualenc.evaluation.exact import exact_search
         from dualenc.search.index import Index, is_index
 
         if factory == "exact":

@@ -35,7 +35,8 @@ class Query(NamedTuple):
         inputs: the item as that side's `prepare` has made it, where somebody did so already.
         ids: in place of an item; the mean of their vectors is the query, and they are left out of the results.
         k: how many results.
-        where: conditions on columns, all of which must hold.
+        where: conditions on columns of an index, all of which must hold.
+        filter: of an engine, in its own language; "" for none.
         hybrid: how to fuse what the vectors find with what BM25 finds for a text; None: vectors alone.
         weight: of the vectors in that, from 0 to 1; BM25 has the rest.
         rerank: so many of the best are scored again by the cross-encoder, for a text; its scores order what is found,
@@ -48,6 +49,7 @@ class Query(NamedTuple):
     ids: tuple[str, ...] = ()
     k: int = 10
     where: tuple[Condition, ...] = ()
+    filter: str = ""
     hybrid: Fusion | None = None
     weight: float = 0.5
     rerank: int = 0
@@ -136,7 +138,7 @@ class Searcher:
             how["texts"] = KeptTexts(folder, checksum_of(index))
         if hybrid and isinstance(index, EngineIndex):
             raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
-        if hybrid or (hybrid is None and isinstance(index, Index) and has_lexical(folder)):
+        if isinstance(index, Index) and (hybrid or (hybrid is None and has_lexical(folder))):
             how["lexical"] = Lexical.open(folder, index.items_checksum)
         if before is not None and recorded and tower_checksum(before.encoder.tower(side)) == recorded:
             return cls(folder, index, before.encoder, **how)
@@ -188,13 +190,29 @@ class Searcher:
         """Read conditions such as year>=2020.
 
         Raises:
-            DualencError: a condition that cannot be read, or an index that keeps no columns.
+            DualencError: a condition that cannot be read, an index that keeps no columns, or an engine.
         """
+        if words and isinstance(self.index, EngineIndex):
+            language = self.index.engine.filter_language
+            raise DualencError(f"{self.folder}: an engine filters in its own language ({language}); give --filter")
         if words and not self.columns:
             raise DualencError(
                 f"{self.folder}: keeps no columns for --where; embed with --columns, and index or push that"
             )
         return tuple(parse_conditions(words, self.columns))
+
+    @property
+    def filter_language(self) -> str:
+        """The language of `Query.filter`: "SQL" or "JSON"; "" where the index is no engine."""
+        return self.index.engine.filter_language if isinstance(self.index, EngineIndex) else ""
+
+    def check_filter(self, filter: str) -> None:
+        """Refuse a stranger's filter that is harmful or cannot be evaluated; no message holds a path."""
+        if not filter:
+            return
+        if not isinstance(self.index, EngineIndex):
+            raise DualencError("only an engine takes a filter; give where")
+        self.index.engine.check_filter(filter)
 
     @torch.inference_mode()
     def encode(self, side: Side, inputs: Inputs) -> np.ndarray:
@@ -229,15 +247,15 @@ class Searcher:
         """
         vectors = self._vectors(queries)
         found: list[list[Hit]] = [[] for _ in queries]
-        alike: dict[tuple[int, tuple[Condition, ...]], list[int]] = {}
+        alike: dict[tuple[int, tuple[Condition, ...], str], list[int]] = {}
         for place, query in enumerate(queries):
             # Items of the query are left out, so as many more are asked for.
             wanted = (query.rerank or query.k) + len(query.ids)
             wanted = wanted if query.hybrid is None else max(wanted, FUSION_DEPTH)
-            alike.setdefault((min(wanted, len(self)), query.where), []).append(place)
-        for (k, where), places in alike.items():
+            alike.setdefault((min(wanted, len(self)), query.where, query.filter), []).append(place)
+        for (k, where, filter), places in alike.items():
             kept = self._kept(where)
-            for place, hits in zip(places, self._nearest(vectors[places], k, where, kept)):
+            for place, hits in zip(places, self._nearest(vectors[places], k, filter, kept)):
                 query = queries[place]
                 if query.hybrid is not None:
                     hits = self._fused(query, hits, k, kept)
@@ -305,12 +323,10 @@ class Searcher:
     def _dim(self) -> int:
         return self.index.about.dim if isinstance(self.index, EngineIndex) else self.index.dim
 
-    def _nearest(
-        self, vectors: np.ndarray, k: int, where: Sequence[Condition], kept: np.ndarray | None
-    ) -> list[list[Hit]]:
+    def _nearest(self, vectors: np.ndarray, k: int, filter: str, kept: np.ndarray | None) -> list[list[Hit]]:
         how = {"nprobe": self.nprobe, "ef_search": self.ef_search}
         if isinstance(self.index, EngineIndex):
-            return self.index.search(vectors, k, where, **how)
+            return self.index.search(vectors, k, filter, **how)
         index = self.index
         scores, rows = index.search_rows(vectors, k, kept=kept, **how)
         return [

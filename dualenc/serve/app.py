@@ -170,6 +170,7 @@ async def info(serving: Serving) -> dict[str, Any]:
         "vectors": len(searcher),
         "takes": list(searcher.takes),
         "columns": dict(searcher.columns),
+        "filter": searcher.filter_language,
         "images": service.pictures is not None,
         "hybrid": searcher.lexical is not None,
         "rerank": serving.rerank_top if searcher.judge is not None else 0,
@@ -219,6 +220,8 @@ async def _query(
         raise HTTPException(400, "search with one of text, image and ids")
     if request.where and not searcher.columns:
         raise HTTPException(400, "the index keeps no columns to filter by; leave where out")
+    if request.where and searcher.filter_language:
+        raise HTTPException(400, f"this engine filters by {searcher.filter_language}; give filter instead of where")
     where = searcher.conditions(request.where)
     if request.hybrid is not None and (request.text is None or searcher.lexical is None):
         raise HTTPException(400, "hybrid search needs a text, and an index that was built with --bm25; leave it out")
@@ -237,7 +240,16 @@ async def _query(
         query = searching.Query(ids=tuple(dict.fromkeys(request.ids)))
     else:
         query = searching.Query(searcher.query_side("text"), request.text)
-    return query._replace(k=request.k, where=where, hybrid=request.hybrid, weight=request.weight, rerank=depth)
+    # Off the event loop: an engine parses it, perhaps over the network.
+    await asyncio.to_thread(searcher.check_filter, request.filter)
+    return query._replace(
+        k=request.k,
+        where=where,
+        filter=request.filter,
+        hybrid=request.hybrid,
+        weight=request.weight,
+        rerank=depth,
+    )
 
 
 @router.get("/images", responses={200: {"content": {"image/jpeg": {}}}}, response_class=Response)

@@ -19,6 +19,7 @@ Conditions = Annotated[
     list[Annotated[str, Field(max_length=4096)]],
     Field(max_length=MAX_CONDITIONS, description="conditions such as year>=2020 or lang=en,de; all must hold"),
 ]
+Filter = Annotated[str, Field(max_length=MAX_CHARACTERS, description="of an engine, in its own language: SQL or JSON")]
 
 
 class SearchRequest(BaseModel):
@@ -29,6 +30,7 @@ class SearchRequest(BaseModel):
     ids: Ids = []
     k: Annotated[int, Field(ge=1, le=MAX_RESULTS, description="how many results")] = 10
     where: Conditions = []
+    filter: Filter = ""
     hybrid: Annotated[
         Literal["rrf", "weighted"] | None, Field(description="fuse with BM25, by reciprocal ranks or weighted scores")
     ] = None

@@ -27,7 +27,7 @@ from dualenc.evaluation.metrics import CUTOFFS
 from dualenc.evaluation.retrieval import HEADLINES, Result, retrieve
 from dualenc.search.embed import embed
 from dualenc.search.embeddings import Embeddings
-from dualenc.search.engines import named_columns, rows_that_meet
+from dualenc.search.where import named_columns, rows_that_meet
 from dualenc.types import Modality, OnError, Output, Side
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
     python eval/bench/exact_search.py --documents 100000 --queries 1000
 
 All find the same: scores agree to 1e-6, and documents wherever two scores differ by more. Each line is one call of
-`dualenc.evaluation.exact.exact_search`, reading memory-mapped half precision included; ids, which only settle ties, are
+`dualenc.search.exact.exact_search`, reading memory-mapped half precision included; ids, which only settle ties, are
 not given.
 """
 
@@ -22,8 +22,8 @@ import torch
 from common import in_turn, quietest_clock
 from jsonargparse import auto_cli
 
-from dualenc.evaluation import exact
-from dualenc.evaluation.exact import exact_search
+from dualenc.search import exact
+from dualenc.search.exact import exact_search
 
 TOLERANCE = 1e-6
 CPU, GPU = torch.device("cpu"), "cuda"
@@ -32,7 +32,7 @@ CPU, GPU = torch.device("cpu"), "cuda"
 def by_torch_on_cpu(queries: Any, documents: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
     """What a GPU does, on the CPU."""
     before = exact._search_by_faiss
-    exact._search_by_faiss = functools.partial(exact.search_by_torch, device=CPU)
+    exact._search_by_faiss = exact.search_by_torch
     try:
         return exact_search(queries, documents, k)
     finally:

@@ -14,7 +14,7 @@ from sentence_transformers import CrossEncoder
 from dualenc.cli import main
 from dualenc.data.beir import read_beir, read_qrels
 from dualenc.evaluation.runs import read_per_query, read_trec
-from dualenc.search.engines import rows_that_meet
+from dualenc.search.where import rows_that_meet
 from tests.commands.toy import cross_encoder, text_model, write_beir
 
 

@@ -92,9 +92,9 @@ def test_results_of_evaluations_go_into_the_card(
         ("zero-shot-image-classification", "classes", "test"),
     }
     before = (clip / "README.md").read_text()
-    for results, told in [("r", "is not about the weights"), ("one", "has no metrics.json")]:
+    for results, message in [("r", "is not about the weights"), ("one", "has no metrics.json")]:
         assert main(["push-model", str(clip), "me/clip", "--results", str(tmp_path / results)]) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert (clip / "README.md").read_text() == before
 
 
@@ -104,7 +104,7 @@ def results_of(folder: Path) -> list[huggingface_hub.EvalResult]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["push-model", "{tmp}", "me/mine"], "holds no model"),
         (["push-data", "{tmp}", "me/mine"], "{tmp}"),
@@ -113,10 +113,10 @@ def results_of(folder: Path) -> list[huggingface_hub.EvalResult]:
     ],
 )
 def test_mistakes_are_told_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     VectorEncoder(8, tower="linear", dim=4).save(tmp_path / "model")
     assert main([argument.format(tmp=tmp_path) for argument in arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
-    assert told.format(tmp=tmp_path) in errors[0]
+    assert message.format(tmp=tmp_path) in errors[0]

@@ -29,7 +29,7 @@ from dualenc.objectives import ExactGlobal
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convergence, "_ANCHORS_AT_ONCE", 3)
+    monkeypatch.setattr(convergence, "_MAX_ANCHORS", 3)
     monkeypatch.setattr(convergence, "_BLOCK", 4)
 
 

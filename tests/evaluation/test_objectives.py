@@ -68,7 +68,7 @@ def test_bias_is_that_over_all_batches(
     frozen: FrozenPairs, kind: type[InfoNCE] | type[DCL], with_positive: bool
 ) -> None:
     found = measure(frozen, kind, TAU, 3, warm_up=0, bound=0.01, max_epochs=32)
-    assert found.bias.is_told
+    assert found.bias.is_significant
     assert found.bias.value == pytest.approx(slow_bias(frozen, 3, with_positive), abs=4 * found.bias.error + 1e-3)
     assert found.encodes == found.state_bytes == 0
 
@@ -102,7 +102,7 @@ def test_the_oracle_has_no_bias_and_no_error(frozen: FrozenPairs, views: bool) -
 def test_an_unbiased_estimator_stays_below_its_error(frozen: FrozenPairs, views: bool) -> None:
     frozen.views = views
     found = measure(frozen, ISIR, TAU, 3, warm_up=5, bound=0.1, max_epochs=8)
-    assert not found.bias.is_told
+    assert not found.bias.is_significant
     assert str(found.bias).startswith("< 0.")
     assert found.encodes > 0
     assert found.state_bytes > 0
@@ -120,10 +120,10 @@ def test_bias_is_freed_of_noise(gap: int) -> None:
     noise = torch.randn(40, 50, 2, generator=draw, dtype=torch.float64)
     found = bias_of(exact + 0.5 + noise, exact, gap=gap)
     assert found.value == pytest.approx(0.25, abs=3 * found.error)
-    assert found.is_told
+    assert found.is_significant
     without = bias_of(exact + noise, exact, gap=gap)
     assert without.value < without.limit < 0.1
-    assert not without.is_told
+    assert not without.is_significant
 
 
 def test_shares_are_those_of_a_slow_loop() -> None:

@@ -42,7 +42,7 @@ def test_similarities_are_those_of_a_slow_loop(positives: list[list[int]], seed:
 
 
 def test_of_many_pairs_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observed, "MOST_PAIRS", 5)
+    monkeypatch.setattr(observed, "MAX_PAIRS", 5)
     found = observed_pairs(unit(30, 0), unit(30, 1), [[row] for row in range(30)])
     assert found is not None
     assert (found.positives.sum(), found.negatives.sum()) == (5, 20)

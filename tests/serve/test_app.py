@@ -102,14 +102,15 @@ def test_filters_where_columns_are_kept(
 ) -> None:
     client = serve(engine_index)
     assert client.get("/info").json()["columns"] == {"year": "integer", "lang": "text"}
-    wanted = {"text": "fox", "k": 30, "where": ["year>=2010", "lang=en"]}
+    wanted = {"text": "fox", "k": 30, "filter": "year >= 2010 AND lang = 'en'"}
     assert set(ids(client.post("/search", json=wanted))) == {f"d{i}" for i in range(10, 30, 2)}
     assert set(ids(client.get("/search", params=wanted))) == {f"d{i}" for i in range(10, 30, 2)}
-    like = client.post("/search", json={"ids": ["d4"], "k": 3, "where": ["lang=en"]})
+    like = client.post("/search", json={"ids": ["d4"], "k": 3, "filter": "lang = 'en'"})
     assert "d4" not in ids(like)
     assert all(result["columns"]["lang"] == "en" for result in like.json()["results"])
     assert client.post("/search", json={"ids": ["nobody"]}).status_code == 404
-    assert client.post("/search", json={"text": "fox", "where": ["year>=soon"]}).status_code == 400
+    assert client.post("/search", json={"text": "fox", "filter": "year>='soon'"}).status_code == 400
+    assert "give filter instead" in client.post("/search", json={"text": "fox", "where": ["year>=2010"]}).text
     rows = [{"_id": f"d{i}", "text": text, "year": 2000 + i} for i, text in enumerate(toy.texts(30))]
     (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("--out", tmp_path / "index", "--columns", "year", "--bm25")
@@ -120,6 +121,7 @@ def test_filters_where_columns_are_kept(
         answer = faiss.post("/search", json={"text": "fox", "k": 30, "where": ["year>=2025"], **more})
         assert set(ids(answer)) == {f"d{i}" for i in range(25, 30)}
         assert all(result["columns"]["year"] >= 2025 for result in answer.json()["results"])
+    assert "give where" in faiss.post("/search", json={"text": "fox", "filter": "year > 1"}).text
     assert "d28" not in ids(faiss.post("/search", json={"ids": ["d28"], "where": ["year>=2025"]}))
     assert "keeps no columns" in serve(text_index).post("/search", json={"text": "a", "where": ["a=b"]}).text
 

@@ -43,6 +43,7 @@ NAMES = st.sampled_from(
         "ids",
         "k",
         "where",
+        "filter",
         "image",
         "input",
         "encoding_format",
@@ -445,12 +446,21 @@ def test_no_error_names_a_path_of_the_server(
     client = serve(tmp_path / "pushed", app={"token": "a-token-of-some-length"})
     client.headers["authorization"] = "Bearer a-token-of-some-length"
     shutil.rmtree(tmp_path / "lake")
+    filtered = client.post("/search", json={"text": "fox", "filter": "year > 1"})
     vanished, reload = client.post("/search", json={"text": "fox"}), client.post("/reload")
     assert (vanished.status_code, reload.status_code) == (503, 409)
-    for response in (no_columns, unknown, vanished, reload):
+    for response in (no_columns, unknown, filtered, vanished, reload):
         assert response.json()["error"]["code"] == response.status_code
         assert home not in response.text
         assert str(tmp_path) not in response.text
+
+
+@pytest.mark.parametrize("filter", ["length(repeat(id, 100000000)) > 3", "yaer > 1", "year >", "x" * 5000, "'"])
+def test_a_filter_that_harms_or_cannot_be_evaluated(serve: Serve, engine_index: Path, filter: str) -> None:
+    client = serve(engine_index)
+    response = client.post("/search", json={"text": "fox", "filter": filter})
+    assert (response.status_code, "the filter" in response.text) == (400, True)
+    assert client.post("/search", json={"text": "fox", "filter": "year > 1"}).status_code == 200
 
 
 def test_a_reload_that_panics_is_a_failed_one(serve: Serve, text_index: Path) -> None:

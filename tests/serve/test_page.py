@@ -156,12 +156,11 @@ def test_searching_texts_in_a_browser(browser: Any, live: Live, engine_index: Pa
     until(page, "document.querySelectorAll('#results li').length == 30")
     assert "<img src=x onerror=alert(1)> fox & <b>dog</b>" in page.locator("#results p").all_text_contents()
     assert page.locator("#results b, #results img").count() == 0
-    # Filters, from the keyboard.
+    # The engine's own filter, from the keyboard.
     page.locator("summary").focus()
     page.keyboard.press("Enter")
-    page.select_option("select[aria-label='how to compare year']", ">=")
-    page.fill("#filter-year", "2020")
-    page.press("#filter-year", "Enter")
+    page.fill("#engine-filter", "year >= 2020")
+    page.press("#engine-filter", "Enter")
     until(page, "document.querySelectorAll('#results li').length == 10")
     first = page.locator("#results h2").first.text_content().split(". ")[1]
     page.locator("#results button").first.click()
@@ -243,6 +242,28 @@ def test_the_switches_of_hybrid_search_and_reranking(browser: Any, live: Live, j
     assert [line for line in wrong if "400" not in line] == []
 
 
+@pytest.fixture(scope="module")
+def filtered_index(engine_index: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The texts and columns of the engine in a FAISS index."""
+    folder = tmp_path_factory.mktemp("filtered")
+    run("index", engine_index.parent / "emb", "--out", folder / "index")
+    return folder / "index"
+
+
+def test_filters_of_an_index_in_a_browser(browser: Any, live: Live, filtered_index: Path) -> None:
+    page, wrong = opened(browser, live(filtered_index) + "?text=fox")
+    page.wait_for_selector("#results li")
+    page.locator("summary").focus()
+    page.keyboard.press("Enter")
+    assert not page.is_visible("#engine-filter")
+    page.select_option("select[aria-label='how to compare year']", ">=")
+    page.fill("#filter-year", "2024")
+    page.press("#filter-year", "Enter")
+    until(page, "document.querySelectorAll('#results li').length == 6")
+    assert "where=year%3E%3D2024" in page.url
+    assert not wrong
+
+
 def test_what_a_server_lacks_has_no_switch(browser: Any, live: Live, text_index: Path) -> None:
     page, wrong = opened(browser, live(text_index) + "?text=fox&rerank=false")
     page.wait_for_selector("#results li")
@@ -275,17 +296,19 @@ def test_the_token_is_asked_for(browser: Any, live: Live, text_index: Path) -> N
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("kind", ["filters", "switches"])
+@pytest.mark.parametrize("kind", ["filters", "engine", "switches"])
 def test_accessibility_by_axe(
-    browser: Any, live: Live, engine_index: Path, judged_index: Path, scheme: str, kind: str
+    browser: Any, live: Live, engine_index: Path, filtered_index: Path, judged_index: Path, scheme: str, kind: str
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     if kind == "filters":
-        url = live(engine_index) + "?text=fox&where=year%3E%3D2001"
+        url = live(filtered_index) + "?text=fox&where=year%3E%3D2001"
+    elif kind == "engine":
+        url = live(engine_index) + "?text=fox&filter=year%3E%3D2001"
     else:
         url = live(judged_index, judge=judged_index.parent / "judge") + "?text=fox&hybrid=rrf"
     page, _ = opened(browser, url, color_scheme=scheme)
     page.wait_for_selector("#results li")
-    assert page.is_visible("#filters" if kind == "filters" else "#rerank")
+    assert page.is_visible("#rerank" if kind == "switches" else "#filters")
     found = axe.Axe().run(page).response["violations"]
     assert not [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found]

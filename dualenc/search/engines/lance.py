@@ -1,211 +1,172 @@
-"""LanceDB: tables in a folder, or below the URL of an object store; no server."""
+"""LanceDB: tables in a folder or an object store, without a server. Filters are SQL."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from dualenc.errors import DualencError
-from dualenc.files import check_folder_target, explain_full_disk
-from dualenc.search.engines.contract import About, Engine, Hit, import_extra, in_order
-from dualenc.search.engines.where import Condition
+from dualenc.files import check_folder_target
+from dualenc.search.engines.collection import (
+    CollectionInfo,
+    Connection,
+    Hit,
+    as_hit,
+    import_extra,
+    in_order,
+    one_line,
+    with_short_strings,
+)
+from dualenc.search.engines.strangers import check_sql
 from dualenc.search.kinds import EXACT_VALUES
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-BATCH_BYTES = 64 << 20
-"""Every batch becomes a file of the table."""
-REFINE = {"none": 1, "scalar": 4, "binary": 20}
-"""How many times k candidates of the compressed vectors are scored again with the vectors themselves."""
-READ_AT_ONCE = 1 << 20
+DISTANCES = {"cosine": "cosine", "ip": "dot"}
+REFINE_FACTOR = {"none": 1, "scalar": 4, "binary": 20}
+"""Candidates per result that are scored again with the original vectors."""
 
 
-class Lance(Engine):
-    """A table in LanceDB.
-
-    Args:
-        target: folder, or URL of an object store (s3://, gs://, az://), whose credentials are in its own environment
-            variables.
-        collection: name of the table.
-
-    Raises:
-        DualencError: lancedb is not installed, or the target is its hosted service.
-    """
+class Lance(Connection):
+    """A table in LanceDB; credentials of an object store come from that store's own environment variables."""
 
     kind = "lancedb"
+    filter_language = "SQL"
+    batch_rows = 16_384  # each batch becomes one file of the table
 
     def __init__(self, target: str, collection: str) -> None:
         super().__init__(target, collection)
-        self.is_remote = "://" in target
-        if target.startswith("db://"):
-            raise DualencError(f"{target}: LanceDB's hosted service is not supported; give a folder or an object store")
         if not self.is_remote:
             check_folder_target(target, lambda folder: any(folder.glob("*.lance")), "LanceDB tables")
-        os.environ.setdefault("LANCE_LOG", "error")  # its notes on every new table are for programmers
+        # Otherwise every new table prints notes for LanceDB's developers.
+        os.environ.setdefault("LANCE_LOG", "error")
         self.lancedb = import_extra("lancedb", "lancedb", "lancedb")
         self.index = import_extra("lancedb.index", "lancedb", "lancedb")
         self._table: Any = None
-        self._present: set[str] | None = None
 
     @property
     def table(self) -> Any:
-        """The table, which must be there."""
-        if self._table is None and self.about() is None:
-            raise DualencError(f"{self.place}: there is no such table any more; push the embeddings again")
+        """The table, which must exist."""
+        if self._table is None and self.info() is None:
+            raise DualencError(f"{self.place}: the table is gone; push the embeddings again")
         return self._table
 
-    def about(self) -> About | None:
+    def info(self) -> CollectionInfo | None:
+        """The stored description; None without a table."""
         if not self.is_remote and not Path(self.target).is_dir():
             return None
-        with self._told():
-            database = self.lancedb.connect(self.target)
+        with self.one_line_errors():
             try:
-                self._table = database.open_table(self.collection)
+                self._table = self.lancedb.connect(self.target).open_table(self.collection)
             except ValueError as error:
                 if "not found" in str(error):
                     return None
                 raise
-            written = (self._table.schema.metadata or {}).get(b"dualenc", b"null")
-        return About.from_dict(json.loads(written), self.place)
+            stored = (self._table.schema.metadata or {}).get(b"dualenc", b"null")
+        return CollectionInfo.from_dict(json.loads(stored), self.place)
 
-    def create(self, about: About) -> None:
-        import pyarrow as pa
-
-        number = pa.float16() if about.dtype == "float16" else pa.float32()
-        types = {"text": pa.string(), "integer": pa.int64(), "number": pa.float64(), "truth": pa.bool_()}
-        fields = [pa.field("id", pa.string()), pa.field("vector", pa.list_(number, about.dim))]
-        fields += [pa.field("snippet", pa.string())] if about.has_snippets else []
-        fields += [pa.field(name, types[kind]) for name, kind in about.columns.items()]
-        schema = pa.schema(fields, metadata={"dualenc": json.dumps(about.as_dict())})
-        with self._told():
-            self._table = self.lancedb.connect(self.target).create_table(self.collection, schema=schema)
+    def create(self, info: CollectionInfo, schema: pa.Schema) -> None:
+        """Create the empty table with the schema of the batches."""
+        described = with_short_strings(schema).with_metadata({"dualenc": json.dumps(info.as_dict())})
+        with self.one_line_errors():
+            self._table = self.lancedb.connect(self.target).create_table(self.collection, schema=described)
 
     def drop(self) -> None:
-        with self._told():
+        """Remove the table."""
+        with self.one_line_errors():
             self.lancedb.connect(self.target).drop_table(self.collection)
-        self._table = self._present = None
+        self._table = None
 
-    def batch_rows(self, about: About) -> int:
-        return max(1, BATCH_BYTES // (4 * about.dim))
+    def num_stored(self, ids: Sequence[str]) -> int:
+        """How many of the first of `ids` are stored; -1 if other rows or duplicates are."""
+        with self.one_line_errors():
+            count = int(self.table.count_rows())
+            if not count:
+                return 0
+            stored = self.table.search().select(["id"]).limit(count).to_arrow().column("id")
+        expected = pa.array(ids[:count], pa.string())
+        # Two processes that pushed at the same time have appended some rows twice.
+        is_distinct = pc.count_distinct(stored).as_py() == count
+        return count if is_distinct and pc.all(pc.is_in(stored, expected)).as_py() else -1
 
-    def present(self, ids: Sequence[str]) -> np.ndarray:
-        if self._present is None:
-            self._present = set()
-            for start in range(0, self.count(), READ_AT_ONCE):
-                with self._told():
-                    found = self.table.search().select(["id"]).offset(start).limit(READ_AT_ONCE).to_arrow()
-                self._present.update(found.column("id").to_pylist())
-        return np.array([name in self._present for name in ids], dtype=bool)
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Append a batch; once this returns it is durable, and a kill before leaves none of it."""
+        with self.one_line_errors():
+            self.table.add(pa.table(batch).cast(self.table.schema))
 
-    def add(self, ids: Sequence[str], vectors: np.ndarray, snippets: Sequence[str] | None, columns: pa.Table) -> None:
-        import pyarrow as pa
-
-        schema = self.table.schema
-        numbers = pa.array(
-            vectors.astype(np.float16 if schema.field("vector").type.value_type == "halffloat" else "f4").ravel()
-        )
-        values: list[Any] = [pa.array(ids, pa.string()), pa.FixedSizeListArray.from_arrays(numbers, vectors.shape[1])]
-        values += [] if snippets is None else [pa.array(snippets, pa.string())]
-        values += [columns.column(name).cast(schema.field(name).type) for name in columns.column_names]
-        with self._told():
-            self.table.add(pa.table(values, schema=schema))
-        if self._present is not None:
-            self._present.update(ids)
-
-    def finish(self, about: About) -> None:
-        """Lay the files of the batches together; build an index where the vectors are many or shall be compressed."""
-        with self._told():
+    def finish(self, info: CollectionInfo) -> None:
+        """Compact the files; index vectors that are many or compressed, and then the columns, unless that is done."""
+        kinds = {"none": self.index.IvfFlat, "scalar": self.index.IvfHnswSq, "binary": self.index.IvfRq}
+        with self.one_line_errors():
             self.table.optimize(cleanup_older_than=timedelta(days=1))
-            if about.quantization == "none" and about.count * about.dim <= EXACT_VALUES:
+            if info.quantization == "none" and info.count * info.dim <= EXACT_VALUES:
                 return
-            if "vector_idx" in [index.name for index in self.table.list_indices()]:
-                stats = self.table.index_stats("vector_idx")
-                if stats is not None and stats.num_unindexed_rows == 0:
-                    return
-            distance = "cosine" if about.metric == "cosine" else "dot"
-            kinds = {"none": self.index.IvfFlat, "scalar": self.index.IvfHnswSq, "binary": self.index.IvfRq}
-            self.table.create_index("vector", config=kinds[about.quantization](distance_type=distance), replace=True)
-            for name in about.columns:
-                self.table.create_index(name, config=self.index.BTree(), replace=True)
+            configs = dict.fromkeys(info.columns, self.index.BTree())
+            configs["vector"] = kinds[info.quantization](distance_type=DISTANCES[info.metric])
+            indexed = [name for index in self.table.list_indices() for name in index.columns]
+            for name in configs.keys() - indexed:
+                self.table.create_index(name, config=configs[name])
 
-    def count(self, where: Sequence[Condition] = ()) -> int:
-        with self._told():
-            return int(self.table.count_rows(_sql(where)))
+    def ids(self, filter: str) -> list[str]:
+        """The ids of all rows that match a filter."""
+        with self.one_line_errors():
+            rows = self.table.search().where(filter).select(["id"]).limit(self.table.count_rows()).to_arrow()
+        names: list[str] = rows.column("id").to_pylist()
+        return names
+
+    def check_filter(self, filter: str) -> None:
+        """Refuse a stranger's filter that is harmful or cannot be evaluated."""
+        check_sql(filter)
+        try:
+            self.table.search().where(filter).limit(1).explain_plan()
+        except Exception as error:
+            # Of any type; nothing after a slash is repeated, because strangers must not see this machine's paths.
+            raise DualencError(f"the filter cannot be evaluated: {one_line(error).partition('/')[0]}") from None
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
-        named = f"id IN ({', '.join(map(_literal, ids))})"
-        with self._told():
-            rows = self.table.search().where(named).select(["id", "vector"]).limit(len(ids)).to_list()
+        """The stored vectors (n, D) float32; `UnknownId` for an id that is not stored."""
+        quoted = ", ".join("'" + name.replace("'", "''") + "'" for name in ids)
+        with self.one_line_errors():
+            query = self.table.search().where(f"id IN ({quoted})").select(["id", "vector"])
+            rows = query.limit(len(ids)).to_list()
         return in_order(ids, {row["id"]: row["vector"] for row in rows})
 
     def query(
         self,
-        vectors: np.ndarray,
+        info: CollectionInfo,
+        vector: np.ndarray,
         k: int,
-        where: Sequence[Condition] = (),
-        *,
-        payload: bool = True,
+        filter: str = "",
+        with_columns: bool = True,
         nprobe: int | None = None,
         ef_search: int | None = None,
-    ) -> list[list[Hit]]:
-        about, condition = self.known, _sql(where)
-        names = ["id", "_distance"]
-        names += [*(["snippet"] if about.has_snippets else []), *about.columns] if payload else []
-        results = []
-        for vector in vectors:
-            with self._told():
-                query = self.table.search(vector).distance_type("cosine" if about.metric == "cosine" else "dot")
-                query = query.limit(k).select(names).refine_factor(REFINE[about.quantization])
-                if nprobe is not None:
-                    query = query.nprobes(nprobe)
-                if ef_search is not None:
-                    query = query.ef(ef_search)
-                if condition is not None:
-                    query = query.where(condition, prefilter=True)
-                rows = query.to_list()
-            # Both distances are one minus the similarity.
-            results.append([_hit(row, about.columns) for row in rows])
-        return results
+    ) -> list[Hit]:
+        """The k nearest rows that match the filter."""
+        # Vectors are large and never shown.
+        names = [*(self.table.schema.names if with_columns else ["id"]), "_distance"]
+        with self.one_line_errors():
+            query = self.table.search(vector).distance_type(DISTANCES[info.metric]).limit(k)
+            query = query.select([name for name in names if name != "vector"])
+            query = query.refine_factor(REFINE_FACTOR[info.quantization])
+            if nprobe is not None:
+                query = query.nprobes(nprobe)
+            if ef_search is not None:
+                query = query.ef(ef_search)
+            if filter:
+                query = query.where(filter, prefilter=True)
+            rows = query.to_list()
+        # Both distances are one minus the similarity.
+        return [as_hit(row, 1 - row.pop("_distance")) for row in rows]
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Errors of the library, of many kinds, as one line."""
-        try:
-            with nullcontext() if self.is_remote else explain_full_disk(self.target):
-                yield
-        except DualencError:
-            raise
-        except Exception as error:
-            why = " ".join(str(error).split()).partition(", /")[0][:200]
-            raise DualencError(f"{self.place}: LanceDB says {why}; see that it can be read and written") from error
+    def close(self) -> None:
+        """Nothing to release."""
 
-
-def _hit(row: dict[str, Any], columns: Sequence[str] | dict[str, Any]) -> Hit:
-    kept = {name: row[name] for name in columns if row.get(name) is not None}
-    return Hit(row["id"], 1 - float(row["_distance"]), row.get("snippet") or "", kept)
-
-
-def _sql(where: Sequence[Condition]) -> str | None:
-    """Conditions as SQL, in which a comparison with a missing value is never true."""
-    parts = []
-    for name, sign, values in where:
-        if sign in ("=", "!="):
-            listed = ", ".join(map(_literal, values))
-            parts.append(f"`{name}` {'IN' if sign == '=' else 'NOT IN'} ({listed})")
-        else:
-            parts.append(f"`{name}` {sign} {_literal(values[0])}")
-    return " AND ".join(parts) or None
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, str):
-        return "'" + value.replace("'", "''") + "'"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    def explain(self, error: Exception) -> str:
+        """LanceDB appends the place in its own source code."""
+        return f"LanceDB says {one_line(error).partition(', /')[0]}; check the filter and the folder"

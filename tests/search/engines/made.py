@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from hypothesis import strategies as st
 
-from dualenc.search.engines.where import Kind
+from dualenc.search.where import Kind
 
 KINDS: dict[str, Kind] = {"year": "integer", "weight": "number", "lang": "text", "open": "truth"}
 LANGUAGES = ("en", "de", "it's", "日本", "e n", "100%", 'a"b', "a\\b", "`c`")

@@ -1,4 +1,4 @@
-"""Exact search by inner product: FAISS on the CPU, a matrix product and the best of it on a GPU."""
+"""Exact search by inner product: FAISS on the CPU, a matrix product and topk on a GPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.types import Vectors
 
-# Rows of queries and of documents that meet at once. The blocks never depend on the number of processes: a matrix
-# product rounds differently for other shapes, and results must not.
+# Rows per block of queries and of documents. They never depend on the number of processes: a matrix product rounds
+# differently for other shapes, and results must not.
 QUERY_BLOCK = 512
 DOCUMENT_BLOCK = 32768
 
-# Blocks of queries that are in memory together: each block of documents is read, and copied to a GPU, once for all.
-BLOCKS_AT_ONCE = 64
+# Query blocks in memory together: each block of documents is read, and copied to a GPU, once for all of them.
+MAX_QUERY_BLOCKS = 64
 
 # Documents found beyond the k-th: a tie across the k-th place is settled among them, a longer one by a second search.
 SPARE = 16
@@ -62,6 +62,24 @@ def exact_search(
     Raises:
         DualencError: the shapes do not fit, there is no document, or an embedding is not finite.
     """
+    _check_shapes(queries, documents, k)
+    k = min(k, len(documents))
+    precedence = _precedence(len(documents), document_ids)
+    device = torch.device(device)
+    search = search_by_torch if device.type == "cuda" else _search_by_faiss
+    starts = range(0, len(queries), query_block)
+    own = starts[distributed.rank_slice(len(starts))]
+    result: Found = []
+    for first in range(0, len(own), MAX_QUERY_BLOCKS):
+        blocks = [queries[start : start + query_block] for start in own[first : first + MAX_QUERY_BLOCKS]]
+        result += search(blocks, documents, k, precedence, document_block, device)
+    result = [block for blocks in distributed.gather_objects(result) for block in blocks]
+    scores = [np.zeros((0, k), np.float32), *(block_scores for block_scores, _ in result)]
+    columns = [np.zeros((0, k), np.int64), *(block_columns for _, block_columns in result)]
+    return np.concatenate(scores), np.concatenate(columns)
+
+
+def _check_shapes(queries: Vectors, documents: Vectors, k: int) -> None:
     if len(queries.shape) != 2 or len(documents.shape) != 2 or queries.shape[1] != documents.shape[1]:
         raise DualencError(
             f"embeddings of shapes {queries.shape} and {documents.shape} cannot be compared; "
@@ -71,34 +89,30 @@ def exact_search(
         raise DualencError("there is no document to search")
     if k < 1:
         raise DualencError(f"k={k}: ask for one document or more")
-    k = min(k, len(documents))
-    precedence = np.arange(len(documents))[::-1]  # place of each document among equals: the highest id goes first
-    if document_ids is not None:
-        if len(document_ids) != len(documents):
-            raise DualencError(f"{len(document_ids)} document ids for {len(documents)} embeddings; give one each")
-        names = list(document_ids)  # at once: they may be on disk
-        precedence = np.empty(len(documents), np.int64)
-        precedence[sorted(range(len(names)), key=names.__getitem__, reverse=True)] = np.arange(len(names))
-    device = torch.device(device)
-    starts = range(0, len(queries), query_block)
-    own = starts[distributed.rank_slice(len(starts))]
-    result: Found = []
-    for first in range(0, len(own), BLOCKS_AT_ONCE):
-        blocks = [queries[start : start + query_block] for start in own[first : first + BLOCKS_AT_ONCE]]
-        if device.type == "cuda":
-            result += search_by_torch(blocks, documents, k, precedence, document_block, device)
-        else:
-            result += _search_by_faiss(blocks, documents, k, precedence, document_block)
-    result = [block for blocks in distributed.gather_objects(result) for block in blocks]
-    scores = [np.zeros((0, k), np.float32), *(block_scores for block_scores, _ in result)]
-    columns = [np.zeros((0, k), np.int64), *(block_columns for _, block_columns in result)]
-    return np.concatenate(scores), np.concatenate(columns)
+
+
+def _precedence(num_documents: int, document_ids: Sequence[str] | None) -> npt.NDArray[np.int64]:
+    """(N,) rank of each document among equal scores: the highest id, or column, first."""
+    if document_ids is None:
+        return np.arange(num_documents)[::-1]
+    if len(document_ids) != num_documents:
+        raise DualencError(f"{len(document_ids)} document ids for {num_documents} embeddings; give one each")
+    # Read once: the ids may be on disk.
+    names = list(document_ids)
+    precedence = np.empty(num_documents, np.int64)
+    precedence[sorted(range(len(names)), key=names.__getitem__, reverse=True)] = np.arange(len(names))
+    return precedence
 
 
 def _search_by_faiss(
-    queries: Sequence[Vectors], documents: Vectors, k: int, precedence: npt.NDArray[np.int64], document_block: int
+    queries: Sequence[Vectors],
+    documents: Vectors,
+    k: int,
+    precedence: npt.NDArray[np.int64],
+    document_block: int,
+    device: torch.device,
 ) -> Found:
-    """Search all documents for some blocks of queries, merging the best of each block of documents."""
+    """Search all documents for blocks of queries, merging the best of each block of documents."""
     rows = [_float32(block, "a query") for block in queries]
     found: Found = [(np.zeros((len(own), 0), np.float32), np.zeros((len(own), 0), np.int64)) for own in rows]
     before = faiss.cvar.distance_compute_blas_threshold
@@ -108,13 +122,7 @@ def _search_by_faiss(
         for start in range(0, len(documents), document_block):
             block = _float32(documents[start : start + document_block], "a document")
             for number, own in enumerate(rows):
-                # FAISS returns ties in no fixed order: whatever ties with the k-th is found too.
-                asked = min(k + SPARE, len(block))
-                while True:
-                    block_scores, block_columns = faiss.knn(own, block, asked, faiss.METRIC_INNER_PRODUCT)
-                    if asked == len(block) or (block_scores[:, -1] < block_scores[:, k - 1]).all():
-                        break
-                    asked = min(2 * asked, len(block))
+                block_scores, block_columns = _knn_with_ties(own, block, k)
                 scores = np.concatenate([found[number][0], block_scores], axis=1)
                 columns = np.concatenate([found[number][1], start + block_columns], axis=1)
                 order = np.lexsort((precedence[columns], -scores), axis=1)[:, :k]
@@ -122,6 +130,18 @@ def _search_by_faiss(
     finally:
         faiss.cvar.distance_compute_blas_threshold = before
     return found
+
+
+def _knn_with_ties(
+    queries: npt.NDArray[np.float32], documents: npt.NDArray[np.float32], k: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """At least the k nearest, and whatever ties with the k-th: FAISS returns ties in no fixed order."""
+    count = min(k + SPARE, len(documents))
+    while True:
+        scores, columns = faiss.knn(queries, documents, count, faiss.METRIC_INNER_PRODUCT)
+        if count == len(documents) or (scores[:, -1] < scores[:, k - 1]).all():
+            return scores, columns
+        count = min(2 * count, len(documents))
 
 
 def _float32(vectors: Vectors, what: str) -> npt.NDArray[np.float32]:
@@ -139,16 +159,16 @@ def search_by_torch(
     document_block: int,
     device: torch.device,
 ) -> Found:
-    """What `_search_by_faiss` finds, on a device.
+    """The same as `_search_by_faiss`, on a device.
 
-    A score and the place among equals are one integer, so that the largest integers are the answer whatever ties, and
-    the device need not be waited for before the last block.
+    A score and the precedence among equals are packed into one integer, so that topk orders ties, too, and the host
+    waits for the device only once, after the last block.
 
     Args:
         queries: blocks of (B, D).
         documents: (N, D).
         k: at most N.
-        precedence: (N,) place of each document among equals, a permutation.
+        precedence: (N,) rank of each document among equal scores, a permutation.
         document_block: documents at once; with B queries about 25 bytes for each pair are needed.
         device: where to work.
 
@@ -203,7 +223,7 @@ def _on_device(vectors: Vectors, device: torch.device) -> Tensor:
 
 @contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
-    """Products of float32 in float32, whatever the training around it has set."""
+    """Full float32 matrix products, whatever precision the caller has set."""
     settings = torch.backends.cuda.matmul
     # The second is that of torch before 2.9; once the first has been used, it may no longer be read.
     name, full = ("fp32_precision", "ieee") if hasattr(settings, "fp32_precision") else ("allow_tf32", False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 import faiss
@@ -16,8 +15,8 @@ from hypothesis import strategies as st
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.evaluation import exact as subject
-from dualenc.evaluation.exact import exact_search, search_by_torch
+from dualenc.search import exact as subject
+from dualenc.search.exact import exact_search, search_by_torch
 
 By = Literal["faiss", "torch"]
 EITHER = pytest.mark.parametrize("by", ["faiss", "torch"])
@@ -28,7 +27,7 @@ def searching(by: By) -> Iterator[None]:
     """What a GPU does is done on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         if by == "torch":
-            patch.setattr(subject, "_search_by_faiss", partial(search_by_torch, device=torch.device("cpu")))
+            patch.setattr(subject, "_search_by_faiss", search_by_torch)
         yield
 
 
@@ -47,7 +46,7 @@ def test_equals_a_full_sort_with_ties_by_descending_id(
     queries, documents = (generator.integers(-1, 2, (size, 2)).astype(dtype) for size in sizes)
     ids = [str(number) for number in generator.permutation(len(documents))]
     with searching(by), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subject, "BLOCKS_AT_ONCE", 2)
+        patch.setattr(subject, "MAX_QUERY_BLOCKS", 2)
         scores, columns = exact_search(queries, documents, k, document_ids=ids, query_block=2, document_block=block)
     assert scores.shape == columns.shape == (len(queries), min(k, len(documents)))
     assert (scores.dtype, columns.dtype) == (np.float32, np.int64)

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
-from dualenc.search.engines import Condition, column_kinds, parse_conditions
-from dualenc.search.engines.where import meets
+from dualenc.search.where import Condition, column_kinds, meets, parse_conditions
 from tests.search.engines.made import KINDS, conditions, met_by_pandas, rows
 
 
