@@ -20,7 +20,7 @@ from functools import cache
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dualenc.errors import BadSample, DualencError
-from dualenc.files import open_regular
+from dualenc.reading import open_regular
 
 MAX_BYTES = 256 << 20
 """Larger image files are not read."""

@@ -28,43 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from dualenc.checksums import READ_AT_OPENING, checksum, checksums, sizes, verify_files
 from dualenc.errors import DualencError
 from dualenc.full_disk import explain_full_disk
-from dualenc.processes import create_json, process_state, this_process
-from dualenc.reading import open_regular, read_json, read_json_object
+from dualenc.reading import read_json_object
 
 if TYPE_CHECKING:
     import numpy as np
-
-__all__ = [
-    "READ_AT_OPENING",
-    "atomic_folder",
-    "atomic_path",
-    "check_file_target",
-    "check_folder_target",
-    "check_path",
-    "checksum",
-    "checksums",
-    "create_json",
-    "explain_full_disk",
-    "is_folder_of",
-    "locked",
-    "open_regular",
-    "process_state",
-    "read_json",
-    "read_json_object",
-    "recover",
-    "recover_inside",
-    "remove",
-    "removed_if_refused",
-    "save_array",
-    "save_tensors",
-    "sizes",
-    "this_process",
-    "verify_files",
-    "write_json",
-]
 
 _WORK_FOLDER = re.compile(r"\.(?P<target>.+)\.part-[0-9a-f]{8}$")
 _LOCK = "lock"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from dualenc.errors import DualencError, nearest
-from dualenc.files import open_regular
+from dualenc.reading import open_regular
 from dualenc.recipe_check import CLASS_KEYS, SECTIONS, Check
 
 if TYPE_CHECKING:

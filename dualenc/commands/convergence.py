@@ -17,7 +17,7 @@ from dualenc.evaluation.ledger import Ledger
 from dualenc.evaluation.pair_sets import Augmentation, measure_model, open_set, prepare_set
 from dualenc.evaluation.report import Figure, Table
 from dualenc.evaluation.run_models import find_models, load_models
-from dualenc.files import read_json_object
+from dualenc.reading import read_json_object
 
 CURVES = {
     "loss": "Exact global loss",

@@ -14,12 +14,8 @@ from dualenc.commands.checks import check_writable
 from dualenc.errors import DualencError
 from dualenc.evaluation.ledger import read_signature
 from dualenc.evaluation.report import Figure, Gallery, Table, print_table, write_report
-from dualenc.files import (
-    check_file_target,
-    check_folder_target,
-    read_json_object,
-    write_json,
-)
+from dualenc.files import check_file_target, check_folder_target, write_json
+from dualenc.reading import read_json_object
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from dualenc.commands.checks import MAX_ITEMS, check_range
 from dualenc.commands.embed import embed
 from dualenc.commands.options import BUILD, SOURCE, BuildOptions, SourceOptions
 from dualenc.errors import DualencError
-from dualenc.files import open_regular, read_json_object
 from dualenc.files import remove as remove_path
+from dualenc.reading import open_regular, read_json_object
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:

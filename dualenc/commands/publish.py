@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, read_json_object
+from dualenc.files import atomic_path
+from dualenc.reading import read_json_object
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:

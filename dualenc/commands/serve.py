@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dualenc.commands.checks import check_range
 from dualenc.commands.options import SEARCH, SearchOptions
 from dualenc.errors import BadSample, DualencError
-from dualenc.files import open_regular
+from dualenc.reading import open_regular
 from dualenc.terminal import printable
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from dualenc.data.skips import Skips
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, read_json, write_json
+from dualenc.files import atomic_path, write_json
+from dualenc.reading import read_json
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dualenc.checksums import verify_files
 from dualenc.data.items import ORDER, Ids, ItemTable, item_batch, read_batches
 from dualenc.errors import DualencError
-from dualenc.files import read_json_object, verify_files
+from dualenc.reading import read_json_object
 
 FORMAT = "dualenc embeddings"
 FORMAT_VERSION = 4

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from dualenc.errors import BadSample
-from dualenc.files import open_regular
+from dualenc.reading import open_regular
 from dualenc.types import Items, Modality
 
 MAX_TEXTS = 1 << 21

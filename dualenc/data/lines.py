@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from dualenc.data.skips import Skips
 from dualenc.errors import DualencError
-from dualenc.files import open_regular
+from dualenc.reading import open_regular
 
 LINE_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 

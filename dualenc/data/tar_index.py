@@ -21,7 +21,8 @@ from dualenc.data.identity import file_identity
 from dualenc.data.remote import RemoteFile
 from dualenc.data.skips import Skips
 from dualenc.errors import BadSample, DualencError
-from dualenc.files import atomic_path, open_regular
+from dualenc.files import atomic_path
+from dualenc.reading import open_regular
 
 Tar = Path | RemoteFile
 

@@ -15,7 +15,7 @@ from torch import nn
 from dualenc.encoders.hub import model_folder
 from dualenc.encoders.sentence_folder import list_modules
 from dualenc.errors import DualencError
-from dualenc.files import read_json
+from dualenc.reading import read_json
 
 SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
 ACTIVATIONS = {

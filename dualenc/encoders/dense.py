@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from dualenc.encoders.hub import first_line
 from dualenc.errors import DualencError
-from dualenc.files import read_json_object, write_json
+from dualenc.files import write_json
+from dualenc.reading import read_json_object
 
 WEIGHTS_FILE = "model.safetensors"
 LARGEST = 1 << 20

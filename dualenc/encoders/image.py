@@ -21,7 +21,8 @@ from torchvision.transforms.v2.functional import rgb_to_grayscale
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.hub import first_line, model_folder
 from dualenc.errors import DualencError
-from dualenc.files import read_json_object, write_json
+from dualenc.files import write_json
+from dualenc.reading import read_json_object
 from dualenc.types import Inputs
 
 WEIGHTS_FILE = "model.safetensors"

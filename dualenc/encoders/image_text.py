@@ -24,7 +24,8 @@ from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
 from dualenc.encoders.vision_text import two_towers_in
 from dualenc.errors import DualencError
-from dualenc.files import read_json_object, write_json
+from dualenc.files import write_json
+from dualenc.reading import read_json_object
 from dualenc.types import Inputs
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import VectorEncoder
 from dualenc.encoders.vision_text import MODEL_TYPES, VisionTextEncoder, two_towers_in
 from dualenc.errors import DualencError
-from dualenc.files import read_json_object, recover
+from dualenc.files import recover
+from dualenc.reading import read_json_object
 
 
 def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device = "cpu") -> DualEncoder:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dualenc.encoders.dual import SIDES, DualEncoder, Tower
 from dualenc.errors import DiskFull, DualencError
-from dualenc.files import atomic_path, check_folder_target, explain_full_disk, write_json
+from dualenc.files import atomic_path, check_folder_target, write_json
+from dualenc.full_disk import explain_full_disk
 
 OUTPUT = "vectors"
 ABOUT = "onnx.json"

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from dualenc.encoders.dense import Dense
 from dualenc.errors import DualencError
-from dualenc.files import atomic_folder, read_json, read_json_object, write_json
+from dualenc.files import atomic_folder, write_json
+from dualenc.reading import read_json, read_json_object
 from dualenc.types import Pooling
 
 POOLING_FLAGS: dict[str, Pooling] = {

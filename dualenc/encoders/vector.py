@@ -19,7 +19,8 @@ from dualenc.encoders.dual import DUALENC_FILE, SIDES, DualEncoder, Prepare, Tow
 from dualenc.encoders.hub import first_line, hub_name, model_folder
 from dualenc.encoders.sentence_folder import append_dense
 from dualenc.errors import DualencError
-from dualenc.files import read_json_object, write_json
+from dualenc.files import write_json
+from dualenc.reading import read_json_object
 from dualenc.types import Inputs, Side
 
 WEIGHTS_FILE = "model.safetensors"

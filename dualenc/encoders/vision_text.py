@@ -22,7 +22,7 @@ from dualenc.encoders.sentence_folder import whole_module
 from dualenc.encoders.text import quiet_transformers
 from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
 from dualenc.errors import DualencError
-from dualenc.files import read_json_object
+from dualenc.reading import read_json_object
 from dualenc.types import Inputs
 
 if TYPE_CHECKING:

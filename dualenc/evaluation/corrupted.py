@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.corruptions import CorruptedImages
 from dualenc.evaluation.probe import unit_rows
-from dualenc.files import read_json_object
+from dualenc.reading import read_json_object
 from dualenc.seeds import derive_seed
 from dualenc.types import Inputs, Vectors
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from dualenc.decoding import open_image
 from dualenc.errors import DualencError
-from dualenc.files import open_regular
+from dualenc.reading import open_regular
 from dualenc.seeds import derive_seed
 
 Pixels = npt.NDArray[np.uint8]

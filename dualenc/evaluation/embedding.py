@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from dualenc import distributed
 from dualenc.data.identity import digest_of
-from dualenc.files import check_folder_target, read_json_object, remove
+from dualenc.files import check_folder_target, remove
+from dualenc.reading import read_json_object
 from dualenc.search.embed import embed, tower_checksum
 from dualenc.search.embeddings import Embeddings, is_embeddings
 

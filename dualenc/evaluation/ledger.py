@@ -11,7 +11,9 @@ from typing import Any, Generic, TypeVar
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.files import explain_full_disk, open_regular, remove, removed_if_refused
+from dualenc.files import remove, removed_if_refused
+from dualenc.full_disk import explain_full_disk
+from dualenc.reading import open_regular
 
 Key = TypeVar("Key", int, str)
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Run, Scores
-from dualenc.files import atomic_path, open_regular
+from dualenc.files import atomic_path
+from dualenc.reading import open_regular
 
 PathLike = str | os.PathLike[str]
 

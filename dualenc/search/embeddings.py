@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from dualenc import distributed
+from dualenc.checksums import checksums, sizes
 from dualenc.data.embeddings import (
     AGAIN,
     FORMAT,
@@ -38,7 +39,8 @@ from dualenc.data.embeddings import (
 from dualenc.data.identity import sum_checksums
 from dualenc.data.items import ORDER, ItemTable, check_ids, item_batch, write_batches, write_order
 from dualenc.errors import DiskFull, DualencError
-from dualenc.files import checksums, create_json, explain_full_disk, recover_inside, remove, sizes, write_json
+from dualenc.files import recover_inside, remove, write_json
+from dualenc.full_disk import explain_full_disk
 from dualenc.search.locks import claimed
 
 __all__ = [
@@ -58,6 +60,8 @@ __all__ = [
 MAX_SHARD_ROWS = 16384
 MIN_SHARD_ROWS = 1024
 FEW_SHARDS = 8
+CREATION = "create"
+"""Name of the lock under which one worker writes the first meta.json."""
 FIRST_WAIT, MAX_WAIT = 0.05, 2.0
 """Seconds between looks at what other workers have done, which grow."""
 _NOTE = b"dualenc"
@@ -143,18 +147,22 @@ class EmbeddingWriter:
         """Create the folder unless it exists; whether this worker did."""
         exists = self.folder.exists() and not self.folder.is_dir()
         if self.folder.is_dir():  # another worker may be about to write its meta.json
-            exists = any(not name.startswith(".meta.json.") for name in os.listdir(self.folder))
+            exists = any(not name.startswith((".meta.json.", f"{CREATION}.lock")) for name in os.listdir(self.folder))
         if exists and not (self.folder / "meta.json").is_file():
             raise DualencError(f"{self.folder}: exists and holds no embeddings; choose a new or empty folder")
         if exists:
             return False
         with explain_full_disk(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            return create_json(self.folder / "meta.json", self._meta(complete=False))
-        except DiskFull:
-            self.folder.rmdir()
-            raise
+        with self._claimed(CREATION, wait=True):
+            if (self.folder / "meta.json").exists():
+                return False
+            try:
+                write_json(self.folder / "meta.json", self._meta(complete=False))
+            except DiskFull:
+                remove(self.folder)
+                raise
+        return True
 
     def _is_complete(self) -> bool:
         """Whether the folder is finished, according to its meta.json.
@@ -181,9 +189,9 @@ class EmbeddingWriter:
         return facts.st_ino, facts.st_mtime_ns
 
     @contextmanager
-    def _claimed(self, name: str) -> Iterator[bool]:
+    def _claimed(self, name: str, wait: bool = False) -> Iterator[bool]:
         try:
-            with claimed(self.folder / f"{name}.lock") as is_mine:
+            with claimed(self.folder / f"{name}.lock", wait) as is_mine:
                 yield is_mine
         except FileNotFoundError:
             if self.folder.is_dir():

@@ -13,22 +13,13 @@ import faiss
 import numpy as np
 import pyarrow as pa
 
+from dualenc.checksums import checksums, sizes, verify_files
 from dualenc.data.embeddings import Embeddings, read_head
 from dualenc.data.identity import texts_checksum
 from dualenc.data.items import ITEMS, ORDER, Ids, ItemTable, check_ids, in_utf8, write_items
 from dualenc.errors import DualencError, UnknownId, Unsupported
-from dualenc.files import (
-    atomic_folder,
-    check_folder_target,
-    checksums,
-    is_folder_of,
-    locked,
-    read_json_object,
-    recover,
-    sizes,
-    verify_files,
-    write_json,
-)
+from dualenc.files import atomic_folder, check_folder_target, is_folder_of, locked, recover, write_json
+from dualenc.reading import read_json_object
 from dualenc.search.build import (
     METRICS,
     Database,

@@ -12,19 +12,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from dualenc.checksums import checksums, sizes, verify_files
 from dualenc.data import Corpus
 from dualenc.data.items import ITEMS, ORDER, ItemTable, check_ids, write_items
 from dualenc.errors import DualencError
-from dualenc.files import (
-    atomic_folder,
-    checksums,
-    is_folder_of,
-    locked,
-    read_json_object,
-    sizes,
-    verify_files,
-    write_json,
-)
+from dualenc.files import atomic_folder, is_folder_of, locked, write_json
+from dualenc.reading import read_json_object
 from dualenc.search.engines import EngineIndex, is_engine
 from dualenc.search.engines.index import read_engine_meta
 from dualenc.search.index import Index, check_unchanged, rows_in

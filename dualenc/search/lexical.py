@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_folder, is_folder_of, locked, read_json_object, write_json
+from dualenc.files import atomic_folder, is_folder_of, locked, write_json
+from dualenc.reading import read_json_object
 from dualenc.search.index import Index, rows_in
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from tqdm.auto import tqdm
 from dualenc import distributed
 from dualenc.data.pairs import Ragged
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, open_regular, read_json, remove, removed_if_refused, save_array, write_json
+from dualenc.files import atomic_path, remove, removed_if_refused, save_array, write_json
+from dualenc.reading import open_regular, read_json
 from dualenc.search.exact import exact_search
 from dualenc.search.rerank import Rescore, finite_scores, rerank
 from dualenc.types import Metric

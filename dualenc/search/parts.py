@@ -29,16 +29,9 @@ from faiss.contrib.ondisk import merge_ondisk
 from tqdm.auto import tqdm
 
 from dualenc.errors import DualencError
-from dualenc.files import (
-    atomic_path,
-    explain_full_disk,
-    read_json_object,
-    recover_inside,
-    remove,
-    removed_if_refused,
-    save_array,
-    write_json,
-)
+from dualenc.files import atomic_path, recover_inside, remove, removed_if_refused, save_array, write_json
+from dualenc.full_disk import explain_full_disk
+from dualenc.reading import read_json_object
 from dualenc.search.build import Database, new_index, reason, train, training_rows
 from dualenc.search.kinds import training_rows_in
 from dualenc.search.locks import claimed

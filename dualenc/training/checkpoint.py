@@ -30,19 +30,12 @@ from filelock import FileLock, SoftFileLock, Timeout
 from torch import Tensor, nn
 
 from dualenc import distributed
+from dualenc.checksums import checksums
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import is_model
 from dualenc.errors import DualencError
-from dualenc.files import (
-    atomic_folder,
-    check_path,
-    checksums,
-    read_json,
-    recover_inside,
-    remove,
-    save_tensors,
-    write_json,
-)
+from dualenc.files import atomic_folder, check_path, recover_inside, remove, save_tensors, write_json
+from dualenc.reading import read_json
 from dualenc.seeds import random_state, seed_everything, set_random_state
 
 SHARDS = "shards"

@@ -16,7 +16,8 @@ import numpy as np
 
 from dualenc.batching.selector import BatchSelector, batch_losses
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, read_json, remove, save_array, write_json
+from dualenc.files import atomic_path, remove, save_array, write_json
+from dualenc.reading import read_json
 from dualenc.seeds import derive_seed
 
 _SIDES = ("left", "right")

@@ -106,7 +106,7 @@ def test_images_templates_and_names_replaced_under_the_same_names_count_anew(mod
 
 def vectors_below(folder: Path) -> list[bytes]:
     """The embeddings that an evaluation keeps."""
-    return [path.read_bytes() for path in sorted((folder / "embeddings").rglob("*.npy"))]
+    return [path.read_bytes() for path in sorted((folder / "embeddings").rglob("data-*.arrow"))]
 
 
 @pytest.mark.parametrize("option", ["--templates", "--class-names"])

@@ -14,7 +14,7 @@ import pytest
 from dualenc.cli import main
 from dualenc.data.corpus import Corpus
 from dualenc.encoders import VectorEncoder
-from dualenc.files import read_json
+from dualenc.reading import read_json
 from dualenc.search.embed import embed
 from tests.commands.toy import write_beir, write_captioned, write_classes
 

@@ -185,7 +185,7 @@ def test_mistakes_end_in_one_line(
         (("push", tmp_path / "emb", *push[2:], "--collection", "emb"), "push with --replace"),
         ((*push, "--collection", "a b"), "--collection is 'a b'"),
         ((*push, "--batch-size", 0), "--batch-size is 0"),
-        ((*push[:4], "elasticsearch"), "--to must be"),
+        ((*push[:4], "elasticsearch"), "argument --to: invalid choice"),
         (("push", emb, tmp_path / "new", "--to", "parquet", "--metric", "ip"), "leave the options out"),
         (("push", emb, "http://127.0.0.1:9", "--to", "qdrant"), "no answer from Qdrant"),
         (("push", emb, "localhost:6333", "--to", "qdrant"), "write http://localhost:6333"),

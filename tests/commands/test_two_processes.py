@@ -95,6 +95,6 @@ def test_embeddings_are_the_same_files(written: Written) -> None:
     assert done.stdout.count("2,100 embeddings") == 1, "only the first of the two says so"
     names = sorted(path.name for path in (one / "embed").iterdir())
     assert sorted(path.name for path in (two / "embed").iterdir()) == names
-    assert sum(name.endswith(".npy") for name in names) > 1
+    assert sum(name.endswith(".arrow") for name in names) > 1
     for name in names:
         assert (two / "embed" / name).read_bytes() == (one / "embed" / name).read_bytes(), name

@@ -17,7 +17,8 @@ from dualenc.cli import main
 from dualenc.encoders import TextEncoder, VectorEncoder, load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation.mteb import MTEBEncoder
-from dualenc.files import read_json, write_json
+from dualenc.files import write_json
+from dualenc.reading import read_json
 from dualenc.types import Side
 from tests.commands import toy
 

@@ -12,8 +12,10 @@ import faiss
 import numpy as np
 import pytest
 
-from dualenc import files
+from dualenc import checksums
 from dualenc.errors import DualencError
+from dualenc.files import write_json
+from dualenc.reading import read_json
 from dualenc.search import Embeddings, Index, parts
 from dualenc.search.change import append, remove
 from dualenc.search.parts import lists_of
@@ -194,9 +196,9 @@ def test_lists_outside_the_folder_are_not_opened(tmp_path: Path, factory: str, f
         if folder_of_lists == "missing":
             (folder / "lists.ivfdata").unlink()
         names = [path.name for path in folder.iterdir() if path.name != "meta.json"]
-        meta = files.read_json(folder / "meta.json")
-        kept = {"files": files.checksums(folder, names), "sizes": files.sizes(folder, names)}
-        files.write_json(folder / "meta.json", meta | kept)
+        meta = read_json(folder / "meta.json")
+        kept = {"files": checksums.checksums(folder, names), "sizes": checksums.sizes(folder, names)}
+        write_json(folder / "meta.json", meta | kept)
     for act in (lambda: Index.open(folder), lambda: remove(folder, ["doc 7"])):
         with pytest.raises(DualencError, match="and no file outside its folder is opened; build the index again"):
             act()

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import dataset
 
+from dualenc.checksums import checksums, sizes
 from dualenc.data.items import item_batch, read_batches, write_batches
 from dualenc.data.sources import open_corpus
 from dualenc.errors import DiskFull, DualencError
-from dualenc.files import checksums, sizes
 from dualenc.search.embeddings import Embeddings, EmbeddingWriter, ShardedVectors, is_embeddings, shard_ranges
 
 NUM_ITEMS, DIM = 2500, 3
@@ -108,7 +108,7 @@ def test_record_batches_of_a_folder_and_of_memory_are_equal(tmp_path: Path, rows
     batches = list(stored.record_batches(rows))
     assert max(map(len, batches)) <= rows
     assert batches[0].schema.names == ["id", "vector", "text", "year", "lang"]
-    assert batches[0].schema.field("vector").type == pa.list_(pa.float32(), DIM)
+    assert batches[0].schema.field("vector").type == pa.list_(pa.float16(), DIM)
     assert pa.Table.from_batches(batches).equals(pa.Table.from_batches(held.record_batches(rows)))
     assert stored.columns.equals(columns)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from dualenc.errors import DualencError, UnknownId
-from dualenc.files import explain_full_disk
+from dualenc.full_disk import explain_full_disk
 from dualenc.search.where import Kind
 from dualenc.types import Metric
 

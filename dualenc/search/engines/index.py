@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.files import check_folder_target, is_folder_of, read_json_object, write_json
+from dualenc.files import check_folder_target, is_folder_of, write_json
+from dualenc.reading import read_json_object
 from dualenc.search.build import Database, as_queries, exact_probe, share_found
 from dualenc.search.embeddings import Embeddings, read_head
 from dualenc.search.engines.collection import CollectionInfo, Hit

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, read_json_object, recover_inside, remove, write_json
+from dualenc.files import atomic_path, recover_inside, remove, write_json
+from dualenc.reading import read_json_object
 from dualenc.search.embeddings import Embeddings
 from dualenc.search.engines.collection import with_short_strings
 from dualenc.search.engines.push import fingerprint_of
