@@ -409,10 +409,8 @@ def test_parquet_is_read_by_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for number, rows in enumerate(writer.ranges):
         writer.write(number, matrix[rows.start : rows.stop])
     opened = writer.finish()
-    num_files = 5
-    assert export_parquet(opened, tmp_path / "out") == (num_files, num_files), (
-        "1,000 rows at most, and none across shards"
-    )
+    num_files = 5  # 1,000 rows at most, and none across shards
+    assert export_parquet(opened, tmp_path / "out") == (num_files, num_files)
     read = pd.read_parquet(tmp_path / "out")
     assert read["id"].tolist() == opened.ids
     assert read["year"].tolist() == list(range(2500))
