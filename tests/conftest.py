@@ -35,6 +35,13 @@ settings.register_profile(
 settings.load_profile("dualenc")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Nightly tests are slow ones, so that `-m "not slow"` is the quick run."""
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder with the real data sets: $DUALENC_TEST_DATA, or `../shared/data` beside the checkout."""

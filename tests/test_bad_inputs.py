@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [60, pytest.param(1, marks=pytest.mark.nightly)])
 def test_bad_inputs_end_in_one_line(tmp_path: Path, every: int) -> None:
     jobs = str(os.cpu_count() or 2) if every == 1 else "1"
     command = [sys.executable, "-m", "tests.bad_inputs", "--jobs", jobs, "--every", str(every)]
@@ -100,6 +100,7 @@ def test_the_harness_notices_what_is_wrong(
     assert outcome.problem == problem
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "toys").mkdir()
     monkeypatch.setattr(cli, "main", lambda argv: write_and_refuse("out"))

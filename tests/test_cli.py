@@ -154,6 +154,7 @@ def test_ctrl_c(failing: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "dualenc: interrupted\n"
 
 
+@pytest.mark.slow
 def test_as_a_module_and_as_a_script() -> None:
     script = Path(sys.executable).with_name("dualenc")
     for start in ([sys.executable, "-m", "dualenc"], [sys.executable, "-m", "dualenc.cli"], [str(script)]):

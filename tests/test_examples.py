@@ -21,6 +21,7 @@ def main(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
 
 
+@pytest.mark.slow
 def test_text(main: Callable[..., Any], tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
 
@@ -32,6 +33,7 @@ def test_text(main: Callable[..., Any], tmp_path: Path) -> None:
     assert query @ couch > query @ lamp
 
 
+@pytest.mark.slow
 def test_vectors(main: Callable[..., Any], tmp_path: Path) -> None:
     result = main(tmp_path)
     assert result.before["ndcg@10"] < 0.4
@@ -45,7 +47,7 @@ def test_image_text(main: Callable[..., Any], tmp_path: Path) -> None:
     assert result.metrics["mean_recall"] > 0.6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_unimodal(main: Callable[..., Any], tmp_path: Path) -> None:
     result = main(tmp_path)
     assert result.metrics["knn_accuracy"] > result.before["knn_accuracy"] + 0.1
@@ -72,6 +74,7 @@ def test_lora(main: Callable[..., Any], tmp_path: Path) -> None:
     assert all("embeddings" not in name and name.endswith("weight") for name in changed)
 
 
+@pytest.mark.slow
 def test_index_and_search(main: Callable[..., Any], tmp_path: Path) -> None:
     assert main(tmp_path) == ["lamp-of-glass-in-blue", "couch-of-wood-in-black"]
 

@@ -96,6 +96,7 @@ def wait_for(path: Path) -> None:
 
 
 class TestKilledSwap:
+    @pytest.mark.slow
     def test_at_every_step_a_complete_version_is_found(self, tmp_path: Path) -> None:
         seen, step = [], 0
         while True:
@@ -114,6 +115,7 @@ class TestKilledSwap:
         assert seen == sorted(seen, reverse=True), "first the old version, later the new one"
         assert set(seen) == {"old", "new"}
 
+    @pytest.mark.slow
     def test_without_an_old_version_there_is_the_new_one_or_none(self, tmp_path: Path) -> None:
         for step in range(100):
             target = tmp_path / str(step) / "index"
@@ -124,6 +126,7 @@ class TestKilledSwap:
                 break
         assert step >= 5
 
+    @pytest.mark.slow
     def test_a_second_kill_at_every_step_of_the_recovery(self, tmp_path: Path) -> None:
         for step in range(100):
             target = tmp_path / str(step) / "index"
@@ -160,6 +163,7 @@ class TestKilledSwap:
         assert sorted(os.listdir(tmp_path)) == ["index", "ready"]
         assert version_of(target) == "ours"
 
+    @pytest.mark.slow
     def test_a_process_forked_by_a_writer_does_not_keep_its_lock(self, tmp_path: Path) -> None:
         """Data workers outlive a killed run by seconds."""
 
@@ -184,6 +188,7 @@ class TestKilledSwap:
             assert part.exists()
         assert (tmp_path / "index").exists()
 
+    @pytest.mark.slow
     def test_threads_and_processes_write_one_file_without_waiting(self, tmp_path: Path) -> None:
         def write_often(number: int) -> None:
             for _ in range(30):
@@ -200,6 +205,7 @@ class TestKilledSwap:
         assert len(set(read_json(tmp_path / "meta.json"))) == 1
         assert os.listdir(tmp_path) == ["meta.json"]
 
+    @pytest.mark.slow
     def test_a_swap_that_ends_meanwhile_is_waited_for(self, tmp_path: Path) -> None:
         target = tmp_path / "index"
         work = dead_writer(target, old="old", new="new")

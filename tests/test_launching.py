@@ -109,6 +109,7 @@ def nodes(folder: Path, recipe: Path, *words: object) -> list[Node]:
     return [launch(folder, "several_nodes.yaml", "--machine_rank", rank, *meet, *run) for rank in range(2)]
 
 
+@pytest.mark.nightly
 def test_one_machine_has_as_many_ranks_as_it_says(tmp_path: Path, recipe: Path) -> None:
     words = ("--num_processes", 2, "--main_process_port", free_port(), "-m", "dualenc", "train", recipe)
     code, written = launch(tmp_path, "one_node.yaml", *words).end()
@@ -122,6 +123,7 @@ def test_two_machines_train_what_one_process_trains(tmp_path: Path, recipe: Path
     assert close(tmp_path / "run", alone)
 
 
+@pytest.mark.nightly
 def test_a_lost_machine_ends_the_run_which_is_resumed_with_another_number(
     tmp_path: Path, recipe: Path, alone: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_parts_know_of_one_another_through_links(settings):
     assert parts.evaluator.primary == "ndcg@10"
 
 
+@pytest.mark.slow
 def test_first_weights_follow_the_seed(settings):
     def first_weight():
         return next(make_recipe(settings).build().model.parameters()).sum().item()
@@ -168,6 +169,7 @@ def test_mistakes_name_the_key_in_one_line(recipe, override, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_missing_file_and_unknown_keys_are_told_before_torch_is_imported(recipe, tmp_path):
     code = """
 import sys
@@ -212,6 +214,7 @@ def mixture(settings, folder):
     return settings
 
 
+@pytest.mark.slow
 def test_several_sources_in_one_recipe(mixture, tmp_path, folder):
     path = tmp_path / "mixture.yaml"
     path.write_text(yaml.safe_dump(mixture))
@@ -230,6 +233,7 @@ def test_several_sources_in_one_recipe(mixture, tmp_path, folder):
     assert parts.trainer.fit(parts.model, parts.data, parts.objective).steps == (8 + 32) // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -282,6 +286,7 @@ def test_files_that_are_no_recipe(tmp_path):
         read_recipe(tmp_path / "missing.yaml")
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_resumes(recipe, tmp_path, capsys):
     assert cli.main(["train", recipe, "trainer.max_steps=3", "trainer.save_every=2"]) == 0
     told = capsys.readouterr().out
@@ -294,6 +299,7 @@ def test_the_command_trains_and_resumes(recipe, tmp_path, capsys):
     assert cli.main(["train", recipe, "trainer.max_steps=3", "trainer.save_every=2", "--resume"]) == 0
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_code_2_and_one_line(recipe, capsys):
     assert cli.main(["train", recipe, "trainer.epoch=3"]) == 2
     told = capsys.readouterr().err
@@ -317,6 +323,7 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path):
     assert _read_yaml(path) == values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [

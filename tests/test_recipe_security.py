@@ -152,6 +152,7 @@ def assert_refused(words: list[str], canary: Canary, capsys: pytest.CaptureFixtu
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_a_payload_is_refused_before_anything_runs(
     name: str, canary: Canary, capsys: pytest.CaptureFixture[str]
@@ -197,6 +198,7 @@ def test_overrides_are_checked_likewise(override: str, canary: Canary, capsys: p
     assert_refused(["recipe.yaml", override], canary, capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -239,6 +241,7 @@ def test_files_that_are_no_recipe(canary: Canary, capsys: pytest.CaptureFixture[
 MODULES = ("os", "subprocess", "builtins", "torch", "functools", "pickle", "timeit", "operator")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["model.init_args.augment", "objective", "evaluator", "data"])
 @pytest.mark.parametrize(
     ("function", "arguments"),
@@ -299,6 +302,7 @@ class Untyped:
 """
 
 
+@pytest.mark.slow
 def test_modules_that_the_user_allows(canary: Canary, capsys: pytest.CaptureFixture[str]) -> None:
     package = canary.folder / "dualenc_own_package"
     package.mkdir()
@@ -343,6 +347,7 @@ class Bomb:
         return os.system, (self.command,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -385,6 +390,7 @@ def test_files_that_are_code_are_not_run(
     assert_refused(["recipe.yaml"], canary, capsys)
 
 
+@pytest.mark.slow
 def test_plain_recipes_pass(canary: Canary) -> None:
     """The checks refuse nothing that the parts take: nested classes, lists, free configurations, null."""
     settings = recipe()

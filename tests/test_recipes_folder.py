@@ -18,6 +18,7 @@ FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_is_valid_and_writes_to_a_folder_of_its_own_name(path: Path) -> None:
     settings = read_recipe(path).settings

@@ -48,6 +48,7 @@ def test_nothing_that_unicode_calls_a_control_is_left(text: str) -> None:
     printable(text).encode("utf-8")
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.text() | st.integers() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)

@@ -96,6 +96,7 @@ def test_equal_seed_and_epoch_give_equal_batches_and_others_do_not():
     assert not np.array_equal(select(3, 2), select(3, 3))
 
 
+@pytest.mark.slow
 def test_any_two_pairs_meet_equally_often():
     """Once each: the expected number of meetings of a random partition. Twice as often, a pair meets twice as many."""
     size, batch_size, epochs = 12, 3, 6000

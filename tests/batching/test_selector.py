@@ -58,6 +58,7 @@ def degenerate(kind: str, num_pairs: int, seed: int) -> tuple[np.ndarray, np.nda
     return left, right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", PARTITIONS)
 @given(size=sizes, kind=st.sampled_from(["random", "duplicates", "collinear", "zeros"]), seed=st.integers(0, 99))
 @example(size=(72, 9), kind="collinear", seed=0)
@@ -76,6 +77,7 @@ def test_each_pair_appears_exactly_once_and_the_remainder_is_dropped(
     assert selector.left_out(batches) == num_pairs % batch_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", PARTITIONS)
 @given(size=sizes, seed=st.integers(0, 99))
 def test_wrap_uses_every_pair_and_repeats_none_within_a_batch(make: Make, size: tuple[int, int], seed: int) -> None:

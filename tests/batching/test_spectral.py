@@ -32,6 +32,7 @@ def as_sets(batches: np.ndarray) -> set[frozenset[int]]:
     return {frozenset(batch) for batch in batches.tolist()}
 
 
+@pytest.mark.slow
 @given(share=st.floats(0, 1), seed=st.integers(0, 20))
 def test_share_keeps_that_many_batches_as_they_were_selected(share: float, seed: int) -> None:
     left, right, _ = planted(20, 4, dim=16, seed=seed)
@@ -159,6 +160,7 @@ def test_bisection_recovers_planted_clusters(clusters: int, size: int) -> None:
     assert purity(batches, labels) > 0.95
 
 
+@pytest.mark.slow
 def test_batches_are_much_harder_than_random_ones_and_than_spectral_groups() -> None:
     draw = np.random.default_rng(0)
     labels = draw.integers(0, 60, 4096)

@@ -23,6 +23,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "a.trec", tmp_path / "b.trec"
 
 
+@pytest.mark.slow
 def test_trec_runs_with_judgements(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["evaluate", "compare", *map(str, runs), "--qrels", str(tmp_path / "qrels.tsv"), "--out"]
     assert main([*words, str(tmp_path / "one")]) == 0

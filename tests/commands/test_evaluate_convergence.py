@@ -95,6 +95,7 @@ def test_folders_of_models_and_several_runs(run: Path, data: Path, tmp_path: Pat
     assert points_of(alone)["model-10"][0] == points["folders"][1] | {"step": 0}
 
 
+@pytest.mark.slow
 def test_pairs_of_texts_with_shared_documents(toy_text: Path, tmp_path: Path) -> None:
     rows = [{"query": f"ant {i} bee", "document": f"cat dog {i // 2} eel"} for i in range(10)]
     table = tmp_path / "pairs.jsonl"
@@ -112,6 +113,7 @@ def test_pairs_of_texts_with_shared_documents(toy_text: Path, tmp_path: Path) ->
     assert point["positive_cosine"] == pytest.approx((left * right).sum(1).mean().item(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_models_are_found_in_the_order_of_their_numbers(run: Path, data: Path, tmp_path: Path) -> None:
     assert [place.step for place in find_models(str(run))] == [2, 4, 6]
     assert [(place.step, place.path.name) for place in find_models(str(run / "model"))] == [(0, "model")]
@@ -122,6 +124,7 @@ def test_models_are_found_in_the_order_of_their_numbers(run: Path, data: Path, t
         find_models(str(data))
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line(
     run: Path, data: Path, toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ def metrics_of(folder: Path) -> dict:
     return json.loads((folder / "metrics.json").read_text())
 
 
+@pytest.mark.slow
 def test_all_three_parts(image_model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert evaluate(image_model, data, "--out", out, *FEW, "--train", data, "--severities", "1,5") == 0
@@ -94,6 +95,7 @@ def test_other_settings_do_not_take_over_finished_images(image_model: Path, data
     assert metrics_of(tmp_path / "both") == metrics_of(tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_cifar_c_is_read_and_needs_no_clean_images(image_model: Path, data: Path, tmp_path: Path) -> None:
     folder = save_cifar_c(tmp_path / "cifar-c")
     out = tmp_path / "out"
@@ -106,6 +108,7 @@ def test_cifar_c_is_read_and_needs_no_clean_images(image_model: Path, data: Path
     assert metrics_of(out)["plain"]["images"] == 9
 
 
+@pytest.mark.slow
 def test_a_limit_takes_some_images_with_their_usual_noise(image_model: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(image_model, data, "--out", tmp_path / "all", *FEW) == 0
     assert evaluate(image_model, data, "--out", tmp_path / "few", *FEW, "--limit", "4") == 0

@@ -24,6 +24,7 @@ def evaluate(model: Path, *rest: object) -> int:
     return main(["evaluate", "image-text", str(model), *map(str, rest)])
 
 
+@pytest.mark.slow
 def test_recall_both_ways_from_the_embeddings(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """6 images with 2 captions each; 3 images share one caption, so there are 10 texts and 12 queries."""
     data, out = write_captioned(tmp_path / "data"), tmp_path / "out"
@@ -46,6 +47,7 @@ def test_recall_both_ways_from_the_embeddings(model: Path, tmp_path: Path, capsy
     assert "text to image" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_image_that_cannot_be_read_is_left_out(model: Path, tmp_path: Path) -> None:
     data, out = write_captioned(tmp_path / "data"), tmp_path / "out"
     (data / "pictures" / "4.png").write_bytes(b"not a picture")
@@ -71,6 +73,7 @@ def test_mistakes_are_told_in_one_line(
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_captions_and_images_replaced_in_place_count_anew(model: Path, tmp_path: Path) -> None:
     data = write_captioned(tmp_path / "data")
     assert evaluate(model, data, "--out", tmp_path / "out") == 0

@@ -36,6 +36,7 @@ def pairs(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_pairs_are_measured(toy_text: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate(toy_text, pairs, "--out", tmp_path / "out", "--batch-size", 4, "--objectives", "InfoNCE,ISIR") == 0
     printed = capsys.readouterr().out
@@ -63,6 +64,7 @@ def test_pairs_are_measured(toy_text: Path, pairs: Path, tmp_path: Path, capsys:
     assert (tmp_path / "out" / "report.html").read_text().count("<figure>") == 2
 
 
+@pytest.mark.slow
 def test_views_of_images_are_measured(image_model: Path, classes: Path, tmp_path: Path) -> None:
     words = ("--out", tmp_path, "--batch-size", 6, "--objectives", "DCL,SigLIP", "--temperature", 0.5)
     assert evaluate(image_model, classes, *words) == 0
@@ -130,6 +132,7 @@ def test_bad_arguments_are_told_in_one_line(
 NAMES = ("InfoNCE", "SogCLR", "ISIR")
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_was(
     toy_text: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +158,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert made == ["DCL"], "a further objective"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["seed", "data", "model"])
 def test_measurements_of_something_else_are_not_taken(
     toy_text: Path, pairs: Path, tmp_path: Path, changed: str

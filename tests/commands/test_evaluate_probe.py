@@ -41,6 +41,7 @@ def failure(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_every_probe_is_in_the_metrics_and_in_the_report(image_model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert evaluate(image_model, data, "--out", out, "--sgd", "features", "--sgd-epochs", "20") == 0
@@ -56,6 +57,7 @@ def test_every_probe_is_in_the_metrics_and_in_the_report(image_model: Path, data
     assert page.count("<figure>") == 2
 
 
+@pytest.mark.slow
 def test_the_features_are_the_backbones(image_model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert evaluate(image_model, data, "--out", out, "--shots", "1") == 0
@@ -78,6 +80,7 @@ def test_sgd_on_augmented_images(image_model: Path, data: Path, tmp_path: Path) 
     assert "crops and flips" in first["linear, SGD"]["note"]
 
 
+@pytest.mark.slow
 def test_limits_take_images_of_all_classes(image_model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert evaluate(image_model, data, "--out", out, "--limit", "9", "--train-limit", "15") == 0
@@ -86,6 +89,7 @@ def test_limits_take_images_of_all_classes(image_model: Path, data: Path, tmp_pa
     assert "same_label_cosine" in metrics["features"]
 
 
+@pytest.mark.slow
 def test_an_image_that_does_not_decode_is_left_out(image_model: Path, data: Path, tmp_path: Path) -> None:
     (data / "train" / "red" / "03.png").write_bytes(b"broken")
     out = tmp_path / "out"
@@ -93,10 +97,12 @@ def test_an_image_that_does_not_decode_is_left_out(image_model: Path, data: Path
     assert json.loads((out / "metrics.json").read_text())["train_images"] == 29
 
 
+@pytest.mark.slow
 def test_an_image_text_model_is_probed_by_its_image_tower(toy_clip: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(toy_clip, data, "--out", tmp_path / "out") == 0
 
 
+@pytest.mark.slow
 def test_classes_are_matched_by_name(image_model: Path, tmp_path: Path) -> None:
     """A class that the test images lack shifts their numbers, not their names."""
     data = save_splits(tmp_path / "data")
@@ -158,6 +164,7 @@ def test_other_weights_under_the_same_name_are_refused(
     assert (tmp_path / "out" / "metrics.json").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_repaired_image_is_tried_again(image_model: Path, data: Path, tmp_path: Path) -> None:
     whole = (data / "train" / "red" / "03.png").read_bytes()
     counts = []

@@ -32,6 +32,7 @@ def evaluate(model: Path, *rest: object) -> int:
     return main(["evaluate", "retrieval", str(model), *map(str, rest)])
 
 
+@pytest.mark.slow
 def test_one_folder(model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate(model, data, "--out", tmp_path, "--bm25") == 0
     measured = json.loads((tmp_path / "metrics.json").read_text())
@@ -53,6 +54,7 @@ def test_one_folder(model: Path, data: Path, tmp_path: Path, capsys: pytest.Capt
     assert f"{scores['metrics']['ndcg@10']:.4f}" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["rrf", "weighted"])
 def test_hybrid_is_the_fusion_of_the_runs_beside_it(model: Path, data: Path, tmp_path: Path, how: str) -> None:
     assert evaluate(model, data, "--out", tmp_path, "--hybrid", how, "--weight", 0.3) == 0
@@ -74,6 +76,7 @@ def test_hybrid_is_the_fusion_of_the_runs_beside_it(model: Path, data: Path, tmp
     assert evaluate(model, data, "--hybrid", "rrf", "--weight", 1.5) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("more", "folder"), [((), "."), (("--hybrid", "rrf"), "hybrid")])
 def test_reranked_is_the_best_of_a_run_in_the_order_of_the_library(
     model: Path, data: Path, tmp_path: Path, more: tuple[str, ...], folder: str
@@ -97,6 +100,7 @@ def test_reranked_is_the_best_of_a_run_in_the_order_of_the_library(
     assert (measured["rerank"], measured["rerank_top"]) == (str(judge), 12)
 
 
+@pytest.mark.slow
 def test_several_folders_have_a_mean(model: Path, data: Path, tmp_path: Path) -> None:
     other = write_beir(tmp_path / "other", seed=1)
     assert evaluate(model, data, other, "--out", tmp_path / "out") == 0
@@ -106,11 +110,13 @@ def test_several_folders_have_a_mean(model: Path, data: Path, tmp_path: Path) ->
     assert (tmp_path / "out" / "other" / "run.trec").is_file()
 
 
+@pytest.mark.slow
 def test_self_matches_can_be_kept(model: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(model, data, "--out", tmp_path, "--keep_self_matches", "--depth", "100") == 0
     assert all(query in found for query, found in read_trec(tmp_path / "run.trec").items())
 
 
+@pytest.mark.slow
 def test_finished_embeddings_are_not_computed_again(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +173,7 @@ def dated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("year>=2005",), ("year<2021", "lang=en,no")])
 def test_a_filter_is_the_collection_without_the_others(
     model: Path, dated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
@@ -266,6 +273,7 @@ def test_texts_and_weights_replaced_under_the_same_names_count_anew(tmp_path: Pa
 SCRIPT = "<script>alert(1)</script>"
 
 
+@pytest.mark.slow
 def test_a_report_shows_scripts_and_formulas_as_text(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,6 +323,7 @@ def test_judgements_that_fit_no_query_leave_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_small_vectors_are_compared_by_their_bytes(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

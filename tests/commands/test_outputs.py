@@ -81,6 +81,7 @@ def test_mining_writes_into_no_folder_of_other_files(
     assert not (tmp_path / "mined.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_lancedb_tables_are_put_beside_nothing_else(
     tmp_path: Path, toy_text: Path, beir: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +122,7 @@ def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["runs/first/model", "runs/second/model"]
 
 
+@pytest.mark.slow
 def test_evaluations_are_named_by_run(two_runs: list[str], beir: Path) -> None:
     for model in two_runs:
         run("evaluate", "retrieval", model, beir)
@@ -130,6 +132,7 @@ def test_evaluations_are_named_by_run(two_runs: list[str], beir: Path) -> None:
         assert list(json.loads((folder / "metrics.json").read_text())["systems"]) == [name]
 
 
+@pytest.mark.slow
 def test_data_sets_of_one_name_have_folders_of_their_own(two_runs: list[str], beir: Path) -> None:
     shutil.copytree(beir, Path("copy") / beir.name)
     for data in (beir, Path("copy") / beir.name, f"copy/../copy/{beir.name}"):
@@ -137,6 +140,7 @@ def test_data_sets_of_one_name_have_folders_of_their_own(two_runs: list[str], be
     assert len(os.listdir("evaluations/retrieval")) == 2
 
 
+@pytest.mark.slow
 def test_other_weights_do_not_overwrite_an_evaluation(
     two_runs: list[str], beir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,6 +157,7 @@ def test_other_weights_do_not_overwrite_an_evaluation(
     run(*words[:2], two_runs[0], *words[3:])
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_another_task_is_left_alone(
     two_runs: list[str], beir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,7 +176,7 @@ def exported(*words: Any) -> int | None:
     return child.exitcode
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_export_is_written_again_beside_other_files(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     VectorEncoder(8, tower="linear", dim=4).save(tmp_path / "model")
@@ -190,6 +195,7 @@ def test_export_tells_of_a_full_disk(tmp_path: Path, tiny_disk: Path, capfd: pyt
     assert not (tiny_disk / "onnx").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lancedb", "qdrant"])
 def test_push_tells_of_a_full_disk(
     tmp_path: Path, tiny_disk: Path, toy_text: Path, capsys: pytest.CaptureFixture[str], engine: str

@@ -66,6 +66,7 @@ def test_embeddings_become_a_data_set(tmp_path: Path, hub: type[Hub]) -> None:
     assert {asked["repo_type"] for _, asked in hub.asked} == {"dataset"}
 
 
+@pytest.mark.slow
 def test_results_of_evaluations_go_into_the_card(
     toy_text: Path, toy_clip: Path, tmp_path: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str]
 ) -> None:

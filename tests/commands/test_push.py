@@ -54,6 +54,7 @@ def store(kind: str, folder: Path) -> tuple[Any, ...]:
     return ("--qdrant-path", folder / "data") if kind == "qdrant" else ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENGINES)
 def test_push_search_and_push_again(
     tmp_path: Path, toy_text: Path, emb: Path, capsys: pytest.CaptureFixture[str], kind: str
@@ -84,6 +85,7 @@ def test_push_search_and_push_again(
     assert f" {everything.year[0]} " in shown, "a year has no thousands"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENGINES)
 def test_evaluation_compares_the_engine_with_exact_search(
     tmp_path: Path, toy_text: Path, beir: Path, emb: Path, capsys: pytest.CaptureFixture[str], kind: str
@@ -123,6 +125,7 @@ class Payload:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["data", "x://../data", "{}/data"])
 def test_an_embedded_qdrant_that_only_the_folder_names_is_not_opened(
     tmp_path: Path,
@@ -149,6 +152,7 @@ def test_an_embedded_qdrant_that_only_the_folder_names_is_not_opened(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_named_is_trusted_aloud(
     tmp_path: Path, emb: Path, beir: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +173,7 @@ def test_a_store_that_is_named_is_trusted_aloud(
         assert message in failure(capsys, *others, "--qdrant-path", tmp_path / "data")
 
 
+@pytest.mark.slow
 def test_mistakes_end_in_one_line(
     tmp_path: Path, toy_text: Path, beir: Path, emb: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

@@ -41,7 +41,7 @@ def test_trains_indexes_searches_and_says_what_to_type_next(tmp_path: Path) -> N
     assert json.loads((run / "index" / "meta.json").read_text())["count"] == 400
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_leaves_a_folder_of_something_else_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     command = [sys.executable, "-m", "dualenc", "quickstart", "--out", str(tmp_path)]
@@ -140,6 +140,7 @@ def test_limit_and_unknown_packages(package: str) -> None:
     assert len(read_docstrings(1, packages=["no_such_package_here", package], progress=False)) == 1
 
 
+@pytest.mark.slow
 def test_the_standard_library_has_enough_and_its_names_and_summaries_are_unique() -> None:
     found = read_docstrings(500, packages=[], progress=False)
     assert len(found) == 500

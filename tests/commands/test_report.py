@@ -30,6 +30,7 @@ def write_run(folder: Path, tau: float, scores: list[float]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write_run(tmp_path / "a<b", 0.05, [0.1, 0.4, 0.3]), write_run(tmp_path / "other", 0.1, [0.1, 0.2, 0.25])]
     assert main(["report", *map(str, runs)]) == 0
@@ -46,6 +47,7 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert [caption.split(":")[0] for caption in captions] == ["ndcg@10", "loss", "learning_rate"]
 
 
+@pytest.mark.slow
 def test_a_real_run(tmp_path: Path) -> None:
     train(tmp_path / "run", evaluator=FixedEvaluator(0.1, 0.3, 0.2, 0.4), evaluate_every=4)
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
@@ -80,6 +82,7 @@ GARBAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "garbage"), [(name, each) for name, all_of in GARBAGE.items() for each in all_of])
 def test_garbage_is_told_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, garbage: bytes
@@ -103,6 +106,7 @@ def write_observed(folder: Path, before: dict[str, float], after: dict[str, floa
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_queries_and_similarities_of_two_runs_side_by_side(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "one", 0.05, [0.1, 0.4, 0.3]), write_run(tmp_path / "two", 0.1, [0.1, 0.2, 0.25])]
     scores = {f"q{number}": number / 100 for number in range(30)}
@@ -136,6 +140,7 @@ def test_a_broken_record_of_evaluations_is_told(tmp_path: Path, capsys: pytest.C
     assert "evaluations.jsonl:1: no record of an evaluation" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_retrieval_run_tells_similarities_queries_and_chains(tmp_path: Path) -> None:
     pairs = tiny_pairs()
     objective = ISIR(num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.2).double()
@@ -157,6 +162,7 @@ def test_a_retrieval_run_tells_similarities_queries_and_chains(tmp_path: Path) -
     assert "share of chains that left their item" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_sources_of_a_mixture_share_a_plot_and_have_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

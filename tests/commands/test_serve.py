@@ -104,7 +104,7 @@ def test_what_cannot_be_served(
         assert "give another --port" in told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slow_large_and_broken_requests_are_the_clients_fault(index: Path) -> None:
     head = b"POST /search HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     with served(index, "--timeout", "1", "--max-body", "64KiB") as (process, port):

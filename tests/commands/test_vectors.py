@@ -64,12 +64,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_training_finds_the_turn(trained: Path) -> None:
     evaluator = RetrievalEvaluator(trained / "data")
     assert evaluator(VectorEncoder(D))["ndcg@10"] < 0.3
     assert evaluator(load_model(trained / "run" / "model"))["ndcg@10"] > 0.9
 
 
+@pytest.mark.slow
 def test_embed_index_search_and_evaluate(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, data = trained / "run" / "model", trained / "data"
     run("embed", model, data, "--out", tmp_path / "emb", "--batch-size", 10)
@@ -92,6 +94,7 @@ def test_embed_index_search_and_evaluate(trained: Path, tmp_path: Path, capsys: 
     assert metrics["systems"]["run"]["datasets"]["data"]["metrics"]["ndcg@10"] > 0.9
 
 
+@pytest.mark.slow
 def test_changed_vectors_are_refused_on_resume(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

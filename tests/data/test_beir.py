@@ -80,6 +80,7 @@ def test_qrels_without_a_header(folder: Path) -> None:
     assert read_beir(folder, "bare").qrels == {"q0": {"d0": 1}, "q1": {"d1": 1}}
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.integers(0, 2)), max_size=20, unique_by=lambda t: t[:2])
 )
@@ -124,6 +125,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "line", "message"), BROKEN)
 def test_a_bad_line_is_named_or_skipped(folder: Path, file: str, line: str, message: str) -> None:
     good = list(BeirPairs(folder))
@@ -149,6 +151,7 @@ def test_a_judged_document_that_is_missing_still_counts_as_relevant(folder: Path
         read_beir(folder, "test", on_error="raise")
 
 
+@pytest.mark.slow
 def test_scifact(shared_data: Path) -> None:
     pairs = BeirPairs(shared_data / "scifact", on_error="raise")
     assert (len(pairs), pairs.num_left, pairs.num_right) == (919, 809, 5183)

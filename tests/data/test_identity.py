@@ -34,6 +34,7 @@ def image_folder(folder: Path, count: int = 5) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_texts_have_one_identity_in_memory_in_csv_in_parquet_and_picked(tmp_path: Path) -> None:
     write_csv(tmp_path / "x.csv", ["_id", "text"], enumerate(TEXTS))
     datasets.Dataset.from_dict({"_id": list(map(str, range(len(TEXTS)))), "text": TEXTS}).to_parquet(

@@ -139,6 +139,7 @@ def test_errors_name_the_image_and_no_buffer(data: bytes) -> None:
     assert "BytesIO" not in str(error.value)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_bytes_are_an_rgb_image_or_a_bad_sample(data: st.DataObject) -> None:
@@ -173,6 +174,7 @@ def test_links_between_folders_are_followed_once(tmp_path: Path) -> None:
     assert find_images(elsewhere) == ["class/1.png"], "a link to a class folder is followed"
 
 
+@pytest.mark.slow
 def test_an_upload_is_decoded_as_other_images_are_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(picture(90), "JPEG")
     assert np.array_equal(np.asarray(decode_upload(data, "x")), np.asarray(decode_image(data, "x")))

@@ -25,6 +25,7 @@ def opened(folder: Path, count: int) -> ItemTable:
     return ItemTable([folder / ITEMS], count, "write it again")
 
 
+@pytest.mark.slow
 @given(NAMES, st.lists(TEXT, max_size=5), st.sampled_from([3, 2**14]), st.sampled_from([0, 1000]))
 def test_ids_are_a_sequence_that_finds_rows(
     tmp_path_factory: pytest.TempPathFactory, names: list[str], others: list[str], batch: int, many: int
@@ -109,6 +110,7 @@ def use(table: ItemTable) -> None:
     _ = None if table.columns is None else table.columns.to_pydict()
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_reads_other_memory(tmp_path: Path) -> None:
     """Without any checksum: each is either harmless or a line."""
     columns = pa.table({"year": [1, 2, None], "lang": ["en", None, "de"]})

@@ -136,6 +136,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
             read(tmp_path / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.jsonl", "x.txt", "x.csv"])
 def test_a_line_that_is_too_long_is_left_out_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert lines.MAX_LINE_BYTES == 64 << 20

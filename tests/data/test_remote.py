@@ -77,6 +77,7 @@ def parquet(path: Path, count: int = 50, rows: int = 10, **columns: Any) -> byte
 
 
 class TestReading:
+    @pytest.mark.slow
     @given(ranges=st.lists(st.tuples(st.integers(0, 300_000), st.integers(0, 100_000)), max_size=20))
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
     def test_any_ranges_are_those_of_the_file(self, server: Server, ranges: list[tuple[int, int]]) -> None:
@@ -99,6 +100,7 @@ class TestReading:
         assert len(server.gets()) < 15
         assert server.bytes_asked() < 1.01 * len(content)
 
+    @pytest.mark.slow
     def test_threads_forks_and_pickles_read_the_same(self, server: Server) -> None:
         content = noise(200_000)
         file = RemoteFile(server.put("x.bin", content))
@@ -117,6 +119,7 @@ class TestReading:
 
 
 class TestTrouble:
+    @pytest.mark.slow
     @pytest.mark.parametrize("trouble", ["fail", "stall", "cut"])
     def test_what_passes_is_waited_for(self, server: Server, trouble: str) -> None:
         content = noise(50_000)
@@ -125,6 +128,7 @@ class TestTrouble:
         assert file.read(1000, 20_000) == content[1000:21_000]
         assert len(server.gets()) == 3
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("trouble", ["fail", "stall", "cut"])
     def test_what_does_not_pass_is_told_in_a_line(
         self, server: Server, trouble: str, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +142,7 @@ class TestTrouble:
         assert "secret" not in told
         assert len(server.gets()) == 3
 
+    @pytest.mark.slow
     def test_a_server_that_is_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(remote, "ATTEMPTS", 2)
         assert "127.0.0.1:9/x.bin: cannot be read after 2 attempts" in failure(
@@ -247,6 +252,7 @@ class TestRefused:
         server.redirects["/latest.jsonl"] = server.put("x.jsonl", jsonl())
         assert open_corpus(f"{server.url}/latest.jsonl").ids == [f"d{i}" for i in range(5)]
 
+    @pytest.mark.slow
     def test_a_redirect_from_https_to_http(
         self, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -337,6 +343,7 @@ class TestTables:
         told = failure(lambda: open_corpus(server.put("docs.jsonl", jsonl(2) + b"{broken\n"), on_error="raise"))
         assert re.search(r"docs\.jsonl:3: malformed JSON line", told)
 
+    @pytest.mark.slow
     def test_pairs_are_those_of_the_local_file(self, server: Server, tmp_path: Path) -> None:
         queries = [f"q{i % 7}" for i in range(50)]
         content = parquet(tmp_path / "x.parquet", query=queries, blob=[noise(30_000, i) for i in range(50)])
@@ -363,12 +370,14 @@ class TestParquetCorpus:
         assert [local[i] for i in range(50)] == [there[i] for i in range(50)]
         assert [local.text(i) for i in range(50)] == [there.text(i) for i in range(50)]
 
+    @pytest.mark.slow
     def test_slices_are_those_of_the_local_file(self, server: Server, tmp_path: Path) -> None:
         url = server.put("x.parquet", parquet(tmp_path / "x.parquet"))
         local, there = (open_corpus(where, split="train[90%:]") for where in (tmp_path / "x.parquet", url))
         assert [local[i] for i in range(5)] == [there[i] for i in range(len(there))]
         assert "no split 'test'; there are: train" in failure(lambda: open_corpus(url, split="test"))
 
+    @pytest.mark.slow
     def test_row_groups_are_read_when_asked_for(self, server: Server, tmp_path: Path) -> None:
         texts = [noise(2000, i).hex() for i in range(200)]
         content = parquet(tmp_path / "x.parquet", 200, 20, text=texts, blob=[noise(30_000, i) for i in range(200)])
@@ -395,6 +404,7 @@ class TestParquetCorpus:
         assert len(server.gets()) == asked
         assert remote_table._row_group.cache_info().currsize <= 2
 
+    @pytest.mark.slow
     def test_embeddings_are_those_of_the_local_file(self, server: Server, tmp_path: Path) -> None:
         texts = ["" if i == 17 else f"text {i}" for i in range(50)]
         content = parquet(tmp_path / "x.parquet", text=texts)
@@ -412,6 +422,7 @@ class TestParquetCorpus:
         embed(tower, open_corpus(url), tmp_path / "emb", progress=False)
         assert tower.widths, "the changed file was noticed"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_a_server_that_goes_away_stops_the_run_and_spoils_no_sample(
         self, server: Server, tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
@@ -425,6 +436,7 @@ class TestParquetCorpus:
         server.fail = 0
         assert len(embed(LetterTower(), corpus, tmp_path / "emb", progress=False)) == 300
 
+    @pytest.mark.slow
     def test_bad_ids_are_told(self, server: Server, tmp_path: Path) -> None:
         ids = ["a", "b", "a", None, "c"]
         corpus = open_corpus(server.put("x.parquet", parquet(tmp_path / "x.parquet", 5, 2, _id=ids)))
@@ -442,6 +454,7 @@ class TestTars:
             server.put(f"s-{number:03}.tar", write_tar(tmp_path / f"s-{number:03}.tar", files).read_bytes())
         return f"{server.url}/s-{{000..001}}.tar"
 
+    @pytest.mark.slow
     def test_pairs_are_those_of_the_local_tars(self, server: Server, tmp_path: Path) -> None:
         url = self.shards(server, tmp_path)
         local, there = WebDatasetPairs(tmp_path), WebDatasetPairs(url)
@@ -451,6 +464,7 @@ class TestTars:
         assert corpus.ids == open_corpus(tmp_path, modality="text").ids
         assert corpus[5] == "text 1 2"
 
+    @pytest.mark.slow
     def test_the_index_is_kept_and_a_changed_tar_is_scanned_again(self, server: Server, tmp_path: Path) -> None:
         url = self.shards(server, tmp_path)
         identity = WebDatasetPairs(url).identity()
@@ -461,6 +475,7 @@ class TestTars:
         assert contents(WebDatasetPairs(url))[-1] == (99, "new")
         assert WebDatasetPairs(url).identity() != identity
 
+    @pytest.mark.slow
     def test_one_sample_of_a_large_tar_is_one_small_read(self, server: Server, tmp_path: Path) -> None:
         files = [
             (f"{i}.{kind}", noise(300_000, i) if kind == "bin" else b"text %d" % i)
@@ -474,6 +489,7 @@ class TestTars:
         assert corpus[13] == "text 13"
         assert server.bytes_asked() - before < 100
 
+    @pytest.mark.slow
     def test_a_tar_that_changes_meanwhile_stops_the_run(self, server: Server, tmp_path: Path) -> None:
         url = self.shards(server, tmp_path)
         pairs = WebDatasetPairs(url)
@@ -481,11 +497,13 @@ class TestTars:
         elsewhere = pickle.loads(pickle.dumps(pairs))  # without what was read of so small a tar
         assert "has changed since it was opened" in failure(lambda: elsewhere[0])
 
+    @pytest.mark.slow
     def test_trouble_passes(self, server: Server, tmp_path: Path) -> None:
         url = self.shards(server, tmp_path)
         server.fail = server.cut = 2
         assert contents(WebDatasetPairs(url)) == contents(WebDatasetPairs(tmp_path))
 
+    @pytest.mark.slow
     def test_compressed_and_broken_tars(self, server: Server, tmp_path: Path) -> None:
         server.put("x.tar", write_tar(tmp_path / "x.tar", sample("1", 1, "one"), "w:gz").read_bytes())
         assert "decompress it first" in failure(lambda: WebDatasetPairs(f"{server.url}/x.tar"))

@@ -63,6 +63,7 @@ def consistent(pairs: PairDataset) -> None:
     assert all(p.negatives == tuple(pairs.item("right", i) for i in p.negative_ids) for p in pairs)
 
 
+@pytest.mark.slow
 @given(ROWS)
 def test_pairs_are_those_of_a_loop_and_equal_texts_share_ids(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict]
@@ -78,6 +79,7 @@ def test_pairs_are_those_of_a_loop_and_equal_texts_share_ids(
     consistent(read)
 
 
+@pytest.mark.slow
 @given(ROWS)
 def test_without_deduplication_rows_and_list_entries_have_ids_of_their_own(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict]

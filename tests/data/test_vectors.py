@@ -133,6 +133,7 @@ def is_good(vector: Any) -> bool:
     return vector is not None and len(vector) == 2 and None not in vector and 0 < np.abs(vector).sum() < np.inf
 
 
+@pytest.mark.slow
 @given(MIXED, st.sampled_from(["parquet", "jsonl", "saved"]), st.integers(0, 3))
 @example([{"q": [None, 1.0], "d": [None], "n": [[], None]}, {"q": None, "d": [], "n": None}], "jsonl", 0)
 @example([{"q": [1.0, 1.0], "d": [None, [1.0, None]], "n": []}], "jsonl", 0)
@@ -162,6 +163,7 @@ def test_pairs_of_vectors_are_those_of_a_loop(
         assert len({pairs.item(side, i).tobytes() for i in range(count)}) == count  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_of_bad_vectors_in_columns_the_rows_are_left_out(tmp_path: Path) -> None:
     """Every kind of fault on every side; a row with a bad left vector is counted once, whatever stands on its right."""
     records = in_lists("n", LEFT)
@@ -237,6 +239,7 @@ def mined_texts(ids: bool) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "parquet"])
 @pytest.mark.parametrize("ids", [False, True], ids=["tevatron", "ids"])
 def test_mined_negatives_may_name_vectors(tmp_path: Path, kind: str, ids: bool) -> None:

@@ -90,6 +90,7 @@ def test_statistics_have_the_gradient_of_mean_and_variance() -> None:
     torch.testing.assert_close(batch.grad, by_hand.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_graph", [True, False])
 def test_the_batch_is_held_only_until_it_is_released_and_only_for_a_gradient(with_graph: bool) -> None:
     norm, statistics, batch = nn.BatchNorm1d(3).train(), BatchStatistics(), torch.randn(4, 3)

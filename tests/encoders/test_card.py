@@ -38,6 +38,7 @@ def front_matter(text: str) -> dict[str, Any]:
     return yaml.safe_load(text.split("---\n")[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "library", "pipeline"),
     [

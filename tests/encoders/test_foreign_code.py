@@ -93,6 +93,7 @@ def test_a_text_tower_of_code_in_open_clip(
     assert "code of its own, which is not run" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -147,6 +148,7 @@ def test_a_text_model_of_code(
     assert not canary.exists()
 
 
+@pytest.mark.slow
 def test_other_hooks_of_a_text_model(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     canary, model = tmp_path / "canary", tmp_path / "model"
     TextEncoder(config=bert, tokenizer=tokenizer).save(model)
@@ -183,6 +185,7 @@ class Bomb:
         return os.system, (f"touch {self.canary}",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth", "open_clip_pytorch_model.bin", "model.pt"])
 @pytest.mark.parametrize("kind", ["text", "image-text", "image"])
 def test_pickles_are_not_read_beside_safetensors_nor_instead(

@@ -43,6 +43,7 @@ def model(request: pytest.FixtureRequest) -> ImageEncoder:
     return ImageEncoder(**BACKBONES[request.param], projector_dim=8)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_lines_of_the_model_card_load_the_backbone_in_timm_with_equal_features(
     model: ImageEncoder, images: list[Image.Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -87,6 +88,7 @@ def test_timm_does_not_take_the_small_image_stem_for_its_own(tmp_path: Path) -> 
         timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True)
 
 
+@pytest.mark.slow
 def test_reloaded_model_is_the_same_with_its_projector(
     model: ImageEncoder, images: list[Image.Image], tmp_path: Path
 ) -> None:
@@ -225,6 +227,7 @@ def test_small_images_keep_their_resolution_up_to_the_first_block() -> None:
     assert backbone.conv1.kernel_size == (3, 3)
 
 
+@pytest.mark.slow
 def test_other_backbones_have_no_such_stem() -> None:
     assert is_plain_resnet(timm.create_model("resnet18"))
     for name in ("resnet18d", "convnext_atto"):

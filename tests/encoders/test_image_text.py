@@ -55,6 +55,7 @@ def coca(clip: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [siglip, coca])
 def test_siglip_and_coca_against_open_clip(
     family: Any, clip: dict[str, Any], texts: list[str], images: list[Image.Image], tmp_path: Path
@@ -80,6 +81,7 @@ def test_siglip_and_coca_against_open_clip(
             assert (found.encode("right", found.right.prepare(texts)) - captions).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_saved_model_loads_in_open_clip_with_equal_vectors(
     model: ImageTextEncoder, texts: list[str], images: list[Image.Image], tmp_path: Path
@@ -143,6 +145,7 @@ def test_towers_hold_every_weight_once(clip: dict[str, Any]) -> None:
     assert model.num_parameters - model.num_trainable_parameters == 1
 
 
+@pytest.mark.slow
 def test_weights_follow_the_seed_and_copies_are_independent(clip: dict[str, Any]) -> None:
     torch.manual_seed(3)
     first = ImageTextEncoder(config=clip)
@@ -163,6 +166,7 @@ def test_prepare_travels_to_workers(model: ImageTextEncoder, images: list[Image.
     assert torch.equal(right(texts)["text"], model.right.prepare(texts)["text"])
 
 
+@pytest.mark.slow
 def test_image_size_and_context_length_can_be_set(clip: dict[str, Any], tmp_path: Path) -> None:
     model = ImageTextEncoder(config=clip, image_size=48, context_length=9)
     assert model.left.prepare([Image.new("RGB", (60, 50))])["image"].shape == (1, 3, 48, 48)
@@ -173,6 +177,7 @@ def test_image_size_and_context_length_can_be_set(clip: dict[str, Any], tmp_path
     assert again.left.prepare([Image.new("RGB", (60, 50))])["image"].shape[-1] == 48
 
 
+@pytest.mark.slow
 def test_checkpointed_activations_give_the_same_gradient(clip: dict[str, Any], images: list[Image.Image]) -> None:
     gradients = []
     for checkpointing in (False, True):
@@ -186,6 +191,7 @@ def test_checkpointed_activations_give_the_same_gradient(clip: dict[str, Any], i
         torch.testing.assert_close(plain, recomputed)
 
 
+@pytest.mark.slow
 def test_registered_architecture_from_scratch() -> None:
     model = ImageTextEncoder("ViT-S-32-alt", image_size=32, context_length=8)
     assert model.dim == 256

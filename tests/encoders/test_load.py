@@ -41,6 +41,7 @@ def build(
     return save
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(WEIGHTS))
 def test_kind_is_found_and_the_model_ready(build: Callable[[str], Path], kind: str) -> None:
     folder = build(kind)
@@ -50,6 +51,7 @@ def test_kind_is_found_and_the_model_ready(build: Callable[[str], Path], kind: s
     assert not any(module.training for module in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(WEIGHTS))
 def test_corrupt_weights(build: Callable[[str], Path], kind: str) -> None:
     path = build(kind) / WEIGHTS[kind]
@@ -87,6 +89,7 @@ def test_broken_descriptions(build: Callable[[str], Path], file: str, text: str,
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_open_clip_configuration_without_model(build: Callable[[str], Path]) -> None:
     folder = build("image-text")
     (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": 3}))
@@ -94,6 +97,7 @@ def test_open_clip_configuration_without_model(build: Callable[[str], Path]) -> 
         load_model(folder)
 
 
+@pytest.mark.slow
 def test_wrong_kind_of_folder(build: Callable[[str], Path]) -> None:
     with pytest.raises(DualencError, match=r"no config\.json, so no transformers model"):
         TextEncoder(str(build("image-text")))
@@ -155,6 +159,7 @@ def test_a_model_comes_back_whose_replacement_was_killed(build: Callable[[str], 
     assert folder.is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["null", "[1, 2]", "3", '"text"', '{"a": [1]}'])
 @pytest.mark.parametrize("kind", list(WEIGHTS))
 def test_json_of_the_wrong_shape_is_told_by_file(kind: str, content: str, build: Callable[[str], Path]) -> None:

@@ -80,6 +80,7 @@ def test_without_peft(
         TextEncoder(config=bert, tokenizer=tokenizer, lora_rank=2)
 
 
+@pytest.mark.slow
 def test_what_adapters_leave_alone_may_be_in_bfloat16(
     bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path
 ) -> None:
@@ -130,6 +131,7 @@ def trained_a_little(model: DualEncoder, images: list[Any], texts: list[str]) ->
         return [model.encode("left", inputs[0]), model.encode("right", inputs[1])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("custom_text", [False, True])
 def test_both_towers_of_open_clip(
     clip: dict[str, Any], images: list[Any], texts: list[str], tmp_path: Path, custom_text: bool
@@ -159,6 +161,7 @@ def test_both_towers_of_open_clip(
     assert (other.encode_image(pixels, normalize=True) - expected[0]).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["CLIP", "Siglip"])
 def test_both_towers_of_transformers(
     family: str, tokenizer: PreTrainedTokenizerBase, images: list[Any], texts: list[str], tmp_path: Path

@@ -68,7 +68,7 @@ def backward_pass() -> None:
     torch.ones(3, requires_grad=True).sum().backward()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_forked_processes_train_after_an_export(tmp_path: Path) -> None:
     """In a process of its own: autograd starts its threads once."""
     code = (
@@ -81,6 +81,7 @@ def test_forked_processes_train_after_an_export(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 
 
+@pytest.mark.slow
 def test_a_file_that_differs_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "_difference", lambda *_: float("nan"))
     with pytest.raises(DualencError, match="differs from the tower"):
@@ -88,6 +89,7 @@ def test_a_file_that_differs_is_not_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.glob("*.onnx"))
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     VectorEncoder(8, tower="linear", dim=4).save(tmp_path / "model")
     assert main(["export", str(tmp_path / "model"), "--out", str(tmp_path / "onnx")]) == 0

@@ -58,6 +58,7 @@ def test_the_same_vectors_and_gradients_for_less_work(model_type: str, tokenizer
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [*COUNT_FROM_ZERO, *COUNT_FROM_BEHIND_PADDING])
 def test_texts_that_hold_the_padding_token_have_the_vectors_of_the_library(
     model_type: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path

@@ -81,6 +81,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], bool]] = {
 """Sizes, and whether padding on the left moves positions."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_text_vectors_are_those_of_sentence_transformers_for_each_text_alone(
@@ -107,6 +108,7 @@ def test_text_vectors_are_those_of_sentence_transformers_for_each_text_alone(
     assert (torch.from_numpy(again) - alone).abs().max() < 1e-5  # in one batch
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("stored", STORED)
 def test_clip_s_vectors_are_those_of_transformers_for_each_text_alone(
@@ -133,6 +135,7 @@ def test_clip_s_vectors_are_those_of_transformers_for_each_text_alone(
     assert (vectors(texts) - alone).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("family", ["Siglip", "Siglip2"])
@@ -157,6 +160,7 @@ def test_siglip_s_texts_all_have_its_full_length_and_keep_their_side(
             assert alike(own, texts, expected[None])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("stored", STORED)
 def test_open_clip_s_texts_all_have_its_full_length_and_keep_their_side(

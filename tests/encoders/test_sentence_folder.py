@@ -37,6 +37,7 @@ def saved(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Pa
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_minilm_gives_its_published_vectors(minilm: Path, texts: list[str]) -> None:
     model = load_model(minilm)
     longer = [*texts, "long text " * 500, "  spaces  "]
@@ -44,6 +45,7 @@ def test_minilm_gives_its_published_vectors(minilm: Path, texts: list[str]) -> N
     assert model.right.prepare.max_length == 256  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 def test_saved_model_gives_the_same_vectors_there_and_here(
     bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path, pooling: Any
@@ -68,6 +70,7 @@ def test_saved_model_gives_the_same_vectors_there_and_here(
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "pooling"),
     [
@@ -88,6 +91,7 @@ def test_other_architectures(
     assert (reference(tmp_path / "model", "left", texts) - expected).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_separate_towers_are_two_models(
     bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase, texts: list[str], tmp_path: Path
 ) -> None:
@@ -114,6 +118,7 @@ def test_base_model_keeps_what_it_says_and_yields_to_arguments(saved: Path) -> N
     assert not changed.shares_weights
 
 
+@pytest.mark.slow
 def test_what_sentence_transformers_saves_itself(saved: Path, texts: list[str], tmp_path: Path) -> None:
     SentenceTransformer(str(saved), device="cpu").save(str(tmp_path / "theirs"))
     theirs = load_model(tmp_path / "theirs")
@@ -170,6 +175,7 @@ HEADS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", list(HEADS))
 def test_dense_modules_give_their_vectors_and_are_saved(
     saved: Path, texts: list[str], tmp_path: Path, head: str
@@ -194,6 +200,7 @@ def test_dense_layers_are_trained(saved: Path, texts: list[str], tmp_path: Path)
     assert model.shares_weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
@@ -223,6 +230,7 @@ def test_sizes_that_do_not_follow_from_one_another(saved: Path, tmp_path: Path) 
         load_model(folder)
 
 
+@pytest.mark.slow
 def test_vectors_are_truncated_as_the_folder_says_and_the_argument_wins(
     saved: Path, texts: list[str], tmp_path: Path
 ) -> None:
@@ -238,6 +246,7 @@ def test_vectors_are_truncated_as_the_folder_says_and_the_argument_wins(
         TextEncoder(str(saved), truncate_dim=33)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dense", [None, 24])
 def test_the_library_gives_truncated_vectors_of_length_one(
     saved: Path, texts: list[str], tmp_path: Path, dense: int | None
@@ -269,6 +278,7 @@ def test_paths_of_modules_that_are_none(saved: Path, path: Any) -> None:
         load_model(saved)
 
 
+@pytest.mark.slow
 def test_prompts_by_name_and_the_default_one(saved: Path, texts: list[str], tmp_path: Path) -> None:
     prompts = {"sts": "same meaning? ", "query": "ask: ", "passage": "told: "}
     path = saved / "config_sentence_transformers.json"

@@ -114,7 +114,7 @@ def test_without_the_package_a_sentencepiece_model_asks_for_it(
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_process_with_other_threads_trains_the_same_tokenizer(corpus: list[str]) -> None:
     code = (
         "import json, sys; from dualenc.encoders import train_tokenizer\n"

@@ -164,6 +164,7 @@ def test_a_base_with_its_adapter_is_loaded_and_trained_as_one_text_encoder(
     assert load_model(tmp_path / "twice").dim == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 def test_the_card_of_a_base_with_an_adapter_names_it_and_its_example_runs(
     tmp_path: Path, side: Any, bert: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch

@@ -79,6 +79,7 @@ def reference(folder: Path, images: list[Image.Image], texts: list[str]) -> tupl
     return left / left.norm(dim=1, keepdim=True), right / right.norm(dim=1, keepdim=True)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_vectors_are_those_of_transformers_before_and_after_saving(
     folder: Path, images: list[Image.Image], texts: list[str], tmp_path: Path
@@ -103,6 +104,7 @@ def test_vectors_are_those_of_transformers_before_and_after_saving(
     assert "AutoModel.from_pretrained" in (tmp_path / "saved" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_every_weight_is_held_once_and_all_but_the_logits_scale_are_trained(folder: Path) -> None:
     model, other = VisionTextEncoder(str(folder)), AutoModel.from_pretrained(folder)
     assert model.num_parameters == sum(p.numel() for p in other.parameters())
@@ -121,6 +123,7 @@ def test_crops_are_functions_of_image_and_seed(folder: Path, images: list[Image.
     assert not torch.equal(prepare(images, seeds=[4, 5, 6])["pixel_values"], first["pixel_values"])
 
 
+@pytest.mark.slow
 def test_it_trains_and_the_result_loads_in_transformers(
     folder: Path, images: list[Image.Image], texts: list[str], tmp_path: Path
 ) -> None:
@@ -144,6 +147,7 @@ def test_it_trains_and_the_result_loads_in_transformers(
         assert (model.encode("right", model.right.prepare(texts)) - right).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "message"),
     [
@@ -175,6 +179,7 @@ def test_arguments_out_of_range(arguments: dict[str, Any], tokenizer: PreTrained
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False])
 def test_code_in_a_folder_is_not_run(folder: Path, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the type is one that transformers knows or not, and whatever a question on the terminal would get."""
@@ -199,6 +204,7 @@ def test_weights_that_are_pickles_are_refused(folder: Path) -> None:
         load_model(folder)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["CLIPModel", "Transformer", "Transformer and Normalize"])
 def test_folders_of_sentence_transformers_give_its_vectors(

@@ -71,6 +71,7 @@ def test_with_fixed_statistics_an_embedding_depends_on_its_image_alone(claims: M
     torch.testing.assert_close(first.var(dim=(0, 2, 3)), torch.ones(32), atol=1e-3, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SimCLR", "NegativeCache", "EMC2, one chain for both views", "ISIR"])
 def test_descent_on_a_finite_set_lowers_the_exact_loss(claims: ModuleType, name: str) -> None:
     views = torch.randn(12, 2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -107,7 +108,7 @@ def test_an_arm_is_in_a_table_and_no_table_names_another(claims: ModuleType) -> 
     assert {name for names in claims.EXPERIMENTS.values() for name in names} == set(claims.ARMS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_arms_are_trained_measured_and_kept(claims: ModuleType, images: Path, tmp_path: Path) -> None:
     given = options(tmp_path)
     task = claims.Task(str(images), given.pairs, given.test, given.versions)

@@ -28,6 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_runs_are_tuned_kept_and_reported(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +79,7 @@ def test_held_out_queries_are_not_trained_on(folder: Path, monkeypatch: pytest.M
     assert not {pairs.left_items[i] for i in range(24)} & {validation.queries.items[i] for i in range(6)}
 
 
+@pytest.mark.slow
 def test_settings_are_tuned_once_for_other_numbers_of_pairs(folder: Path, tmp_path: Path) -> None:
     script = load_script("small_batch.py")
     script.TASKS["few"] = lambda path, model: script.on_features(*script.beir_parts(path), 1e-3, dim=8)

@@ -74,6 +74,7 @@ def shared_pairs() -> FiniteSet:
     )
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 99), tau=st.sampled_from([0.02, 0.07, 1.0]), views=st.booleans())
 def test_loss_and_embedding_gradients_are_the_slow_loops(seed: int, tau: float, views: bool) -> None:
     pairs = FiniteSet(torch.arange(7), torch.arange(7), views=True) if views else shared_pairs()

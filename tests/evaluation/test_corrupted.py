@@ -138,6 +138,7 @@ class WithBad:
         return self.images[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("views", [0, 2])
 def test_the_stream_is_the_slow_loop(views: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:

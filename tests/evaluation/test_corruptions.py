@@ -52,6 +52,7 @@ def test_the_names_are_those_of_the_library_in_its_order() -> None:
     assert list(STANDARD) == get_corruption_names("common")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 96])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_pixels_are_those_of_the_library_under_the_same_seeds(name: str, size: int) -> None:
@@ -73,6 +74,7 @@ def test_the_pixels_are_those_of_the_library_under_the_same_seeds(name: str, siz
         assert (ours != image).any() or name == "spatter"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_generators_in_any_state_make_no_difference_and_are_left_alone(name: str) -> None:
     image = picture(32)
@@ -117,6 +119,7 @@ class AllCorruptions(Dataset):
         return np.stack([np.asarray(self.source.image(index, name, 1)) for name in self.source.corruptions])
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_gives_the_same_pixels() -> None:
     source = GeneratedCorruptions([Image.fromarray(picture(32, seed)) for seed in range(4)], seed=2)
     alone, two = (

@@ -57,6 +57,7 @@ def slow_scores(grades: dict[str, int], scores: dict[str, float], k: int) -> dic
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(judgements, runs)
 def test_equals_the_definitions_written_out(qrels: dict, run: dict) -> None:
@@ -69,6 +70,7 @@ def test_equals_the_definitions_written_out(qrels: dict, run: dict) -> None:
             assert {name: scored[query][name] for name in expected} == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(judgements, runs)
 def test_equals_trec_eval_and_counts_missing_queries_as_zero(qrels: dict, run: dict) -> None:

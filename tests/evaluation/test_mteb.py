@@ -47,6 +47,7 @@ def scores_of(model: Any, task: Any) -> dict[str, float]:
     return scores
 
 
+@pytest.mark.slow
 def test_texts_score_as_in_our_evaluation_and_as_through_sentence_transformers(
     text_model: Path, tmp_path: Path
 ) -> None:
@@ -64,6 +65,7 @@ def test_texts_score_as_in_our_evaluation_and_as_through_sentence_transformers(
     assert through_them["ndcg_at_10"] == pytest.approx(theirs["ndcg_at_10"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_images_and_texts_score_as_in_our_evaluation(clip: Path, tmp_path: Path) -> None:
     """24 images with two captions each, images among captions and captions among images."""
     data = tmp_path / "data"
@@ -170,6 +172,7 @@ def test_shorter_vectors_and_similarities(text_model: Path) -> None:
     np.testing.assert_allclose(wrapped.similarity_pairwise(3 * whole, whole).numpy(), np.diag(cosines), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_results_of_another_model_in_the_same_folder_are_not_taken_from_the_cache(tmp_path: Path) -> None:
     data, cache = toy.write_beir(tmp_path / "beir", documents=60, queries=12), mteb.ResultCache(tmp_path / "cache")
     found = []

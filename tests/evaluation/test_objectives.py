@@ -63,6 +63,7 @@ def slow_bias(frozen: FrozenPairs, batch_size: int, with_positive: bool) -> floa
     return float(np.linalg.norm(mean - exact) / np.linalg.norm(exact))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "with_positive"), [(InfoNCE, True), (DCL, False)], ids=["InfoNCE", "DCL"])
 def test_bias_is_that_over_all_batches(
     frozen: FrozenPairs, kind: type[InfoNCE] | type[DCL], with_positive: bool
@@ -73,6 +74,7 @@ def test_bias_is_that_over_all_batches(
     assert found.encodes == found.state_bytes == 0
 
 
+@pytest.mark.slow
 def test_error_of_a_step_is_its_mean_over_all_batches(frozen: FrozenPairs) -> None:
     left, right = frozen.left.detach().numpy(), frozen.right.detach().numpy()
     errors = []
@@ -98,6 +100,7 @@ def test_the_oracle_has_no_bias_and_no_error(frozen: FrozenPairs, views: bool) -
     assert found.step_error < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
 def test_an_unbiased_estimator_stays_below_its_error(frozen: FrozenPairs, views: bool) -> None:
     frozen.views = views
@@ -185,6 +188,7 @@ def test_advice_names_what_is_missed_and_what_is_nearest() -> None:
     assert advice({"SACLR": measured(0.62)}, 8).startswith("at B=8: none of these estimates the global loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_every_estimator_is_measured_with_pairs_and_with_views(frozen: FrozenPairs, name: str) -> None:
     for views in (False, True):

@@ -51,6 +51,7 @@ def page(tmp_path: Path) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_it_was_given_and_loads_nothing(page: Path) -> None:
     html = page.read_text(encoding="utf-8")
     for expected in ("Retrieval on toy", "toy &amp; co", "12,345", "0.5000", "Best queries", "what?", "d1 · 0.91"):
@@ -72,6 +73,7 @@ def test_histograms_of_sets_of_different_size_have_the_same_area() -> None:
     assert sum(heights[10:]) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_a_failure_leaves_the_old_page(page: Path) -> None:
     before = page.read_bytes()
     with pytest.raises(TypeError):
@@ -94,6 +96,7 @@ def test_thumbnails_fit_and_tiny_pictures_are_enlarged(size: tuple[int, int], sh
     assert Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).size == shown
 
 
+@pytest.mark.slow
 def test_a_browser_shows_every_image_and_asks_for_no_resource(page: Path, tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
@@ -114,6 +117,7 @@ def test_a_browser_shows_every_image_and_asks_for_no_resource(page: Path, tmp_pa
     assert expected in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [r"$\frac{", "<script>", "\x1b[2J"])
 def test_names_in_plots_stay_names(name: str) -> None:
     """Names of folders and systems are no mathematics and no markup."""

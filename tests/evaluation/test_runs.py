@@ -24,6 +24,7 @@ runs = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(runs)
 def test_a_run_reads_back_the_same_here_and_in_pytrec_eval(tmp_path_factory: pytest.TempPathFactory, run: dict) -> None:
     path = tmp_path_factory.mktemp("runs") / "run.trec"

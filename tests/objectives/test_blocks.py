@@ -28,6 +28,7 @@ def assert_blocks_equal_whole(setting: Setting, monkeypatch: pytest.MonkeyPatch)
     assert_same_state(block_state, whole_state, tolerance=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", FIRST + GUIDED, ids=lambda s: s.name)
 def test_blocks_give_what_the_whole_gives(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_blocks_equal_whole(setting, monkeypatch)
@@ -59,6 +60,7 @@ class LargestTensor(TorchDispatchMode):
 IN_BLOCKS = [s for s in FIRST if not s.objective.needs_encode or s.objective.__name__ == "ISIR"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", IN_BLOCKS, ids=lambda s: s.name)
 def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     batch_size, block = 96, 1024

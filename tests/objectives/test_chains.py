@@ -131,6 +131,7 @@ def test_isir_leaves_the_softmax_over_unevenly_shared_items_invariant(equal: boo
         torch.testing.assert_close(expected[1:], torch.tensor([2 / 3, 1 / 3], dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_isir_with_draws_leaves_the_softmax_over_items_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all draws of three items with replacement, from each state."""
     corpus, moves = Corpus.make(4, num_items=4), []
@@ -153,6 +154,7 @@ def test_isir_with_draws_leaves_the_softmax_over_items_invariant(monkeypatch: py
     torch.testing.assert_close(law @ following[:, 1:], law, rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_proposals_come_in_random_order() -> None:
     """Where all items are equally similar, each proposal is accepted, and a chain ends on the last."""
     corpus = Corpus(*(torch.eye(5, dtype=torch.float64)[:1].repeat(NUM, 1).requires_grad_() for _ in range(2)))

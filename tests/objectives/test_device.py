@@ -47,6 +47,7 @@ def assert_as_on_the_cpu(setting: Setting) -> None:
     assert found == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [s for s in FIRST if not s.views], ids=lambda s: s.name)
 def test_losses_are_those_of_the_cpu(setting: Setting) -> None:
     assert_as_on_the_cpu(setting)
@@ -61,6 +62,7 @@ def test_losses_of_every_variant_are_those_of_the_cpu(setting: Setting) -> None:
 REMEMBERING = [s for s in FIRST if s.objective.__name__ in ("GlobalCache", "NegativeCache") and not s.views]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", REMEMBERING, ids=lambda s: s.name)
 def test_a_memory_on_the_cpu_stays_there_and_gives_the_same_losses(setting: Setting) -> None:
     on_cpu = replace(setting, arguments=setting.arguments | {"memory_device": "cpu"})

@@ -17,6 +17,7 @@ from tests.objectives.frozen import Frozen
 WITH_MEMORY = {"EMC2", "ISIR", "SogCLR", "ISogCLR", "SACLR", "ExactGlobal", "NegativeCache", "GlobalCache"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", FIRST + WRAPPED, ids=lambda s: s.name)
 def test_every_objective_with_a_memory_gives_finite_numbers(setting: Setting) -> None:
     training = Run(setting)

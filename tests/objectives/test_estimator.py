@@ -66,6 +66,7 @@ def test_states_follow_the_softmax_over_the_whole_corpus(name: str) -> None:
     assert p_value(states_as_quantiles(Frozen.make(), criterion, num_records=4)) > 0.001
 
 
+@pytest.mark.slow
 def test_the_law_test_rejects_a_sampler_without_memory() -> None:
     criterion = ISIR(num_left=N, temperature=TAU, recent=0)
     assert p_value(states_as_quantiles(Frozen.make(), criterion, num_records=1, forget=True)) < 1e-6
@@ -142,6 +143,7 @@ def value_of_epoch(frozen: Frozen, criterion: Objective, batch_size: int, epoch:
     return sum(values) / len(frozen.left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
 @pytest.mark.parametrize("kind", [ISIR, EMC2, NegativeCache, GlobalCache])
 def test_the_value_is_that_of_the_global_loss_after_two_epochs(kind: type[Objective], views: bool) -> None:
@@ -164,6 +166,7 @@ def test_the_value_of_chains_is_that_of_the_global_loss_at_every_temperature(
     assert value_of_epoch(frozen, criterion, batch_size, epoch=2) == pytest.approx(frozen.exact()[0], abs=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ISIR, EMC2, GlobalCache])
 def test_the_value_counts_shared_documents_as_often_as_they_are_shared(kind: type[Objective]) -> None:
     frozen = Frozen.zipf()

@@ -100,6 +100,7 @@ def loss_and_draws(criterion: GlobalCache, case: Case, corpus: Corpus) -> tuple[
         return criterion(**case.arguments(), encode=corpus.encode).loss, drawn
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 1000),
@@ -155,6 +156,7 @@ def mean_of_sum(left: Tensor, right: Tensor, batch_size: int, num_draws: int, ta
     return total / count / masses.sum(dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch_size", "tau", "low", "high"),
     [(1, 0.2, 1 - 1e-9, 1 + 1e-9), (2, 0.07, 1.02, 1.04), (2, 1.0, 1.11, 1.13), (3, 1.0, 1.05, 1.065)],
@@ -169,6 +171,7 @@ def test_mean_of_the_sum_over_all_batches_and_draws(batch_size: int, tau: float,
     assert low < float(torch.stack(found).mean()) < high
 
 
+@pytest.mark.slow
 def test_sums_over_batch_and_draws_are_unbiased_whatever_is_remembered() -> None:
     """With memories of another model, and one item that was never seen; up to what q knows of the batch, O(1/B)."""
     size, tau, num_batch, num_draws = 30, 0.3, 10, 5
@@ -217,6 +220,7 @@ def anchors_only(criterion: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return criterion
 
 
+@pytest.mark.slow
 def test_full_control_is_exact_for_anchors_whose_embeddings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     def gradient(kind: Any, **arguments: Any) -> Tensor:
         return last_step(anchors_only(kind(num_left=60, temperature=TAU, **arguments).double(), monkeypatch))[0]
@@ -252,6 +256,7 @@ def filled(num_items: int, **arguments: Any) -> tuple[GlobalCache, Corpus]:
     return criterion, corpus
 
 
+@pytest.mark.slow
 def test_a_step_looks_at_a_random_pool_and_what_its_anchors_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     criterion, corpus = filled(1000, pool=100)
     looked_at = []
@@ -273,6 +278,7 @@ def test_a_step_looks_at_a_random_pool_and_what_its_anchors_keep(monkeypatch: py
     assert set(criterion.kept[0].tolist()) == set(similarities.topk(8).indices.tolist()), "the hardest are found"
 
 
+@pytest.mark.slow
 def test_the_partition_function_of_a_pool_is_unbiased() -> None:
     """Over random pools, whatever is kept."""
     criterion, corpus = filled(1000, pool=256)

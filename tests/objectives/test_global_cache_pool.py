@@ -41,6 +41,7 @@ def run(criterion: GlobalCache, left: Tensor, right: Tensor, num_epochs: int) ->
             yield ids, out.per_anchor.view(2, -1).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tau", [0.02, 0.07])
 def test_a_reported_loss_is_within_a_tenth_of_the_true_one(tau: float) -> None:
     """And one comes at last."""
@@ -55,6 +56,7 @@ def test_a_reported_loss_is_within_a_tenth_of_the_true_one(tau: float) -> None:
     assert abs(statistics.mean(errors)) < 0.1
 
 
+@pytest.mark.slow
 def test_the_sum_over_what_is_looked_at_has_the_mean_of_the_whole_one() -> None:
     """Whatever is kept, from the first step after everything is remembered."""
     left, right = clustered()
@@ -83,6 +85,7 @@ def test_no_loss_is_reported_while_the_cache_fills(counted: bool) -> None:
     assert reported == [False] * (NUM_PAIRS // BATCH_SIZE) + [True] * (NUM_PAIRS // BATCH_SIZE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("views", [False, True])
 def test_a_resumed_run_goes_on_bit_by_bit(views: bool) -> None:
     left, right = clustered()

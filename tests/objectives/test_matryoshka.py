@@ -59,6 +59,7 @@ MAKERS: dict[str, Callable[[], Objective]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(MAKERS))
 def test_it_is_the_mean_of_independent_objectives_of_prefixes(name: str) -> None:
     alone = losses_and_gradients([(dim, MAKERS[name]().double()) for dim in DIMS])

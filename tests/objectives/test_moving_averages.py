@@ -103,6 +103,7 @@ def test_gradients_are_those_of_libauc(own_temperatures: bool) -> None:
         torch.testing.assert_close(across * 2 * TAU, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tau", [0.05, 0.005])
 @pytest.mark.parametrize(("form", "negatives"), [("row", "all"), ("row", 1), ("matrix", "all")])
 def test_saclr_gradient_is_bounded_whatever_the_embeddings_do(tau: float, form: Any, negatives: Any) -> None:
@@ -131,6 +132,7 @@ def test_saclr_matrix_form_keeps_the_mean_of_the_row_scales() -> None:
     torch.testing.assert_close(matrix.log_scale.exp(), row.log_scale[case.left_id].exp().mean()[None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["row", "matrix"])
 def test_saclr_with_one_negative_estimates_the_gradient_with_all(form: Any) -> None:
     case = slow.make_case(0, 6, views=True)

@@ -32,6 +32,7 @@ def assert_resumes(setting: Setting, stop: int) -> None:
     assert_same_state(second.state()["criterion"], whole.state()["criterion"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", FEW, ids=lambda s: s.name)
 def test_resuming_is_bit_exact(setting: Setting) -> None:
     assert_resumes(setting, stop=2)
@@ -44,6 +45,7 @@ def test_resuming_is_bit_exact_in_every_variant(setting: Setting, stop: int) -> 
     assert_resumes(setting, stop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", FEW, ids=lambda s: s.name)
 def test_an_empty_batch_is_harmless(setting: Setting) -> None:
     training = Run(setting)
@@ -75,6 +77,7 @@ def test_what_a_step_changes_is_in_the_state_as_tensors(setting: Setting) -> Non
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", FEW, ids=lambda s: s.name)
 @pytest.mark.parametrize("how", ["eval mode", "no gradient"])
 def test_evaluation_gives_one_value_and_leaves_the_state_alone(setting: Setting, how: str) -> None:
@@ -92,6 +95,7 @@ def test_evaluation_gives_one_value_and_leaves_the_state_alone(setting: Setting,
     assert torch.equal(training.step(2), undisturbed.step(2))
 
 
+@pytest.mark.slow
 def test_evaluation_before_training_is_harmless() -> None:
     for setting in FEW:
         training = Run(setting)

@@ -64,6 +64,7 @@ def test_the_command_line_and_the_service_agree(
     assert [r["id"] for r in told] == ids(serve(text_index).post("/search", json={"text": "cat hen", "k": 7}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", ["Flat", "IVF4,Flat", "HNSW8"])
 def test_more_like_known_items(tmp_path: Path, serve: Serve, text_model: Path, factory: str) -> None:
     toy.save_documents(tmp_path / "docs.jsonl", 60)
@@ -81,6 +82,7 @@ def test_more_like_known_items(tmp_path: Path, serve: Serve, text_model: Path, f
     assert "'nobody'" in missing.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_images_and_texts_search_images(serve: Serve, image_index: Path) -> None:
     client = serve(image_index, images=image_index.parent / "pictures")
     assert client.get("/info").json()["takes"] == ["image", "text"]
@@ -97,6 +99,7 @@ def test_images_and_texts_search_images(serve: Serve, image_index: Path) -> None
         assert client.get("/images", params={"id": name}).status_code == 404
 
 
+@pytest.mark.slow
 def test_filters_where_columns_are_kept(
     tmp_path: Path, serve: Serve, text_model: Path, engine_index: Path, text_index: Path
 ) -> None:
@@ -126,6 +129,7 @@ def test_filters_where_columns_are_kept(
     assert "keeps no columns" in serve(text_index).post("/search", json={"text": "a", "where": ["a=b"]}).text
 
 
+@pytest.mark.slow
 def test_hybrid_search(
     tmp_path: Path, serve: Serve, text_model: Path, text_index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +150,7 @@ def test_hybrid_search(
     assert "--bm25" in other.post("/search", json={"text": "fox", "hybrid": "rrf"}).json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_reranking(tmp_path: Path, serve: Serve, text_model: Path, text_index: Path) -> None:
     toy.save_documents(tmp_path / "docs.jsonl", 60)
     run("index", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "index", "--texts", "--bm25")
@@ -232,6 +237,7 @@ def test_other_names_for_this_machine_are_refused(serve: Serve, text_index: Path
         assert client.get("/health", headers={"host": host}).status_code == 400
 
 
+@pytest.mark.slow
 def test_a_new_index_takes_the_place_of_the_old_one(tmp_path: Path, serve: Serve, text_model: Path) -> None:
     toy.save_documents(tmp_path / "docs.jsonl", 20)
     run("index", text_model, tmp_path / "docs.jsonl", "--out", tmp_path / "index")
@@ -267,6 +273,7 @@ def test_what_is_written_anew_is_noticed(tmp_path: Path, text_index: Path) -> No
     assert seen[0] != seen[1] != seen[2] != seen[0]
 
 
+@pytest.mark.slow
 def test_a_refined_index_gives_its_exact_vectors_back(tmp_path: Path, text_model: Path) -> None:
     toy.save_documents(tmp_path / "docs.jsonl", 60)
     how = ("--factory", "IVF4,PQ8x4,Refine(Flat)")

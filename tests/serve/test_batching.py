@@ -47,6 +47,7 @@ def test_what_arrives_during_a_batch_is_the_next_one(held: Held) -> None:
     batcher.close()
 
 
+@pytest.mark.slow
 def test_a_batch_waits_for_others_no_longer_than_said() -> None:
     batches: list[int] = []
     batcher = Batcher(lambda items: items, batch_size=4, wait_s=0.3, observe=batches.append)

@@ -70,6 +70,7 @@ def check(response: Any) -> None:
         assert told["code"] == response.status_code
 
 
+@pytest.mark.slow
 @many
 @given(path=st.sampled_from(["/search", "/v1/embeddings"]), value=JSON | LIKELY)
 def test_any_json(client: TestClient, path: str, value: Any) -> None:
@@ -78,6 +79,7 @@ def test_any_json(client: TestClient, path: str, value: Any) -> None:
     check(client.post(path, content=body, headers={"content-type": "application/json"}))
 
 
+@pytest.mark.slow
 @many
 @given(
     path=st.sampled_from(["/search", "/v1/embeddings", "/reload", "/"]),
@@ -90,6 +92,7 @@ def test_any_bytes(client: TestClient, path: str, body: bytes, kind: str) -> Non
     check(client.post(path, content=body, headers={"content-type": kind.encode("latin-1")}))
 
 
+@pytest.mark.slow
 @many
 @given(
     fields=st.lists(st.tuples(NAMES, st.binary(max_size=20), st.booleans()), max_size=6),
@@ -111,6 +114,7 @@ def test_any_form(client: TestClient, fields: list[tuple[str, bytes, bool]], tai
     check(client.post("/search", content=body + tail, headers={"content-type": "multipart/form-data; boundary=x"}))
 
 
+@pytest.mark.slow
 @many
 @given(st.lists(st.tuples(st.sampled_from(["text", "id", "k", "where", "x"]), st.text(max_size=20)), max_size=5))
 def test_any_link(client: TestClient, words: list[tuple[str, str]]) -> None:
@@ -220,6 +224,7 @@ EMBED: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "wanted", "message"),
     [("/search", *case) for case in SEARCH] + [("/v1/embeddings", *case) for case in EMBED],
@@ -234,6 +239,7 @@ def test_what_is_wrong_is_told_in_one_line(judging: TestClient, path: str, wante
     assert len(told) < 600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
@@ -268,6 +274,7 @@ def test_what_is_no_json(judging: TestClient, body: bytes) -> None:
         assert re.search("JSON|required|parsing the body", response.json()["error"]["message"])
 
 
+@pytest.mark.slow
 @many
 @given(
     value=LIKELY
@@ -303,6 +310,7 @@ def bomb(side: int) -> bytes:
     )
 
 
+@pytest.mark.slow
 def test_images_that_are_none_or_too_many_pixels(client: TestClient) -> None:
     whole = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(whole, "PNG")
@@ -322,6 +330,7 @@ def test_images_that_are_none_or_too_many_pixels(client: TestClient) -> None:
     assert client.post("/search", files={"image": ("x.png", whole.getvalue())}).status_code == 200
 
 
+@pytest.mark.slow
 def test_thumbnails_are_decoded_in_a_process_of_their_own(
     tmp_path: Path, serve: Serve, image_index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +372,7 @@ def test_every_response_has_security_headers(serve: Serve, text_index: Path) -> 
         assert response.headers["x-frame-options"] == "DENY"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["JPEG2000", "ICO", "TIFF", "BMP", "PPM", "AVIF"])
 def test_uploads_are_of_formats_whose_size_is_known_before_they_are_decoded(client: TestClient, kind: str) -> None:
     data = io.BytesIO()
@@ -382,6 +392,7 @@ def test_too_large(client: TestClient) -> None:
     assert client.post("/search", files=fields).status_code == 400
 
 
+@pytest.mark.slow
 def test_a_full_queue_and_a_late_answer(serve: Serve, text_index: Path) -> None:
     client = serve(text_index, app={"timeout_s": 0.5}, batch_size=1, queue_size=2, wait_s=0)
     service: Any = client.service  # type: ignore[attr-defined]
@@ -431,6 +442,7 @@ def test_a_panic_of_the_tokenizer_costs_one_answer(serve: Serve, text_index: Pat
     assert plain.get("/health").status_code == 503
 
 
+@pytest.mark.slow
 def test_no_error_names_a_path_of_the_server(
     tmp_path: Path, serve: Serve, text_index: Path, engine_index: Path
 ) -> None:
@@ -455,6 +467,7 @@ def test_no_error_names_a_path_of_the_server(
         assert str(tmp_path) not in response.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filter", ["length(repeat(id, 100000000)) > 3", "yaer > 1", "year >", "x" * 5000, "'"])
 def test_a_filter_that_harms_or_cannot_be_evaluated(serve: Serve, engine_index: Path, filter: str) -> None:
     client = serve(engine_index)

@@ -190,6 +190,7 @@ def shown(page: Any) -> list[str]:
     return [text.split(". ")[1] for text in page.locator("#results h2").all_text_contents()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hybrid", ["", "rrf"])
 def test_the_switches_of_hybrid_search_and_reranking(browser: Any, live: Live, judged_index: Path, hybrid: str) -> None:
     url = live(judged_index, judge=judged_index.parent / "judge", rerank_top=20)

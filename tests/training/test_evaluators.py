@@ -180,6 +180,7 @@ def test_images_without_labels_are_refused():
         KNNEvaluator(views, views)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["retrieval", "image-text", "knn"])
 def test_declared_metric_names_are_those_that_an_evaluation_has(kind):
     """A name that is declared can be `primary`, and nothing else can: otherwise good recipes would be refused."""

@@ -49,6 +49,7 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, kind, chunk_size):
     assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SogCLR, ISIR, GlobalCache], ids=lambda kind: kind.__name__)
 def test_gradient_caching_changes_nothing(tmp_path, kind):
     for name, chunk_size in (("plain", None), ("cached", 4)):

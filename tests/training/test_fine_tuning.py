@@ -132,6 +132,7 @@ class Watching(FixedEvaluator):
         return super().__call__(model)
 
 
+@pytest.mark.slow
 def test_the_average_is_evaluated_and_saved_and_training_goes_on_without_it(tmp_path: Path) -> None:
     evaluator, models = Watching(0.0, 1.0), [TinyEncoder(), TinyEncoder()]
     models[1].load_state_dict(models[0].state_dict())
@@ -144,6 +145,7 @@ def test_the_average_is_evaluated_and_saved_and_training_goes_on_without_it(tmp_
         torch.testing.assert_close(evaluator.seen[name].to(tensor), tensor)
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_averages_resumes_as_if_unbroken(tmp_path: Path) -> None:
     settings = {"weight_average": 0.9, "layer_decay": 0.7, "freeze": ["*.bias"]}
     train(tmp_path / "unbroken", **settings)

@@ -42,6 +42,7 @@ def test_vectors_are_those_of_the_ids_and_of_length_one(guide: tuple[str, str]) 
         torch.testing.assert_close(batch.guide_negatives, unit[batch.negative_id])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [InfoNCE, SogCLR])
 def test_a_guide_changes_the_training_and_one_that_allows_all_does_not(
     tmp_path: Path, guide: tuple[str, str], kind: type[Objective]

@@ -39,6 +39,7 @@ def test_a_batch_holds_the_planned_pairs_with_ids_and_prepared_inputs():
         assert batch.left["rows"].tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_the_number_of_workers_changes_nothing(num_workers):
     alone = list(make_loader(seed=3).batches(PLAN, epoch=2))
@@ -124,6 +125,7 @@ def test_making_batches_leaves_the_global_generators_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_seeds_are_pure_fit_a_generator_and_do_not_collide():
     grid = [(s, e, i, v) for s in range(4) for e in range(10) for i in range(500) for v in (0, 1)]
     seeds = [derive_seed("batch", *cell) for cell in grid]

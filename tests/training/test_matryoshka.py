@@ -15,6 +15,7 @@ from dualenc.training import Trainer
 from tests.training.fakes import TinyEncoder, tiny_pairs
 
 
+@pytest.mark.slow
 def test_a_recipe_takes_dims(tmp_path: Any) -> None:
     rows = [{"query": [i, 1.0, 2.0, 3.0], "document": [1.0, 2.0, i, 1.0]} for i in range(8)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -45,6 +46,7 @@ def test_a_recipe_takes_dims(tmp_path: Any) -> None:
     assert "The first 2, 4 components" in (tmp_path / "run" / "model" / "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_text_model_tells_its_lengths_and_gives_whole_vectors(shared: bool, tmp_path: Any) -> None:
     from sentence_transformers import SentenceTransformer

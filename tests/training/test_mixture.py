@@ -49,6 +49,7 @@ def run(output: Path, pairs: Mixture | PairDataset, objective: Objective | None 
     return train(output, pairs=pairs, objective=objective, **{"model": TinyEncoder(), **changes})
 
 
+@pytest.mark.slow
 def test_a_plain_mixture_trains_the_model_of_one_source_with_all_pairs(tmp_path: Path) -> None:
     run(tmp_path / "mixture", mixed())
     run(tmp_path / "joined", joined(mixed()))
@@ -93,6 +94,7 @@ def test_the_loss_of_each_source_is_the_mean_over_its_pairs(tmp_path: Path, name
     assert all({*by} == {"many", "few"} for by in found.values()) or name == "one source"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_killed_and_resumed_equals_unbroken(tmp_path: Path, name: str) -> None:
     def parts() -> dict[str, Any]:
@@ -132,7 +134,7 @@ def on_ranks(output: Path) -> None:
         run(output / name, mixed(**options), chunk_size=2, **settings)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_give_model_and_log_of_one(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -172,6 +174,7 @@ def test_what_is_remembered_of_an_item_stays_with_it() -> None:
             assert torch.equal(ours[rows].nan_to_num(99.0), theirs.nan_to_num(99.0))
 
 
+@pytest.mark.slow
 def test_a_chain_that_does_not_know_its_loss_logs_the_estimate_of_each_source(tmp_path: Path) -> None:
     pairs = mixed(weights={"few": 2.0})
     objective = ISIR(num_left=pairs.num_left, num_right=pairs.num_right, proposals=8, recent=5).double()
@@ -208,6 +211,7 @@ def test_bad_samples_belong_to_no_source(tmp_path: Path) -> None:
     assert np.isfinite([line["loss/good"], line["loss/bad"]]).all()
 
 
+@pytest.mark.slow
 def test_a_teachers_scores_of_one_source_teach(tmp_path: Path) -> None:
     few = tiny_pairs(
         8, seed=1, negatives=[[(i + 1) % 8] for i in range(8)], scores=[2.0] * 8, negative_scores=[1.0] * 8

@@ -31,6 +31,7 @@ def unbroken(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("killed_at", [1, 4, 6])
 def test_killed_and_resumed_equals_unbroken(tmp_path, unbroken, num_workers, killed_at):
@@ -40,6 +41,7 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, unbroken, num_workers, kil
     assert same(weights(tmp_path), weights(unbroken))
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_unbroken_with_vectors_from_a_file(tmp_path):
     def parts():
         pairs = vector_pairs(tmp_path)
@@ -53,6 +55,7 @@ def test_killed_and_resumed_equals_unbroken_with_vectors_from_a_file(tmp_path):
     assert not same(weights(tmp_path / "whole"), vector_encoder().state_dict()), "training has changed something"
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(tmp_path, unbroken):
     for _ in range(4):  # each life reaches three more batches than its checkpoint
         assert run_and_die(train_and_die, tmp_path, 4, {"resume": True}) == -signal.SIGKILL
@@ -76,6 +79,7 @@ def die_while_writing(output: Path, at_save: int) -> None:
     train(output)
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_writing_leaves_the_checkpoint_before(tmp_path, unbroken):
     assert run_and_die(die_while_writing, tmp_path, 3) == -signal.SIGKILL
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -86,6 +90,7 @@ def test_a_kill_in_the_middle_of_writing_leaves_the_checkpoint_before(tmp_path, 
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, unbroken):
     assert run_and_die(train_and_die, tmp_path, 8, {}) == -signal.SIGKILL
     latest = tmp_path / "checkpoints" / "step-00000006" / "state.pt"
@@ -95,6 +100,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, unbroken):
     assert same(weights(tmp_path), weights(unbroken))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", [b'{"step": 3, "loss": "\xff"}\n', b"[]\n", b'{"loss": 1}\n'])
 def test_a_log_that_no_training_wrote_is_explained_in_one_line(tmp_path, damaged):
     assert run_and_die(train_and_die, tmp_path, 8, {}) == -signal.SIGKILL
@@ -105,6 +111,7 @@ def test_a_log_that_no_training_wrote_is_explained_in_one_line(tmp_path, damaged
     train(tmp_path, resume=True)
 
 
+@pytest.mark.slow
 def test_what_evaluations_saw_is_that_of_an_unbroken_run(tmp_path):
     """Seven steps from the start are done, and two evaluations more than the checkpoint of step 4 knows of."""
     changes = {"evaluate_every": 2, "save_every": 4}
@@ -122,6 +129,7 @@ def test_what_evaluations_saw_is_that_of_an_unbroken_run(tmp_path):
     assert not (tmp_path / "whole" / "evaluations.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_log_of_a_resumed_run_is_that_of_an_unbroken_one(tmp_path, unbroken):
     run_and_die(train_and_die, tmp_path, 8, {})
     train(tmp_path, resume=True)
@@ -132,6 +140,7 @@ def test_the_log_of_a_resumed_run_is_that_of_an_unbroken_one(tmp_path, unbroken)
         assert ours["learning_rate"] == theirs["learning_rate"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -147,6 +156,7 @@ def test_resume_is_exact_with_other_settings(tmp_path, changes):
     assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_changes_nothing(tmp_path, unbroken):
     train(tmp_path)
     result = train(tmp_path, resume=True)
@@ -154,6 +164,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, unbroken):
     assert same(weights(tmp_path), weights(unbroken))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [4, 8])
 @pytest.mark.parametrize("keep_best", [True, False])
 def test_a_finished_run_whose_model_is_gone_writes_it_again(tmp_path, at, keep_best):
@@ -219,6 +230,7 @@ def beir_pairs(folder: Path, changed: str = "nothing") -> BeirPairs:
     return BeirPairs(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changed", "named"), [("a text", "data.right_items"), ("judgements", "data.pairs")])
 def test_changed_data_of_equal_size_is_refused_and_named(tmp_path, changed, named):
     train(tmp_path / "run", pairs=beir_pairs(tmp_path / "data"))

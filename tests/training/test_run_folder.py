@@ -40,6 +40,7 @@ def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_harms_nothin
     assert same(weights(run), weights(tmp_path / "alone"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_lock_of_a_killed_run_is_no_obstacle(tmp_path, num_workers):
     """Nor are its data workers, which notice only after seconds that it is gone."""
@@ -129,6 +130,7 @@ def test_a_mistake_before_the_first_step_leaves_no_folder(tmp_path, name):
     assert list(tmp_path.rglob("*")) == [tmp_path / "a"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "how"), [("metric", "overwrite"), ("first step", "overwrite"), ("sample", "resume")])
 def test_a_mistake_before_the_first_step_leaves_an_earlier_run(tmp_path, name, how):
     train(tmp_path, evaluator=FixedEvaluator(0.1, 0.2), **({"max_steps": 5, "epochs": None} if how == "resume" else {}))
@@ -137,6 +139,7 @@ def test_a_mistake_before_the_first_step_leaves_an_earlier_run(tmp_path, name, h
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_overwriting_leaves_nothing_of_the_run_before(tmp_path):
     train(tmp_path, evaluator=FixedEvaluator(0.1, 0.2))
     (tmp_path / "selection").mkdir()

@@ -181,6 +181,7 @@ class AskingBatches(RandomBatches):
     needs_embeddings = True
 
 
+@pytest.mark.slow
 def test_a_fresh_pass_leaves_the_training_as_it_is(instant, tmp_path):
     """The batches do not depend on it, so nothing may: not dropout, not BatchNorm's statistics."""
     for name, selector in (("asking", AskingBatches(24, 6)), ("random", RandomBatches(24, 6))):
@@ -189,6 +190,7 @@ def test_a_fresh_pass_leaves_the_training_as_it_is(instant, tmp_path):
     assert same(weights(tmp_path / "asking"), weights(tmp_path / "random"))
 
 
+@pytest.mark.slow
 def test_chains_refuse_selected_batches_before_the_folder_is_touched(tmp_path):
     """Their law assumes that any pairs may meet; proposals from the corpus do not depend on the batches."""
     selected, random = OSGDBatches(24, 6, seed=1), RandomBatches(24, 6, seed=1)

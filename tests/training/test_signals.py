@@ -107,6 +107,7 @@ def test_a_signal_in_an_evaluation_ends_the_run_after_it(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [4, 6, 12])
 def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for(tmp_path, at):
     """Who is asked to stop may have seconds left, and an evaluation takes minutes: it comes after resuming."""
@@ -142,6 +143,7 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_the_first_ctrl_c_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, ctrl_c, capfd):
     objective = tiny_objective(tiny_pairs())
     steps = iter(range(1, 100))

@@ -55,6 +55,7 @@ def train(folder: Path, pairs: PairDataset, objective: dict[str, Any], **more: A
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["margin_mse", "kl"])
 def test_the_student_learns_the_teachers_order(tmp_path: Path, kind: Any) -> None:
     pairs = taught()
@@ -65,6 +66,7 @@ def test_the_student_learns_the_teachers_order(tmp_path: Path, kind: Any) -> Non
     assert alone > own + 0.1
 
 
+@pytest.mark.slow
 def test_gradient_caching_changes_nothing(tmp_path: Path) -> None:
     pairs = taught()
     for name, chunk_size in (("whole", None), ("chunks", 3)):
@@ -73,6 +75,7 @@ def test_gradient_caching_changes_nothing(tmp_path: Path) -> None:
     assert all(torch.allclose(whole[name], chunks[name], atol=1e-4) for name in whole)
 
 
+@pytest.mark.slow
 def test_pairs_of_weight_zero_teach_nothing(tmp_path: Path) -> None:
     """With all weights at zero, and no weight decay, nothing moves."""
     plain, zero = tiny_pairs(PAIRS), tiny_pairs(PAIRS, weights=np.zeros(PAIRS))

@@ -26,6 +26,7 @@ from tests.training.fakes import (
 from tests.training.runs import FixedEvaluator, train
 
 
+@pytest.mark.slow
 def test_same_seed_same_run(tmp_path):
     for name, changes in {"a": {}, "b": {"num_workers": 2}, "c": {"seed": 1}}.items():
         train(tmp_path / name, **changes)
@@ -33,6 +34,7 @@ def test_same_seed_same_run(tmp_path):
     assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_learns_the_temperature(tmp_path):
     objective = tiny_objective(tiny_pairs())
     result = train(tmp_path, epochs=30, objective=objective, save_every=None)
@@ -86,6 +88,7 @@ def test_accumulated_batches_make_one_step_with_their_mean_gradient(tmp_path, ch
         assert torch.allclose(ours, theirs, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_gradient_caching_trains_the_same_model(tmp_path):
     for name, chunk_size in (("plain", None), ("cached", 4)):
         train(tmp_path / name, model=TinyEncoder(), chunk_size=chunk_size)
@@ -93,6 +96,7 @@ def test_gradient_caching_trains_the_same_model(tmp_path):
     assert all(torch.allclose(plain[k], cached[k], rtol=1e-9) for k in plain)
 
 
+@pytest.mark.slow
 def test_mixed_precision_stays_close(tmp_path):
     losses = {}
     for precision in ("no", "bf16"):
@@ -104,17 +108,20 @@ def test_mixed_precision_stays_close(tmp_path):
     assert losses["bf16"].loss != losses["no"].loss
 
 
+@pytest.mark.slow
 def test_max_steps_ends_in_the_middle_of_an_epoch(tmp_path):
     assert train(tmp_path, max_steps=5).steps == 5
     assert train(tmp_path / "longer", max_steps=5, epochs=None).steps == 5
 
 
+@pytest.mark.slow
 def test_evaluating_does_not_change_the_training(tmp_path):
     train(tmp_path / "without")
     train(tmp_path / "with", evaluator=FixedEvaluator(), evaluate_every=2, keep_best=False)
     assert same(weights(tmp_path / "without"), weights(tmp_path / "with"))
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_kept(tmp_path):
     """Evaluations before training and at steps 4, 8 and 12; the best trained ones are those of step 8."""
     result = train(tmp_path / "best", evaluator=FixedEvaluator(0.9, 0.1, 0.5, 0.3), evaluate_every=4)
@@ -177,6 +184,7 @@ def test_metrics_are_computed_for_the_steps_that_are_logged(tmp_path, monkeypatc
     assert len(computed) == 3
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_same_numbers(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -385,7 +393,7 @@ def test_synchronised_batchnorm_keeps_weights_and_timms_activations():
     assert all(isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_towers_train_to_the_same_weights(tmp_path):
     pairs = vector_pairs(tmp_path)
     runs = {}

@@ -90,6 +90,7 @@ def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield push(embeddings(), engine)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("metric", "dtype"), [("cosine", "float16"), ("ip", "float32")])
 def test_results_are_those_of_numpy(engine: Engine, metric: Any, dtype: str) -> None:
     pushed = embeddings(dtype, unit=False)
@@ -127,6 +128,7 @@ FILTERS = {
 }
 
 
+@pytest.mark.slow
 def test_a_filter_in_the_language_of_the_engine(filled: EngineIndex) -> None:
     rows = frame()
     met = np.flatnonzero((rows.year >= 2019) & rows.lang.isin(["en", "it's"]) & (rows.open == False))  # noqa: E712
@@ -149,6 +151,7 @@ def test_a_filter_that_the_engine_does_not_understand(filled: EngineIndex, text:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_same_again_sends_nothing_and_changes_nothing(engine: Engine) -> None:
     first, sent = push(embeddings(), engine, batch_size=25)
     before = [[hit._replace(score=round(hit.score, 4)) for hit in hits] for hits in first.search(QUERIES, k=20)]
@@ -160,6 +163,7 @@ def test_the_same_again_sends_nothing_and_changes_nothing(engine: Engine) -> Non
     assert again.meta == first.meta
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails_at", [0, 3])
 def test_an_interrupted_push_sends_only_what_is_missing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, fails_at: int
@@ -210,6 +214,7 @@ def test_a_killed_push_is_resumed_by_another_process(tmp_path: Path, kind: str) 
     engine.close()
 
 
+@pytest.mark.slow
 def test_rows_that_two_processes_have_appended_are_noticed(tmp_path: Path) -> None:
     engine = open_engine("lancedb", str(tmp_path / "data"), "items")
     push(embeddings(), engine)
@@ -219,6 +224,7 @@ def test_rows_that_two_processes_have_appended_are_noticed(tmp_path: Path) -> No
     assert push(embeddings(), engine, replace=True)[1] == NUM
 
 
+@pytest.mark.slow
 def test_other_embeddings_are_refused_and_replaced_on_request(engine: Engine) -> None:
     push(embeddings(), engine)
     with pytest.raises(DualencError, match="holds other embeddings; push with --replace") as error:
@@ -234,6 +240,7 @@ def test_other_embeddings_are_refused_and_replaced_on_request(engine: Engine) ->
     assert [hit[0].id for hit in hits] == embeddings().ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["scalar", "binary"])
 def test_compressed_vectors_are_scored_again(engine: Engine, quantization: Any) -> None:
     index, _ = push(embeddings(), engine, quantization=quantization)
@@ -368,12 +375,14 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Qdrant]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_batch_is_tried_again_while_the_server_is_busy(failing: Qdrant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Failing, "statuses", [503, 429, 500])
     failing.add(next(embeddings().record_batches(1)))
     assert Failing.seen == [("/collections/items/points?wait=true", "s3cret")] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statuses", "message", "requests"),
     [
