@@ -1,0 +1,84 @@
+"""Batch selection in sentence-transformers: batches that a selector chooses by the model's present embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.sampler import DefaultBatchSampler
+from torch.utils.data import SequentialSampler
+
+from dualenc import distributed
+from dualenc.batching import BatchSelector, SpectralBatches
+
+
+class SelectedBatchSampler(DefaultBatchSampler):
+    """Batch sampler of sentence-transformers that a `BatchSelector` fills; see `selected_batches`.
+
+    Before each epoch but the first, the processes share the work of embedding all pairs. A run that resumes within an
+    epoch embeds them with the weights of the checkpoint, so the rest of this epoch has other batches: for exact
+    resumption save at the ends of epochs.
+
+    Args:
+        dataset: anchors and positives in its first two columns.
+        model: embeds them.
+        selector: chooses batches for all processes together.
+        encode_batch_size: texts that are encoded at once.
+    """
+
+    def __init__(
+        self, dataset: Dataset, model: SentenceTransformer, selector: BatchSelector, encode_batch_size: int = 64
+    ) -> None:
+        per_process = selector.batch_size // distributed.world_size()
+        super().__init__(SequentialSampler(dataset), batch_size=per_process, drop_last=True)
+        self.dataset = dataset
+        self.model = model
+        self.selector = selector
+        self.encode_batch_size = encode_batch_size
+
+    def __len__(self) -> int:
+        return self.selector.num_batches * distributed.world_size()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = right = None
+        if self.epoch and self.selector.needs_embeddings:
+            left, right = (self._embed(name) for name in self.dataset.column_names[:2])
+        for batch in self.selector.select(self.epoch, left, right):
+            # The data loader deals them out to the processes in turn.
+            for part in np.split(batch, distributed.world_size()):
+                yield part.tolist()
+
+    def _embed(self, column: str) -> np.ndarray:
+        """(N, D) unit vectors of a column."""
+        texts = self.dataset[column]
+        share = distributed.rank_slice(len(texts))
+        was_training = self.model.training
+        part = self.model.encode(
+            list(texts[share]),
+            batch_size=self.encode_batch_size,
+            normalize_embeddings=True,
+            show_progress_bar=distributed.is_main(),
+        )
+        self.model.train(was_training)
+        return np.concatenate([vectors for vectors in distributed.gather_objects(part) if len(vectors)])
+
+
+def selected_batches(
+    model: SentenceTransformer, kind: type[BatchSelector] = SpectralBatches, **options: Any
+) -> Callable[..., SelectedBatchSampler]:
+    """`batch_sampler` of `SentenceTransformerTrainingArguments`: batches chosen by the model's embeddings.
+
+    Args:
+        model: that is trained.
+        kind: how to choose, such as `SpectralBatches` or `OSGD`.
+        options: of `kind`, besides the number of pairs, the batch size and the seed, which the trainer sets.
+    """
+
+    def build(dataset: Dataset, batch_size: int, seed: int = 0, **unused: Any) -> SelectedBatchSampler:
+        selector = kind(len(dataset), batch_size * distributed.world_size(), seed=seed, **options)
+        return SelectedBatchSampler(dataset, model, selector)
+
+    return build

@@ -1,0 +1,75 @@
+"""Ids of texts for objectives: a column of ids for a data set of `datasets`, equal texts with equal ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+from torch import Tensor
+
+from dualenc.errors import DualencError
+from dualenc.types import Side
+
+
+class PairTexts:
+    """The distinct texts of a data set's pairs, by id.
+
+    Args:
+        left: (num_left,) anchors.
+        right: (num_right,) positives and negatives.
+        counts: how many pairs each left (num_left,) and each right (num_right,) text is in.
+    """
+
+    def __init__(self, left: pa.Array, right: pa.Array, counts: tuple[np.ndarray, np.ndarray]) -> None:
+        self.texts: dict[Side, pa.Array] = {"left": left, "right": right}
+        self.counts = counts
+
+    @property
+    def num_left(self) -> int:
+        return len(self.texts["left"])
+
+    @property
+    def num_right(self) -> int:
+        return len(self.texts["right"])
+
+    def __call__(self, side: Side, ids: Tensor) -> list[str]:
+        """The texts with these ids (n,)."""
+        return self.texts[side].take(pa.array(ids.cpu().numpy())).to_pylist()
+
+
+def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
+    """Add a column `label` of ids, [anchor, positive, *negatives]; equal texts have equal ids.
+
+    Ids are those of the data set's order: keep it for runs that resume, and shuffle by the trainer.
+
+    Args:
+        dataset: text columns: anchor, positive, then negatives, whatever their names.
+
+    Returns:
+        The data set with ids, and the texts by id, for objectives that encode texts outside the batch.
+
+    Raises:
+        DualencError: fewer than two columns, a column that holds no texts, or a `label` already.
+    """
+    names = dataset.column_names
+    if len(names) < 2 or "label" in names:
+        raise DualencError(f"the columns are {', '.join(names)}; give anchor, positive and negatives, without a label")
+    table = dataset.with_format("arrow")[:]
+    for name in names:
+        if not (pa.types.is_string(table[name].type) or pa.types.is_large_string(table[name].type)):
+            raise DualencError(f"column {name} holds {table[name].type}, not texts; keep columns of texts")
+    left_ids, left = _distinct(table[names[0]].chunks)
+    right_ids, right = _distinct([chunk for name in names[1:] for chunk in table[name].chunks])
+    ids = np.concatenate([left_ids[None], right_ids.reshape(len(names) - 1, -1)])
+    counts = np.bincount(ids[0], minlength=len(left)), np.bincount(ids[1], minlength=len(right))
+    return dataset.add_column("label", ids.T.tolist()), PairTexts(left, right, counts)
+
+
+def _distinct(chunks: Sequence[pa.Array]) -> tuple[np.ndarray, pa.Array]:
+    """The id of each text, and the texts by id."""
+    # Offsets of 32 bits would overflow at 2 GB of text.
+    texts = pa.chunked_array([chunk.cast(pa.large_string()) for chunk in chunks])
+    encoded = texts.dictionary_encode().combine_chunks()
+    return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary

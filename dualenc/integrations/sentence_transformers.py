@@ -1,0 +1,199 @@
+"""Objectives in sentence-transformers: a loss for `SentenceTransformerTrainer`, and ids for its data sets.
+
+dataset, texts = with_ids(dataset)  # columns: anchor, positive, and negatives if there are any
+objective = GlobalCache(num_left=texts.num_left, num_right=texts.num_right, temperature=0.05)
+loss = GlobalLoss(model, objective, texts)
+GlobalLossTrainer(model, args, train_dataset=dataset, loss=loss).train()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers.base.losses.gradcache import CachedLossMixin, RandContext
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from dualenc.errors import DualencError
+from dualenc.integrations.ids import PairTexts, with_ids
+from dualenc.integrations.transformers import ObjectiveStateMixin
+from dualenc.objectives import InfoNCE, Objective
+from dualenc.objectives.items import Encode
+from dualenc.types import Side
+
+__all__ = ["CachedGlobalLoss", "GlobalLoss", "GlobalLossTrainer", "PairTexts", "with_ids"]
+
+Features = dict[str, Any]
+"""Tokenized texts of one column, as the data collator gives them."""
+
+
+class GlobalLoss(nn.Module):
+    """An objective as a loss of sentence-transformers.
+
+    While training, the labels are ids, see `with_ids`. In evaluation nothing of the objective's state is read or
+    written: the value is InfoNCE's over the batch, with the same τ.
+
+    Args:
+        model: the encoder; its embeddings are scaled to length one.
+        objective: of two towers, such as `SogCLR(num_left=…, num_right=…)`.
+        texts: of `with_ids`; needed by objectives that encode texts outside the batch (ISIR, EMC2, GlobalCache, …).
+        prompts: what `args.prompts` puts before the anchors and before the other texts, if anything.
+
+    Raises:
+        DualencError: the objective needs texts, or is of other sizes; in `forward`, labels that are not ids.
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        objective: Objective,
+        texts: PairTexts | None = None,
+        prompts: tuple[str | None, str | None] = (None, None),
+    ) -> None:
+        super().__init__()
+        if objective.needs_encode and texts is None:
+            raise DualencError(f"{objective.name} encodes texts outside the batch; pass the texts of with_ids")
+        if texts is not None and objective.num_left is not None:
+            sizes = (objective.num_left, objective.num_right)
+            if sizes != (texts.num_left, texts.num_right):
+                expected = f"num_left={texts.num_left}, num_right={texts.num_right}"
+                raise DualencError(f"{objective.name} has num_left={sizes[0]}, num_right={sizes[1]}; give {expected}")
+            objective.set_counts(*(torch.from_numpy(counts) for counts in texts.counts))
+        self.model = model
+        self.objective = objective
+        self.texts = texts
+        self.prompts: dict[Side, str | None] = {"left": prompts[0], "right": prompts[1]}
+
+    def forward(self, sentence_features: Iterable[Features], labels: Tensor) -> Tensor:
+        """The loss of this process's part of a batch, a scalar.
+
+        Args:
+            sentence_features: tokenized anchors, positives and negatives.
+            labels: (b, 2 + number of negative columns) ids.
+        """
+        embeddings = [self.model(features)["sentence_embedding"] for features in sentence_features]
+        return self.loss(embeddings, labels, self.encode)
+
+    def loss(self, embeddings: Sequence[Tensor], labels: Tensor, encode: Encode) -> Tensor:
+        """The loss of embeddings (b, D) of each column."""
+        left, right, *negatives = [normalize(embedding.float(), dim=-1) for embedding in embeddings]
+        self._dim = left.shape[-1]
+        if labels is None or labels.shape != (len(left), len(embeddings)):
+            raise DualencError("labels are not the ids of the columns' texts; train on what with_ids returns")
+        if not (self.model.training and torch.is_grad_enabled()):
+            temperature = float(self.objective.temperature)
+            return InfoNCE(temperature=temperature).eval()(left, right, labels[:, 0], labels[:, 1]).loss
+        self.objective.train()
+        mined: dict[str, Tensor] = {}
+        if negatives and not self.objective.takes_mined:
+            raise DualencError(f"{self.objective.name} takes no mined negatives; remove their columns")
+        if negatives:
+            mined = {"negatives": torch.cat(negatives), "negative_id": labels[:, 2:].T.flatten()}
+        encode = encode if self.objective.needs_encode else None  # type: ignore[assignment]
+        return self.objective(left, right, labels[:, 0], labels[:, 1], encode, **mined).loss
+
+    def tokenize(self, side: Side, ids: Tensor) -> Features:
+        """The model's inputs for texts outside the batch."""
+        assert self.texts is not None
+        module = self._module()
+        features = module.preprocess(self.texts(side, ids), prompt=self.prompts[side])
+        device = self.objective.log_temperature.device
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in features.items()}
+
+    def encode(self, side: Side, ids: Tensor) -> Tensor:
+        """(n, D) unit vectors of texts outside the batch."""
+        if not len(ids):
+            return self.objective.log_temperature.new_zeros(0, self._dim)
+        return normalize(self._module()(self.tokenize(side, ids))["sentence_embedding"].float(), dim=-1)
+
+    def _module(self) -> SentenceTransformer:
+        # Of the model itself: processes encode different numbers of texts outside the batch, and each call of
+        # DistributedDataParallel may be collective. Gradients are averaged all the same.
+        return getattr(self.model, "module", self.model)
+
+    def get_config_dict(self) -> Mapping[str, Any]:
+        """What model cards say."""
+        return {"objective": self.objective.name, "temperature": float(self.objective.temperature)}
+
+
+class CachedGlobalLoss(CachedLossMixin, GlobalLoss):
+    """`GlobalLoss` with gradient caching (Gao et al. 2021, arXiv:2101.06983): memory for a mini-batch at a time.
+
+    Args:
+        model, objective, texts, prompts: as of `GlobalLoss`.
+        mini_batch_size: texts that are encoded at once.
+        show_progress_bar: over the mini-batches of each step.
+    """
+
+    def __init__(self, *args: Any, mini_batch_size: int = 32, show_progress_bar: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mini_batch_size = mini_batch_size
+        self.show_progress_bar = show_progress_bar
+        self._outside: list[tuple[Features, RandContext, Tensor]] = []
+        self._own: list[tuple[nn.Parameter, Tensor]] = []
+
+    def forward(self, sentence_features: Iterable[Features], labels: Tensor) -> Tensor:
+        self._outside = []
+        self._own = []
+        loss = self.forward_cached(sentence_features, labels)
+        if loss.requires_grad:
+            # In front of the mixin's own hook, whose last backward pass averages all gradients over processes.
+            loss = loss.clone()
+            loss.register_hook(partial(self._backward, self._outside, self._own))
+        return loss
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
+    ) -> Tensor:
+        assert labels is not None
+        loss = self.loss([torch.cat(parts) for parts in reps], labels, self._encode_without_graph)
+        if not with_backward:
+            return loss
+        own = [parameter for parameter in self.objective.parameters() if parameter.requires_grad]
+        before = [parameter.grad for parameter in own]
+        for parameter in own:
+            parameter.grad = None
+        loss.backward()
+        # Kept until the trainer's backward pass says by how much they are scaled.
+        self._own = [(parameter, parameter.grad) for parameter in own if parameter.grad is not None]
+        for parameter, gradient in zip(own, before, strict=True):
+            parameter.grad = gradient
+        return loss.detach()
+
+    def _encode_without_graph(self, side: Side, ids: Tensor) -> Tensor:
+        """As `encode`, but in mini-batches, to which `_backward` takes the gradients."""
+        parts = [self.encode(side, ids[:0])]
+        for start in range(0, len(ids), self.mini_batch_size):
+            features = self.tokenize(side, ids[start : start + self.mini_batch_size])
+            random_state = RandContext(*features.values())
+            with torch.no_grad():
+                embeddings = normalize(self._module()(dict(features))["sentence_embedding"].float(), dim=-1)
+            if torch.is_grad_enabled():
+                embeddings.requires_grad_()
+                self._outside.append((features, random_state, embeddings))
+            parts.append(embeddings)
+        return torch.cat(parts)
+
+    def _backward(
+        self,
+        outside: list[tuple[Features, RandContext, Tensor]],
+        own: list[tuple[nn.Parameter, Tensor]],
+        grad_output: Tensor,
+    ) -> None:
+        """Add the gradients of the objective's parameters, and of the model by the texts outside the batch."""
+        for parameter, gradient in own:
+            scaled = gradient * grad_output
+            parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
+        for features, random_state, cached in outside:
+            if cached.grad is not None:
+                with torch.enable_grad(), random_state:
+                    embeddings = normalize(self._module()(dict(features))["sentence_embedding"].float(), dim=-1)
+                    (torch.sum(embeddings * cached.grad) * grad_output).backward()
+
+
+class GlobalLossTrainer(ObjectiveStateMixin, SentenceTransformerTrainer):  # type: ignore[misc]
+    """`SentenceTransformerTrainer` that saves and resumes the state of `GlobalLoss`, see `ObjectiveStateMixin`."""

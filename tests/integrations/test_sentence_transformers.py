@@ -1,0 +1,207 @@
+"""Objectives in the trainer of sentence-transformers: evaluation, checkpoints, gradient caching, two processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from dualenc.batching import SpectralBatches
+from dualenc.encoders import TextEncoder, train_tokenizer
+from dualenc.errors import DualencError
+from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, Matryoshka, Objective, SogCLR
+from tests.training.launched import launch
+
+sentence_transformers = pytest.importorskip("sentence_transformers", minversion="6")
+from dualenc.integrations.batches import selected_batches  # noqa: E402
+from dualenc.integrations.sentence_transformers import (  # noqa: E402
+    CachedGlobalLoss,
+    GlobalLoss,
+    GlobalLossTrainer,
+    PairTexts,
+    with_ids,
+)
+
+pytestmark = pytest.mark.slow
+WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "ibis", "jay", "kite", "lynx"]
+TAKE_MINED = ("InfoNCE", "SogCLR+", "Matryoshka")
+
+
+def pairs(count: int = 48, negatives: int = 0) -> Dataset:
+    """Texts of five words and the same words in another order; some stand in two pairs."""
+    random = np.random.default_rng(0)
+    anchors = [" ".join(random.choice(WORDS, 5)) for _ in range(count)]
+    anchors[-3:] = anchors[:3]
+    positives = [" ".join(reversed(text.split())) for text in anchors]
+    columns = {"anchor": anchors, "positive": positives}
+    columns |= {f"negative_{n}": positives[n + 1 :] + positives[: n + 1] for n in range(negatives)}
+    return Dataset.from_dict(columns)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {**sizes, "intermediate_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    TextEncoder(config=config, tokenizer=train_tokenizer([" ".join(WORDS)] * 9, vocab_size=300)).save(folder)
+    return folder
+
+
+def objective_of(name: str, texts: PairTexts) -> Objective:
+    sizes: dict[str, Any] = {"num_left": texts.num_left, "num_right": texts.num_right, "temperature": 0.1}
+    if name == "SogCLR+":
+        return SogCLR(**sizes, positive_in_softmax=True, learnable_temperature=True)
+    if name == "Matryoshka":
+        return Matryoshka(SogCLR(**sizes), dims=[16])
+    return {"InfoNCE": InfoNCE, "ISIR": ISIR, "EMC2": EMC2, "GlobalCache": GlobalCache}[name](**sizes)
+
+
+def train(
+    folder: Path, output: Path, objective: str = "SogCLR+", cached: bool = False, resume: Any = None, **named: Any
+) -> GlobalLossTrainer:
+    dataset, texts = with_ids(pairs(negatives=named.pop("negatives", 0)))
+    torch.manual_seed(0)
+    model = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+    settings = {"per_device_train_batch_size": 8, "num_train_epochs": 3, "learning_rate": 1e-3, "use_cpu": True}
+    settings |= {"report_to": [], "disable_tqdm": True, "logging_steps": 5, "save_strategy": "no", **named}
+    arguments = sentence_transformers.SentenceTransformerTrainingArguments(str(output), **settings)
+    kind: Any = CachedGlobalLoss if cached else GlobalLoss
+    loss = kind(model, objective_of(objective, texts), texts, **({"mini_batch_size": 3} if cached else {}))
+    trainer = GlobalLossTrainer(model, arguments, train_dataset=dataset, eval_dataset=dataset, loss=loss)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def weights(trainer: GlobalLossTrainer) -> dict[str, torch.Tensor]:
+    model = {name: value.clone() for name, value in trainer.model.state_dict().items() if value.is_floating_point()}
+    return model | {f"objective.{n}": v.clone() for n, v in trainer.loss.objective.state_dict().items()}
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one if one[name].numel())
+
+
+def test_equal_texts_have_equal_ids() -> None:
+    dataset, texts = with_ids(Dataset.from_dict({"q": ["a", "b", "a"], "p": ["x", "y", "y"], "n": ["y", "z", "x"]}))
+    assert dataset["label"] == [[0, 0, 1], [1, 1, 2], [0, 1, 0]]
+    assert (texts.num_left, texts.num_right) == (2, 3)
+    assert texts("right", torch.tensor([2, 0])) == ["z", "x"]
+    assert [counts.tolist() for counts in texts.counts] == [[2, 1], [1, 2, 0]]
+    shuffled = pairs().shuffle(seed=1)
+    dataset, texts = with_ids(shuffled)
+    assert texts("left", torch.tensor([row[0] for row in dataset["label"]])) == shuffled["anchor"]
+
+
+@pytest.mark.parametrize("objective", ["InfoNCE", "SogCLR+", "ISIR", "EMC2", "GlobalCache", "Matryoshka"])
+def test_training_lowers_the_loss_of_evaluation(model_folder: Path, tmp_path: Path, objective: str) -> None:
+    before = train(model_folder, tmp_path, objective, num_train_epochs=0).evaluate()["eval_loss"]
+    trainer = train(model_folder, tmp_path, objective, num_train_epochs=6, negatives=int(objective in TAKE_MINED))
+    state = weights(trainer)
+    assert trainer.evaluate()["eval_loss"] < before - 0.2
+    assert difference(weights(trainer), state) == 0, "evaluation writes no state"
+
+
+def test_the_loss_and_its_gradient_are_those_of_the_objective(model_folder: Path) -> None:
+    dataset, texts = with_ids(pairs(negatives=2))
+    model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu")
+    columns = [dataset[name][:8] for name in ("anchor", "positive", "negative_0", "negative_1")]
+    ids = torch.tensor(dataset["label"][:8])
+    model.train()
+    GlobalLoss(model, InfoNCE(), texts)([model.preprocess(column) for column in columns], ids).backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    left, right, *negatives = (
+        torch.nn.functional.normalize(model(model.preprocess(column))["sentence_embedding"], dim=1)
+        for column in columns
+    )
+    mined = {"negatives": torch.cat(negatives), "negative_id": torch.cat([ids[:, 2], ids[:, 3]])}
+    InfoNCE()(left, right, ids[:, 0], ids[:, 1], **mined).loss.backward()
+    assert found
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["SogCLR+", "ISIR", "GlobalCache"])
+def test_gradient_caching_changes_nothing(model_folder: Path, tmp_path: Path, objective: str) -> None:
+    named = {"max_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "optim": "sgd"}
+    named |= {"negatives": int(objective in TAKE_MINED)}
+    plain, cached = (weights(train(model_folder, tmp_path, objective, cached=c, **named)) for c in (False, True))
+    assert difference(plain, cached) < 1e-4
+
+
+@pytest.mark.parametrize("objective", ["SogCLR+", "GlobalCache"])
+def test_resumes_bit_for_bit(model_folder: Path, tmp_path: Path, objective: str) -> None:
+    whole = weights(train(model_folder, tmp_path / "whole", objective, max_steps=12))
+    saved = {"save_strategy": "steps", "save_steps": 5, "max_steps": 12}
+    train(model_folder, tmp_path / "run", objective, **saved)
+    again = train(model_folder, tmp_path / "run", objective, resume=str(tmp_path / "run" / "checkpoint-5"), **saved)
+    assert difference(whole, weights(again)) == 0
+
+
+def test_a_checkpoint_without_the_losss_state_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 5, "max_steps": 5}
+    train(model_folder, tmp_path, **saved)
+    with pytest.raises(DualencError, match=r"of another objective"):
+        train(model_folder, tmp_path, "GlobalCache", resume=True, **saved)
+    (tmp_path / "checkpoint-5" / "objective.pt").unlink()
+    with pytest.raises(DualencError, match=r"objective\.pt: missing"):
+        train(model_folder, tmp_path, resume=True, **saved)
+
+
+def test_batches_are_those_that_the_selector_chooses(model_folder: Path, tmp_path: Path) -> None:
+    dataset, _ = with_ids(pairs())
+    model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu").train()
+    sampler = selected_batches(model)(dataset, 8, seed=3)
+    assert len(list(sampler)) == len(sampler) == 6
+    sampler.set_epoch(1)
+    left, right = (model.encode(dataset[name], normalize_embeddings=True) for name in ("anchor", "positive"))
+    expected = SpectralBatches(48, 8, seed=3).select(1, left, right)
+    np.testing.assert_array_equal(np.array(list(sampler)), expected)
+    trainer = train(model_folder, tmp_path, num_train_epochs=2, batch_sampler=selected_batches(model))
+    assert trainer.state.global_step == 12
+
+
+def run_rank(output: Path, folder: str, batch_size: int, objective: str, cached: bool) -> None:
+    named = {"per_device_train_batch_size": batch_size, "max_steps": 6, "optim": "sgd"}
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        named["ddp_backend"] = "gloo"
+    trainer = train(Path(folder), output, objective, cached, **named)
+    state = weights(trainer)
+    if trainer.is_world_process_zero():
+        torch.save(state, output / "weights.pt")
+
+
+@pytest.mark.parametrize(("objective", "cached"), [("SogCLR+", False), ("GlobalCache", False), ("ISIR", True)])
+def test_two_processes_equal_one(model_folder: Path, tmp_path: Path, objective: str, cached: bool) -> None:
+    for ranks in (1, 2):
+        output = tmp_path / str(ranks)
+        output.mkdir()
+        named = (str(model_folder), 8 // ranks, objective, cached)
+        for process in launch(output, run_rank, output, *named, ranks=ranks):
+            code, text = process.end(300)
+            assert code == 0, text
+    one, two = (torch.load(tmp_path / str(ranks) / "weights.pt") for ranks in (1, 2))
+    # Caches remember embeddings in half precision.
+    assert difference(one, two) < (1e-3 if objective == "GlobalCache" else 1e-5)
+
+
+def test_mistakes_are_one_line(model_folder: Path) -> None:
+    dataset, texts = with_ids(pairs())
+    model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu").train()
+    with pytest.raises(DualencError, match="pass the texts of with_ids"):
+        GlobalLoss(model, ISIR(num_left=texts.num_left, num_right=texts.num_right))
+    with pytest.raises(DualencError, match="give num_left=45, num_right=45"):
+        GlobalLoss(model, SogCLR(num_left=48), texts)
+    with pytest.raises(DualencError, match="train on what with_ids returns"):
+        GlobalLoss(model, InfoNCE(), texts)([model.preprocess(["a"])] * 2, torch.tensor([1]))
+    with pytest.raises(DualencError, match="without a label"):
+        with_ids(dataset)
+    with pytest.raises(DualencError, match="column year holds int64"):
+        with_ids(Dataset.from_dict({"text": ["a"], "year": [1]}))
