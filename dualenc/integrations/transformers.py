@@ -130,3 +130,8 @@ class _Steps(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         distributed.average_gradients(self.trainer._own_parameters())
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # The trainer clears the gradients of the model only.
+        for parameter in self.trainer._own_parameters():
+            parameter.grad = None
