@@ -348,7 +348,7 @@ def with_fixed_statistics(model: SmallEncoder, images: Tensor) -> SmallEncoder:
         if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
             layer.momentum = 1.0
     with torch.no_grad():
-        model.train().encode("left", {"image": images})
+        model.train()("left", {"image": images})
     model.eval()
     return model
 
@@ -382,7 +382,7 @@ def descend(
     left_chunks, right_chunks = ([{"image": part} for part in side.split(250)] for side in sides.values())
 
     def encode(side: Side, rows: Tensor) -> Tensor:
-        return model.encode(side, {"image": sides[side][rows]})
+        return model(side, {"image": sides[side][rows]})
 
     def measure(epoch: int) -> dict[str, float]:
         pairs = FiniteSet(ids, ids, views=True)
@@ -395,7 +395,7 @@ def descend(
     for epoch in range(epochs):
         for rows in batches.select(epoch):
             batch = torch.from_numpy(rows)
-            left, right = model.encode("left", {"image": views[batch].transpose(0, 1).flatten(0, 1)}).chunk(2)
+            left, right = model("left", {"image": views[batch].transpose(0, 1).flatten(0, 1)}).chunk(2)
             out = objective(left, right, batch, encode=encode)
             optimizer.zero_grad()
             out.loss.backward()

@@ -68,7 +68,7 @@ class PairRetrieval(KNNEvaluator):
             rows = range(start, min(start + 256, len(self.test)))
             for view, parts in enumerate(views):
                 inputs = model.left.prepare([self.test[i] for i in rows], [2 * i + view for i in rows])
-                parts.append(model.encode("left", inputs).detach().cpu().numpy())
+                parts.append(model("left", inputs).detach().cpu().numpy())
         both = np.stack([np.concatenate(parts) for parts in views], axis=1)
         return {**super().__call__(model), "pair_top1": summarise(nearest_images(both))["top1"]}
 

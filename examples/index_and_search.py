@@ -38,7 +38,7 @@ def main(folder: Path = Path("runs/example_search"), model_name: str | None = No
 
     index = Index.open(folder / "index")
     queries = ["azure crystal light", "ebony timber sofa"]
-    vectors = model.encode("left", model.left.prepare(queries)).detach().numpy()
+    vectors = model.encode_query(queries)
     scores, ids = index.search(vectors, k=3)
     for query, best, found in zip(queries, scores, ids, strict=True):
         print(query, "→", ", ".join(f"{name} ({score:.2f})" for name, score in zip(found, best, strict=True)))

@@ -339,7 +339,7 @@ def _search(model: DualEncoder, folder: Path) -> None:
     from dualenc.search import Index
 
     index = Index.open(folder / "index")
-    queries = model.encode("left", model.left.prepare(list(SEARCHES))).detach().numpy()
+    queries = model.encode_query(list(SEARCHES))
     scores, rows = index.search_rows(queries, 3)
     for query, best, found in zip(SEARCHES, scores, rows, strict=True):
         hits = [

@@ -158,13 +158,50 @@ class DualEncoder(nn.Module):
             raise DualencError(f"side is {side!r}: choose 'left' or 'right'")
         return self.left if side == "left" else self.right
 
-    def encode(self, side: Side, inputs: Inputs) -> Tensor:
-        """Encode B prepared items of one side to (B, D) unit-norm float32."""
+    def forward(self, side: Side, inputs: Inputs) -> Tensor:
+        """Encode B prepared items of one side to (B, D) unit-norm float32, with gradient."""
         return self.tower(side)(inputs)
 
-    def forward(self, side: Side, inputs: Inputs) -> Tensor:
-        """As `encode`, so that wrappers around a module's call see every forward."""
-        return self.encode(side, inputs)
+    def encode(
+        self, items: Sequence[Any], side: Side = "left", *, batch_size: int = 32, show_progress_bar: bool | None = None
+    ) -> np.ndarray:
+        """Encode texts, images or vectors in batches of similar length.
+
+        Args:
+            items: N texts, RGB `PIL.Image`s or vectors (D,).
+            side: "left" encodes queries and images, "right" documents and texts.
+            batch_size: items per forward pass.
+            show_progress_bar: by default for more than 1,000 items.
+
+        Returns:
+            (N, D) unit vectors, float32.
+
+        Raises:
+            DualencError: another side, or items of another modality.
+        """
+        # Imported here, as searching stands on encoders.
+        from dualenc.data.corpus import Corpus
+        from dualenc.search.embed import embed
+
+        if side not in ("left", "right"):
+            raise DualencError(f"side is {str(side)[:40]!r}; give left or right")
+        if isinstance(items, str):
+            raise DualencError("items is one text; give a list of texts")
+        if not len(items):
+            return np.empty((0, self.dim), np.float32)
+        tower = self.tower(side)
+        corpus = Corpus([str(row) for row in range(len(items))], items, tower.modality)
+        shows = len(items) > 1000 if show_progress_bar is None else show_progress_bar
+        vectors = embed(tower, corpus, batch_size=batch_size, on_error="raise", num_workers=0, progress=shows).vectors
+        return np.asarray(vectors)
+
+    def encode_query(self, items: Sequence[Any], **options: Any) -> np.ndarray:
+        """Encode queries, with the prompt of queries; arguments as of `encode`."""
+        return self.encode(items, "left", **options)
+
+    def encode_document(self, items: Sequence[Any], **options: Any) -> np.ndarray:
+        """Encode documents, with the prompt of documents; arguments as of `encode`."""
+        return self.encode(items, "right", **options)
 
     def save(self, folder: str | os.PathLike[str], card: dict[str, Any] | None = None) -> None:
         """Write the model folder: the ecosystem's own format, weights as safetensors, and a model card.

@@ -101,7 +101,7 @@ def embed_pairs(model: DualEncoder, found: PairDataset | Corpus, rows: np.ndarra
             else:
                 items = [found.item(side, item) for item in block.tolist()]
                 inputs = model.tower(side).prepare(items)
-            parts.append(model.encode(side, {name: tensor.to(device) for name, tensor in inputs.items()}))
+            parts.append(model(side, {name: tensor.to(device) for name, tensor in inputs.items()}))
         return torch.cat(parts).float()
 
     if isinstance(found, Corpus):
@@ -137,7 +137,7 @@ def measure_model(
     device = next(model.parameters()).device
 
     def encode(side: str, inputs: Inputs) -> torch.Tensor:
-        return model.encode(side, {name: tensor.to(device) for name, tensor in inputs.items()})  # type: ignore[arg-type]
+        return model(side, {name: tensor.to(device) for name, tensor in inputs.items()})  # type: ignore[arg-type]
 
     found = exact_gradient(model, encode, left, right, pairs, temperature)
     positives = None if pairs.left_positives is None else pairs.left_positives.numpy()

@@ -116,7 +116,7 @@ class PlainEncoding:
         packed = self.model.tower(side).pack(inputs)
         on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in packed.items()}
         with self.autocast():
-            return self.model.encode(side, on_device)
+            return self.model(side, on_device)
 
     def _no_rows(self) -> Tensor:
         """(0, D) with gradient: a rank without items still takes part in the collectives of the backward pass."""

@@ -60,7 +60,7 @@ def measure(encoder: EncoderName, layers: int) -> dict[str, int]:
         shard_model(model, torch.device("cpu"))
     trained = trainable_parameters([model])
     optimizer = build_optimizer([model], sharded=trained)
-    model.encode("left", model.left.prepare(["a text", "text"]))[:, 0].sum().backward()
+    model("left", model.left.prepare(["a text", "text"]))[:, 0].sum().backward()
     optimizer.step()
     states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
     parts = {"weights": list(model.parameters()), "gradients": [p.grad for p in trained], "optimizer": states}

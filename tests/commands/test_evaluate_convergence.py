@@ -57,7 +57,7 @@ def plain_loss_and_norm(model: ImageEncoder, data: Path, count: int, tau: float)
         seeds = augmentation_seeds(0, 0, chosen, side)
         pixels += [augment(views.item("left", i), seed) for i, seed in zip(chosen, seeds)]
     mean, std = (torch.tensor(model.data_config[key]).view(3, 1, 1) for key in ("mean", "std"))
-    embeddings = model.encode("left", {"image": (torch.stack(pixels) - mean) / std})
+    embeddings = model("left", {"image": (torch.stack(pixels) - mean) / std})
     similarities = embeddings @ embeddings.T / tau
     image = torch.arange(2 * count) % count
     negatives = similarities.masked_fill(image[:, None] == image, -torch.inf)
@@ -103,8 +103,8 @@ def test_pairs_of_texts_with_shared_documents(toy_text: Path, tmp_path: Path) ->
     assert evaluate(toy_text, table, "--out", tmp_path / "out") == 0
     (point,) = points_of(tmp_path / "out")["toy-text"]
     model = load_model(str(toy_text))
-    left = model.encode("left", model.left.prepare([row["query"] for row in rows]))
-    right = model.encode("right", model.right.prepare([row["document"] for row in rows]))
+    left = model("left", model.left.prepare([row["query"] for row in rows]))
+    right = model("right", model.right.prepare([row["document"] for row in rows]))
     similarities = (left @ right.T / 0.07).double()
     document = torch.arange(10) // 2
     negatives = similarities.masked_fill(document[:, None] == document, -torch.inf)

@@ -86,7 +86,7 @@ def test_embed_index_search_and_evaluate(trained: Path, tmp_path: Path, capsys: 
     run("search", tmp_path / "index", tmp_path / "query.npy", "-k", 3, "--json")
     found = json.loads(capsys.readouterr().out)["results"]
     encoder = load_model(model)
-    scores = units @ encoder.encode("left", encoder.left.prepare([queries[80]])).detach().numpy()[0]
+    scores = units @ encoder("left", encoder.left.prepare([queries[80]])).detach().numpy()[0]
     assert [result["id"] for result in found] == [f"d{row}" for row in np.argsort(-scores)[:3]]
     assert found[0]["id"] == "d80"
     run("evaluate", "retrieval", model, data, "--out", tmp_path / "evaluation")

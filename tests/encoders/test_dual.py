@@ -6,12 +6,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, Tower, VectorEncoder
+from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, Tower, VectorEncoder, train_tokenizer
 from dualenc.encoders.dual import placeholder, unit_norm
 from dualenc.errors import DualencError
 
@@ -41,7 +42,7 @@ def test_sides() -> None:
     assert model.tower("left") is left
     assert model.tower("right") is right
     x = {"x": torch.randn(4, 3)}
-    assert torch.equal(model.encode("right", x), right(x))
+    assert torch.equal(model("right", x), right(x))
     assert torch.equal(model("left", x), left(x))
     assert not model.training
     with pytest.raises(DualencError, match="side is 'middle': choose 'left' or 'right'"):
@@ -125,3 +126,29 @@ def test_a_placeholder_is_one_item_of_any_tower(model: TextEncoder, clip: dict[s
         encoded = tower(placeholder(tower))
         assert encoded.shape == (1, tower.dim)
         assert torch.isfinite(encoded).all()
+
+
+def test_items_are_encoded_to_numpy_in_their_order() -> None:
+    texts = ["a long text of several words about ants and bees", "cat", "dogs and eels", "cat"] * 3
+    torch.manual_seed(0)
+    model = TextEncoder(
+        config={"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        tokenizer=train_tokenizer(texts, vocab_size=300),
+        query_prompt="find: ",
+    )
+    for found, side in (
+        (model.encode(texts, batch_size=2), "left"),
+        (model.encode_query(texts), "left"),
+        (model.encode_document(texts, show_progress_bar=True), "right"),
+    ):
+        with torch.no_grad():
+            expected = torch.cat([model(side, model.tower(side).prepare([text])) for text in texts])
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
+    assert model.encode([]).shape == (0, model.dim)
+    for call, message in (
+        (lambda: model.encode("a text"), "give a list of texts"),
+        (lambda: model.encode("left", {}), "give left or right"),
+    ):
+        with pytest.raises(DualencError, match=message):
+            call()

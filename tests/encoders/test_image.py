@@ -93,12 +93,12 @@ def test_reloaded_model_is_the_same_with_its_projector(
     model: ImageEncoder, images: list[Image.Image], tmp_path: Path
 ) -> None:
     model.train()
-    model.encode("left", model.left.prepare(images))  # moves the statistics of batch normalisation
+    model("left", model.left.prepare(images))  # moves the statistics of batch normalisation
     model.eval().save(tmp_path / "model")
     again = load_model(tmp_path / "model")
     ours = model.left.prepare(images)
     assert torch.equal(again.left.prepare(images)["image"], ours["image"])
-    assert torch.equal(again.encode("right", ours), model.encode("right", ours))
+    assert torch.equal(again("right", ours), model("right", ours))
     assert again.kind == "image"
     assert again.views
     again.save(tmp_path / "again")
@@ -116,7 +116,7 @@ def test_training_compares_the_projector_and_probes_see_the_backbone(images: lis
     ]
     inputs = model.left.prepare(images)
     expected = model.left.projector(model.left.features(inputs))
-    torch.testing.assert_close(model.encode("left", inputs), nn.functional.normalize(expected, dim=1))
+    torch.testing.assert_close(model("left", inputs), nn.functional.normalize(expected, dim=1))
     assert model.left is model.right
 
 
@@ -124,7 +124,7 @@ def test_vectors_are_unit_norm_float32_also_in_bfloat16(images: list[Image.Image
     model = ImageEncoder("test_resnet", image_size=32)
     inputs = model.left.prepare(images)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        vectors, features = model.encode("left", inputs), model.left.features(inputs)
+        vectors, features = model("left", inputs), model.left.features(inputs)
     assert vectors.dtype == features.dtype == torch.float32
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(3))
 
@@ -133,10 +133,10 @@ def test_without_projector_the_features_are_compared(images: list[Image.Image], 
     model = ImageEncoder("test_resnet", image_size=32, projector_dim=None)
     inputs = model.left.prepare(images)
     expected = nn.functional.normalize(model.left.features(inputs), dim=1)
-    torch.testing.assert_close(model.encode("left", inputs), expected)
+    torch.testing.assert_close(model("left", inputs), expected)
     model.save(tmp_path / "model")
     assert not (tmp_path / "model" / "projector.safetensors").exists()
-    assert torch.equal(load_model(tmp_path / "model").encode("left", inputs), model.encode("left", inputs))
+    assert torch.equal(load_model(tmp_path / "model")("left", inputs), model("left", inputs))
 
 
 def test_weights_follow_the_seed() -> None:
@@ -168,7 +168,7 @@ def test_checkpointed_activations_give_the_same_gradient(images: list[Image.Imag
     for checkpointing in (False, True):
         torch.manual_seed(0)
         model = ImageEncoder("test_resnet", image_size=32, gradient_checkpointing=checkpointing).train()
-        model.encode("left", model.left.prepare(images))[:, 0].sum().backward()
+        model("left", model.left.prepare(images))[:, 0].sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, recomputed)

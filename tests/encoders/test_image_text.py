@@ -64,7 +64,7 @@ def test_siglip_and_coca_against_open_clip(
     model = ImageTextEncoder(config=family(clip)).train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     pixels, tokens = model.left.prepare(images), model.right.prepare(texts[:3])
-    (model.encode("left", pixels) * model.encode("right", tokens)).sum().backward()
+    (model("left", pixels) * model("right", tokens)).sum().backward()
     optimizer.step()
     assert all(p.grad is None for n, p in model.named_parameters() if "text_decoder" in n)
     model.eval().save(tmp_path / "model")
@@ -77,8 +77,8 @@ def test_siglip_and_coca_against_open_clip(
         expected = reference.encode_image(whole, normalize=True)
         captions = reference.encode_text(open_clip.get_tokenizer(place)(texts), normalize=True)
         for found in (model, load_model(tmp_path / "model")):
-            assert (found.encode("left", found.left.prepare(images)) - expected).abs().max() < 1e-5
-            assert (found.encode("right", found.right.prepare(texts)) - captions).abs().max() < 1e-5
+            assert (found("left", found.left.prepare(images)) - expected).abs().max() < 1e-5
+            assert (found("right", found.right.prepare(texts)) - captions).abs().max() < 1e-5
 
 
 @pytest.mark.slow
@@ -99,8 +99,8 @@ def test_saved_model_loads_in_open_clip_with_equal_vectors(
     assert torch.equal(pixels["image"], torch.stack([preprocess(image) for image in images]))
     assert torch.equal(again.left.prepare(images)["image"], pixels["image"])
     expected = reference.encode_image(pixels["image"], normalize=True)
-    assert (model.encode("left", pixels) - expected).abs().max() < 1e-5
-    assert (again.encode("left", pixels) - expected).abs().max() < 1e-5
+    assert (model("left", pixels) - expected).abs().max() < 1e-5
+    assert (again("left", pixels) - expected).abs().max() < 1e-5
 
     for given in (texts, texts[:1], [HUGE_TEXT]):
         expected = reference.encode_text(tokenize(given), normalize=True)
@@ -118,7 +118,7 @@ def test_short_texts_cost_less_and_gradients_are_the_same(model: ImageTextEncode
     gradients = []
     for tokens in (short, whole):
         model.zero_grad()
-        model.encode("right", {"text": tokens})[:, 0].sum().backward()
+        model("right", {"text": tokens})[:, 0].sum().backward()
         gradients.append({n: p.grad.clone() for n, p in model.right.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
@@ -130,7 +130,7 @@ def test_vectors_are_unit_norm_float32_also_in_bfloat16(
 ) -> None:
     for side, items in (("left", images), ("right", texts)):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            vectors = model.encode(side, model.tower(side).prepare(items))  # type: ignore[arg-type]
+            vectors = model(side, model.tower(side).prepare(items))  # type: ignore[arg-type]
         assert vectors.dtype == torch.float32
         torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(items)))
 
@@ -156,7 +156,7 @@ def test_weights_follow_the_seed_and_copies_are_independent(clip: dict[str, Any]
     with torch.no_grad():
         other.right.encoder.clip.token_embedding.weight.add_(1)
     tokens = first.right.prepare(["a dog"])
-    assert not torch.allclose(first.encode("right", tokens), other.encode("right", tokens))
+    assert not torch.allclose(first("right", tokens), other("right", tokens))
 
 
 def test_prepare_travels_to_workers(model: ImageTextEncoder, images: list[Image.Image], texts: list[str]) -> None:
@@ -183,8 +183,8 @@ def test_checkpointed_activations_give_the_same_gradient(clip: dict[str, Any], i
     for checkpointing in (False, True):
         torch.manual_seed(0)
         model = ImageTextEncoder(config=clip, gradient_checkpointing=checkpointing).train()
-        loss = model.encode("left", model.left.prepare(images))[:, 0].sum()
-        loss += model.encode("right", model.right.prepare(["a dog", "two cats"]))[:, 0].sum()
+        loss = model("left", model.left.prepare(images))[:, 0].sum()
+        loss += model("right", model.right.prepare(["a dog", "two cats"]))[:, 0].sum()
         loss.backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     for plain, recomputed in zip(*gradients, strict=True):

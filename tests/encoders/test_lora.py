@@ -45,22 +45,22 @@ def test_a_step_moves_adapters_alone_and_the_saved_model_has_them_merged(
     model: TextEncoder, texts: list[str], tmp_path: Path
 ) -> None:
     inputs = model.left.prepare(texts)
-    untrained = model.encode("left", inputs).detach()
+    untrained = model("left", inputs).detach()
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=50.0)
     for _ in range(2):
         optimizer.zero_grad()
-        model.encode("left", inputs)[:, 0].sum().backward()
+        model("left", inputs)[:, 0].sum().backward()
         optimizer.step()
     assert all(torch.equal(frozen[name], p) for name, p in model.named_parameters() if name in frozen)
-    trained = model.encode("left", inputs).detach()
+    trained = model("left", inputs).detach()
     assert (trained - untrained).abs().max() > 0.01
 
     model.save(tmp_path / "model")
-    assert torch.equal(model.encode("left", inputs), trained)  # saving changed nothing
+    assert torch.equal(model("left", inputs), trained)  # saving changed nothing
     reloaded = load_model(tmp_path / "model")
     assert not any("lora" in name for name in reloaded.state_dict())
-    assert (reloaded.encode("left", inputs) - trained).abs().max() < 1e-5
+    assert (reloaded("left", inputs) - trained).abs().max() < 1e-5
     other = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode(texts)
     assert (torch.tensor(other) - trained).abs().max() < 1e-5
 
@@ -91,7 +91,7 @@ def test_what_adapters_leave_alone_may_be_in_bfloat16(
         inputs = model.left.prepare(texts)
         assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
         assert {p.dtype for p in model.parameters() if not p.requires_grad} == {getattr(torch, dtype)}
-        model.eval().encode("left", inputs)[:, 0].sum().backward()
+        model.eval()("left", inputs)[:, 0].sum().backward()
         found[dtype] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     for name, gradient in found["float32"].items():
         assert gradient is not None
@@ -101,12 +101,12 @@ def test_what_adapters_leave_alone_may_be_in_bfloat16(
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.add_(0.05)
-    embedded = model.encode("left", inputs)
+    embedded = model("left", inputs)
     assert embedded.dtype == torch.float32
     model.save(tmp_path / "model")
     stored = load_file(tmp_path / "model" / "model.safetensors")
     assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
-    assert (load_model(tmp_path / "model").encode("left", inputs) - embedded).abs().max() < 0.02
+    assert (load_model(tmp_path / "model")("left", inputs) - embedded).abs().max() < 0.02
 
 
 def test_bfloat16_without_adapters_is_refused(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -122,13 +122,13 @@ def trained_a_little(model: DualEncoder, images: list[Any], texts: list[str]) ->
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
-    (model.encode("left", inputs[0])[:, 0].sum() + model.encode("right", inputs[1])[:, 0].sum()).backward()
+    (model("left", inputs[0])[:, 0].sum() + model("right", inputs[1])[:, 0].sum()).backward()
     trained = [p for p in model.parameters() if p.requires_grad]
     assert all(p.grad is not None for p in trained)
     torch.optim.SGD(trained, lr=0.1).step()
     assert all(torch.equal(frozen[name], p) for name, p in model.named_parameters() if name in frozen)
     with torch.no_grad():
-        return [model.encode("left", inputs[0]), model.encode("right", inputs[1])]
+        return [model("left", inputs[0]), model("right", inputs[1])]
 
 
 @pytest.mark.slow
@@ -144,16 +144,16 @@ def test_both_towers_of_open_clip(
     for part in ("attn.parametrizations.in_proj_weight", "attn.out_proj", "mlp.c_fc"):
         assert any(name.startswith(f"left.visual.transformer.resblocks.0.{part}") for name in names)
     assert any(name.startswith("right.") for name in names)
-    untrained = model.encode("left", model.left.prepare(images)).detach()
+    untrained = model("left", model.left.prepare(images)).detach()
     expected = trained_a_little(model, images, texts)
     assert (expected[0] - untrained).abs().max() > 0.01
     model.save(tmp_path / "model")
     with torch.no_grad():
-        assert torch.equal(model.encode("left", model.left.prepare(images)), expected[0])  # saving changed nothing
+        assert torch.equal(model("left", model.left.prepare(images)), expected[0])  # saving changed nothing
     again = load_model(tmp_path / "model")
     assert not any("lora" in name for name in again.state_dict())
     for side, items, vectors in (("left", images, expected[0]), ("right", texts, expected[1])):
-        found = again.encode(side, again.tower(side).prepare(items))  # type: ignore[arg-type]
+        found = again(side, again.tower(side).prepare(items))  # type: ignore[arg-type]
         assert (found - vectors).abs().max() < 2e-6
     place = f"local-dir:{tmp_path / 'model'}"
     other = open_clip.create_model_and_transforms(place)[0].eval()

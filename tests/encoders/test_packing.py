@@ -40,7 +40,7 @@ def small_model(model_type: str, tokenizer: PreTrainedTokenizerBase, pooling: Po
 
 def vectors_and_gradients(model: TextEncoder, inputs: Inputs) -> list[Tensor]:
     model.zero_grad()
-    vectors = model.encode("left", inputs)
+    vectors = model("left", inputs)
     direction = torch.randn(vectors.shape, generator=torch.Generator().manual_seed(1), dtype=vectors.dtype)
     (vectors * direction).sum().backward()
     return [vectors.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -74,14 +74,14 @@ def test_texts_that_hold_the_padding_token_have_the_vectors_of_the_library(
     packed = model.left.pack(inputs)
     assert "place" in packed
     for form in (packed, inputs):
-        torch.testing.assert_close(model.encode("left", form), theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model("left", form), theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_every_pooling_finds_its_tokens(pooling: Pooling, tokenizer: PreTrainedTokenizerBase) -> None:
     model = small_model("bert", tokenizer, pooling).eval()
     padded = model.left.prepare(TEXTS)
-    torch.testing.assert_close(model.encode("left", model.left.pack(padded)), model.encode("left", padded))
+    torch.testing.assert_close(model("left", model.left.pack(padded)), model("left", padded))
 
 
 @settings(deadline=None)

@@ -60,12 +60,12 @@ def in_batches(model: DualEncoder, texts: list[str], size: int) -> torch.Tensor:
     inputs = model.right.prepare(texts)
     vectors = torch.empty(len(texts), model.dim)
     for rows in chunk_rows(inputs, size):
-        vectors[rows] = model.encode("right", take(inputs, rows))
+        vectors[rows] = model("right", take(inputs, rows))
     return vectors
 
 
 def alike(model: DualEncoder, texts: list[str], expected: torch.Tensor) -> bool:
-    together = model.encode("right", model.right.prepare(texts)).detach()
+    together = model("right", model.right.prepare(texts)).detach()
     found = [together, *(in_batches(model, texts, size) for size in (1, 2, len(texts)))]
     return all(bool((one - expected).abs().max() < 1e-5) for one in found)
 

@@ -21,7 +21,7 @@ from dualenc.errors import DualencError
 
 @torch.no_grad()
 def encode(model: DualEncoder, side: str, texts: list[str]) -> torch.Tensor:
-    return model.encode(side, model.tower(side).prepare(texts))  # type: ignore[arg-type]
+    return model(side, model.tower(side).prepare(texts))  # type: ignore[arg-type]
 
 
 def reference(folder: Path, side: str, texts: list[str]) -> torch.Tensor:
@@ -195,7 +195,7 @@ def test_dense_modules_give_their_vectors_and_are_saved(
 
 def test_dense_layers_are_trained(saved: Path, texts: list[str], tmp_path: Path) -> None:
     model = TextEncoder(str(with_modules(saved, tmp_path / "dense", Dense(32, 24))))
-    model.encode("left", model.left.prepare(texts))[:, 0].sum().backward()
+    model("left", model.left.prepare(texts))[:, 0].sum().backward()
     assert model.left.head[0].linear.weight.grad.abs().max() > 0  # type: ignore[union-attr]
     assert model.shares_weights
 

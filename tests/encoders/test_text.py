@@ -35,9 +35,9 @@ def model(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> TextEncod
 
 def test_vectors_are_unit_norm_float32_also_in_bfloat16(model: TextEncoder, texts: list[str]) -> None:
     inputs = model.left.prepare(texts)
-    exact = model.encode("left", inputs)
+    exact = model("left", inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rough = model.encode("left", inputs)
+        rough = model("left", inputs)
     for vectors in (exact, rough):
         assert vectors.dtype == torch.float32
         assert vectors.shape == (len(texts), model.dim)
@@ -62,8 +62,8 @@ def test_prompt_is_put_before_each_text(model: TextEncoder, tokenizer: PreTraine
 
 
 def test_a_text_alone_gives_what_it_gives_among_longer_ones(model: TextEncoder, texts: list[str]) -> None:
-    together = model.encode("left", model.left.prepare(texts))
-    alone = torch.cat([model.encode("left", model.left.prepare([text])) for text in texts])
+    together = model("left", model.left.prepare(texts))
+    alone = torch.cat([model("left", model.left.prepare([text])) for text in texts])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
 
 
@@ -89,7 +89,7 @@ def test_last_token_is_found_on_either_side(tokenizer: PreTrainedTokenizerBase, 
         )
         torch.manual_seed(0)
         model = TextEncoder(config=llama, tokenizer=padded, pooling="last")
-        vectors.append(model.encode("left", model.left.prepare(texts)))
+        vectors.append(model("left", model.left.prepare(texts)))
     torch.testing.assert_close(vectors[0], vectors[1], atol=1e-5, rtol=0)
 
 
@@ -126,7 +126,7 @@ def test_checkpointed_activations_give_the_same_gradient(
         torch.manual_seed(0)
         model = TextEncoder(config=bert, tokenizer=tokenizer, gradient_checkpointing=checkpointing).train()
         torch.manual_seed(1)  # of dropout
-        model.encode("left", model.left.prepare(texts))[:, 0].sum().backward()
+        model("left", model.left.prepare(texts))[:, 0].sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
@@ -134,7 +134,7 @@ def test_checkpointed_activations_give_the_same_gradient(
 
 
 def test_everything_but_the_pooler_gets_a_gradient(model: TextEncoder, texts: list[str]) -> None:
-    (model.encode("left", model.left.prepare(texts))[:, 0]).sum().backward()
+    (model("left", model.left.prepare(texts))[:, 0]).sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
     assert model.num_parameters - model.num_trainable_parameters == 32 * 32 + 32
 

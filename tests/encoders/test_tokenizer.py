@@ -101,7 +101,7 @@ def test_a_model_with_a_sentencepiece_vocabulary_embeds_as_in_sentence_transform
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode_query(corpus[:8])
     for each in (model, again):
         with torch.no_grad():
-            found = each.encode("left", each.left.prepare(corpus[:8])).numpy()
+            found = each("left", each.left.prepare(corpus[:8])).numpy()
         assert abs(found - theirs).max() < 1e-5
 
 

@@ -30,7 +30,7 @@ def shaken(model: VectorEncoder) -> VectorEncoder:
 
 def encoded(model: VectorEncoder, side: Any, vectors: np.ndarray = VECTORS) -> torch.Tensor:
     with torch.no_grad():
-        return model.encode(side, model.tower(side).prepare(vectors))
+        return model(side, model.tower(side).prepare(vectors))
 
 
 def test_linear_is_a_matrix_and_a_bias_between_two_normalisations() -> None:
@@ -155,7 +155,7 @@ def test_a_base_with_its_adapter_is_loaded_and_trained_as_one_text_encoder(
     TextEncoder(config=bert, tokenizer=tokenizer).save(tmp_path / "base")
     shaken(VectorEncoder(32, tower="linear", dim=24)).save_with_base(tmp_path / "whole", tmp_path / "base")
     model = load_model(tmp_path / "whole")
-    found = model.encode("right", model.right.prepare(texts)).detach().numpy()
+    found = model("right", model.right.prepare(texts)).detach().numpy()
     np.testing.assert_allclose(found, sentence_vectors(tmp_path / "whole", texts), atol=1e-5)
     # a second adapter finds the size of the first one's vectors
     with pytest.raises(DualencError, match="have dimension 24, but the adapter takes 32"):

@@ -97,7 +97,7 @@ def test_vectors_are_those_of_transformers_before_and_after_saving(
             left, right = reference(place, images, given)
             for tower, items, expected in (("left", images, left), ("right", given, right)):
                 for own in (model, again):
-                    found = own.encode(tower, own.tower(tower).prepare(items))  # type: ignore[arg-type]
+                    found = own(tower, own.tower(tower).prepare(items))  # type: ignore[arg-type]
                     assert (found - expected).abs().max() < 1e-5
     scale = AutoModel.from_pretrained(tmp_path / "saved").logit_scale.exp().item()
     assert scale == pytest.approx(50, rel=1e-5)
@@ -143,8 +143,8 @@ def test_it_trains_and_the_result_loads_in_transformers(
     assert any("text_model" in name for name in moved)
     left, right = reference(tmp_path / "run" / "model", images, texts)
     with torch.no_grad():
-        assert (model.encode("left", model.left.prepare(images)) - left).abs().max() < 1e-5
-        assert (model.encode("right", model.right.prepare(texts)) - right).abs().max() < 1e-5
+        assert (model("left", model.left.prepare(images)) - left).abs().max() < 1e-5
+        assert (model("right", model.right.prepare(texts)) - right).abs().max() < 1e-5
 
 
 @pytest.mark.slow
@@ -232,11 +232,11 @@ def test_folders_of_sentence_transformers_give_its_vectors(
     assert model.right.prepare.max_length == 20
     for tower, items in (("left", images), ("right", texts)):
         expected = torch.from_numpy(theirs.encode(items, normalize_embeddings=True))  # type: ignore[arg-type]
-        found = model.encode(tower, model.tower(tower).prepare(items))  # type: ignore[arg-type]
+        found = model(tower, model.tower(tower).prepare(items))  # type: ignore[arg-type]
         assert (found - expected).abs().max() < 1e-5
     model.save(tmp_path / "saved")
     again = load_model(tmp_path / "saved")
-    assert torch.equal(again.encode("right", again.right.prepare(texts)), found)
+    assert torch.equal(again("right", again.right.prepare(texts)), found)
 
 
 def test_folders_of_sentence_transformers_stay_in_their_bounds(

@@ -62,8 +62,8 @@ def test_with_fixed_statistics_an_embedding_depends_on_its_image_alone(claims: M
     images = torch.randn(20, 3, 16, 16)
     nothing = torch.zeros(0, 0, 3, 16, 16)
     model = claims.with_fixed_statistics(claims.SmallEncoder(claims.StoredViews(nothing[:, 0:0], nothing)), images)
-    together = model.encode("left", {"image": images})
-    alone = torch.cat([model.encode("left", {"image": image[None]}) for image in images])
+    together = model("left", {"image": images})
+    alone = torch.cat([model("left", {"image": image[None]}) for image in images])
     torch.testing.assert_close(together, alone)
     # What the first layer passes on has mean 0 and variance 1 over the set, per channel.
     first = model.left.backbone[:2](images)

@@ -116,7 +116,7 @@ class Towers(nn.Module):
         self.right = self.left if shared else nn.Sequential(nn.Linear(5, 4)).double()
         self.unused = nn.Parameter(torch.ones(3))
 
-    def encode(self, side: str, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, side: str, inputs: dict[str, Tensor]) -> Tensor:
         return nn.functional.normalize((self.left if side == "left" else self.right)(inputs["x"]), dim=1)
 
 
@@ -126,12 +126,12 @@ def test_the_models_gradient_norm_is_that_of_plain_autograd(sizes: list[int], vi
     pairs = FiniteSet(torch.arange(7), torch.arange(7), views=True) if views else shared_pairs()
     model = Towers(shared=views).eval()
     inputs = [unit(7, seed, dim=5) for seed in (3, 4)]
-    left, right = (model.encode(side, {"x": x}) for side, x in zip(("left", "right"), inputs, strict=True))
+    left, right = (model(side, {"x": x}) for side, x in zip(("left", "right"), inputs, strict=True))
     expected = (slow_views if views else slow_pairs)(left, right, pairs, 0.1)
     expected.backward()
     norm = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
     chunks = [[{"x": part} for part in x.split(sizes)] for x in inputs]
-    found = exact_gradient(model, model.encode, *chunks, pairs, 0.1)
+    found = exact_gradient(model, model, *chunks, pairs, 0.1)
     assert found.loss == pytest.approx(expected.item(), rel=1e-10)
     assert found.squared_gradient_norm == pytest.approx(norm, rel=1e-9)
     assert norm > 1e-6
@@ -144,11 +144,9 @@ def test_a_tower_with_fixed_weights_adds_nothing() -> None:
     model.right.requires_grad_(False)
     chunks = [{"x": unit(4, 0, dim=5)}], [{"x": unit(4, 1, dim=5)}]
     pairs = FiniteSet(torch.arange(4), torch.arange(4))
-    found = exact_gradient(model, model.encode, *chunks, pairs, 0.1)
+    found = exact_gradient(model, model, *chunks, pairs, 0.1)
     model.right.requires_grad_(True)
-    assert (
-        0 < found.squared_gradient_norm < exact_gradient(model, model.encode, *chunks, pairs, 0.1).squared_gradient_norm
-    )
+    assert 0 < found.squared_gradient_norm < exact_gradient(model, model, *chunks, pairs, 0.1).squared_gradient_norm
 
 
 def test_mistakes_are_one_line() -> None:

@@ -93,8 +93,8 @@ def test_images_and_texts_score_as_in_our_evaluation(clip: Path, tmp_path: Path)
     # nDCG of the ranks, from the formula
     model = load_model(clip)
     with torch.no_grad():
-        left = model.encode("left", model.left.prepare([image.convert("RGB") for image in images])).numpy()
-        right = model.encode("right", model.right.prepare([text for own in captions for text in own])).numpy()
+        left = model("left", model.left.prepare([image.convert("RGB") for image in images])).numpy()
+        right = model("right", model.right.prepare([text for own in captions for text in own])).numpy()
     scores = right.astype(np.float64) @ left.T.astype(np.float64)
     ranks = [1 + int((row > row[number // 2]).sum()) for number, row in enumerate(scores)]
     gains = [1 / np.log2(1 + rank) if rank <= 10 else 0.0 for rank in ranks]
@@ -114,7 +114,7 @@ def test_queries_and_documents_take_their_own_towers_and_prompts() -> None:
     text = ["shock and flow"]
     with torch.no_grad():
         sides: dict[Side, np.ndarray] = {
-            side: model.encode(side, model.tower(side).prepare(text)).numpy() for side in ("left", "right")
+            side: model(side, model.tower(side).prepare(text)).numpy() for side in ("left", "right")
         }
     assert not np.allclose(sides["left"], sides["right"], atol=0.01)
     wrapped = MTEBEncoder(model)

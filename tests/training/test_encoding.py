@@ -292,7 +292,7 @@ def test_texts_of_like_length_are_encoded_together_with_the_same_result():
     direction = torch.randn(len(texts["attention_mask"]), model.dim)
     found, seen = [], []
     model.left.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0]["attention_mask"].shape)))
-    for encode in (PlainEncoding(model, CPU).encode, model.encode):
+    for encode in (PlainEncoding(model, CPU).encode, model):
         model.zero_grad()
         embeddings = encode("left", texts)
         (embeddings * direction).sum().backward()

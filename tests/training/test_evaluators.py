@@ -74,8 +74,8 @@ def test_held_out_pairs_are_a_retrieval_test(model):
     evaluator = RetrievalEvaluator(pairs=pairs)
     metrics = evaluator(model)
     with torch.no_grad():
-        left = model.encode("left", model.left.prepare(list(pairs.left_items)))
-        right = model.encode("right", model.right.prepare([pairs.item("right", i) for i in range(6)]))
+        left = model("left", model.left.prepare(list(pairs.left_items)))
+        right = model("right", model.right.prepare([pairs.item("right", i) for i in range(6)]))
     order = (-(left @ right.T)).argsort(dim=1)
     ranks = (order == torch.from_numpy(pairs.right_id)[:, None]).nonzero()[:, 1] + 1
     assert metrics["mrr@10"] == pytest.approx((1 / ranks).mean().item())

@@ -93,7 +93,7 @@ def test_a_step_is_shorter_by_the_decay_of_every_layer(tokenizer: PreTrainedToke
     optimizer = build_optimizer([model, nn.Linear(2, 2)], "sgd", 0.1, 0.0, momentum=0.0, layer_decay=0.5)
     assert optimizer.param_groups[0]["lr"] == 0.1  # what is logged
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model.encode("left", model.left.prepare(["a dog"]))[:, 0].sum().backward()
+    model("left", model.left.prepare(["a dog"]))[:, 0].sum().backward()
     optimizer.step()
     for name, p in model.named_parameters():
         if p.grad is not None:

@@ -69,9 +69,9 @@ def test_the_loss_of_each_source_is_the_mean_over_its_pairs(tmp_path: Path, name
     loader = BatchLoader(pairs, model.left.prepare, model.right.prepare)
     found: dict[int, dict[str, list[float]]] = {}
     for step, batch in enumerate(loader.batches(selector.select(0))):
-        negatives = None if batch.negatives is None else model.encode("right", batch.negatives)
+        negatives = None if batch.negatives is None else model("right", batch.negatives)
         with torch.no_grad():
-            left, right = model.encode("left", batch.left), model.encode("right", batch.right)
+            left, right = model("left", batch.left), model("right", batch.right)
             right_ids, compared = batch.right_id.tolist(), right
             if negatives is not None:
                 right_ids, compared = right_ids + batch.negative_id.tolist(), torch.cat([right, negatives])
@@ -314,7 +314,7 @@ def test_the_saved_folder_knows_the_prompts_of_its_sources(tmp_path: Path) -> No
             str(result.model_folder if shared else result.model_folder / "query"), device="cpu"
         )
         with torch.no_grad():
-            ours = model.eval().encode("left", model.left.prepare(["ask: asked 1"]))
+            ours = model.eval()("left", model.left.prepare(["ask: asked 1"]))
         found = theirs.encode(["asked 1"], prompt_name="asked_query", normalize_embeddings=True)
         assert np.allclose(ours.numpy(), found, atol=1e-5)
         again = TextEncoder(str(result.model_folder), query_prompt_name="asked_query")

@@ -205,9 +205,7 @@ def embeddings(output: Path) -> Tensor:
 def embedded(model: Any) -> Tensor:
     left, right = {"query-document": (LEFT, RIGHT), "image-text": (NOISE, RIGHT), "image": (NOISE, NOISE)}[model.kind]
     with torch.no_grad():
-        return torch.cat(
-            [model.encode(side, model.tower(side).prepare(x)) for side, x in (("left", left), ("right", right))]
-        )
+        return torch.cat([model(side, model.tower(side).prepare(x)) for side, x in (("left", left), ("right", right))])
 
 
 def all_end(ranks: list[Launched], code: int = 0) -> None:
@@ -371,7 +369,7 @@ def one_step_in_parts(found: Path) -> None:
         shard_model(model, torch.device("cpu"))
         for some in (model, whole):
             inputs = some.left.prepare(RIGHT)
-            some.encode("left", inputs)[:, 0].sum().backward()
+            some("left", inputs)[:, 0].sum().backward()
         norm = torch.nn.utils.clip_grad_norm_([p for p in whole.parameters() if p.requires_grad], 0.1)
         assert torch.allclose(distributed.clip_gradients(model.parameters(), 0.1), norm)
         for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
@@ -415,11 +413,11 @@ def steps_in_parts(_: Path) -> None:
             optimizer = build_optimizer([some], name, rate, weight_decay=0.1, sharded=list(model.parameters()))
             for _ in range(3):
                 optimizer.zero_grad()
-                some.encode("left", some.left.prepare(RIGHT))[:, 0].sum().backward()
+                some("left", some.left.prepare(RIGHT))[:, 0].sum().backward()
                 optimizer.step()
-        moved = whole.encode("left", whole.left.prepare(RIGHT))
-        assert (moved - text_encoder().encode("left", whole.left.prepare(RIGHT))).abs().max() > 0.01, name
-        assert torch.allclose(model.encode("left", model.left.prepare(RIGHT)), moved, atol=2e-5), name
+        moved = whole("left", whole.left.prepare(RIGHT))
+        assert (moved - text_encoder()("left", whole.left.prepare(RIGHT))).abs().max() > 0.01, name
+        assert torch.allclose(model("left", model.left.prepare(RIGHT)), moved, atol=2e-5), name
 
 
 @pytest.mark.slow

@@ -33,8 +33,8 @@ def taught() -> PairDataset:
 def agreement(model: TinyEncoder, pairs: PairDataset) -> float:
     """Share of pairs of negatives of one query that the student orders as the teacher."""
     with torch.no_grad():
-        left = model.encode("left", model.left.prepare([pairs.item("left", i) for i in range(PAIRS)]))
-        right = model.encode("right", model.right.prepare([pairs.item("right", i) for i in range(PAIRS)]))
+        left = model("left", model.left.prepare([pairs.item("left", i) for i in range(PAIRS)]))
+        right = model("right", model.right.prepare([pairs.item("right", i) for i in range(PAIRS)]))
     found = (left @ right.T).numpy()
     agreed = [
         (found[p.left_id, a] > found[p.left_id, b]) == (s > t)

@@ -81,7 +81,7 @@ def test_accumulated_batches_make_one_step_with_their_mean_gradient(tmp_path, ch
     for group in (loaded[:3], loaded[3:]):
         optimizer.zero_grad()
         for batch in group:
-            left, right = expected.encode("left", batch.left), expected.encode("right", batch.right)
+            left, right = expected("left", batch.left), expected("right", batch.right)
             (objective(left, right, batch.left_id, batch.right_id).loss / len(group)).backward()
         optimizer.step()
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
