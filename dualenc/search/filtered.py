@@ -14,7 +14,7 @@ from dualenc.search.build import reason
 _faiss: Any = faiss
 """Untyped: its stubs lack the signatures that take arrays and parameters."""
 NPROBE_FACTOR = 2
-"""Kept rows are sparser and farther away than the rows that `nprobe` was tuned for, so IVF visits twice as many lists."""
+"""Kept rows are sparser and farther away than the rows that `nprobe` was tuned for: IVF visits twice as many lists."""
 SCANNED_BELOW = 0.1
 """Share of kept rows below which an HNSW index is scanned instead: a walk over its graph would meet mostly others."""
 
