@@ -346,7 +346,7 @@ def test_histogram_counts_every_score_once_in_few_bins() -> None:
     for name, values in drawn.items():
         for part in np.array_split(values, 7):
             report.count(name, part)
-    edges, counts = report.histogram(most_rows=16)
+    edges, counts = report.histogram(max_bins=16)
     assert len(edges) <= 17
     for name, values in drawn.items():
         np.testing.assert_array_equal(counts[name], np.histogram(values, edges)[0])
