@@ -208,7 +208,7 @@ def test_images_replaced_under_the_same_names_are_embedded_again(tmp_path: Path,
 
 
 def test_large_sets_of_images_are_told_apart_by_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualenc.data.identity.MAX_IMAGES", 10)
+    monkeypatch.setattr("dualenc.search.embed.MAX_IMAGES", 10)
     (tmp_path / "images").mkdir()
     for row in range(40):
         Image.new("RGB", (2, 2), (row, row, row)).save(tmp_path / "images" / f"{row:02}.bmp")
