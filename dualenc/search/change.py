@@ -105,7 +105,7 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
 
 def _check_addition(index: Index, embeddings: Embeddings, folder: str | os.PathLike[str]) -> None:
     """Check that embeddings are of the index's dimension and model, and have new ids."""
-    pairs = [("dimension", index.dim, embeddings.dim)]
+    pairs: list[tuple[str, Any, Any]] = [("dimension", index.dim, embeddings.dim)]
     pairs += [(key, index.meta.get(key), embeddings.meta.get(key)) for key in ("model_checksum", "side", "output")]
     for name, ours, theirs in pairs:
         if ours is not None and theirs is not None and ours != theirs:

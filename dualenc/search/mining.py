@@ -349,6 +349,7 @@ class _Exclusions:
         return np.unique(np.concatenate(ids))
 
 
+@dataclass(eq=False)
 class _Miner:
     """Mines blocks of queries; each process writes its share of them to the folder.
 
@@ -360,40 +361,31 @@ class _Miner:
         asked: left ids to mine for, those with a scored pair.
     """
 
-    def __init__(
-        self,
-        queries: Embeddings,
-        documents: Embeddings,
-        pairs: PairDataset,
-        left: Corpus,
-        right: Corpus,
-        rule: Rule,
-        rescore: Rescore | None,
-        form: Form,
-        folder: Path,
-    ) -> None:
-        self.queries = queries
-        self.documents = documents
-        self.pairs = pairs
-        self.left = left
-        self.right = right
-        self.rule = rule
-        self.rescore = rescore
-        self.form = form
-        self.folder = folder
-        self.left_row = queries.rows_of(left.ids)
-        self.right_row = documents.rows_of(right.ids)
-        self.document = np.empty(len(documents), np.int64)
+    queries: Embeddings
+    documents: Embeddings
+    pairs: PairDataset
+    left: Corpus
+    right: Corpus
+    rule: Rule
+    rescore: Rescore | None
+    form: Form
+    folder: Path
+
+    def __post_init__(self) -> None:
+        pairs = self.pairs
+        self.left_row = self.queries.rows_of(self.left.ids)
+        self.right_row = self.documents.rows_of(self.right.ids)
+        self.document = np.empty(len(self.documents), np.int64)
         with_vector = np.flatnonzero(self.right_row >= 0)
         self.document[self.right_row[with_vector]] = with_vector
-        self.exclusions = _Exclusions(pairs, left, right)
+        self.exclusions = _Exclusions(pairs, self.left, self.right)
         if not ((self.left_row[pairs.left_id] >= 0) & (self.right_row[pairs.right_id] >= 0)).any():
             raise DualencError("no query and its positive both have a vector; embed the sides of these pairs")
         self.pair_scores = self._score_pairs()
         is_scored = np.isfinite(self.pair_scores)
         self.asked = np.unique(pairs.left_id[is_scored])
         self._scores = self.pair_scores[is_scored]
-        self._pairs_of = Ragged.from_pairs(pairs.left_id, np.arange(len(pairs)), len(left))
+        self._pairs_of = Ragged.from_pairs(pairs.left_id, np.arange(len(pairs)), len(self.left))
 
     def searcher(self, factory: str, metric: Metric) -> Search:
         """The search of the documents: exact, or by an index that the main process builds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ class Query(NamedTuple):
     rerank: int = 0
 
 
+@dataclass(eq=False)
 class Searcher:
     """An open index with its model, for one thread at a time.
 
@@ -67,27 +69,19 @@ class Searcher:
         ef_search: candidates that an HNSW index keeps; None for the index's own setting.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        index: Index | EngineIndex,
-        encoder: DualEncoder,
-        lexical: Lexical | None = None,
-        *,
-        judge: Rescore | None = None,
-        texts: KeptTexts | None = None,
-        nprobe: int | None = None,
-        ef_search: int | None = None,
-    ) -> None:
-        self.folder = folder
-        self.index = index
-        self.encoder = encoder
-        self.lexical = lexical
-        self.judge = judge
-        self.texts = texts
-        self.nprobe = nprobe
-        self.ef_search = ef_search
-        self.side: Side = index.meta.get("side", "right")
+    folder: Path
+    index: Index | EngineIndex
+    encoder: DualEncoder
+    lexical: Lexical | None = None
+    judge: Rescore | None = None
+    texts: KeptTexts | None = None
+    nprobe: int | None = None
+    ef_search: int | None = None
+
+    @property
+    def side(self) -> Side:
+        """The side of the model that made the index."""
+        return self.index.meta.get("side", "right")
 
     @classmethod
     def open(
@@ -152,7 +146,7 @@ class Searcher:
                 raise DualencError(
                     f"{folder}: was built with other weights than the model has now; build the index again"
                 )
-        return cls(folder, index, encoder, lexical, judge=judge, texts=texts, nprobe=nprobe, ef_search=ef_search)
+        return cls(folder, index, encoder, lexical, judge, texts, nprobe, ef_search)
 
     def __len__(self) -> int:
         return len(self.index)
