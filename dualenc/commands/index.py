@@ -99,7 +99,7 @@ def _check_build(
 ) -> None:
     """Refuse what would fail after the embedding, which may take hours."""
     from dualenc.search import is_index
-    from dualenc.search.build import LARGEST_PARAMETER, check_factory
+    from dualenc.search.build import MAX_PARAMETER, check_factory
     from dualenc.search.embeddings import is_embeddings
     from dualenc.search.index import check_target
     from dualenc.search.kinds import parse_bytes
@@ -107,7 +107,7 @@ def _check_build(
     if build.memory is not None:
         parse_bytes(build.memory)
     check_factory(build.factory)
-    check_range(1, LARGEST_PARAMETER, nprobe=build.nprobe, ef_search=build.ef_search)
+    check_range(1, MAX_PARAMETER, nprobe=build.nprobe, ef_search=build.ef_search)
     check_range(0, 1, target_recall=build.target_recall)
     check_range(1, sys.maxsize, dim=build.dim)
     check_range(0, MAX_ITEMS, recall_queries=build.recall_queries)

@@ -88,12 +88,12 @@ def search(
 def _open(index: str, query: str, k: int, ranking: RankingOptions, options: SearchOptions) -> Searcher:
     """Open an index with the models that the query needs, after checking the options."""
     from dualenc.commands.evaluation import start_processes
-    from dualenc.search.build import LARGEST_PARAMETER
+    from dualenc.search.build import MAX_PARAMETER
     from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher
 
     check_range(1, sys.maxsize, k=k, rerank_top=ranking.rerank_top)
-    check_range(1, LARGEST_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
+    check_range(1, MAX_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
     check_range(0, 1, weight=ranking.weight)
     if ranking.rerank is not None and k > ranking.rerank_top:
         counts = f"-k is {k} and --rerank-top {ranking.rerank_top}"

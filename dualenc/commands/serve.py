@@ -76,7 +76,7 @@ def serve(
     if missing:
         raise DualencError(f"serve needs the package {missing[0]}: pip install 'dualenc[serve]'")
     from dualenc.commands.evaluation import start_processes
-    from dualenc.search.build import LARGEST_PARAMETER
+    from dualenc.search.build import MAX_PARAMETER
     from dualenc.search.kinds import parse_bytes
     from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher
@@ -91,7 +91,7 @@ def serve(
     check_range(0, 1000, wait_ms=wait_ms)
     check_range(1, 1 << 20, queue=queue)
     check_range(0.1, 3600, timeout=timeout)
-    check_range(1, LARGEST_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
+    check_range(1, MAX_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
     max_bytes = parse_bytes(max_body, "--max-body", 1 << 12)
     token = _read_token(token_file)
     listening = _bind(host, port, token)

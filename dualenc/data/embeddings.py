@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from dualenc.checksums import verify_files
-from dualenc.data.items import ORDER, Ids, ItemTable, item_batch, read_batches
+from dualenc.data.items import ORDER, Ids, ItemTable, item_batch, read_batches, rows_of
 from dualenc.errors import DualencError
 from dualenc.reading import read_json_object
 
@@ -98,10 +98,7 @@ class Embeddings:
 
     def rows_of(self, ids: Sequence[str]) -> np.ndarray:
         """(n,) the row of each id, -1 for an id without a vector."""
-        if isinstance(self.ids, Ids):
-            return self.ids.rows(ids)
-        row_of = {name: row for row, name in enumerate(self.ids)}
-        return np.array([row_of.get(name, -1) for name in ids], dtype=np.int64)
+        return rows_of(self.ids, ids)
 
     def first(self, dim: int) -> Embeddings:
         """The first components of each vector only, scaled to length one again if the vectors had it.

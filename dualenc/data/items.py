@@ -132,6 +132,14 @@ class Ids(Texts):
         return np.asarray(order)
 
 
+def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
+    """(n,) int64, the row of each name among mapped ids or a list; -1 for a name that is not there."""
+    if isinstance(ids, Ids):
+        return ids.rows(names)
+    row_of = {name: row for row, name in enumerate(ids)}
+    return np.array([row_of.get(name, -1) for name in names], dtype=np.int64)
+
+
 class ItemTable:
     """N items in Arrow files.
 

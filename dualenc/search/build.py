@@ -1,4 +1,4 @@
-"""From vectors to a trained, filled and measured FAISS index."""
+"""FAISS index construction: create, train, fill, tune and measure an index."""
 
 from __future__ import annotations
 
@@ -19,53 +19,54 @@ from dualenc.types import Metric
 
 METRICS = ("cosine", "ip")
 UNIT_TOLERANCE = 1e-6
-"""Vectors whose squared length differs from one by less are taken as normalised."""
+"""Vectors whose squared length differs from one by less count as normalized."""
 STORED_TOLERANCE = 0.02
-"""How far the squared length of stored unit vectors may be from one: half precision rounds each number by 5e-4."""
+"""Allowed difference of the squared length of stored unit vectors from one: float16 rounds each number by 5e-4."""
 SCORE_TOLERANCE = 1e-6
-"""Two scores are a tie if they differ by less than this times both norms: sums in another order differ so much."""
+"""Two scores tie if they differ by less than this times both norms, as sums in another order do."""
 
 POINTS_PER_LIST = 64
-OTHER_TRAINING_ROWS = 65536
+MIN_TRAINING_SAMPLE = 65536
 
-FLAT_STEPS = 3
-"""So many values of a search parameter in a row that gain nothing end its search."""
+PATIENCE = 3
+"""Steps of a search parameter without gain that end its search."""
 
-LARGEST_NUMBER = 2**24
-MOST_LINKS = 1024
-MOST_BITS = 16
-MOST_DIMENSIONS = 2**16
-"""Limits of a factory string: what is beyond them is a slip of the hand, or takes a machine down."""
-LARGEST_PARAMETER = 2**24
-"""A thread of HNSW keeps 8 bytes for each of `efSearch` candidates."""
+MAX_FACTORY_NUMBER = 2**24
+MAX_LINKS = 1024
+MAX_BITS = 16
+MAX_DIMENSIONS = 2**16
+"""Limits of a factory string: anything beyond is a typing error, or exhausts the machine."""
+MAX_PARAMETER = 2**24
+"""An HNSW search thread keeps 8 bytes for each of `efSearch` candidates."""
 
 
 class Database:
-    """N vectors as the metric wants them: float32, finite, of unit norm for "cosine".
+    """Database vectors, ready for a metric: float32, finite, of unit norm for "cosine".
 
-    Vectors that say `normalized` in their meta are checked and taken as they are.
+    Vectors that are `normalized` according to their meta are checked and not scaled.
     """
 
     def __init__(self, embeddings: Embeddings, metric: Metric) -> None:
-        self.embeddings, self.metric = embeddings, metric
+        self.embeddings = embeddings
+        self.metric = metric
         self.are_unit = bool(embeddings.meta.get("normalized"))
 
     def __len__(self) -> int:
         return len(self.embeddings)
 
     def rows(self, rows: np.ndarray) -> np.ndarray:
-        """Some vectors, (n, D), in the order of `rows`; a `DualencError` tells which is not fit, as `ready` does."""
+        """The vectors (n, D) of some rows, in their order; raises what `ready` raises."""
         return self._ready(self.embeddings.vectors[rows], rows)
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """All vectors in order, a block at a time."""
+        """All vectors in order, one block at a time."""
         start = 0
         for block in self.embeddings.blocks():
             yield self._ready(block, range(start, start + len(block)))
             start += len(block)
 
     def sample(self, count: int, seed: int) -> np.ndarray:
-        """Numbers of `count` rows drawn without replacement, ascending."""
+        """A random sample of `count` rows without replacement, ascending."""
         return np.sort(np.random.default_rng(seed).choice(len(self), min(count, len(self)), replace=False))
 
     def _ready(self, block: np.ndarray, rows: range | np.ndarray) -> np.ndarray:
@@ -79,16 +80,16 @@ def ready(
     name: Callable[[int], str] = "row {}".format,
     are_unit: bool = False,
 ) -> np.ndarray:
-    """Float32 vectors (n, D), checked to be finite, and scaled to length one for "cosine"; zero stays zero.
+    """Check that vectors (n, D) are finite, and normalize them for "cosine"; zero stays zero.
 
     Args:
-        vectors: (n, D) float32; returned as they are where nothing is to do.
+        vectors: (n, D) float32; not copied if they need no scaling.
         metric: "cosine" or "ip".
-        name: what to call a row in an error.
-        are_unit: they are said to be of length one, or zero: check that instead of scaling.
+        name: describes a row in error messages.
+        are_unit: the vectors should be of length one, or zero: check that instead of scaling.
 
     Raises:
-        DualencError: a vector is not finite, or not of length one though it is said to be.
+        DualencError: a vector is not finite, or not of length one under `are_unit`.
     """
     # One pass: a square is finite exactly if no number of the row is NaN or infinite (or beyond 1e19).
     with np.errstate(over="ignore", invalid="ignore"):
@@ -96,21 +97,21 @@ def ready(
     if not np.isfinite(squares).all():
         row = int(np.flatnonzero(~np.isfinite(squares))[0])
         raise DualencError(f"the vector of {name(row)} is not finite; embed it again or leave it out")
-    off = np.abs(squares - 1)
+    deviation = np.abs(squares - 1)
     if are_unit:
-        wrong = (off > STORED_TOLERANCE) & (squares > 0)
+        wrong = (deviation > STORED_TOLERANCE) & (squares > 0)
         if wrong.any():
             row = int(np.argmax(wrong))
             length = f"{np.sqrt(squares[row]):.3g}"
             raise DualencError(f"the vector of {name(row)} has length {length} instead of 1; embed the data again")
         return vectors
-    if metric == "ip" or (off < UNIT_TOLERANCE).all():
+    if metric == "ip" or (deviation < UNIT_TOLERANCE).all():
         return vectors
     return vectors / np.sqrt(np.where(squares == 0, 1, squares))[:, None]
 
 
 def as_queries(queries: np.ndarray, dim: int, metric: Metric) -> np.ndarray:
-    """Queries as (Q, D) contiguous float32, normalised for "cosine"; refused if not finite or of another dimension."""
+    """Check queries, and convert them to (Q, D) contiguous float32, normalized for "cosine"."""
     queries = np.ascontiguousarray(np.atleast_2d(np.asarray(queries)), dtype=np.float32)
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise DualencError(
@@ -120,16 +121,16 @@ def as_queries(queries: np.ndarray, dim: int, metric: Metric) -> np.ndarray:
 
 
 def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = None) -> Any:
-    """An empty FAISS index; cosine is the inner product of normalised vectors.
+    """Create an empty FAISS index; cosine is the inner product of normalized vectors.
 
     Args:
         dim: D.
         factory: a FAISS factory string.
         metric: "cosine" or "ip".
-        num_vectors: N, if it is known; an index with more lists than vectors is refused.
+        num_vectors: N, if known; an index with more lists than vectors is refused.
 
     Raises:
-        DualencError: FAISS does not know the string, or it does not fit the dimension or the number of vectors
+        DualencError: a factory string that FAISS does not accept, or not for this dimension or number of vectors
             (with FAISS's reason).
     """
     if metric not in METRICS:
@@ -139,48 +140,49 @@ def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = 
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except (RuntimeError, MemoryError) as error:
         raise _unfit(factory, f"does not work for dimension {dim}: {reason(error)}") from None
-    _keep_order_of_codes(index)
+    _disable_polysemous_training(index)
     return index
 
 
-def _keep_order_of_codes(index: Any) -> None:
-    """Leave out FAISS's reordering of product-quantized codes, for a search by Hamming distances that is not used here.
+def _disable_polysemous_training(index: Any) -> None:
+    """Disable the reordering of product-quantizer codes for Hamming distances, which are not used here.
 
-    It takes 4 seconds for each byte of a code, however few the vectors, and changes no distance.
+    It takes 4 seconds per byte of a code, however few the vectors, and changes no distance.
     """
     index = faiss.downcast_index(index)
     if hasattr(index, "do_polysemous_training"):
         index.do_polysemous_training = False
     for part in ("index", "base_index", "refine_index", "storage", "quantizer"):
         if getattr(index, part, None) is not None:
-            _keep_order_of_codes(getattr(index, part))
+            _disable_polysemous_training(getattr(index, part))
 
 
 def check_factory(factory: str, num_vectors: int | None = None) -> None:
-    """Refuse what FAISS accepts and then ends the whole process with, hangs on, or can never fill.
+    """Refuse factory strings that FAISS accepts but that crash or hang the process, or can never be filled.
 
-    `HNSW0`, `PQ4x0` and `IVF10_HNSW1,Flat` stop at an assertion in C++, a division by zero or a wild pointer when the
-    first vector arrives, out of reach of any exception; `IVF999999999,Flat` takes the memory of the whole machine.
+    `HNSW0`, `PQ4x0` and `IVF10_HNSW1,Flat` end in an assertion in C++, a division by zero or a wild pointer at the
+    first vector, which no exception handler catches; `IVF999999999,Flat` exhausts the memory of the machine.
 
     Args:
         factory: a FAISS factory string, or "auto".
-        num_vectors: N, if it is known.
+        num_vectors: N, if known.
 
     Raises:
-        DualencError: with what is wrong.
+        DualencError: a factory string beyond these limits.
     """
-    numbers = [int(number) for number in re.findall(r"\d+", factory) if len(number) < 10]
-    if len(numbers) < len(re.findall(r"\d+", factory)) or any(not 1 <= n <= LARGEST_NUMBER for n in numbers):
-        raise _unfit(factory, f"has a number that is not between 1 and {LARGEST_NUMBER:,}")
+    # By their length first: Python refuses to convert thousands of digits.
+    numbers = re.findall(r"\d+", factory)
+    if any(len(number) > 9 or not 1 <= int(number) <= MAX_FACTORY_NUMBER for number in numbers):
+        raise _unfit(factory, f"has a number that is not between 1 and {MAX_FACTORY_NUMBER:,}")
     for name, links in re.findall(r"(HNSW|NSG)(\d+)", factory):
-        if not 2 <= int(links) <= MOST_LINKS:
-            raise _unfit(factory, f"gives each vector {links} links; {name} takes 2 to {MOST_LINKS}")
+        if not 2 <= int(links) <= MAX_LINKS:
+            raise _unfit(factory, f"gives each vector {links} links; {name} takes 2 to {MAX_LINKS}")
     for bits in re.findall(r"(?:PQ|RQ|LSQ|IMI|Residual)\w*?\d+x(\d+)", factory):
-        if int(bits) > MOST_BITS:
-            raise _unfit(factory, f"has codes of {bits} bits; at most {MOST_BITS} can be trained")
+        if int(bits) > MAX_BITS:
+            raise _unfit(factory, f"has codes of {bits} bits; at most {MAX_BITS} can be trained")
     for size in re.findall(r"(?:PCA[WR]*|RR|ITQ|OPQ\d+_|Pad)(\d+)", factory):
-        if int(size) > MOST_DIMENSIONS:
-            raise _unfit(factory, f"makes vectors of dimension {size}; at most {MOST_DIMENSIONS} are allowed")
+        if int(size) > MAX_DIMENSIONS:
+            raise _unfit(factory, f"makes vectors of dimension {size}; at most {MAX_DIMENSIONS} are allowed")
     for lists in re.findall(r"IVF(\d+)", factory):
         if num_vectors is not None and int(lists) > num_vectors:
             raise _unfit(factory, f"has {lists} lists for {num_vectors} vectors")
@@ -193,15 +195,15 @@ def _unfit(factory: str, why: str) -> DualencError:
 
 
 def training_rows(index: Any, num_vectors: int) -> int:
-    """How many vectors to train on: 64 per inverted list, at least 65536, at most all; 0 if none are needed."""
+    """Number of training vectors: 64 per inverted list, at least 65536, at most all; 0 if the index needs none."""
     if index.is_trained:
         return 0
     ivf = faiss.try_extract_index_ivf(index)
-    return min(num_vectors, max(OTHER_TRAINING_ROWS, POINTS_PER_LIST * ivf.nlist if ivf else 0))
+    return min(num_vectors, max(MIN_TRAINING_SAMPLE, POINTS_PER_LIST * ivf.nlist if ivf else 0))
 
 
 def reason(error: BaseException) -> str:
-    """The last part of a FAISS error: what is wrong, without the C++ function and file."""
+    """The message of a FAISS error, without the C++ function and file."""
     text = " ".join(str(error).split())
     text = re.sub(r"^Error in .* at \S+:\d+: ", "", text)
     text = re.sub(r"^Error: '.*' failed: ", "", text)
@@ -209,27 +211,38 @@ def reason(error: BaseException) -> str:
 
 
 class Probe(NamedTuple):
-    """Queries with the outcome of an exact search for k neighbours, the query itself not counted."""
+    """Recall probe: queries with the exact score of their k-th neighbour, the query itself not counted.
 
-    queries: np.ndarray  # (Q, D) float32
-    rows: np.ndarray  # (Q,) of each query in the database, -1 for those from elsewhere
-    threshold: np.ndarray  # (Q,) exact score of the k-th neighbour
+    Attributes:
+        queries: (Q, D) float32.
+        rows: (Q,) row of each query in the database, or -1 for other queries.
+        threshold: (Q,) exact score of the k-th neighbour.
+        k: number of neighbours.
+    """
+
+    queries: np.ndarray
+    rows: np.ndarray
+    threshold: np.ndarray
     k: int
+
+    def part(self, queries: slice) -> Probe:
+        """The probe of some of the queries."""
+        return Probe(self.queries[queries], self.rows[queries], self.threshold[queries], self.k)
 
 
 def exact_probe(database: Database, queries: np.ndarray, rows: np.ndarray, k: int = 10) -> Probe | None:
-    """Search a database exactly for every query, streaming it; None if there is nobody to find.
+    """Exact search of a streamed database for every query; None without queries or neighbours.
 
     Args:
         database: N vectors.
         queries: (Q, D).
-        rows: (Q,) row of a query in the database, which is not to find itself; -1 if it is not in there.
-        k: neighbours to look for; fewer if the database is smaller.
+        rows: (Q,) row of a query in the database, which must not find itself; -1 for other queries.
+        k: number of neighbours; fewer if the database is smaller.
     """
     k = min(k, len(database) - int((rows >= 0).any()))
     if k < 1 or not len(queries):
         return None
-    # One more than k, in case the query itself is among them.
+    # One more than k, in case the query itself is found.
     scores, found = knn_ground_truth(
         queries, database.blocks(), min(k + 1, len(database)), faiss.METRIC_INNER_PRODUCT, ngpu=0
     )
@@ -237,21 +250,17 @@ def exact_probe(database: Database, queries: np.ndarray, rows: np.ndarray, k: in
     return Probe(queries, rows, -np.sort(-scores, axis=1)[:, k - 1], k)
 
 
-def halves(probe: Probe) -> tuple[Probe, Probe]:
-    """Every other query, and the rest."""
-    return tuple(Probe(probe.queries[i::2], probe.rows[i::2], probe.threshold[i::2], probe.k) for i in (0, 1))  # type: ignore[return-value]
-
-
 def recall(index: Any, database: Database, probe: Probe) -> float:
-    """The share of exact neighbours that the index finds; a tie with the k-th neighbour is as good as it."""
+    """Recall@k: the share of exact neighbours that an index finds; a tie with the k-th neighbour counts as a hit."""
     return share_found(index.search(probe.queries, probe.k + 1)[1], database, probe)
 
 
 def share_found(found: np.ndarray, database: Database, probe: Probe) -> float:
-    """The share of exact neighbours among the rows (Q, k + 1) that a search gave."""
+    """Recall@k of the rows (Q, k + 1) that a search returned; a tie with the k-th neighbour counts as a hit."""
     found = np.where(found == probe.rows[:, None], -1, found)
-    own_last = np.argsort(found < 0, axis=1, kind="stable")[:, : probe.k]
-    found = np.take_along_axis(found, own_last, axis=1)
+    # The query itself moves behind its neighbours, and is cut off.
+    missing_last = np.argsort(found < 0, axis=1, kind="stable")[:, : probe.k]
+    found = np.take_along_axis(found, missing_last, axis=1)
     vectors = database.rows(np.maximum(found, 0).ravel()).reshape(*found.shape, -1)
     scores = np.einsum("qd,qkd->qk", probe.queries, vectors, dtype=np.float64)
     slack = SCORE_TOLERANCE * np.linalg.norm(probe.queries, axis=1)[:, None] * np.linalg.norm(vectors, axis=2)
@@ -263,12 +272,12 @@ def set_parameter(index: Any, name: str, value: int) -> None:
     """Set a search parameter such as "nprobe" or "efSearch", also inside pre-transformed and refined indexes.
 
     Raises:
-        DualencError: the index has no such parameter, or the value is beyond what it can use.
+        DualencError: the index has no such parameter, or the value is too large for it.
     """
     ivf = faiss.try_extract_index_ivf(index)
-    largest = int(ivf.nlist) if name == "nprobe" and ivf is not None else LARGEST_PARAMETER
-    if not 1 <= value <= largest:
-        raise DualencError(f"{name} is {value}; give a number from 1 to {largest}")
+    maximum = int(ivf.nlist) if name == "nprobe" and ivf is not None else MAX_PARAMETER
+    if not 1 <= value <= maximum:
+        raise DualencError(f"{name} is {value}; give a number from 1 to {maximum}")
     try:
         faiss.ParameterSpace().set_index_parameter(index, name, value)
     except RuntimeError as error:
@@ -278,93 +287,107 @@ def set_parameter(index: Any, name: str, value: int) -> None:
 def parameter_values(index: Any) -> dict[str, list[int]]:
     """The parameters that trade time for recall, each with the values of `faiss.ParameterSpace`, ascending.
 
-    They are `nprobe` or `efSearch`, and `k_factor_rf` for what is refined; {} where there is nothing to choose.
+    They are `nprobe` or `efSearch`, and `k_factor_rf` of a refined index; {} if the index has none.
     """
     space = faiss.ParameterSpace()
     space.initialize(index)
     values = {}
     for number in range(space.parameter_ranges.size()):
-        found = space.parameter_ranges.at(number)
-        if found.name in ("nprobe", "efSearch", "k_factor_rf"):
-            values[found.name] = [int(value) for value in faiss.vector_to_array(found.values) if value >= 1]
+        parameter = space.parameter_ranges.at(number)
+        if parameter.name in ("nprobe", "efSearch", "k_factor_rf"):
+            values[parameter.name] = [int(value) for value in faiss.vector_to_array(parameter.values) if value >= 1]
     ivf = faiss.try_extract_index_ivf(index)
-    if "nprobe" in values and ivf is not None:  # FAISS stops below the number of lists
+    # FAISS stops below the number of lists.
+    if "nprobe" in values and ivf is not None:
         values["nprobe"] = sorted({*values["nprobe"], int(ivf.nlist)})
     return values
 
 
-def tune(index: Any, database: Database, probe: Probe, target: float, least_gain: float = 0.002) -> dict[str, int]:
-    """Set the fastest of FAISS's operating points whose recall reaches a target, or the fastest of the best.
+class _Trial(NamedTuple):
+    """A setting of the search parameters with its recall and time."""
 
-    The values are those of `faiss.ParameterSpace`, and its `OperatingPoints` keep what is worth having. Its `explore`
-    would time every value up to the largest, compares row numbers where scores may tie, and knows of no query that is
-    itself in the database: here each parameter grows until the target is reached or three steps, an eightfold value,
-    have gained nothing. A single step tells little: the next lists may hold the neighbours.
+    setting: dict[str, int]
+    recall: float
+    seconds: float
+
+
+def tune(index: Any, database: Database, probe: Probe, target: float, min_gain: float = 0.002) -> dict[str, int]:
+    """Tune search parameters: set the fastest values of `faiss.ParameterSpace` that reach a target recall.
+
+    If none do, it sets the fastest whose recall is within `min_gain` of the best. `ParameterSpace.explore` would time
+    every value up to the largest, compares row numbers where scores may tie, and cannot ignore a query that is itself
+    in the database; here each parameter grows until the target is reached or three steps, an eightfold value, have
+    gained nothing. A single step without gain says little: the next lists may hold the neighbours.
 
     Returns:
-        What is now set in the index, by name.
+        The parameters that were set, by name.
     """
     values = parameter_values(index)
     if not values:
         return {}
-    refining = values.pop("k_factor_rf", [])
+    trials: list[_Trial] = []
+    factors = values.pop("k_factor_rf", [0])  # 0: not refined
     name, steps = next(iter(values.items()), ("", [0]))
-    points = faiss.OperatingPoints()
-    tried: list[tuple[float, float, dict[str, int]]] = []
-    for factor in refining or [0]:
-        history: list[float] = []
+    for factor in factors:
+        recalls: list[float] = []
         for step in steps:
             setting = {key: value for key, value in (("k_factor_rf", factor), (name, step)) if value}
-            for key, value in setting.items():
-                set_parameter(index, key, value)
-            started = time.perf_counter()
-            rows = index.search(probe.queries, probe.k + 1)[1]
-            seconds, found = time.perf_counter() - started, share_found(rows, database, probe)
-            points.add(found, seconds, str(setting), len(tried))
-            tried.append((found, seconds, setting))
-            slower = any(best >= target and seconds > least for best, least, _ in tried[:-1])
-            history.append(found)
-            flat = len(history) > FLAT_STEPS and 0 < history[-1 - FLAT_STEPS] > found - least_gain
-            if found >= target or slower or flat:
+            trial = _try(index, database, probe, setting)
+            is_slower = any(other.recall >= target and trial.seconds > other.seconds for other in trials)
+            trials.append(trial)
+            recalls.append(trial.recall)
+            is_flat = len(recalls) > PATIENCE and 0 < recalls[-1 - PATIENCE] > trial.recall - min_gain
+            if trial.recall >= target or is_slower or is_flat:
                 break
-    optimal = [points.optimal_pts.at(number) for number in range(points.optimal_pts.size())]
-    best = max(point.perf for point in optimal)
-    enough = target if best >= target else best - least_gain
-    chosen = tried[min((point for point in optimal if point.perf >= enough), key=lambda point: point.t).cno][2]
-    for key, value in chosen.items():
+    best = max(trial.recall for trial in trials)
+    required = target if best >= target else best - min_gain
+    chosen = min((trial for trial in trials if trial.recall >= required), key=lambda trial: trial.seconds)
+    for key, value in chosen.setting.items():
         set_parameter(index, key, value)
-    return chosen
+    return chosen.setting
+
+
+def _try(index: Any, database: Database, probe: Probe, setting: dict[str, int]) -> _Trial:
+    for key, value in setting.items():
+        set_parameter(index, key, value)
+    started = time.perf_counter()
+    rows = index.search(probe.queries, probe.k + 1)[1]
+    seconds = time.perf_counter() - started
+    return _Trial(setting, share_found(rows, database, probe), seconds)
 
 
 def latency(index: Any, queries: np.ndarray, k: int = 10) -> dict[str, float]:
-    """Milliseconds that a query takes when asked alone: the median, and what 95 and 99 of a hundred stay below."""
-    index.search(queries[:1], k)
-    taken = []
+    """Latency of single queries in milliseconds: percentiles 50, 95 and 99."""
+    index.search(queries[:1], k)  # warm-up
+    times = []
     for query in queries:
         started = time.perf_counter()
         index.search(query[None], k)
-        taken.append(1000 * (time.perf_counter() - started))
-    return {f"p{share}": round(float(np.percentile(taken, share)), 3) for share in (50, 95, 99)}
+        times.append(1000 * (time.perf_counter() - started))
+    return {f"p{percent}": round(float(np.percentile(times, percent)), 3) for percent in (50, 95, 99)}
 
 
 def build_faiss(
     database: Database, factory: str, *, train_rows: int | None, seed: int, progress: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Train a new index on a sample and add the database block by block; with entries for its meta.json.
+    """Train a new index on a sample and add the database in blocks; returns it with entries for its meta.json.
 
-    The arguments are those of `Index.build`; without `train_rows` a sample of `training_rows` is taken.
+    The arguments are those of `Index.build`; the default of `train_rows` is `training_rows`.
 
     Raises:
-        DualencError: a factory string that FAISS refuses, cannot train on these vectors or cannot fill with them.
+        DualencError: FAISS refuses the factory string, or cannot train or fill the index.
     """
-    num_vectors, dim = len(database), database.embeddings.dim
+    num_vectors = len(database)
+    dim = database.embeddings.dim
     index = new_index(dim, factory, database.metric, num_vectors)
-    rows = training_rows(index, num_vectors) if train_rows is None or index.is_trained else min(train_rows, num_vectors)
+    rows = training_rows(index, num_vectors)
+    if train_rows is not None and not index.is_trained:
+        rows = min(train_rows, num_vectors)
     started = time.perf_counter()
     if rows:
         train(index, database.rows(database.sample(rows, seed)), factory)
     try:
-        # Flat storage is allocated once: grown block by block it would be copied, old and new side by side.
+        # Flat storage is reserved at once: growing it would copy it, and need twice the memory.
         storage = faiss.downcast_index(index.storage if isinstance(index, faiss.IndexHNSW) else index)
         if isinstance(storage, faiss.IndexFlatCodes):
             storage.codes.resize(num_vectors * storage.code_size)
@@ -380,31 +403,30 @@ def build_faiss(
 
 
 def train(index: Any, vectors: np.ndarray, factory: str) -> None:
-    """Train an index so that Ctrl-C ends it at once.
+    """Train an index so that Ctrl-C interrupts it immediately.
 
-    FAISS asks between the iterations of a k-means whether to stop, which for product quantizers is a minute apart, and
-    OPQ trains one after the other; hence a thread trains, and this one waits where it can be interrupted.
+    FAISS checks for signals only between the iterations of a k-means, a minute apart for product quantizers; hence
+    a daemon thread trains, while this one can be interrupted.
     """
-    outcome: list[BaseException | None] = []
+    errors: list[BaseException] = []
     threads = faiss.omp_get_max_threads()
 
     def work() -> None:
-        faiss.omp_set_num_threads(threads)  # OpenMP keeps this number for each thread
+        faiss.omp_set_num_threads(threads)  # OpenMP keeps this number per thread
         try:
             index.train(vectors)
-            outcome.append(None)
         except BaseException as error:
-            outcome.append(error)
+            errors.append(error)
 
+    # Not an executor: the interpreter would wait for its threads at exit.
     thread = threading.Thread(target=work, name="faiss training", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.1)
-    error = outcome[0]
-    if isinstance(error, (RuntimeError, MemoryError)):
+    if errors and isinstance(errors[0], (RuntimeError, MemoryError)):
         raise DualencError(
-            f"factory {factory!r} cannot be trained on {len(vectors)} vectors: {reason(error)}; "
+            f"factory {factory!r} cannot be trained on {len(vectors)} vectors: {reason(errors[0])}; "
             "use fewer lists, Flat or auto"
         ) from None
-    if error is not None:
-        raise error
+    if errors:
+        raise errors[0]

@@ -1,15 +1,16 @@
-"""Append vectors to an index folder, and remove them by id; the folder is written anew, beside the old one.
+"""Index updates: append vectors to an index folder, or remove them by id; the folder is rewritten beside the old one.
 
-What is trained stays as it is: an index that has grown a lot, or whose data have changed, is better built again. Lists
-on disk are copied by a merge; of what is added the codes are in memory. Changes by several processes take turns.
+Trained parts stay as they are: an index that has grown a lot, or whose data have changed, is better built again. Lists
+on disk are copied by a merge; the codes of appended vectors are in memory. Changes by several processes take turns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pyarrow as pa
 
 from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import sum_checksums
-from dualenc.data.items import Ids, check_ids
+from dualenc.data.items import check_ids, rows_of
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, locked
 from dualenc.search.build import Database, reason
@@ -31,206 +32,217 @@ MEASURED = ("target_recall", "recall_at_10", "recall_queries", "recall_queries_f
 
 
 def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
-    """Add vectors with new ids to an index.
+    """Append vectors with new ids to an index.
 
     Args:
         folder: of the index.
         embeddings: n vectors of the same dimension, made by the same model as those of the index.
 
     Returns:
-        The index as it is now.
+        The changed index.
 
     Raises:
-        DualencError: another dimension or model, an id that the index has already, or a column of other values.
+        DualencError: another dimension or model, an id that the index already has, or a column of another type.
     """
     with locked(folder):
-        return _append(folder, embeddings)
-
-
-def _append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
-    index = Index.open(folder)
-    for name, ours, theirs in (
-        ("dimension", index.dim, embeddings.dim),
-        *((key, index.meta.get(key), embeddings.meta.get(key)) for key in ("model_checksum", "side", "output")),
-    ):
-        if ours is not None and theirs is not None and ours != theirs:
-            was, now = str(theirs)[:12], str(ours)[:12]
-            raise DualencError(f"{folder}: has vectors of {name} {now}, not {was}; embed the data with its model")
-    if not len(embeddings):
-        raise DualencError("no vectors to append; give at least one")
-    check_ids(embeddings.ids)
-    present = np.flatnonzero(_mapped(index).rows(embeddings.ids) >= 0)
-    if len(present):
-        name = embeddings.ids[int(present[0])]
-        raise DualencError(f"{folder}: has an item {name!r} already; remove it first, or leave it out")
-    database, before = Database(embeddings, index.meta["metric"]), len(index)
-    snippets: Iterator[str] | None = None
-    if index.snippets is not None or embeddings.snippets is not None:
-        old = itertools.repeat("", before) if index.snippets is None else index.snippets
-        new = itertools.repeat("", len(embeddings)) if embeddings.snippets is None else embeddings.snippets
-        snippets = itertools.chain(old, new)
-    columns = _joined(index, embeddings, folder)
-    with atomic_folder(folder, is_index, "index") as part:
-        part.mkdir()
-        if lists_of(index.faiss) is None:
-            changed = faiss.read_index(str(Path(folder) / "index.faiss"))  # in memory: what is mapped cannot grow
-            for block in _told(database.blocks(), folder):
-                changed.add(block)
-        else:
-            base, refine = split(index.faiss)
-            added = _empty(base)
-            rows = np.arange(before, before + len(embeddings))
-            codes = [] if refine is None else [_codes(refine)]
-            start = 0
-            for block in _told(database.blocks(), folder):
-                added.add_with_ids(block, rows[start : start + len(block)])
-                start += len(block)
-                if refine is not None:
-                    codes.append(refine.sa_encode(block))
-            changed = merge_lists(_empty(base), [base, added], part / LISTS)
-            changed = changed if refine is None else with_codes(changed, index.faiss, codes, part / "refine.faiss")
-        meta = _changed(index, "appended", len(embeddings))
-        both = sum_checksums(made_of.meta.get("texts_checksum") for made_of in (index, embeddings))
-        meta |= {} if both is None else {"texts_checksum": both}
-        write_contents(part, Path(folder), changed, itertools.chain(index.ids, embeddings.ids), snippets, columns, meta)
-    return Index.open(folder)
+        index = Index.open(folder)
+        _check_addition(index, embeddings, folder)
+        snippets: Iterator[str] | None = None
+        if index.snippets is not None or embeddings.snippets is not None:
+            snippets = itertools.chain(
+                index.snippets or itertools.repeat("", len(index)),
+                embeddings.snippets or itertools.repeat("", len(embeddings)),
+            )
+        columns = _joined(index, embeddings, folder)
+        meta = _changed_meta(index, "appended", len(embeddings))
+        texts_checksum = sum_checksums(source.meta.get("texts_checksum") for source in (index, embeddings))
+        if texts_checksum is not None:
+            meta["texts_checksum"] = texts_checksum
+        with atomic_folder(folder, is_index, "index") as part:
+            part.mkdir()
+            with _explain_refusal(folder):
+                changed = _appended(index, Database(embeddings, index.meta["metric"]), Path(folder), part)
+            ids = itertools.chain(index.ids, embeddings.ids)
+            write_contents(part, Path(folder), changed, ids, snippets, columns, meta)
+        return Index.open(folder)
 
 
 def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
-    """Take vectors out of an index, and their ids and snippets out of its folder.
+    """Remove vectors from an index, with their ids, snippets and columns.
 
     Args:
         folder: of the index.
-        ids: of what is to go; an id may stand there more than once.
+        ids: to remove; duplicates are ignored.
 
     Returns:
-        The index as it is now.
+        The changed index.
 
     Raises:
-        DualencError: an id that the index does not have, nothing would be left, or FAISS cannot remove from an index
-            of this kind (HNSW).
+        DualencError: an id that the index does not have, no vector would be left, or FAISS cannot remove vectors from
+            this type of index (HNSW).
     """
     with locked(folder):
-        return _remove(folder, ids)
+        index = Index.open(folder)
+        rows = rows_of(index.ids, ids)
+        if not len(rows) or (rows < 0).any():
+            missing = f"has no item {ids[int(np.argmin(rows))]!r}" if len(rows) else "no ids were given"
+            raise DualencError(f"{folder}: {missing}; give ids that it has")
+        removed = np.unique(rows)
+        if len(removed) == len(index):
+            raise DualencError(f"{folder}: nothing would be left; remove the folder instead")
+        kept = np.ones(len(index), bool)
+        kept[removed] = False
+        with atomic_folder(folder, is_index, "index") as part:
+            part.mkdir()
+            changed = _without_rows(index, removed, Path(folder), part)
+            names = itertools.compress(index.ids, kept)
+            snippets = None if index.snippets is None else itertools.compress(index.snippets, kept)
+            columns = None if index.columns is None else index.columns.filter(pa.array(kept))
+            meta = _changed_meta(index, "removed", len(removed))
+            write_contents(part, Path(folder), changed, names, snippets, columns, meta)
+        return Index.open(folder)
 
 
-def _remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
-    index = Index.open(folder)
-    rows = _mapped(index).rows(ids)
-    if not len(rows) or (rows < 0).any():
-        missing = f"has no item {ids[int(np.argmin(rows))]!r}" if len(rows) else "no ids were given"
-        raise DualencError(f"{folder}: {missing}; give ids that it has")
-    gone = np.unique(rows)
-    if len(gone) == len(index):
-        raise DualencError(f"{folder}: nothing would be left; remove the folder instead")
-    with atomic_folder(folder, is_index, "index") as part:
-        part.mkdir()
-        if lists_of(index.faiss) is None:
-            changed = faiss.read_index(str(Path(folder) / "index.faiss"))
-            _remove_rows(changed, gone, str(folder))
-        else:
-            base, refine = split(index.faiss)
-            lists = lists_of(index.faiss)
-            shutil.copyfile(lists.filename, part / LISTS)
-            before, lists.filename = lists.filename, str(part / LISTS)
-            faiss.write_index(base, str(part / "base.faiss"))
-            lists.filename = before
-            changed = faiss.read_index(str(part / "base.faiss"))  # may write to its lists, the copy
-            (part / "base.faiss").unlink()
-            _remove_rows(changed, gone, str(folder))
-            if refine is not None:
-                codes = _codes(refine)
-                kept = np.delete(np.arange(len(codes)), gone)
-                blocks = (codes[kept[start : start + ROWS_AT_ONCE]] for start in range(0, len(kept), ROWS_AT_ONCE))
-                changed = with_codes(changed, index.faiss, blocks, part / "refine.faiss")
-        kept_rows = _kept(len(index), gone)
-        names = (index.ids[row] for row in _kept(len(index), gone))
-        snippets = None if index.snippets is None else (index.snippet(row) for row in kept_rows)
-        meta = _changed(index, "removed", len(gone))
-        columns = None if index.columns is None else index.columns.take(np.delete(np.arange(len(index)), gone))
-        write_contents(part, Path(folder), changed, names, snippets, columns, meta)
-    return Index.open(folder)
+def _check_addition(index: Index, embeddings: Embeddings, folder: str | os.PathLike[str]) -> None:
+    """Check that embeddings are of the index's dimension and model, and have new ids."""
+    pairs: list[tuple[str, Any, Any]] = [("dimension", index.dim, embeddings.dim)]
+    pairs += [(key, index.meta.get(key), embeddings.meta.get(key)) for key in ("model_checksum", "side", "output")]
+    for name, ours, theirs in pairs:
+        if ours is not None and theirs is not None and ours != theirs:
+            expected = str(ours)[:12]
+            raise DualencError(
+                f"{folder}: has vectors of {name} {expected}, not {str(theirs)[:12]}; embed the data with its model"
+            )
+    if not len(embeddings):
+        raise DualencError("no vectors to append; give at least one")
+    check_ids(embeddings.ids)
+    present = np.flatnonzero(rows_of(index.ids, embeddings.ids) >= 0)
+    if len(present):
+        name = embeddings.ids[int(present[0])]
+        raise DualencError(f"{folder}: has an item {name!r} already; remove it first, or leave it out")
 
 
-def _joined(index: Index, embeddings: Embeddings, folder: Any) -> pa.Table | None:
-    """The columns of an index and of what is appended; what only one of them has is missing in the other."""
+def _appended(index: Index, database: Database, folder: Path, part: Path) -> Any:
+    """The FAISS index with the vectors of a database added; lists on disk are merged in `part`."""
+    if lists_of(index.faiss) is None:
+        # In memory: a mapped index cannot grow.
+        changed = faiss.read_index(str(folder / "index.faiss"))
+        for block in database.blocks():
+            changed.add(block)
+        return changed
+    base, refine = split(index.faiss)
+    added = _empty(base)
+    codes = [] if refine is None else [_codes(refine)]
+    start = len(index)
+    for block in database.blocks():
+        added.add_with_ids(block, np.arange(start, start + len(block)))
+        start += len(block)
+        if refine is not None:
+            codes.append(refine.sa_encode(block))
+    merged = merge_lists(_empty(base), [base, added], part / LISTS)
+    return merged if refine is None else with_codes(merged, index.faiss, codes, part / "refine.faiss")
+
+
+def _without_rows(index: Index, removed: np.ndarray, folder: Path, part: Path) -> Any:
+    """The FAISS index without some rows; lists on disk are copied to `part` first."""
+    lists = lists_of(index.faiss)
+    if lists is None:
+        changed = faiss.read_index(str(folder / "index.faiss"))
+        _remove_rows(changed, removed, folder)
+        return changed
+    base, refine = split(index.faiss)
+    original = lists.filename
+    shutil.copyfile(original, part / LISTS)
+    lists.filename = str(part / LISTS)
+    faiss.write_index(base, str(part / "base.faiss"))
+    lists.filename = original
+    # Opened for writing: rows are removed from the copy of the lists in place.
+    changed = faiss.read_index(str(part / "base.faiss"))
+    (part / "base.faiss").unlink()
+    _remove_rows(changed, removed, folder)
+    if refine is None:
+        return changed
+    codes = _codes(refine)
+    kept = np.delete(np.arange(len(codes)), removed)
+    blocks = (codes[kept[start : start + ROWS_AT_ONCE]] for start in range(0, len(kept), ROWS_AT_ONCE))
+    return with_codes(changed, index.faiss, blocks, part / "refine.faiss")
+
+
+def _joined(index: Index, embeddings: Embeddings, folder: str | os.PathLike[str]) -> pa.Table | None:
+    """The columns of an index and of appended embeddings; those of only one of them are null in the other's rows."""
     if index.columns is None and embeddings.columns is None:
         return None
-    there = {} if index.columns is None else dict(column_kinds(index.columns))
+    ours = column_kinds(index.columns)
     for name, kind in column_kinds(embeddings.columns).items():
-        if there.get(name, kind) != kind:
-            told = f"column {name!r} holds {there[name]} values in the index and {kind} values in what is appended"
-            raise DualencError(f"{folder}: {told}; embed the data with values alike")
-    parts = []
-    for columns, count in ((index.columns, len(index)), (embeddings.columns, len(embeddings))):
-        parts.append(pa.table({"_": pa.nulls(count)}) if columns is None else columns)
-    joined = pa.concat_tables(parts, promote_options="permissive")
-    return joined.drop_columns(["_"]) if "_" in joined.column_names else joined
+        if ours.get(name, kind) != kind:
+            types = f"column {name!r} holds {ours[name]} values in the index and {kind} values in what is appended"
+            raise DualencError(f"{folder}: {types}; embed the data with values alike")
+    # A table without columns has no rows, so a side without any gets one of nulls.
+    tables = [
+        pa.table({"_": pa.nulls(len(source))}) if source.columns is None else source.columns
+        for source in (index, embeddings)
+    ]
+    joined = pa.concat_tables(tables, promote_options="permissive")
+    return joined.select([name for name in joined.column_names if name != "_"])
 
 
-def _mapped(index: Index) -> Ids:
-    assert isinstance(index.ids, Ids), "an opened index has its ids on disk"
-    return index.ids
-
-
-def _changed(index: Index, what: str, count: int) -> dict[str, Any]:
-    """The meta.json of a changed index: what was measured when it was built is no longer said of it."""
+def _changed_meta(index: Index, change: str, count: int) -> dict[str, Any]:
+    """The meta.json of a changed index: measurements of its build are no longer valid, and move to `when_built`."""
     outdated = (*MEASURED, "files", "sizes", "texts_checksum")
     meta = {key: value for key, value in index.meta.items() if key not in outdated}
+    meta["count"] = len(index) + (count if change == "appended" else -count)
+    meta[change] = meta.get(change, 0) + count
     measured = {key: index.meta[key] for key in MEASURED if key in index.meta}
-    meta |= {"count": len(index) + (count if what == "appended" else -count), what: meta.get(what, 0) + count}
-    return meta | ({"when_built": measured} if measured else {})
+    if measured:
+        meta["when_built"] = measured
+    return meta
 
 
-def _told(blocks: Iterable[np.ndarray], folder: Any) -> Iterator[np.ndarray]:
+@contextlib.contextmanager
+def _explain_refusal(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Report FAISS's reason in one line if it cannot add vectors."""
     try:
-        yield from blocks
+        yield
     except (RuntimeError, MemoryError) as error:
         raise DualencError(f"{folder}: FAISS cannot take the vectors: {reason(error)}; build the index again") from None
 
 
 def _empty(base: Any) -> Any:
-    """An index that is trained as this one, without vectors, and with lists in memory."""
+    """A copy of a trained index without vectors, with lists in memory."""
     lists = lists_of(base)
-    before = lists.filename
+    original = lists.filename
     empty = faiss.deserialize_index(faiss.serialize_index(base))
-    lists.filename = before
+    lists.filename = original
     ivf: Any = faiss.extract_index_ivf(empty)
-    fresh = faiss.ArrayInvertedLists(ivf.nlist, ivf.code_size)
-    ivf.replace_invlists(fresh, True)
-    fresh.this.disown()  # type: ignore[attr-defined]
+    empty_lists = faiss.ArrayInvertedLists(ivf.nlist, ivf.code_size)
+    ivf.replace_invlists(empty_lists, True)
+    empty_lists.this.disown()  # type: ignore[attr-defined]  # the index frees them
     empty.ntotal = ivf.ntotal = 0
     return empty
 
 
 def _codes(refine: Any) -> np.ndarray:
-    """(N, bytes) codes of an index of plain codes, where they are mapped."""
+    """(N, bytes) codes of an index of plain codes, as a view of the mapped file."""
     return faiss.rev_swig_ptr(refine.codes.data(), refine.codes.size()).reshape(refine.ntotal, -1)
 
 
-def _kept(count: int, gone: np.ndarray) -> Iterator[int]:
-    """Row numbers below `count` that are not gone; `gone` is ascending."""
-    places = [-1, *gone.tolist(), count]
-    return itertools.chain.from_iterable(range(a + 1, b) for a, b in itertools.pairwise(places))
-
-
-def _remove_rows(index: Any, gone: np.ndarray, name: str) -> None:
+def _remove_rows(index: Any, removed: np.ndarray, folder: Path) -> None:
     """Remove rows from an index, and close the gaps in the row numbers of its lists."""
     for part in split(index):
         if part is None:
             continue
         try:
-            part.remove_ids(gone)
+            part.remove_ids(removed)
         except (RuntimeError, AttributeError) as error:
-            kind = type(part).__name__
-            why = f"FAISS cannot remove vectors from an {kind} ({reason(error)})"
-            raise DualencError(f"{name}: {why}; build the index again without them") from None
+            why = f"FAISS cannot remove vectors from an {type(part).__name__} ({reason(error)})"
+            raise DualencError(f"{folder}: {why}; build the index again without them") from None
         ivf: Any = faiss.try_extract_index_ivf(part)
         if ivf is None:
             continue
+        # Flat storage renumbers its rows by itself; inverted lists keep the old numbers.
         lists = faiss.downcast_InvertedLists(ivf.invlists)
         for number in range(ivf.nlist):
             if size := lists.list_size(number):
                 rows = faiss.rev_swig_ptr(lists.get_ids(number), size)
-                rows -= np.searchsorted(gone, rows)
+                rows -= np.searchsorted(removed, rows)
     index.ntotal = split(index)[0].ntotal

@@ -1,8 +1,8 @@
-"""Model side + corpus → embeddings, in memory or on disk, on one process or many.
+"""Embedding: encode a corpus with one side of a model, in memory or on disk, with any number of processes.
 
-Rows are taken in windows. A text window is tokenized at once, cut into batches of equal token length (so that
-almost nothing is padding), encoded, and put back in order; an image window is one batch. Windows depend on the
-number of items alone: every number of workers and of processes computes the same batches.
+Rows are processed in windows. A text window is tokenized at once, split into batches of similar token length (so that
+almost nothing is padding), encoded, and put back in order; an image window is one batch. Windows depend only on the
+number of items: any number of workers and processes computes the same batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,23 +22,23 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.encoders.dual import chunk_rows, placeholder, take, unit_norm
+from dualenc.data import Corpus
+from dualenc.data.identity import MAX_IMAGES, digest_of, identities, texts_checksum
+from dualenc.encoders.dual import Prepare, Tower, chunk_rows, placeholder, take, unit_norm
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import removed_if_refused
 from dualenc.search.embeddings import Embeddings, EmbeddingWriter, Skipped, shard_ranges, skipped_entries
 from dualenc.types import Inputs, OnError, Output
 
-if TYPE_CHECKING:
-    from dualenc.data import Corpus
-    from dualenc.encoders import Prepare, Tower
-
 TOKENS_PER_WINDOW = 2**21
-"""Of a text window, padding included: 50 MB for BERT's three inputs."""
-USUAL_LENGTH = 512
+"""Tokens in a text window, including padding: 50 MB for BERT's three inputs."""
+DEFAULT_LENGTH = 512
 VECTORS_PER_WINDOW = 2**12
+IMAGE_SAMPLING = 16
+"""In image sets of more than `MAX_IMAGES` one of so many images is read to detect changes."""
 
 Window = tuple["Inputs | None", Skipped, "str | None"]
-"""Prepared rows, if there are any; rows that cannot be used, with the reasons; and what makes going on impossible."""
+"""Prepared rows, if any; unusable rows with the reasons; an error that ends the run, if any."""
 
 
 def embed(
@@ -60,25 +60,25 @@ def embed(
     """Embed every item of a corpus with one tower.
 
     Any number of workers that see `out` share the work: processes of `accelerate launch`, tasks of a SLURM array, spot
-    machines, actors of Ray. Each locks one shard after the other, may start late or die at any moment, and gets the
-    finished embeddings, which are those of one process. A run resumes one with the same tower, options and ids; shards
-    with items whose contents have changed since, bad ones that were mended included, are embedded again.
+    machines, actors of Ray. Each locks one shard at a time, may start late or die at any moment, and gets the finished
+    embeddings, which equal those of one process. A run with the same tower, options and ids resumes; shards with items
+    whose contents have changed since, including repaired ones, are embedded again.
 
     Args:
-        tower: the side of a model to encode with; it works on the device where its weights are.
+        tower: the side of a model to encode with, on the device of its weights.
         corpus: N items of the tower's modality.
         out: folder to write, or to resume if the same run was interrupted; None keeps the vectors in memory.
         batch_size: items per forward pass.
         dtype: precision of the stored vectors.
-        output: "embedding" for unit vectors (N, D); "features" for what probes use (N, feature_dim).
-        dim: keep only the first components of unit vectors, scaled to length one again, as models trained at several
-            lengths allow; None keeps all.
-        autocast: run the tower in this precision; None leaves it in that of its weights.
+        output: "embedding" for unit vectors (N, D); "features" for those that probes use (N, feature_dim).
+        dim: keep only the first components of unit vectors, normalized again, for models trained at several lengths;
+            None keeps all.
+        autocast: precision of the forward passes; None is that of the weights.
         num_workers: processes that read and prepare items; None chooses 0 for text (its tokenizer has threads of
             its own) and vectors, and up to 4 for images.
-        on_error: leave out bad samples (counted in `meta["skipped"]`), or raise at the first one.
-        identity: further entries of meta.json that a run must share to resume this one, such as the side.
-        notes: further entries of meta.json that need not be equal, such as the model's name.
+        on_error: skip bad samples (counted in `meta["skipped"]`), or raise at the first one.
+        identity: further entries of meta.json that must be equal to resume, such as the side.
+        notes: further entries of meta.json that may differ, such as the model's name.
         progress: show a progress bar.
 
     Returns:
@@ -86,7 +86,7 @@ def embed(
 
     Raises:
         BadSample: an unusable item under on_error="raise".
-        DualencError: modalities differ, a batch_size below 1, vectors that are not finite, every item skipped,
+        DualencError: different modalities, a batch_size below 1, vectors that are not finite, every item skipped,
             `out` holds something else, or another worker saw other data.
     """
     if corpus.modality != tower.modality:
@@ -98,59 +98,82 @@ def embed(
     if num_workers is not None and num_workers < 0:
         raise DualencError(f"num_workers is {num_workers}; give 0 or more")
     encoder = _Encoder(tower, corpus, batch_size, output, dim, autocast, num_workers, on_error)
-    if out is not None and encoder.in_step:
-        raise DualencError(
-            f"{out}: a sharded model embeds in memory only; leave out away, or embed with the saved model"
-        )
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     identity = {**(identity or {}), "output": output}
     shows = progress and distributed.is_main()
+    if out is None:
+        return _embed_in_memory(encoder, dtype, {**notes, **identity}, shows)
+    if encoder.in_step:
+        raise DualencError(
+            f"{out}: a sharded model embeds in memory only; leave out away, or embed with the saved model"
+        )
+    identity["model_checksum"] = tower_checksum(tower)
+    with removed_if_refused(out) if distributed.is_main() else contextlib.nullcontext():
+        embeddings = _embed_into(out, encoder, dtype, identity, notes, shows)
+    distributed.barrier()
+    return embeddings
 
-    if out is not None:
-        identity["model_checksum"] = tower_checksum(tower)
-        make_folder = removed_if_refused(out) if distributed.is_main() else contextlib.nullcontext()
-        with make_folder:
-            contents = functools.partial(_contents, corpus)
-            texts = functools.partial(_texts, corpus) if corpus.modality == "text" else None
-            snippet = corpus.text if corpus.modality == "text" else None
-            how: dict[str, Any] = {"contents": contents, "texts": texts, "snippet": snippet, "columns": corpus.columns}
-            writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes, **how)
-            with tqdm(total=len(corpus), desc="embed", unit=" items", disable=not shows) as bar:
 
-                def encode(number: int) -> tuple[np.ndarray, Skipped]:
-                    bar.total = bar.n + sum(len(writer.ranges[n]) for n in writer.unwritten())
-                    return encoder.shard(writer.ranges[number], bar)
+def _embed_into(
+    out: str | os.PathLike[str],
+    encoder: _Encoder,
+    dtype: str,
+    identity: dict[str, Any],
+    notes: dict[str, Any],
+    shows: bool,
+) -> Embeddings:
+    """Embed into a folder that any number of workers share."""
+    corpus = encoder.corpus
+    is_text = corpus.modality == "text"
+    writer = EmbeddingWriter(
+        out,
+        corpus.ids,
+        encoder.dim,
+        dtype,
+        identity,
+        notes,
+        contents=functools.partial(_contents, corpus),
+        texts=functools.partial(_texts, corpus) if is_text else None,
+        snippet=corpus.text if is_text else None,
+        columns=corpus.columns,
+    )
+    with tqdm(total=len(corpus), desc="embed", unit=" items", disable=not shows) as bar:
 
-                try:
-                    embeddings = writer.write_all(encode)
-                except Exception:
-                    writer.remove_if_unused()
-                    raise
-        distributed.barrier()
-        return embeddings
+        def encode(number: int) -> tuple[np.ndarray, Skipped]:
+            # Other workers write shards, too: the total is what remains for this one at most.
+            bar.total = bar.n + sum(len(writer.ranges[n]) for n in writer.unwritten())
+            return encoder.shard(writer.ranges[number], bar)
 
-    # Without a folder each process takes its share of the shards, too, and gets the whole.
-    ids, ranges = corpus.ids, shard_ranges(len(corpus))
+        try:
+            return writer.write_all(encode)
+        except Exception:
+            writer.remove_if_unused()
+            raise
+
+
+def _embed_in_memory(encoder: _Encoder, dtype: str, meta: dict[str, Any], shows: bool) -> Embeddings:
+    """Embed without a folder: each process encodes its share of the shards, and gets all of them."""
+    ids = encoder.corpus.ids
+    ranges = shard_ranges(len(ids))
     own = range(distributed.rank(), len(ranges), distributed.world_size())
     total = sum(len(ranges[number]) for number in own)
     with tqdm(total=total, desc="embed", unit=" items", disable=not (shows and total)) as bar:
-        mine = {number: encoder.shard(ranges[number], bar) for number in own}
-    encoder.keep_company()
-    by_number = {number: shard for part in distributed.gather_objects(mine) for number, shard in part.items()}
+        encoded = {number: encoder.shard(ranges[number], bar) for number in own}
+    encoder.join_remaining_passes()
+    by_number = {number: shard for part in distributed.gather_objects(encoded) for number, shard in part.items()}
     shards = [by_number[number] for number in range(len(ranges))]
     skipped = [entry for _, bad in shards for entry in bad]
     vectors = np.concatenate([part for part, _ in shards])
     if not len(vectors):
         raise DualencError(f"none of {len(ids)} items could be used; first: {skipped[0][1]}")
-    unread = {row for row, _ in skipped}
-    rows = [row for row in range(len(ids)) if row not in unread]
-    columns = None if corpus.columns is None else corpus.columns.take(rows)
-    meta = {**notes, **identity, "dim": encoder.dim, "dtype": dtype, **skipped_entries(ids, skipped)}
+    rows = np.delete(np.arange(len(ids)), [row for row, _ in skipped]).tolist()
+    columns = None if encoder.corpus.columns is None else encoder.corpus.columns.take(rows)
+    meta = {**meta, "dim": encoder.dim, "dtype": dtype, **skipped_entries(ids, skipped)}
     return Embeddings([ids[row] for row in rows], vectors.astype(dtype, copy=False), meta, columns=columns)
 
 
 def tower_checksum(tower: Tower) -> str:
-    """SHA-256 over a tower's weights and the plain settings of its preprocessing (prompt, lengths)."""
+    """Model fingerprint: SHA-256 of a tower's weights and the plain settings of its preprocessing (prompt, lengths)."""
     digest = hashlib.sha256()
     for name, value in sorted(tower.state_dict().items()):
         digest.update(name.encode())
@@ -174,7 +197,10 @@ class _Encoder:
         num_workers: int | None,
         on_error: OnError,
     ) -> None:
-        self.tower, self.corpus, self.batch_size, self.on_error = tower, corpus, batch_size, on_error
+        self.tower = tower
+        self.corpus = corpus
+        self.batch_size = batch_size
+        self.on_error = on_error
         self.dim = tower.feature_dim if output == "features" else tower.dim
         if dim is not None:
             if output == "features" or not 1 <= dim <= tower.dim:
@@ -182,28 +208,34 @@ class _Encoder:
             self.dim = dim
         self.forward: Callable[[Inputs], Tensor] = tower.features if output == "features" else tower
         self.device = next(itertools.chain(tower.parameters(), tower.buffers())).device
+        # With sharded weights every rank must make every forward pass.
         self.in_step = any(distributed.is_sharded(parameter) for parameter in tower.parameters())
         self.autocast = getattr(torch, autocast) if autocast else None
         self.window_rows = batch_size
-        if corpus.modality == "text":  # a whole number of batches
-            longest = getattr(tower.prepare, "max_length", USUAL_LENGTH)
-            self.window_rows *= max(1, TOKENS_PER_WINDOW // (longest * batch_size))
+        # Windows are a whole number of batches.
+        if corpus.modality == "text":
+            max_length = getattr(tower.prepare, "max_length", DEFAULT_LENGTH)
+            self.window_rows *= max(1, TOKENS_PER_WINDOW // (max_length * batch_size))
         elif corpus.modality == "vector":
             self.window_rows *= max(1, VECTORS_PER_WINDOW // batch_size)
         if num_workers is None:
-            few = corpus.modality != "image" or len(corpus) <= 4 * batch_size
-            num_workers = 0 if few else min(4, os.cpu_count() or 1)
+            is_cheap = corpus.modality != "image" or len(corpus) <= 4 * batch_size
+            num_workers = 0 if is_cheap else min(4, os.cpu_count() or 1)
         self.num_workers = num_workers
 
     def shard(self, rows: range, bar: tqdm) -> tuple[np.ndarray, Skipped]:
-        """The vectors (rows, D) of a range of rows in order, float32, and the rows that were skipped."""
+        """Encode a range of rows: vectors (rows, D) float32, in order, and the skipped rows."""
         starts = range(rows.start, rows.stop, self.window_rows)
         ranges = [range(start, min(start + self.window_rows, rows.stop)) for start in starts]
         windows = _Windows(self.corpus, self.tower.prepare, ranges)
-        prepared: Iterable[Window] = windows.one_ahead()
+        prepared: Iterable[Window] = windows.prefetched()
         if self.num_workers:
-            workers, pin = min(self.num_workers, len(ranges)), self.device.type == "cuda"
-            prepared = torch.utils.data.DataLoader(windows, batch_size=None, num_workers=workers, pin_memory=pin)
+            prepared = torch.utils.data.DataLoader(
+                windows,
+                batch_size=None,
+                num_workers=min(self.num_workers, len(ranges)),
+                pin_memory=self.device.type == "cuda",
+            )
         parts: list[Tensor] = []
         skipped: Skipped = []
         was_training = self.tower.training
@@ -222,32 +254,33 @@ class _Encoder:
             self.tower.train(was_training)
         return torch.cat(parts).numpy() if parts else np.empty((0, self.dim), np.float32), skipped
 
-    def keep_company(self) -> None:
-        """Make the passes through a sharded tower that other ranks still make; each rank calls it once it is done."""
+    def join_remaining_passes(self) -> None:
+        """Take part in the forward passes of a sharded tower that other ranks still make, with dummy inputs."""
         if not self.in_step:
             return
         inputs = {name: value.to(self.device) for name, value in placeholder(self.tower).items()}
         was_training = self.tower.training
         self.tower.eval()
         with torch.no_grad():
-            while self._some_rank_works(False):
+            while self._any_rank_encodes(False):
                 self.forward(inputs)
         self.tower.train(was_training)
 
-    def _some_rank_works(self, this_one: bool) -> bool:
-        """Whether any rank is about to encode a batch; each asks before each pass through a sharded tower."""
-        return bool(distributed.all_reduce(torch.tensor(int(this_one), device=self.device), "max"))
+    def _any_rank_encodes(self, own: bool) -> bool:
+        """Whether any rank is about to encode a batch; all ranks call it before each pass of a sharded tower."""
+        return bool(distributed.all_reduce(torch.tensor(int(own), device=self.device), "max"))
 
     def _encode(self, inputs: Inputs, bar: tqdm) -> Tensor:
         """Encode prepared rows in batches of similar length; (rows, D) float32 on the CPU, in the rows' order."""
-        chunks, parts = chunk_rows(inputs, self.batch_size), []
+        chunks = chunk_rows(inputs, self.batch_size)
+        parts = []
         for rows in chunks:
             batch = {name: value.to(self.device, non_blocking=True) for name, value in take(inputs, rows).items()}
             if self.in_step:
-                self._some_rank_works(True)
+                self._any_rank_encodes(True)
             autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
             try:
-                # What a sharded tower brings together in inference mode could not be trained afterwards.
+                # Weights that a sharded tower gathers in inference mode could not be trained afterwards.
                 explained = distributed.explain_lost_process()
                 with explained, autocast, torch.inference_mode(not self.in_step), torch.no_grad():
                     vectors = self.forward(batch).float()
@@ -264,56 +297,55 @@ class _Encoder:
 
 
 class _Windows(torch.utils.data.Dataset):
-    """Reads and prepares window after window; picklable, so that DataLoader workers can do it."""
+    """Reads and prepares windows of rows; picklable for DataLoader workers."""
 
     def __init__(self, corpus: Corpus, prepare: Prepare, ranges: Sequence[range]) -> None:
-        self.corpus, self.prepare, self.ranges = corpus, prepare, ranges
+        self.corpus = corpus
+        self.prepare = prepare
+        self.ranges = ranges
 
     def __len__(self) -> int:
         return len(self.ranges)
 
     def __getitem__(self, number: int) -> Window:
-        """Inputs of the rows that could be read, why the others could not, and why none can any more."""
-        items, skipped = [], []
+        items = []
+        skipped = []
         for row in self.ranges[number]:
             try:
                 items.append(self.corpus[row])
             except BadSample as error:
                 # A worker's exception would arrive as a traceback in one string; a message arrives as it is.
                 skipped.append((row, str(error)))
-            except DualencError as error:  # a server is away
+            except DualencError as error:  # an unreachable server
                 return None, [], str(error)
         return (self.prepare(items) if items else None), skipped, None
 
-    def one_ahead(self) -> Iterator[Window]:
-        """The windows in order, each prepared in a thread while the one before is encoded."""
+    def prefetched(self) -> Iterator[Window]:
+        """Prefetching: the windows in order, each prepared in a thread while the previous one is encoded."""
         with ThreadPoolExecutor(max_workers=1) as thread:
-            coming = thread.submit(self.__getitem__, 0)
-            for following in range(1, len(self) + 1):
-                window = coming.result()
-                if following < len(self):
-                    coming = thread.submit(self.__getitem__, following)
+            pending = thread.submit(self.__getitem__, 0)
+            for number in range(1, len(self) + 1):
+                window = pending.result()
+                if number < len(self):
+                    pending = thread.submit(self.__getitem__, number)
                 yield window
 
 
 def _texts(corpus: Corpus, rows: Sequence[int]) -> str:
-    from dualenc.data.identity import texts_checksum
-
     return texts_checksum((corpus.ids[row], corpus[row]) for row in rows)
 
 
 def _contents(corpus: Corpus, rows: range) -> str:
-    """Checksum of some items of a corpus, so that a changed text or image under the same id is not taken for done.
+    """Data fingerprint of a shard: a checksum of its items, to detect changed contents under the same ids.
 
-    Texts and vectors are read in full. So are images, up to `MAX_IMAGES` of them; in larger sets every sixteenth, and
-    of the others size and time of change count.
+    Texts and vectors are read in full, and so are up to `MAX_IMAGES` images; in larger sets one image in sixteen is
+    read, and the others count with their size and modification time.
     """
-    from dualenc.data.identity import MAX_IMAGES, digest_of, identities
-
-    every = np.arange(rows.start, rows.stop)
+    numbers = np.arange(rows.start, rows.stop)
     if corpus.modality != "image" or len(corpus) <= MAX_IMAGES:
-        # Few enough at a time that their contents fit into memory together.
-        blocks = np.array_split(every, max(1, len(every) // 256))
+        # Contents are in memory together, so a block is small.
+        blocks = np.array_split(numbers, max(1, len(numbers) // 256))
         return digest_of([digest_of(*identities(corpus.items, block, True)) for block in blocks])
-    unread, read = identities(corpus.items, every, False), identities(corpus.items, every[::16], True)
-    return digest_of([digest_of(*unread), digest_of(*read)])
+    metadata = identities(corpus.items, numbers, False)
+    contents = identities(corpus.items, numbers[::IMAGE_SAMPLING], True)
+    return digest_of([digest_of(*metadata), digest_of(*contents)])

@@ -1,7 +1,7 @@
-"""Writing embeddings: shard by shard, by any number of workers that see one folder, resumable at any moment.
+"""Embedding writer: any number of workers write the shards of a shared folder, and resume at any moment.
 
-data-00001.lock      while the folder is written: the lock of the one worker that writes that shard
-finish.lock          and of the one that writes what is in `dualenc.data.embeddings` besides shards
+data-00001.lock      while the folder is unfinished: the lock of the worker that writes this shard
+finish.lock          and of the worker that writes the other files of `dualenc.data.embeddings`
 """
 
 from __future__ import annotations
@@ -59,46 +59,48 @@ __all__ = [
 
 MAX_SHARD_ROWS = 16384
 MIN_SHARD_ROWS = 1024
-FEW_SHARDS = 8
+MIN_SHARDS = 8
+"""Of a small corpus, unless its shards would get too small."""
 CREATION = "create"
 """Name of the lock under which one worker writes the first meta.json."""
-FIRST_WAIT, MAX_WAIT = 0.05, 2.0
-"""Seconds between looks at what other workers have done, which grow."""
+MIN_WAIT = 0.05
+MAX_WAIT = 2.0
+"""Seconds between polls for the shards of other workers, which grow."""
 _NOTE = b"dualenc"
-"""Key of the schema's metadata that says what a shard was made of."""
+"""Key of the provenance of a shard in its schema's metadata."""
 
 Skipped = list[tuple[int, str]]
 """Rows of the corpus without a vector, each with the reason."""
 
 
 def skipped_entries(ids: Sequence[str], skipped: Skipped) -> dict[str, Any]:
-    """What meta.json says about items without a vector: how many, and the first hundred."""
+    """Entries of meta.json on items without a vector: their number, and the first hundred."""
     first = [{"id": ids[row], "reason": reason} for row, reason in skipped[:100]]
     return {"skipped": len(skipped), "first_skipped": first}
 
 
 def shard_ranges(num_items: int) -> list[range]:
     """Rows of each shard: at most 16384, and about 8 shards for small corpora so that processes can share them."""
-    number = max(math.ceil(num_items / MAX_SHARD_ROWS), min(FEW_SHARDS, math.ceil(num_items / MIN_SHARD_ROWS)), 1)
+    number = max(math.ceil(num_items / MAX_SHARD_ROWS), min(MIN_SHARDS, math.ceil(num_items / MIN_SHARD_ROWS)), 1)
     parts = [distributed.rank_slice(num_items, i, number) for i in range(number)]
     return [range(part.start, part.stop) for part in parts]
 
 
 class EmbeddingWriter:
-    """Writes embeddings of N items to a folder; any number of workers that see it share the work, each with its own.
+    """Embedding writer: writes embeddings of N items to a folder that any number of workers share, each with a writer.
 
     Args:
-        folder: where; a new or empty one, or one that workers with the same identity are writing or left unfinished.
+        folder: new or empty, or written or left unfinished by workers with the same identity.
         ids: (N,) ids of the items.
         dim: D, the size of the vectors.
         dtype: "float16" or "float32".
-        identity: what made the vectors, and must be equal for a worker to join or resume (`model_checksum`, `side`, …).
-        notes: further entries of meta.json that need not be equal (`model`, …).
-        contents: checksum of the items of a range of rows; a shard whose items have another one now is written again,
-            bad ones included. Without it items are told apart by their ids alone.
-        texts: `texts_checksum` of some rows; that of all rows with a vector is kept in meta.json, so that what is added
-            to an index later (`--bm25`, `--texts`) is known to be what was embedded.
-        snippet: gives what to show for an item by its row; None keeps no texts.
+        identity: entries of meta.json that must be equal to join or resume (`model_checksum`, `side`, …).
+        notes: further entries of meta.json that may differ (`model`, …).
+        contents: fingerprint of the items of a range of rows; a shard whose items have changed is written again,
+            including skipped items. Without it only ids identify items.
+        texts: `texts_checksum` of some rows; meta.json keeps that of all rows with a vector, so that texts that are
+            added to an index later (`--bm25`, `--texts`) are known to be those that were embedded.
+        snippet: the text to show for a row; None keeps no texts.
         columns: (N,) rows of the user's columns, to filter search results by.
 
     Raises:
@@ -134,19 +136,21 @@ class EmbeddingWriter:
         self.texts = texts
         self.snippet = snippet
         self.columns = columns
+        # Fingerprints of the shards that this worker wrote.
         self._written: dict[int, str] = {}
-        """The contents of the shards that this worker wrote."""
         self._is_new = self._create()
-        if self._is_complete():  # locks of workers that were killed
-            self._tidy_up()
-        self._meta_at_first = self._meta_stamp()
+        # Killed workers leave lock files behind.
+        if self._is_complete():
+            self._remove_locks()
+        self._initial_stamp = self._meta_stamp()
         recover_inside(self.folder)
-        self._unwritten_at_first = set(self.unwritten())
+        self._initially_unwritten = set(self.unwritten())
 
     def _create(self) -> bool:
-        """Create the folder unless it exists; whether this worker did."""
+        """Create the folder unless it exists; returns whether this worker did."""
         exists = self.folder.exists() and not self.folder.is_dir()
-        if self.folder.is_dir():  # another worker may be about to write its meta.json
+        if self.folder.is_dir():
+            # Another worker may be about to write meta.json.
             exists = any(not name.startswith((".meta.json.", f"{CREATION}.lock")) for name in os.listdir(self.folder))
         if exists and not (self.folder / "meta.json").is_file():
             raise DualencError(f"{self.folder}: exists and holds no embeddings; choose a new or empty folder")
@@ -170,23 +174,24 @@ class EmbeddingWriter:
         Raises:
             DualencError: it is one of other embeddings.
         """
-        found = read_meta(self.folder)
+        meta = read_meta(self.folder)
         for key, value in self.identity.items():
-            if (stored := found.get(key)) != value:
-                texts = str(stored), str(value)
-                was, wanted = (f"{text[:12]}…" if len(text) > 40 else text for text in texts)
-                remedy = "choose another folder or remove it"
-                raise DualencError(f"{self.folder}: holds embeddings with {key} {was}, not {wanted}; {remedy}")
-        return bool(found["complete"])
+            if meta.get(key) != value:
+                stored, expected = (f"{t[:12]}…" if len(t) > 40 else t for t in map(str, (meta.get(key), value)))
+                raise DualencError(
+                    f"{self.folder}: holds embeddings with {key} {stored}, not {expected}; "
+                    "choose another folder or remove it"
+                )
+        return bool(meta["complete"])
 
     def _completed_by_another(self) -> bool:
         """Whether the folder has been finished since this worker began."""
-        return self._is_complete() and self._meta_stamp() != self._meta_at_first
+        return self._is_complete() and self._meta_stamp() != self._initial_stamp
 
     def _meta_stamp(self) -> tuple[int, int]:
-        """Distinguishes one meta.json from another that took its place."""
-        facts = (self.folder / "meta.json").stat()
-        return facts.st_ino, facts.st_mtime_ns
+        """Identifies a version of meta.json, which is replaced atomically."""
+        status = (self.folder / "meta.json").stat()
+        return status.st_ino, status.st_mtime_ns
 
     @contextmanager
     def _claimed(self, name: str, wait: bool = False) -> Iterator[bool]:
@@ -198,13 +203,13 @@ class EmbeddingWriter:
                 raise
             raise DualencError(f"{self.folder}: gone while it was written to; run the same command again") from None
 
-    def _tidy_up(self) -> None:
+    def _remove_locks(self) -> None:
         """Remove the lock files; a worker that still holds one finds its shard written."""
         for path in self.folder.glob("*.lock"):
             remove(path)
 
     def remove_if_unused(self) -> None:
-        """Remove a folder that this worker made, if it holds no vector and no other worker is active."""
+        """Remove a folder that this worker created, if it holds no vector and no other worker is active."""
         if not self._is_new or not self.folder.is_dir():
             return
         for number in range(len(self.ranges)):
@@ -217,29 +222,29 @@ class EmbeddingWriter:
         remove(self.folder)
 
     def write_all(self, encode: Callable[[int], tuple[np.ndarray, Skipped]]) -> Embeddings:
-        """Write every shard that no other worker writes, until the folder is finished, by this worker or another.
+        """Write the shards that no other worker writes, until the folder is finished by this or another worker.
 
-        Shards are claimed one at a time by a lock on a file, so that workers may join and die at any moment. A worker
-        that finds none left waits for the others, and writes the shards of those that die.
+        Shards are claimed one at a time by file locks, so that workers may join and die at any moment. A worker without
+        a shard to write waits for the others, and writes the shards of those that die.
 
         Args:
-            encode: the vectors of a shard and the items without one, as `write` takes them.
+            encode: returns the vectors of a shard and the skipped items, for `write`.
 
         Returns:
-            The embeddings, mapped into memory.
+            The embeddings, memory-mapped.
 
         Raises:
-            DualencError: what `write` and `finish` raise, or another worker wrote other contents under the same ids.
+            DualencError: errors of `write` and `finish`, or another worker wrote other contents under the same ids.
         """
-        wait = FIRST_WAIT
+        wait = MIN_WAIT
         while True:
             if self._write_next(encode):
-                wait = FIRST_WAIT
+                wait = MIN_WAIT
                 continue
             with self._claimed("finish") as is_mine:
                 if is_mine and self._completed_by_another():
                     self._check_own()
-                    self._tidy_up()
+                    self._remove_locks()
                     return Embeddings.open(self.folder)
                 if is_mine and not self.unwritten() and not self.missing():
                     return self.finish()
@@ -247,7 +252,7 @@ class EmbeddingWriter:
             wait = min(1.5 * wait, MAX_WAIT)
 
     def _write_next(self, encode: Callable[[int], tuple[np.ndarray, Skipped]]) -> bool:
-        """Write the first shard that is missing and that no other worker writes; whether there was one."""
+        """Write the first missing shard that no other worker writes; returns whether there was one."""
         for number in self.unwritten():
             with self._claimed(f"data-{number:05d}") as is_mine:
                 if is_mine and not shard_path(self.folder, number).exists():
@@ -262,13 +267,13 @@ class EmbeddingWriter:
         return [number for number in range(len(self.ranges)) if shard_path(self.folder, number).name not in names]
 
     def missing(self) -> list[int]:
-        """Shards that are absent, damaged, or made of items that have changed since; all are read.
+        """Shards that are absent, damaged, or of items that have changed since; all shards are read.
 
-        If there are any, the folder counts as unfinished from now on, and those shards as unwritten. Shards of the same
-        items with other texts or columns are written again from the vectors that they hold.
+        If there are any, they are removed and the folder becomes unfinished. Shards of unchanged items with other texts
+        or columns are written again with their vectors.
 
         Raises:
-            DualencError: another worker, at work together with this one, saw other contents of the items.
+            DualencError: another worker, running at the same time, saw other contents of the items.
         """
         missing = []
         for number, rows in enumerate(self.ranges):
@@ -279,7 +284,8 @@ class EmbeddingWriter:
                 missing.append(number)
                 continue
             is_current = note["contents"] == self.contents(rows)
-            if not is_current and number in self._unwritten_at_first and number not in self._written:
+            # Written since this worker started, but not by it.
+            if not is_current and number in self._initially_unwritten and number not in self._written:
                 raise self._other_contents(number)
             if not is_current or note["sha256"] != _digest(batch) or len(batch) != len(rows) - len(note["skipped"]):
                 missing.append(number)
@@ -294,7 +300,7 @@ class EmbeddingWriter:
         return missing
 
     def _check_own(self) -> None:
-        """Insist that the shards that this worker wrote are still made of what it saw."""
+        """Check that no other worker has replaced shards of this one by other contents."""
         for number, contents in self._written.items():
             if self._note(number)["contents"] != contents:
                 raise self._other_contents(number)
@@ -319,8 +325,8 @@ class EmbeddingWriter:
             skipped: the items without a vector.
 
         Raises:
-            DualencError: a vector that is not finite, in the precision that is stored.
-            DiskFull: what was written so far stays, and a later run resumes from there.
+            DualencError: a vector that is not finite in the stored precision.
+            DiskFull: finished shards stay, and a later run resumes.
         """
         with np.errstate(over="ignore"):
             stored = vectors.astype(self.dtype, copy=False)
@@ -340,17 +346,17 @@ class EmbeddingWriter:
         self._written[number] = contents
 
     def _batch(self, vectors: np.ndarray, rows: Sequence[int]) -> pa.RecordBatch:
-        """A shard's record batch."""
+        """The record batch of a shard."""
         ids = [self.ids[row] for row in rows]
         texts = None if self.snippet is None else [self.snippet(row) for row in rows]
         columns = None if self.columns is None else self.columns.take(list(rows))
         return item_batch(ids, texts, columns, vectors)
 
     def finish(self) -> Embeddings:
-        """Write the order of the ids and the final meta.json once every shard is written.
+        """Write the order of the ids and the final meta.json, after all shards.
 
         Returns:
-            The embeddings, mapped into memory.
+            The embeddings, memory-mapped.
 
         Raises:
             DualencError: every item was skipped.
@@ -368,11 +374,11 @@ class EmbeddingWriter:
         if (texts := sum_checksums(note.get("texts") for note in notes)) is not None:
             entries["texts_checksum"] = texts
         self._write_meta(complete=True, **entries, files=files)
-        self._tidy_up()
+        self._remove_locks()
         return Embeddings.open(self.folder)
 
     def _kept(self, number: int, skipped: Skipped) -> Sequence[int]:
-        """The rows of a shard that have a vector."""
+        """The rows of a shard with a vector."""
         bad = {row for row, _ in skipped}
         return [row for row in self.ranges[number] if row not in bad] if bad else self.ranges[number]
 
@@ -383,10 +389,10 @@ class EmbeddingWriter:
         write_json(self.folder / "meta.json", self._meta(**state))
 
     def _note(self, number: int, batch: pa.RecordBatch | None = None) -> dict[str, Any]:
-        """What a shard says of itself: contents, sha256, skipped.
+        """The provenance of a shard: contents, sha256, skipped.
 
         Raises:
-            DualencError: the shard is damaged or of something else.
+            DualencError: the shard is damaged.
         """
         path = shard_path(self.folder, number)
         batch = batch or read_shard(path, self.dim, self.dtype)[0]

@@ -1,4 +1,4 @@
-"""Search among some rows of a FAISS index: those that meet conditions on columns."""
+"""Filtered search: a FAISS search restricted to the rows that meet conditions on columns."""
 
 from __future__ import annotations
 
@@ -12,32 +12,30 @@ from dualenc.errors import Unsupported
 from dualenc.search.build import reason
 
 _faiss: Any = faiss
-"""Its types do not tell how Python gives it arrays and parameters."""
-LISTS_MORE = 2
-"""What is kept is sparser and lies farther away than what the lists were counted for, so IVF visits twice as many."""
+"""Untyped: its stubs lack the signatures that take arrays and parameters."""
+NPROBE_FACTOR = 2
+"""Kept rows are sparser and farther away than the rows that `nprobe` was tuned for: IVF visits twice as many lists."""
 SCANNED_BELOW = 0.1
-"""Of an HNSW index a smaller share than this is compared vector by vector: a walk over its graph would meet mostly
-others."""
+"""Share of kept rows below which an HNSW index is scanned instead: a walk over its graph would meet mostly others."""
 
 
 def search_among(index: Any, queries: np.ndarray, k: int, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The k best of some rows, filtered within the search and not after it.
+    """Filtered search: the k best of the kept rows, selected during the search and not after it.
 
-    A flat index compares what is kept, exactly. IVF visits as many more lists, and HNSW as many more vertices, as rows
-    are left out, so that no fewer that count are compared than in a search without a filter: where few are kept, that
-    is all of them.
+    A flat index is exact. IVF visits more lists, and HNSW more vertices, in proportion to the rows that are left out,
+    so that as many kept rows are compared as in a search without a filter, or all of them.
 
     Args:
-        index: of N vectors.
-        queries: (Q, D) float32, as the index wants them.
-        k: how many.
+        index: FAISS index of N vectors.
+        queries: (Q, D) float32, as `as_queries` returns them.
+        k: number of results.
         kept: (N,) bool.
 
     Returns:
         Scores (Q, k) and rows (Q, k); -1 where fewer are found.
 
     Raises:
-        Unsupported: FAISS cannot filter an index of this kind.
+        Unsupported: FAISS cannot filter this type of index.
     """
     share = float(kept.mean())
     if not share:
@@ -56,16 +54,15 @@ def search_among(index: Any, queries: np.ndarray, k: int, kept: np.ndarray) -> t
 
 
 def _parameters(index: Any, selector: Any, share: float, k: int) -> Any:
-    """How to search an index of any nesting, its own settings scaled by the share of rows that is kept."""
+    """FAISS search parameters for an index of any nesting: its own settings, scaled by the share of kept rows."""
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexRefine):
-        wanted = math.ceil(k * index.k_factor)
-        inner = _parameters(index.base_index, selector, share, wanted)
+        inner = _parameters(index.base_index, selector, share, math.ceil(k * index.k_factor))
         return _faiss.IndexRefineSearchParameters(k_factor=index.k_factor, base_index_params=inner)
     if isinstance(index, faiss.IndexPreTransform):
         return _faiss.SearchParametersPreTransform(index_params=_parameters(index.index, selector, share, k))
     if isinstance(index, faiss.IndexIVF):
-        lists = math.ceil(LISTS_MORE * index.nprobe / share)
+        lists = math.ceil(NPROBE_FACTOR * index.nprobe / share)
         return _faiss.SearchParametersIVF(sel=selector, nprobe=min(index.nlist, lists))
     if isinstance(index, faiss.IndexHNSW):
         candidates = math.ceil(max(index.hnsw.efSearch, k) / share)

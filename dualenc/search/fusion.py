@@ -1,4 +1,4 @@
-"""Several rankings of one query as one."""
+"""Rank fusion: several rankings of one query become one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dualenc.errors import DualencError
 
 Fusion = Literal["rrf", "weighted"]
 RRF_K = 60
-"""The constant of reciprocal rank fusion, as its authors chose it."""
+"""The constant of reciprocal rank fusion that its authors chose."""
 FUSION_DEPTH = 100
-"""So many of the best of each ranking are fused, or as many as are asked for."""
+"""Candidates of each ranking that are fused, unless more results are requested."""
 
 
 def fuse(
@@ -21,7 +21,7 @@ def fuse(
     weights: Sequence[float] | None = None,
     rrf_k: float = RRF_K,
 ) -> list[tuple[str, float]]:
-    """Fuse rankings of the same query; what a ranking does not hold gets nothing from it.
+    """Rank fusion: combine rankings of the same query; an id that a ranking lacks scores 0 in it.
 
     "rrf" adds w / (rrf_k + rank), the first rank being 1, whatever the scores (Cormack, Clarke & Büttcher 2009,
     "Reciprocal rank fusion outperforms Condorcet and individual rank learning methods", SIGIR). "weighted" adds
@@ -35,21 +35,29 @@ def fuse(
         rrf_k: the larger, the less the first ranks stand out.
 
     Returns:
-        Ids and fused scores, best first; among equals the higher id, as trec_eval orders them.
+        Ids and fused scores, best first; ties by descending id, as trec_eval orders them.
 
     Raises:
-        DualencError: an unknown way, or weights that are negative, all zero, or not one for each ranking.
+        DualencError: an unknown method, or weights that are negative, all zero, or not one for each ranking.
     """
     if how not in get_args(Fusion):
         raise DualencError(f"fusion is {how!r}; choose one of {', '.join(get_args(Fusion))}")
-    shares = [1 / len(rankings)] * len(rankings) if weights is None else list(weights)
-    if len(shares) != len(rankings) or not all(w >= 0 for w in shares) or not 0 < sum(shares) < float("inf"):
-        raise DualencError(f"weights are {shares} for {len(rankings)} rankings; give each 0 or more, and not all 0")
+    weights = [1 / len(rankings)] * len(rankings) if weights is None else list(weights)
+    if len(weights) != len(rankings) or not all(w >= 0 for w in weights) or not 0 < sum(weights) < float("inf"):
+        raise DualencError(f"weights are {weights} for {len(rankings)} rankings; give each 0 or more, and not all 0")
     fused: dict[str, float] = {}
-    for ranking, weight in zip(rankings, shares):
-        scores = [score for _, score in ranking]
-        low, high = min(scores, default=0.0), max(scores, default=0.0)
-        for rank, (name, score) in enumerate(ranking, 1):
-            share = 1 / (rrf_k + rank) if how == "rrf" else (score - low) / (high - low) if high > low else 1.0
+    for ranking, weight in zip(rankings, weights):
+        if how == "rrf":
+            shares = [1 / (rrf_k + rank) for rank in range(1, len(ranking) + 1)]
+        else:
+            shares = _min_max([score for _, score in ranking])
+        for (name, _), share in zip(ranking, shares):
             fused[name] = fused.get(name, 0.0) + weight * share
     return sorted(fused.items(), key=lambda pair: (pair[1], pair[0]), reverse=True)
+
+
+def _min_max(scores: list[float]) -> list[float]:
+    """Min-max normalisation to [0, 1]; equal scores all become 1."""
+    lowest = min(scores, default=0.0)
+    spread = max(scores, default=0.0) - lowest
+    return [(score - lowest) / spread if spread > 0 else 1.0 for score in scores]

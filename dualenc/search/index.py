@@ -1,22 +1,22 @@
-"""An index with ids: what is saved, opened and searched."""
+"""FAISS index with item ids: build, save, open, search."""
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import faiss
 import numpy as np
 import pyarrow as pa
 
 from dualenc.checksums import checksums, sizes, verify_files
+from dualenc.data import Corpus
 from dualenc.data.embeddings import Embeddings, read_head
 from dualenc.data.identity import texts_checksum
-from dualenc.data.items import ITEMS, ORDER, Ids, ItemTable, check_ids, in_utf8, write_items
+from dualenc.data.items import ITEMS, ORDER, Ids, ItemTable, check_ids, in_utf8, rows_of, write_items
 from dualenc.errors import DualencError, UnknownId, Unsupported
 from dualenc.files import atomic_folder, check_folder_target, is_folder_of, locked, recover, write_json
 from dualenc.reading import read_json_object
@@ -26,7 +26,6 @@ from dualenc.search.build import (
     as_queries,
     build_faiss,
     exact_probe,
-    halves,
     latency,
     new_index,
     parameter_values,
@@ -48,32 +47,29 @@ from dualenc.search.parts import (
 )
 from dualenc.types import Metric
 
-if TYPE_CHECKING:
-    from dualenc.data import Corpus
-
 FORMAT = "dualenc index"
 FORMAT_VERSION = 4
 """Versions before 4 had ids and columns in files of text, JSON lines and Parquet."""
 KEPT = ("model", "model_checksum", "side", "modality", "output", "kind", "data", "skipped", "texts_checksum")
-"""What an index remembers of its embeddings: which model and side made them, and from what."""
+"""Entries of the embeddings' meta.json that the index keeps: model, side and data."""
 WRITE_BYTES = 1 << 22
 REBUILD = "build the index again"
 OLDER = "embed the data and build the index again"
-TUNED_FROM = 100
-"""From so many queries on half of them choose the search parameters, and the other half measure the choice."""
+MIN_QUERIES_TO_SPLIT = 100
+"""From this many queries on half of them are for tuning, and the other half for measuring."""
 
 
 class Index:
-    """A FAISS index, the ids of its N rows, and what is known about both.
+    """FAISS index with the ids of its N rows and its metadata.
 
-    Make one with `Index.build` or `Index.open`.
+    Create one with `Index.build` or `Index.open`.
 
     Args:
-        faiss_index: row `i` of it is `ids[i]`.
+        faiss_index: its row `i` is `ids[i]`.
         ids: (N,) strings.
         meta: entries of meta.json: `metric`, `factory`, `recall_at_10`, `model`, …
-        snippets: what to show with each id, if anything.
-        columns: (N,) rows of what searches can be filtered by, if anything.
+        snippets: (N,) texts to show with the ids, if any.
+        columns: (N,) rows of the columns that searches can be filtered by, if any.
     """
 
     def __init__(
@@ -121,45 +117,35 @@ class Index:
         folder: str | os.PathLike[str] | None = None,
         progress: bool = False,
     ) -> Index:
-        """Train, fill and measure an index; the database is streamed, never held twice.
+        """Train, fill, tune and measure an index; the database is streamed, and never copied as a whole.
 
-        With a `folder`, an IVF index that half of the memory does not hold is filled in parts beside it and merged on
-        disk (`dualenc.search.parts`). Several processes that make the same call share the parts.
+        With a `folder`, an IVF index that exceeds half of the memory is built out of core (`dualenc.search.parts`):
+        filled in parts on disk and merged. Several processes that make the same call share the parts.
 
         Args:
-            vectors: (N, D) array, or embeddings, whose ids, snippets, columns and meta the index takes over.
+            vectors: (N, D) array, or embeddings, whose ids, snippets, columns and meta the index keeps.
             ids: (N,) strings for an array; by default the row numbers.
             factory: "auto" (see `choose_factory`) or any FAISS factory string.
-            metric: "cosine" (vectors are normalised) or "ip", the inner product.
+            metric: "cosine" (vectors are normalized) or "ip", the inner product.
             queries: (Q, D) to measure recall@10 with; by default a sample of the database.
-            recall_queries: how many queries to measure with at most; 0 measures nothing and tunes nothing. Where there
-                is something to tune, half of a hundred queries or more are for that, and the others measure.
-            target_recall: recall@10 that "auto" and, unless `nprobe` or `ef_search` is given, `tune` aim at.
+            recall_queries: maximum number of queries to measure with; 0 skips tuning and measuring. From 100 queries on
+                half of them are for tuning, and the other half for measuring.
+            target_recall: recall@10 to reach, by the choice of "auto" and, without `nprobe` and `ef_search`, by `tune`.
             nprobe: lists that an IVF index visits.
             ef_search: candidates that an HNSW index keeps.
             train_rows: vectors to train on; by default 64 per inverted list, at least 65,536.
             threads: FAISS's threads from now on; by default as many as it finds.
             seed: of the samples for training and for queries.
-            memory: bytes that the index may take, in the making and in searches; by default what the machine has.
+            memory: bytes for building and searching the index; by default the machine's memory.
             folder: where to save the index, too.
             progress: show a bar.
 
         Raises:
-            DualencError: an unknown or unfitting factory string (with FAISS's reason), vectors that are not
-                finite, or not of length one where their meta says so, ids that stand twice, no vectors at all, a
-                number out of range, or a search parameter that the index does not have.
+            DualencError: a factory string that is unknown or does not fit (with FAISS's reason), no vectors, vectors
+                that are not finite, or not of length one where their meta says so, duplicate ids, a number out of
+                range, or a search parameter that the index does not have.
         """
-        if isinstance(vectors, Embeddings):
-            embeddings = vectors
-        else:
-            vectors = np.asarray(vectors)
-            if vectors.ndim != 2 or not vectors.shape[1] or vectors.dtype.kind not in "fiu":
-                found = f"{vectors.dtype} of shape {vectors.shape}"
-                raise DualencError(f"vectors are {found}; give numbers as a matrix (N, D)")
-            embeddings = Embeddings([str(row) for row in range(len(vectors))] if ids is None else ids, vectors)
-        if not len(embeddings):
-            raise DualencError("no vectors to index; give at least one")
-        check_ids(embeddings.ids)
+        embeddings = _checked_embeddings(vectors, ids)
         _check_at_least(1, nprobe=nprobe, ef_search=ef_search, train_rows=train_rows, threads=threads)
         _check_at_least(0, recall_queries=recall_queries, seed=seed)
         if not 0 <= target_recall <= 1:
@@ -169,89 +155,38 @@ class Index:
         database = Database(embeddings, metric)
         chosen = factory
         if factory == "auto":
-            chosen = choose_factory(len(embeddings), embeddings.dim, memory, target_recall)
-        built: dict[str, Any] = {"factory": chosen, "requested_factory": factory}
-        measure = functools.partial(
-            cls._measured,
-            database,
-            queries=queries,
-            recall_queries=recall_queries,
-            target_recall=target_recall,
-            nprobe=nprobe,
-            ef_search=ef_search,
-            seed=seed,
-        )
-        empty = new_index(embeddings.dim, chosen, metric, len(embeddings))
-        needed = len(embeddings) * bytes_per_vector(empty)
+            chosen = choose_factory(len(database), embeddings.dim, memory, target_recall)
+        described = {"factory": chosen, "requested_factory": factory}
+        tuning = _Tuning(queries, recall_queries, target_recall, nprobe, ef_search, seed)
+        how: dict[str, Any] = {"train_rows": train_rows, "seed": seed, "progress": progress}
+
+        empty = new_index(embeddings.dim, chosen, metric, len(database))
+        needed = len(database) * bytes_per_vector(empty)
         budget = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if folder is not None and needed > budget // 2 and can_be_merged(empty):
-            target = Path(folder)
-            check_target(target)
-            work = target.with_name(f".{target.name}.building")
-            how: dict[str, Any] = {"train_rows": train_rows, "seed": seed, "progress": progress}
+            check_target(folder)
+            work = Path(folder).with_name(f".{Path(folder).name}.building")
             with built_in_parts(database, chosen, work, memory=budget, **how) as merged:
+                # One of the processes merges and saves; to the others None is yielded when it has.
                 if merged is not None:
-                    measure(merged[0], built | merged[1]).save(target)
-            return cls.open(target)
+                    _finished(merged[0], database, described | merged[1], tuning).save(folder)
+            return cls.open(folder)
         if memory is not None and needed > memory:
             raise DualencError(
-                f"factory {chosen!r} takes {needed / 2**20:,.1f} MiB for {len(embeddings):,} vectors, and memory is "
+                f"factory {chosen!r} takes {needed / 2**20:,.1f} MiB for {len(database):,} vectors, and memory is "
                 f"{memory / 2**20:,.1f} MiB; give more, or auto or an IVF factory with a folder to save to"
             )
-        index, filled = build_faiss(database, chosen, train_rows=train_rows, seed=seed, progress=progress)
-        result = measure(index, built | filled)
+        filled, built = build_faiss(database, chosen, **how)
+        index = _finished(filled, database, described | built, tuning)
         if folder is not None:
-            result.save(folder)
-        return result
-
-    @classmethod
-    def _measured(
-        cls,
-        database: Database,
-        index: Any,
-        built: dict[str, Any],
-        *,
-        queries: np.ndarray | None,
-        recall_queries: int,
-        target_recall: float,
-        nprobe: int | None,
-        ef_search: int | None,
-        seed: int,
-    ) -> Index:
-        """A filled index with its search parameters, and what they give."""
-        embeddings, metric = database.embeddings, database.metric
-        parameters = {name: value for name, value in (("nprobe", nprobe), ("efSearch", ef_search)) if value}
-        for name, value in parameters.items():
-            set_parameter(index, name, value)
-        meta = {key: embeddings.meta[key] for key in KEPT if key in embeddings.meta}
-        meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": metric, **built}
-        meta["bytes_per_vector"] = bytes_per_vector(index)
-
-        if queries is None:  # vectors of the database, which are not to find themselves
-            rows = database.sample(recall_queries, seed + 1)
-            asked = database.rows(rows)
-        else:
-            asked = as_queries(queries, embeddings.dim, metric)[:recall_queries]
-            rows = np.full(len(asked), -1)
-        probe = exact_probe(database, asked, rows)
-        if probe is not None:
-            if not parameters and parameter_values(index):
-                tuning, probe = halves(probe) if len(probe.queries) >= TUNED_FROM else (probe, probe)
-                parameters = tune(index, database, tuning, target_recall)
-            if nprobe is None and ef_search is None:
-                meta["target_recall"] = target_recall
-            meta["recall_at_10"] = round(recall(index, database, probe), 4)
-            meta["recall_queries"] = len(probe.queries)
-            meta["recall_queries_from"] = "database" if queries is None else "given"
-            meta["latency_ms"] = latency(index, probe.queries)
-        meta["search_parameters"] = parameters
-        return cls(index, embeddings.ids, meta, embeddings.snippets, embeddings.columns)
+            index.save(folder)
+        return index
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the folder: `index.faiss`, `items.arrow` with ids, snippets and columns, `order.npy` and `meta.json`.
+        """Save to a folder: `index.faiss`, `items.arrow` with ids, snippets and columns, `order.npy` and `meta.json`.
 
         Raises:
-            DualencError: the folder holds something that is not an index.
+            DualencError: the folder exists and is not an index.
         """
         with locked(folder), atomic_folder(folder, is_index, "index") as part:
             part.mkdir(parents=True)
@@ -259,15 +194,15 @@ class Index:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Index:
-        """Map an index folder into memory; pages of it are read as searches need them.
+        """Open an index folder, memory-mapped: pages are read as searches need them.
 
         Args:
-            folder: as `save` or `dualenc index` wrote it.
+            folder: written by `save` or `dualenc index`.
             verify: read every file once and compare its SHA-256 with meta.json (about 1.5 GB a second on each core).
                 Otherwise sizes are compared, and 64 MiB are read at most, the smallest files first.
 
         Raises:
-            DualencError: no such folder, or a file in it that is missing, truncated or not the one that was written.
+            DualencError: no such folder, or a file in it that is missing, truncated or was replaced.
         """
         folder = Path(folder)
         recover(folder)
@@ -297,33 +232,33 @@ class Index:
 
     @property
     def items_checksum(self) -> str:
-        """Checksum of the file of ids, which identifies the items of an index that was opened."""
+        """Checksum of the file of ids, which identifies the items of an opened index."""
         return str(self.meta["files"].get(ITEMS))
 
     def search(
         self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The best ids for a batch of queries.
+        """Search for the nearest items of a batch of queries.
 
         Args:
             queries: (Q, D), or one query (D,).
-            k: how many ids.
-            nprobe: lists that an IVF index visits, from now on; by default what the build chose.
-            ef_search: candidates that an HNSW index keeps, from now on; by default what the build chose.
+            k: number of results.
+            nprobe: lists that an IVF index visits, from now on; by default as built.
+            ef_search: candidates that an HNSW index keeps, from now on; by default as built.
 
         Returns:
             Scores (Q, k) float32, best first, and ids (Q, k) strings; where fewer than k are found, -inf and "".
 
         Raises:
-            DualencError: another dimension than the index's, queries that are not finite, k below 1, or a search
-                parameter that the index does not have.
+            DualencError: queries of another dimension or not finite, k below 1, or a search parameter that the index
+                does not have.
         """
         scores, rows = self.search_rows(queries, k, nprobe=nprobe, ef_search=ef_search)
         scores[rows < 0] = -np.inf
         return scores, self.ids_at(rows)
 
     def ids_at(self, rows: np.ndarray) -> np.ndarray:
-        """The ids of rows of any shape, as an array of texts; "" for -1: many at once take far less than one by one."""
+        """The ids of rows of any shape, as an array of strings; "" for a row of -1."""
         return self.ids.take(rows) if isinstance(self.ids, Ids) else self._id_of_row[rows]
 
     def search_rows(
@@ -335,7 +270,7 @@ class Index:
         nprobe: int | None = None,
         ef_search: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `search`, with row numbers (Q, k) int64 in place of ids; -1 where fewer than k are found.
+        """Search as `search` does, for row numbers (Q, k) int64 instead of ids; -1 where fewer than k are found.
 
         With `kept` (N,) bool, only those rows are searched (`dualenc.search.filtered`).
         """
@@ -350,28 +285,22 @@ class Index:
         return self.faiss.search(ready, k) if kept is None else search_among(self.faiss, ready, k, kept)
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
-        """The stored vectors of some ids, as exactly as the index keeps them: (n, D) float32.
+        """Reconstruct the vectors of some ids, in the precision of the index: (n, D) float32.
 
         Raises:
-            UnknownId: an id that is not there.
-            Unsupported: FAISS cannot give the vectors of such an index back.
+            UnknownId: an id that the index does not have.
+            Unsupported: FAISS cannot reconstruct vectors from this type of index.
         """
-        if isinstance(self.ids, Ids):
-            rows = self.ids.rows(ids).tolist()
-        else:
-            row_of = {name: row for row, name in enumerate(self.ids)}
-            rows = [row_of.get(name, -1) for name in ids]
-        if -1 in rows:
-            raise UnknownId(f"the index has no item {ids[rows.index(-1)][:200]!r}; give an id that it has returned")
+        rows = rows_of(self.ids, ids)
+        if (rows < 0).any():
+            name = ids[int(np.argmin(rows))][:200]
+            raise UnknownId(f"the index has no item {name!r}; give an id that it has returned")
+        ivf = faiss.try_extract_index_ivf(self.faiss)
         try:
-            return np.stack([self.faiss.reconstruct(row) for row in rows])
-        except RuntimeError:
-            pass
-        lists = faiss.try_extract_index_ivf(self.faiss)
-        try:
-            if lists is not None:  # told once where each row is, FAISS finds it in its list
-                lists.make_direct_map(True)
-            return np.stack([self.faiss.reconstruct(row) for row in rows])
+            # FAISS finds a row in inverted lists only with a direct map, which takes 8 bytes per vector.
+            if ivf is not None and ivf.direct_map.no():
+                ivf.make_direct_map(True)
+            return self.faiss.reconstruct_batch(rows)
         except RuntimeError as error:
             kind = self.meta.get("factory", "?")
             raise Unsupported(
@@ -379,23 +308,92 @@ class Index:
             ) from None
 
     def snippet(self, row: int) -> str:
-        """What to show with the id of a row; "" if nothing was stored."""
+        """The text to show with a row; "" if none was stored."""
         return "" if self.snippets is None else self.snippets[row]
 
     def columns_of(self, row: int) -> dict[str, Any]:
-        """The values of a row's columns by their names, missing ones left out."""
+        """The values of a row's columns by name, without missing values."""
         if self.columns is None:
             return {}
         return {name: value for name, value in self.columns.slice(row, 1).to_pylist()[0].items() if value is not None}
 
 
+class _Tuning(NamedTuple):
+    """How to tune and measure an index: the arguments of `Index.build` with these names."""
+
+    queries: np.ndarray | None
+    recall_queries: int
+    target_recall: float
+    nprobe: int | None
+    ef_search: int | None
+    seed: int
+
+
+def _checked_embeddings(vectors: Embeddings | np.ndarray, ids: Sequence[str] | None) -> Embeddings:
+    """The vectors to index with their ids, checked."""
+    if not isinstance(vectors, Embeddings):
+        vectors = np.asarray(vectors)
+        if vectors.ndim != 2 or not vectors.shape[1] or vectors.dtype.kind not in "fiu":
+            found = f"{vectors.dtype} of shape {vectors.shape}"
+            raise DualencError(f"vectors are {found}; give numbers as a matrix (N, D)")
+        vectors = Embeddings([str(row) for row in range(len(vectors))] if ids is None else ids, vectors)
+    if not len(vectors):
+        raise DualencError("no vectors to index; give at least one")
+    check_ids(vectors.ids)
+    return vectors
+
+
+def _finished(index: Any, database: Database, built: dict[str, Any], tuning: _Tuning) -> Index:
+    """Tune and measure a filled FAISS index; returns it with ids, texts, columns and the entries of meta.json."""
+    embeddings = database.embeddings
+    meta = {key: embeddings.meta[key] for key in KEPT if key in embeddings.meta}
+    meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": database.metric, **built}
+    meta["bytes_per_vector"] = bytes_per_vector(index)
+    meta |= _tune_and_measure(index, database, tuning)
+    return Index(index, embeddings.ids, meta, embeddings.snippets, embeddings.columns)
+
+
+def _tune_and_measure(index: Any, database: Database, tuning: _Tuning) -> dict[str, Any]:
+    """Set or tune the search parameters of a filled index, and measure it; returns entries for meta.json."""
+    given = {"nprobe": tuning.nprobe, "efSearch": tuning.ef_search}
+    parameters = {name: value for name, value in given.items() if value is not None}
+    for name, value in parameters.items():
+        set_parameter(index, name, value)
+    if tuning.queries is None:
+        # Another seed than that of the training sample.
+        rows = database.sample(tuning.recall_queries, tuning.seed + 1)
+        queries = database.rows(rows)
+    else:
+        queries = as_queries(tuning.queries, database.embeddings.dim, database.metric)[: tuning.recall_queries]
+        rows = np.full(len(queries), -1)
+    probe = exact_probe(database, queries, rows)
+    if probe is None:
+        return {"search_parameters": parameters}
+    meta: dict[str, Any] = {}
+    if not parameters:
+        meta["target_recall"] = tuning.target_recall
+        tuning_probe = probe
+        # Recall on the queries that chose the parameters would be too high.
+        if len(queries) >= MIN_QUERIES_TO_SPLIT and parameter_values(index):
+            tuning_probe = probe.part(slice(0, None, 2))
+            probe = probe.part(slice(1, None, 2))
+        parameters = tune(index, database, tuning_probe, tuning.target_recall)
+    return meta | {
+        "recall_at_10": round(recall(index, database, probe), 4),
+        "recall_queries": len(probe.queries),
+        "recall_queries_from": "database" if tuning.queries is None else "given",
+        "latency_ms": latency(index, probe.queries),
+        "search_parameters": parameters,
+    }
+
+
 def is_index(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds an index, told by its meta.json."""
+    """Whether a folder holds an index, according to its meta.json."""
     return is_folder_of(folder, FORMAT)
 
 
 def check_target(folder: str | os.PathLike[str]) -> None:
-    """Insist that a folder may be written: it is new, empty, or an index to replace.
+    """Check that a folder can be written: it is new, empty, or an index to replace.
 
     Raises:
         DualencError: it holds something else.
@@ -404,15 +402,15 @@ def check_target(folder: str | os.PathLike[str]) -> None:
 
 
 def check_kept(path: Path, meta: Mapping[str, Any], mend: str) -> None:
-    """Insist that what a meta.json remembers of its embeddings is of the right kind.
+    """Validate the entries of a meta.json that were kept from its embeddings.
 
     Args:
-        path: of the file.
+        path: the file, for error messages.
         meta: its entries.
-        mend: what to do about it.
+        mend: how to repair it, for error messages.
 
     Raises:
-        DualencError: an entry that is none of its values, or no text.
+        DualencError: an entry with a value that it cannot have.
     """
     allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
     for name, values in allowed.items():
@@ -435,12 +433,12 @@ def write_contents(
     """Write the files of an index.
 
     Args:
-        part: folder to write to; lists on disk may be there already.
-        folder: what it will be renamed to, where plain FAISS will look for lists on disk.
-        index: N vectors.
-        ids: (N,) of them.
-        snippets: (N,) what to show with each id, or None.
-        columns: (N,) rows of what searches can be filtered by, or None.
+        part: folder to write to; it may contain lists on disk already.
+        folder: its final name, where plain FAISS will look for lists on disk.
+        index: FAISS index of N vectors.
+        ids: (N,) ids.
+        snippets: (N,) texts to show with the ids, or None.
+        columns: (N,) rows of columns, or None.
         meta: entries of meta.json.
     """
     lists = lists_of(index)
@@ -448,7 +446,8 @@ def write_contents(
         _write_faiss(index, part / "index.faiss")
     else:
         before = Path(lists.filename)
-        if before != part.absolute() / LISTS:  # never changed in place, so one file will do for both folders
+        # The file is never changed in place, so that both folders can share it.
+        if before != part.absolute() / LISTS:
             _link_or_copy(before, part / LISTS)
         lists.filename = os.path.abspath(folder / LISTS)
         try:
@@ -458,7 +457,7 @@ def write_contents(
     write_items(part, ids, snippets, columns)
     files = checksums(part, sorted(path.name for path in part.iterdir()))
     head = {"format": FORMAT, "version": FORMAT_VERSION, **meta, "faiss": faiss.__version__}
-    # A meta that was read from a folder says its version and files, too.
+    # A meta that was read from a folder has the old version and files, too.
     head |= {"version": FORMAT_VERSION, "sizes": sizes(part, files), "files": files}
     write_json(part / "meta.json", head)
 
@@ -471,7 +470,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def _write_faiss(index: Any, path: Path) -> None:
-    """`faiss.write_index`, except that a disk that is full at the end of the file is an error; FAISS only prints it."""
+    """`faiss.write_index`, but raising when the disk is full at the end of the file, which FAISS only prints."""
     failed: list[OSError] = []
     with open(path, "wb") as stream:
 
@@ -491,17 +490,16 @@ def _write_faiss(index: Any, path: Path) -> None:
 
 
 def rows_in(corpus: Corpus, index: Index, folder: str | os.PathLike[str]) -> list[int]:
-    """The row of a corpus that each item of an index was made of.
+    """The corpus row of each item of an index.
 
     Raises:
-        DualencError: the corpus lacks one, or has another text under its id than was embedded.
+        DualencError: the corpus lacks an item, or has another text under its id than was embedded.
     """
-    row_of = {name: row for row, name in enumerate(corpus.ids)}
-    rows = [row_of.get(name, -1) for name in index.ids]
+    rows = rows_of(corpus.ids, index.ids).tolist()
     if -1 in rows:
         name = index.ids[rows.index(-1)]
         raise DualencError(f"{folder}: the data has no text {name[:80]!r}; name what the index was made of")
-    # After `--remove` the beginnings of the texts are all that is recorded of them.
+    # After `--remove` there is no checksum of the texts, only their beginnings.
     for row, snippet in zip(rows, index.snippets or ()):
         if snippet != in_utf8(corpus.text(row)):
             _refuse_changed(folder, f"of {corpus.ids[row][:80]!r} ")
@@ -512,7 +510,7 @@ def rows_in(corpus: Corpus, index: Index, folder: str | os.PathLike[str]) -> lis
 def check_unchanged(
     corpus: Corpus, rows: Sequence[int], meta: Mapping[str, Any], folder: str | os.PathLike[str]
 ) -> None:
-    """Insist that texts are those that a meta.json has the checksum of, if it has one."""
+    """Check texts against the checksum in a meta.json, if it has one."""
     recorded = meta.get("texts_checksum")
     if recorded is not None and recorded != texts_checksum((corpus.ids[row], corpus[row]) for row in rows):
         _refuse_changed(folder)
@@ -524,7 +522,7 @@ def _refuse_changed(folder: str | os.PathLike[str], which: str = "") -> NoReturn
     )
 
 
-def _check_at_least(least: int, **numbers: int | None) -> None:
+def _check_at_least(minimum: int, **numbers: int | None) -> None:
     for name, number in numbers.items():
-        if number is not None and number < least:
-            raise DualencError(f"{name} is {number}; give at least {least}")
+        if number is not None and number < minimum:
+            raise DualencError(f"{name} is {number}; give at least {minimum}")

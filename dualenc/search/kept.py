@@ -1,8 +1,8 @@
-"""Kept texts: the whole texts of an index or an engine, found by id, for a cross-encoder to read.
+"""Text store: the full texts of an index or an engine by id, for cross-encoder reranking.
 
     texts/    items.arrow (id, text), order.npy and meta.json, inside the folder of the index
 
-The meta.json names the checksum of the index's items, so that texts of other items are refused.
+meta.json has the checksum of the index's items, so that texts of other items are refused.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ AGAIN = "run dualenc index INDEX --texts"
 
 
 class KeptTexts:
-    """N texts on disk by their ids.
+    """Text store: N texts on disk by their ids.
 
     Args:
-        folder: of the index that they belong to.
-        of: checksum of that (`checksum_of`).
+        folder: the index's folder.
+        checksum: `checksum_of` the index.
 
     Raises:
-        DualencError: none are kept there, they are of another index or version, or damaged.
+        DualencError: the folder has no texts, or they are of another index or version, or damaged.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], of: str) -> None:
+    def __init__(self, folder: str | os.PathLike[str], checksum: str) -> None:
         self.folder = Path(folder) / FOLDER
         if not self.folder.is_dir():
             raise DualencError(f"{folder}: keeps no texts for a cross-encoder to read; {AGAIN}")
         meta = read_json_object(self.folder / "meta.json", {"version": int, "count": int, "of": str, "files": dict})
         if meta["version"] != FORMAT_VERSION:
             raise DualencError(f"{self.folder}: written by another version of dualenc; {AGAIN}")
-        if meta["of"] != of:
+        if meta["of"] != checksum:
             raise DualencError(f"{self.folder}: is of other texts than the index; {AGAIN}")
         verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, whole=False)
         table = ItemTable([self.folder / ITEMS], meta["count"], AGAIN)
@@ -62,7 +62,7 @@ class KeptTexts:
         """The texts of n ids.
 
         Raises:
-            DualencError: one of them has none.
+            DualencError: an id without a text.
         """
         rows = self.ids.rows(ids).tolist()
         if -1 in rows:
@@ -76,17 +76,17 @@ def checksum_of(index: Index | EngineIndex) -> str:
 
 
 def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
-    """Put texts into the folder of an index or of a pushed collection.
+    """Add a text store to the folder of an index or of a pushed collection.
 
     Args:
-        folder: that `dualenc index` or `dualenc push` wrote.
-        corpus: the texts that it was made of, in any order; of an index only its own are kept.
+        folder: written by `dualenc index` or `dualenc push`.
+        corpus: the texts that were indexed, in any order; for an index only its own are kept.
 
     Returns:
-        How many.
+        The number of texts.
 
     Raises:
-        DualencError: no texts, or not those of the index, or texts that have changed since they were embedded.
+        DualencError: not texts, not those of the index, or texts that have changed since they were embedded.
     """
     if corpus.modality != "text":
         raise DualencError(
@@ -94,12 +94,12 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
         )
     with locked(folder):
         if is_engine(folder):
-            belongs_to = _check_engine(folder, corpus)
+            checksum = _check_engine(folder, corpus)
             ids: Sequence[str] = corpus.ids
             rows: Sequence[int] = range(len(corpus))
         else:
             index = Index.open(folder)
-            belongs_to = checksum_of(index)
+            checksum = checksum_of(index)
             ids = index.ids
             rows = rows_in(corpus, index, folder)
         check_ids(ids)
@@ -107,13 +107,13 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
             part.mkdir()
             write_items(part, ids, (corpus[row] for row in rows))
             files = checksums(part, [ITEMS, ORDER])
-            head = {"format": FORMAT, "version": FORMAT_VERSION, "count": len(ids), "of": belongs_to}
+            head = {"format": FORMAT, "version": FORMAT_VERSION, "count": len(ids), "of": checksum}
             write_json(part / "meta.json", {**head, "sizes": sizes(part, files), "files": files})
     return len(ids)
 
 
 def _check_engine(folder: str | os.PathLike[str], corpus: Corpus) -> str:
-    """Checksum of a pushed collection, which does not list its ids; refuses data that it cannot be made of."""
+    """Check data against a pushed collection, whose ids are not listed; returns its checksum."""
     about, meta = read_engine_meta(folder)
     if len(corpus) < about.count:
         reason = f"the data has {len(corpus):,} texts for {about.count:,} vectors"

@@ -1,4 +1,4 @@
-"""What "auto" stands for: a kind of index by count, dimension, memory and recall."""
+"""FAISS factory choice: a factory string from corpus size, dimension, memory and target recall."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import NamedTuple
 from dualenc.errors import DualencError
 
 MIN_POINTS_PER_LIST = 39
-MOST_LISTS = 2**17
-FEWEST_TRAINING_ROWS = 1024
-"""However little the memory: codes are made of 256 points and more."""
-LEAST_MEMORY = 2**24
+MAX_LISTS = 2**17
+MIN_TRAINING_ROWS = 1024
+"""However little the memory: a code book is trained on 256 points or more."""
+MIN_MEMORY = 2**24
 EXACT_VALUES = 2**25
 """Up to this many numbers (128 MiB as float32) an exact search takes some ten milliseconds on one core."""
 FLOAT_VALUES = 2**30
-"""Beyond this many numbers (4 GiB as float32) codes are smaller, unless the user says how much memory there is."""
+"""Beyond this many numbers (4 GiB as float32) vectors are compressed, unless the user names a memory size."""
 
 
 class Kind(NamedTuple):
-    """A kind of index.
+    """A type of index.
 
     Attributes:
-        name: of it.
-        factory: FAISS factory string, of the number of lists and D.
-        resident: bytes of a vector that searches want in memory, of D.
-        stored: bytes of a vector on disk, of D.
-        recall: recall@10 that is not to be expected above.
-        most_values: largest N·D, where nothing is said of memory; 0 for no limit.
-        least_target: recall@10 from which on it is considered.
+        name: its name.
+        factory: FAISS factory string, from the number of lists and D.
+        resident: bytes per vector that searches need in memory, from D.
+        stored: bytes per vector on disk, from D.
+        recall: highest recall@10 to expect.
+        max_values: largest N·D without a named memory size; 0 for no limit.
+        min_target: lowest target recall@10 for which it is considered.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Kind(NamedTuple):
     resident: Callable[[int], int]
     stored: Callable[[int], int]
     recall: float
-    most_values: int = 0
-    least_target: float = 0.0
+    max_values: int = 0
+    min_target: float = 0.0
 
 
 def _subquantizers(dim: int) -> int:
@@ -68,14 +68,14 @@ KINDS = (
         0.97,
     ),
 )
-"""In the order of preference: the first that fits is taken. What is refined is on disk, and mapped."""
+"""In order of preference: the first that fits is taken. Vectors for refinement are mapped from disk."""
 
 
 def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target_recall: float = 0.95) -> str:
-    """The factory string that "auto" stands for: the first kind that fits, or else the one that needs least memory.
+    """FAISS factory choice for "auto": the first type that fits, or else the one that needs least memory.
 
     ===============  ============================================  ===================  =========  ====================
-    kind             factory                                       bytes in memory      recall@10  taken up to, unless
+    type             factory                                       bytes in memory      recall@10  used up to, unless
                                                                    per vector           up to      `memory` is given
     ===============  ============================================  ===================  =========  ====================
     Flat             `Flat`                                        4 D                  1          N·D = 2²⁵ (always)
@@ -86,9 +86,10 @@ def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target
     RaBitQ, refined  `IVF{n}_HNSW32,RaBitQ,Refine(SQfp16)`         D/8 + 16             0.97
     ===============  ============================================  ===================  =========  ====================
 
-    HNSW is considered from a target of 0.98 on, where IVF visits many lists. The half-precision vectors that refine
-    stay on disk, 2 D bytes each. n is the power of two nearest to 4√N, at most 2¹⁷, fewer where a list would get less
-    than 39 training points, of those that a fourth of the memory holds. RaBitQ: Gao and Long 2024 (arXiv:2405.12497).
+    HNSW is considered for targets of 0.98 and more, where IVF visits many lists. The half-precision vectors for
+    refinement stay on disk, 2 D bytes each. n is the power of two nearest to 4√N, at most 2¹⁷, fewer where a list would
+    get less than 39 of the training points that fit into a quarter of the memory. RaBitQ: Gao and Long 2024
+    (arXiv:2405.12497).
 
     Args:
         num_vectors: N.
@@ -100,10 +101,11 @@ def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target
     values = num_vectors * dim
     fitting = []
     for kind in KINDS:
-        always = kind.name in ("Flat", "HNSW")
-        too_many = kind.most_values and values > kind.most_values and (always or memory is None)
-        small = memory is None or num_vectors * kind.resident(dim) <= memory
-        if not too_many and small and kind.least_target <= target_recall:
+        # Scans and graphs get slow in large sets however much memory there is; IVF is limited by memory alone.
+        is_limited = memory is None or kind.name in ("Flat", "HNSW")
+        is_too_large = is_limited and 0 < kind.max_values < values
+        fits_memory = memory is None or num_vectors * kind.resident(dim) <= memory
+        if fits_memory and not is_too_large and kind.min_target <= target_recall:
             if kind.recall >= target_recall:
                 return kind.factory(lists, dim)
             fitting.append(kind)
@@ -113,56 +115,55 @@ def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target
 
 
 def remedies(factory: str, num_vectors: int, dim: int, memory: int | None = None) -> list[str]:
-    """What may raise the recall of an index whose search parameters do not, each as an option with its reason.
+    """Options that may raise the recall of an index beyond what its search parameters reach, each with its reason.
 
     Args:
         factory: FAISS factory string of the index.
         num_vectors: N.
         dim: D.
-        memory: bytes that the index was given, if any were said.
+        memory: bytes that the user allowed, if any.
     """
     base = factory.partition(",Refine")[0]
-    found = []
-    coded = re.search(r"(?<![A-Z])(SQ|PQ|RaBitQ)\w*", base)
-    fine = "SQfp16" in factory
-    if coded is not None and not fine:
-        found.append(
+    options = []
+    code = re.search(r"(?<![A-Z])(SQ|PQ|RaBitQ)\w*", base)
+    if "SQfp16" in factory:
+        options.append(f"--factory '{base},Refine(Flat)', which scores the best again by the vectors themselves")
+    elif code is not None:
+        options.append(
             f"--factory '{base},Refine(SQfp16)', which scores the best again ({2 * dim:,} bytes each, on disk)"
         )
-        more_bits = f"{base[: coded.start()]}SQfp16{base[coded.end() :]}"
-        found.append(f"--factory '{more_bits}', codes of more bits")
-    elif fine:
-        found.append(f"--factory '{base},Refine(Flat)', which scores the best again by the vectors themselves")
+        finer = f"{base[: code.start()]}SQfp16{base[code.end() :]}"
+        options.append(f"--factory '{finer}', codes of more bits")
     if links := re.match(r"HNSW(\d+)", base):
-        found.append(f"--factory HNSW{2 * int(links[1])}, a graph of more links")
-    whole = num_vectors * (4 * dim + 8)
-    if memory is not None and memory < whole:
-        found.append(f"--memory {math.ceil(whole / 2**20)}MiB, which holds the vectors themselves")
-    return found
+        options.append(f"--factory HNSW{2 * int(links[1])}, a graph of more links")
+    float_bytes = num_vectors * (4 * dim + 8)
+    if memory is not None and memory < float_bytes:
+        options.append(f"--memory {math.ceil(float_bytes / 2**20)}MiB, which holds the vectors themselves")
+    return options
 
 
 def training_rows_in(memory: int, dim: int) -> int:
-    """How many vectors of dimension D a fourth of the memory holds."""
-    return max(FEWEST_TRAINING_ROWS, memory // 4 // (4 * dim))
+    """Number of vectors of dimension D that a quarter of the memory holds."""
+    return max(MIN_TRAINING_ROWS, memory // 4 // (4 * dim))
 
 
 def number_of_lists(num_vectors: int, dim: int, memory: int | None = None) -> int:
     """Inverted lists for N vectors: the power of two nearest to 4√N, with at least 39 training vectors each."""
     trained_on = num_vectors if memory is None else min(num_vectors, training_rows_in(memory, dim))
     by_training = math.floor(math.log2(max(1, trained_on / MIN_POINTS_PER_LIST)))
-    return min(MOST_LISTS, 2 ** min(round(math.log2(4 * math.sqrt(num_vectors))), by_training))
+    return min(MAX_LISTS, 2 ** min(round(math.log2(4 * math.sqrt(num_vectors))), by_training))
 
 
-def parse_bytes(text: str, name: str = "memory", least: int = LEAST_MEMORY) -> int:
+def parse_bytes(text: str, name: str = "memory", least: int = MIN_MEMORY) -> int:
     """Bytes from "2GiB", "500 MB", "1.5G" or a plain number; K, M, G and T are powers of 1024 unless a B alone follows.
 
     Args:
         text: the size.
-        name: what it is the size of, in errors.
-        least: the smallest that is allowed, in bytes.
+        name: the option, for error messages.
+        least: smallest allowed size, in bytes.
 
     Raises:
-        DualencError: something else, or less than that.
+        DualencError: not a size, or below `least`.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", text, re.IGNORECASE)
     if found is None:

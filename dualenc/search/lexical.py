@@ -1,8 +1,8 @@
-"""The words of an index's texts beside its vectors: BM25, for searches that fuse both.
+"""BM25 index over an index's texts, for hybrid searches.
 
-    bm25/    what bm25s saves, and meta.json: the checksum of the ids that it belongs to
+    bm25/    files of bm25s, and meta.json with the checksum of the index's ids
 
-The folder lies inside that of the index. Whatever writes the index anew leaves it out: it is never of other texts.
+The folder is inside that of the index. Whatever rewrites the index leaves it out, so that it is never of other texts.
 """
 
 from __future__ import annotations
@@ -11,33 +11,32 @@ import functools
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import bm25s
 import numpy as np
 
+from dualenc.data import Corpus
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, is_folder_of, locked, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.index import Index, rows_in
 
-if TYPE_CHECKING:
-    from dualenc.data import Corpus
-
 FOLDER = "bm25"
 FORMAT = "dualenc bm25"
 K1, B = 1.5, 0.75
-"""Saturation of the term frequency, strength of the length normalisation: those of `evaluate retrieval --bm25`."""
+"""Saturation of the term frequency, strength of the length normalisation; as in `evaluate retrieval --bm25`."""
 AGAIN = "run dualenc index INDEX --bm25"
 
 
 class Lexical:
-    """BM25 over the rows of an index (Lucene's variant), English stop words removed, no stemming.
+    """BM25 index over the rows of an index (Lucene's variant), English stop words removed, no stemming.
 
-    Make one with `Lexical.build` or `Lexical.open`.
+    Create one with `Lexical.build` or `Lexical.open`.
 
     Args:
-        scorer: of bm25s, its rows those of the index.
-        count: N, how many rows there are.
+        scorer: `bm25s.BM25` with the rows of the index.
+        count: N, the number of rows.
     """
 
     def __init__(self, scorer: Any, count: int) -> None:
@@ -45,13 +44,11 @@ class Lexical:
 
     @classmethod
     def build(cls, texts: Iterable[str]) -> Lexical:
-        """Count the words of N texts.
+        """Tokenize and index N texts.
 
         Raises:
             DualencError: no text has a word.
         """
-        import bm25s
-
         tokens = bm25s.tokenize(list(texts), show_progress=False)
         if not any(tokens.ids):
             raise DualencError("BM25: no text holds a word; is the corpus empty?")
@@ -68,17 +65,15 @@ class Lexical:
 
     @classmethod
     def open(cls, index: str | os.PathLike[str], ids: str) -> Lexical:
-        """Open the folder inside that of an index; arrays are mapped.
+        """Open the folder inside that of an index; arrays are memory-mapped.
 
         Args:
             index: the index's folder.
             ids: checksum of its file of ids.
 
         Raises:
-            DualencError: there is none, it is of other texts, or it is damaged.
+            DualencError: it does not exist, is of other texts, or is damaged.
         """
-        import bm25s
-
         folder = Path(index) / FOLDER
         if not folder.is_dir():
             raise DualencError(f"{index}: has no BM25 beside its vectors; {AGAIN}")
@@ -90,44 +85,43 @@ class Lexical:
             sizes = len(scorer.scores["data"]), len(scorer.scores["indices"]), int(scorer.scores["indptr"][-1])
             if len(set(sizes)) != 1 or scorer.scores["num_docs"] != meta["count"]:
                 raise ValueError("its arrays do not fit together")
-        except Exception as error:  # numpy's, json's and the library's own
+        except Exception as error:  # from numpy, json and bm25s
             why = " ".join(str(error).split())[:100]
             raise DualencError(f"{folder}: corrupt ({type(error).__name__}: {why}); {AGAIN}") from None
         return cls(scorer, meta["count"])
 
     def search(self, query: str, k: int, kept: np.ndarray | None = None) -> list[tuple[int, float]]:
-        """The k rows of the highest scores above 0, best first; the first row among equals.
+        """The k rows of the highest scores above 0, best first; ties by ascending row.
 
-        With `kept` (N,) bool, of those rows only; how rare a word is, all rows say.
+        With `kept` (N,) bool only those rows are returned; document frequencies still count all rows.
         """
-        import bm25s
-
         words = bm25s.tokenize([query], return_ids=False, show_progress=False)[0]
-        known = [word for word in words if word in self.scorer.vocab_dict]
-        if not known:
+        in_vocabulary = [word for word in words if word in self.scorer.vocab_dict]
+        if not in_vocabulary:
             return []
-        scores = self.scorer.get_scores(known)
+        scores = self.scorer.get_scores(in_vocabulary)
         rows = np.flatnonzero(scores > 0 if kept is None else (scores > 0) & kept)
-        if len(rows) > k:  # with whatever ties with the k-th
+        # bm25s.retrieve breaks ties arbitrarily; all that tie with the k-th are kept for the stable sort.
+        if len(rows) > k:
             rows = rows[scores[rows] >= np.partition(scores[rows], -k)[-k]]
         rows = rows[np.argsort(-scores[rows], kind="stable")[:k]]
         return [(row, float(score)) for row, score in zip(rows.tolist(), scores[rows].tolist())]
 
 
 def has_lexical(index: str | os.PathLike[str]) -> bool:
-    """Whether there is BM25 in the folder of an index."""
+    """Whether the folder of an index has a BM25 index."""
     return (Path(index) / FOLDER / "meta.json").is_file()
 
 
 def add_lexical(folder: str | os.PathLike[str], corpus: Corpus) -> Lexical:
-    """Put BM25 into the folder of an index.
+    """Add a BM25 index to the folder of an index.
 
     Args:
-        folder: of the index.
-        corpus: the texts that it was made of, in any order; more of them do no harm.
+        folder: the index's folder.
+        corpus: the texts that were indexed, in any order; further texts are ignored.
 
     Raises:
-        DualencError: no texts, or not those of the index, or texts that have changed since they were embedded.
+        DualencError: not texts, not those of the index, or texts that have changed since they were embedded.
     """
     if corpus.modality != "text":
         raise DualencError(f"{folder}: BM25 needs texts, and its data holds {corpus.modality}s; leave --bm25 out")

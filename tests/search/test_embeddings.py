@@ -289,7 +289,7 @@ def test_a_vector_that_is_not_finite_as_stored_is_never_written(tmp_path: Path, 
 
 
 class TestContents:
-    """Shards are told apart by what they are made of, not by their ids alone."""
+    """Shards are identified by their contents, not by their ids alone."""
 
     @staticmethod
     def writer(folder: Path, items: list[str]) -> EmbeddingWriter:

@@ -40,10 +40,10 @@ INDEXES = {factory: index_of(factory) for factory in EXACT}
 @given(st.sampled_from(EXACT), st.integers(1, 150), st.integers(1, 20), st.integers(0, 9))
 def test_few_rows_are_searched_exactly(factory: str, count: int, k: int, seed: int) -> None:
     assert count / len(VECTORS) < SCANNED_BELOW
-    some = np.sort(np.random.default_rng(seed).choice(len(VECTORS), count, replace=False))
-    kept = np.isin(np.arange(len(VECTORS)), some)
+    kept_rows = np.sort(np.random.default_rng(seed).choice(len(VECTORS), count, replace=False))
+    kept = np.isin(np.arange(len(VECTORS)), kept_rows)
     scores, rows = INDEXES[factory].search_rows(QUERIES, k, kept=kept)
-    expected = some[exact_rows(VECTORS[some], QUERIES, k)]
+    expected = kept_rows[exact_rows(VECTORS[kept_rows], QUERIES, k)]
     found = min(k, count)
     np.testing.assert_array_equal(np.sort(rows[:, :found]), np.sort(expected))
     assert (rows[:, found:] == -1).all()
@@ -56,7 +56,7 @@ def test_few_rows_are_searched_exactly(factory: str, count: int, k: int, seed: i
 def test_many_rows_are_found_as_well_as_without_a_filter(factory: str, settings: dict[str, int], share: float) -> None:
     index = Index.build(VECTORS, factory=factory, recall_queries=0)
     kept = np.random.default_rng(5).random(len(VECTORS)) < share
-    some = np.flatnonzero(kept)
+    kept_rows = np.flatnonzero(kept)
 
     def recall(found: np.ndarray, expected: np.ndarray) -> float:
         return float(np.mean([len(set(a) & set(b)) / 10 for a, b in zip(found.tolist(), expected.tolist())]))
@@ -64,7 +64,7 @@ def test_many_rows_are_found_as_well_as_without_a_filter(factory: str, settings:
     whole = recall(index.search_rows(QUERIES, 10, **settings)[1], exact_rows(VECTORS, QUERIES, 10))
     rows = index.search_rows(QUERIES, 10, kept=kept, **settings)[1]
     assert kept[rows].all()
-    assert recall(rows, some[exact_rows(VECTORS[some], QUERIES, 10)]) >= whole - 0.05
+    assert recall(rows, kept_rows[exact_rows(VECTORS[kept_rows], QUERIES, 10)]) >= whole - 0.05
 
 
 def test_nothing_kept_and_kinds_that_cannot_be_filtered() -> None:
@@ -129,11 +129,11 @@ def test_conditions_hold_before_the_search(made: Path, where: list[str], hybrid:
 def test_the_command_shows_columns(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     run("search", made / "index", "fox", "--where", "year>=2005", "--where", "lang=de", "-k", 60, "--json")
-    told = json.loads(capsys.readouterr().out)["results"]
-    assert {row["id"] for row in told} == {
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert {row["id"] for row in results} == {
         row["_id"] for row in documents() if row["year"] >= 2005 and row["lang"] == "de"
     }
-    assert all(row["lang"] == "de" for row in told)
+    assert all(row["lang"] == "de" for row in results)
     assert "no column 'yaer'; there are year, lang" in failure(
         capsys, "search", made / "index", "a", "--where", "yaer=1"
     )
@@ -157,9 +157,9 @@ def test_columns_follow_what_is_appended_and_removed(made: Path, tmp_path: Path)
     for row, name in enumerate(index.ids):
         number = int(name[1:])
         expected = documents()[number]
-        there = {"year": expected["year"]} if number < 20 else {}
-        there |= {"lang": expected["lang"]} if number < 40 and expected["lang"] else {}
-        assert index.columns_of(row) == there
+        columns = {"year": expected["year"]} if number < 20 else {}
+        columns |= {"lang": expected["lang"]} if number < 40 and expected["lang"] else {}
+        assert index.columns_of(row) == columns
     assert len(index) == len(index.columns) == 57
     other = part(range(1), whole.columns.select(["year"]).rename_columns(["lang"]))
     with pytest.raises(DualencError, match="column 'lang' holds text values in the index and integer values in what"):

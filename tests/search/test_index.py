@@ -199,9 +199,9 @@ Index.build(vectors, factory="OPQ64,PQ64")
         assert process.poll() is None, "otherwise the training is too short to be interrupted"
         process.send_signal(signal.SIGINT)
         sent = time.monotonic()
-        _, told = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=120)
         assert time.monotonic() - sent < 5
-        assert told.rstrip().endswith("KeyboardInterrupt")
+        assert errors.rstrip().endswith("KeyboardInterrupt")
         assert process.returncode == -signal.SIGINT
 
 

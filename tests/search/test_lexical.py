@@ -79,11 +79,11 @@ def test_hybrid_search_is_the_fusion_of_both_rankings(made: Path, how: str, weig
     fused = np.zeros(60)
     for name, share in (("dense", weight), ("words", 1 - weight)):
         own = scores[name]
-        there = np.arange(60) if name == "dense" else np.flatnonzero(own > 0)
-        ordered = there[np.argsort(-own[there], kind="stable")]
+        found = np.arange(60) if name == "dense" else np.flatnonzero(own > 0)
+        ordered = found[np.argsort(-own[found], kind="stable")]
         for rank, row in enumerate(ordered, 1):
-            width = own[there].max() - own[there].min()
-            fused[row] += share * (1 / (60 + rank) if how == "rrf" else (own[row] - own[there].min()) / width)
+            width = own[found].max() - own[found].min()
+            fused[row] += share * (1 / (60 + rank) if how == "rrf" else (own[row] - own[found].min()) / width)
     searcher = Searcher.open(made / "index")
     hits = searcher.search([Query("left", query, k=10, hybrid=how, weight=weight)])[0]  # type: ignore[arg-type]
     np.testing.assert_allclose([hit.score for hit in hits], np.sort(fused)[::-1][:10], atol=1e-5)
@@ -139,8 +139,8 @@ def test_texts_that_have_changed_since_they_were_embedded_are_refused(
     run("index", folder, write(rows[::-1]), beside)
     where = "fox" if kind == "removed" else rows[3]["text"]  # only its beginning is known then
     changed = [*rows[:3], {"_id": "d3", "text": where + " and another end"}, *rows[4:]]
-    told = failure(capsys, "index", folder, write(changed), beside)
-    assert "in the data is not what was embedded; embed and index the data again" in told
+    message = failure(capsys, "index", folder, write(changed), beside)
+    assert "in the data is not what was embedded; embed and index the data again" in message
 
 
 def test_mistakes(made: Path) -> None:

@@ -250,7 +250,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
         return judge(texts)
 
     rule, resumed = Rule(last_rank=12), True
-    whole, told = run(tmp_path, rule, rescore=judge, rescored_by="sine")
+    whole, expected_report = run(tmp_path, rule, rescore=judge, rescored_by="sine")
     (tmp_path / "mined.jsonl").unlink()
     monkeypatch.setattr("dualenc.search.mining.PAIRS_PER_BLOCK", 20)
     resumed = False
@@ -262,7 +262,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
     resumed = True
     again, report = run(tmp_path, rule, rescore=stopping, rescored_by="sine")
     assert again == whole
-    assert report == told
+    assert report == expected_report
     assert len(asked) == len(set(asked)), "nothing is judged twice"
     assert [path.name for path in tmp_path.iterdir()] == ["mined.jsonl"]
 
@@ -346,7 +346,7 @@ def test_histogram_counts_every_score_once_in_few_bins() -> None:
     for name, values in drawn.items():
         for part in np.array_split(values, 7):
             report.count(name, part)
-    edges, counts = report.histogram(most_rows=16)
+    edges, counts = report.histogram(max_bins=16)
     assert len(edges) <= 17
     for name, values in drawn.items():
         np.testing.assert_array_equal(counts[name], np.histogram(values, edges)[0])
@@ -354,7 +354,7 @@ def test_histogram_counts_every_score_once_in_few_bins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"num_negatives": 0}, "num_negatives is 0; ask for at least 1"),
         ({"first_rank": 5, "last_rank": 4}, "ranks 5 to 4 are no window; give first_rank from 1"),
@@ -367,8 +367,8 @@ def test_histogram_counts_every_score_once_in_few_bins() -> None:
         ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_numbers_out_of_range_are_told(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(DualencError, match="^" + told):
+def test_numbers_out_of_range_are_told(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(DualencError, match="^" + message):
         Rule(**given)
 
 

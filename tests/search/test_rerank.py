@@ -44,12 +44,12 @@ def ranked(judge: Path, query: str, names: list[str], texts: list[str]) -> list[
 
 @given(st.lists(st.lists(st.integers(-3, 3), max_size=5), max_size=4))
 def test_each_query_keeps_its_own_and_equal_scores_their_order(scores: list[list[int]]) -> None:
-    pairs = [[(f"q{q}", f"{q} {d} {own}") for d, own in enumerate(some)] for q, some in enumerate(scores)]
+    pairs = [[(f"q{q}", f"{q} {d} {own}") for d, own in enumerate(row)] for q, row in enumerate(scores)]
     found = rerank(lambda texts: np.array([float(text.split()[2]) for _, text in texts]), pairs)
     assert len(found) == len(scores)
-    for some, (order, own) in zip(scores, found):
-        assert [(-some[place], place) for place in order.tolist()] == sorted((-s, d) for d, s in enumerate(some))
-        assert own.tolist() == [some[place] for place in order.tolist()]
+    for row, (order, own) in zip(scores, found):
+        assert [(-row[place], place) for place in order.tolist()] == sorted((-s, d) for d, s in enumerate(row))
+        assert own.tolist() == [row[place] for place in order.tolist()]
 
 
 def test_scores_that_are_not_finite_are_refused() -> None:
@@ -84,8 +84,8 @@ def test_the_command_shows_the_scores_of_the_cross_encoder(made: Path, capsys: p
     np.testing.assert_allclose([row["score"] for row in shown], [score for _, score in expected], atol=1e-5)
     assert dict(expected) == pytest.approx({row["id"]: row["score"] for row in shown}, abs=1e-5)
     assert "-k is 10 and --rerank-top 9" in failure(capsys, *words, "--rerank-top", 9)
-    told = failure(capsys, *words[:-1], made / "model")
-    assert "model: is a BertModel, whose scores of pairs would be random weights'" in told
+    message = failure(capsys, *words[:-1], made / "model")
+    assert "model: is a BertModel, whose scores of pairs would be random weights'" in message
 
 
 def test_the_whole_text_is_read_and_not_its_snippet(made: Path, tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ def test_texts_beside_an_engine(made: Path, tmp_path: Path, capsys: pytest.Captu
     run("index", tmp_path / "pushed", "--texts")
     assert "60 texts kept for cross-encoders" in capsys.readouterr().out
     run(*words, "--json")
-    told = json.loads(capsys.readouterr().out)["results"]
+    results = json.loads(capsys.readouterr().out)["results"]
     expected = ranked(made / "judge", "fox dog", [f"d{i}" for i in range(60)], toy.texts(60))[:10]
-    np.testing.assert_allclose([row["score"] for row in told], [score for _, score in expected], atol=1e-5)
+    np.testing.assert_allclose([row["score"] for row in results], [score for _, score in expected], atol=1e-5)
     assert "searched by vectors alone" in failure(capsys, "index", tmp_path / "pushed", "--texts", "--bm25")
 
 
@@ -164,7 +164,7 @@ HOSTILE = "torch.distributed.run.main"
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "told"),
+    ("file", "change", "message"),
     [
         ("config_sentence_transformers.json", {"activation_fn": HOSTILE}, "is no activation of torch.nn"),
         ("config_sentence_transformers.json", {"activation_fn": [HOSTILE]}, "is no activation of torch.nn"),
@@ -198,7 +198,7 @@ HOSTILE = "torch.distributed.run.main"
     ],
 )
 def test_a_folder_that_leads_to_code_is_refused_before_it_is_loaded(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, change: Any, told: str
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, change: Any, message: str
 ) -> None:
     monkeypatch.setattr("torch.distributed.run.main", lambda: pytest.fail("was called"))
     monkeypatch.setattr("sentence_transformers.CrossEncoder.__init__", lambda *_, **__: pytest.fail("was loaded"))
@@ -211,7 +211,7 @@ def test_a_folder_that_leads_to_code_is_refused_before_it_is_loaded(
     else:
         change = (json.loads(path.read_text()) if path.is_file() else {}) | change
     path.write_text(json.dumps(change))
-    with pytest.raises(DualencError, match=told) as error:
+    with pytest.raises(DualencError, match=message) as error:
         open_cross_encoder(str(judge))
     assert "\n" not in str(error.value)
 

@@ -1,4 +1,4 @@
-"""Conditions against pandas, which was not told of Arrow, SQL or Qdrant."""
+"""Filter conditions against pandas, independent of Arrow, SQL and Qdrant."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_conditions_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["year"], "'year' is no condition; write for example"),
         (["year>2020", "2021"], "'2021' is no condition"),
@@ -54,8 +54,8 @@ def test_what_conditions_mean() -> None:
         (["' OR 1=1 --"], "is no condition"),
     ],
 )
-def test_what_is_no_condition_is_told(words: list[str], told: str) -> None:
-    with pytest.raises(DualencError, match=told) as error:
+def test_what_is_no_condition_is_told(words: list[str], message: str) -> None:
+    with pytest.raises(DualencError, match=message) as error:
         parse_conditions(words, KINDS)
     assert "\n" not in str(error.value)
     with pytest.raises(DualencError, match="none were kept; embed with --columns"):

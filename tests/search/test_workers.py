@@ -135,6 +135,7 @@ def test_several_workers_write_what_one_writes(tmp_path: Path, alone: dict[str, 
     np.testing.assert_array_equal(np.asarray(embeddings.vectors), np.asarray(Embeddings.open(folder).vectors))
 
 
+@pytest.mark.slow
 def test_workers_that_start_in_the_same_moment_in_a_new_folder(tmp_path: Path, alone: dict[str, bytes]) -> None:
     for attempt in range(5):
         folder = tmp_path / "new" / str(attempt)
@@ -180,6 +181,7 @@ def test_locks_of_workers_that_were_killed_at_the_end_are_removed(tmp_path: Path
     assert contents(tmp_path / "alone") == alone
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_keeps_its_shard(tmp_path: Path, alone: dict[str, bytes]) -> None:
     folder = tmp_path / "emb"
     with worker(folder, 0.1) as sleeper:
@@ -203,20 +205,21 @@ def test_a_worker_that_comes_when_all_is_done_writes_nothing(tmp_path: Path, alo
     assert contents(tmp_path / "alone") == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tower", "data", "told"),
+    ("tower", "data", "message"),
     [
         (LetterTower(prompt="x"), corpus(ROWS), "holds embeddings with model_checksum"),
         (LetterTower(), corpus(ROWS - 1), "holds embeddings with ids_checksum"),
     ],
 )
 def test_a_worker_with_another_model_or_data_is_refused(
-    tmp_path: Path, alone: dict[str, bytes], tower: LetterTower, data: Corpus, told: str
+    tmp_path: Path, alone: dict[str, bytes], tower: LetterTower, data: Corpus, message: str
 ) -> None:
     folder = tmp_path / "emb"
     with worker(folder, 0.05) as first:
         wait_for(lambda: (folder / "meta.json").exists())
-        with pytest.raises(DualencError, match=told) as error:
+        with pytest.raises(DualencError, match=message) as error:
             embed(tower, data, folder, progress=False)
         assert "\n" not in str(error.value)
         assert tower.widths == []
@@ -224,6 +227,7 @@ def test_a_worker_with_another_model_or_data_is_refused(
     assert contents(folder) == alone
 
 
+@pytest.mark.slow
 def test_workers_that_see_other_texts_under_the_same_ids_do_not_finish(tmp_path: Path) -> None:
     folder = tmp_path / "emb"
     changed = Corpus(corpus(ROWS).ids, [f"{text}!" for text in texts(ROWS)])
@@ -241,6 +245,7 @@ def test_workers_that_see_other_texts_under_the_same_ids_do_not_finish(tmp_path:
     np.testing.assert_array_equal(np.asarray(again.vectors), embed(LetterTower(), changed, progress=False).vectors)
 
 
+@pytest.mark.slow
 def test_a_failing_worker_leaves_its_shard_and_the_folder_to_the_others(
     tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
