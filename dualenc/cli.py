@@ -30,6 +30,7 @@ Commands = dict[str, Union[Command, "Commands"]]
 
 COMMANDS: Commands = {
     "quickstart": Command("quickstart", "quickstart", "train, index and search text already on this machine"),
+    "recipe": Command("recipe", "recipe", "list the recipes that come with the package, or print one"),
     "train": Command("train", "train", "train a dual encoder from a recipe"),
     "report": Command("report", "report", "an HTML page about a training run, or several side by side"),
     "embed": Command("embed", "embed", "embed a corpus with a model"),

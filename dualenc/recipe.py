@@ -155,8 +155,14 @@ class Recipe:
         Args:
             resume: continue from the latest checkpoint in `trainer.output`.
         """
+        from dualenc.training.hold_out import default_share
+
         parts = self.build()
-        return parts.trainer.fit(
+        trainer = parts.trainer
+        if trainer.held_out is None and parts.evaluator is None and parts.batching is None:
+            # So that every run ends with a number.
+            trainer.held_out = default_share(parts.data)
+        return trainer.fit(
             parts.model, parts.data, parts.objective, parts.batching, parts.evaluator, resume, self.settings
         )
 

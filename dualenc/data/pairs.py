@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -259,6 +260,40 @@ class PairDataset:
                 positives = Ragged.from_pairs(self.right_id, self.left_id, self.num_right)
             self._positives[side] = positives
         return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
+
+    def split(self, share: float, seed: int = 0) -> tuple[PairDataset, PairDataset]:
+        """Divide the pairs at random into two parts with the same items and ids.
+
+        Args:
+            share: of the pairs, in (0, 1), that the second part has, about; all pairs of a left item are in one part.
+            seed: of the choice.
+
+        Returns:
+            The rest, and the share.
+
+        Raises:
+            DualencError: one of the parts would be empty.
+        """
+        items = np.random.default_rng(seed).permutation(np.unique(self.left_id))
+        chosen = items[: max(1, round(share * len(items)))]
+        in_share = np.isin(self.left_id, chosen)
+        if not 0 < share < 1 or in_share.all():
+            raise DualencError(f"{len(items)} left items cannot be split by {share}; give a share between 0 and 1")
+        return self._among(np.flatnonzero(~in_share)), self._among(np.flatnonzero(in_share))
+
+    def _among(self, rows: np.ndarray) -> PairDataset:
+        """The pairs at these rows (n,)."""
+        part = copy.copy(self)
+        part.left_id = self.left_id[rows]
+        part.right_id = self.right_id[rows]
+        part.weights = None if self.weights is None else self.weights[rows]
+        part.scores = None if self.scores is None else self.scores[rows]
+        if self.negatives is not None:
+            part.negatives = self.negatives.take(rows)
+            if self.negative_scores is not None:
+                part.negative_scores = self.negatives._replace(values=self.negative_scores).take(rows).values
+        part._positives = {}
+        return part
 
     def pair_counts(self, side: Side) -> np.ndarray:
         """(N,) the number of an epoch's pairs that each item of a side occurs in."""

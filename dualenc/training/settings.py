@@ -30,6 +30,7 @@ LATER_SETTINGS: dict[str, Any] = {
     "freeze": (),
     "weight_average": None,
     "patience": None,
+    "held_out": None,
     "guide_left": None,
     "guide_right": None,
 }
@@ -75,6 +76,8 @@ class TrainerSettings:
         save_every: steps between checkpoints, and one at the end; null writes none.
         keep_checkpoints: how many of the latest stay.
         log_every: steps between lines of metrics.jsonl.
+        held_out: share of the pairs, at most 1,000, to evaluate on where no evaluator is given; by default 0.1 for
+            recipes with 100 pairs or more, and 0 from Python.
         seed: of augmentation, dropout and batches.
         num_workers: processes per rank that decode and prepare the data.
         on_error: "skip" leaves out samples that cannot be read and counts them, "raise" stops at the first.
@@ -124,6 +127,7 @@ class TrainerSettings:
     save_every: int | None = 1000
     keep_checkpoints: int = 2
     log_every: int = 10
+    held_out: float | None = None
     seed: int = 0
     num_workers: int = 0
     on_error: OnError = "skip"
@@ -154,6 +158,8 @@ class TrainerSettings:
                 raise DualencError(f"{name} is {value}; it must be at least 1")
         if self.epochs is not None and self.epochs > MAX_EPOCHS:
             raise DualencError(f"epochs is {self.epochs}; it must be at most {MAX_EPOCHS:,}; set max_steps instead")
+        if self.held_out is not None and not 0 <= self.held_out < 1:
+            raise DualencError(f"held_out is {self.held_out}; give a share of the pairs from 0 to below 1, such as 0.1")
         if not 0 <= self.seed < 2**63 or not 0 <= self.num_workers <= MAX_WORKERS:
             raise DualencError(
                 f"seed is {self.seed} and num_workers {self.num_workers}; they must be at least 0, and num_workers at "

@@ -23,6 +23,7 @@ from dualenc.objectives.base import Objective
 from dualenc.training.checkpoint import claimed
 from dualenc.training.devices import deterministic_algorithms, place, start_accelerator, synchronised
 from dualenc.training.evaluators import Evaluator
+from dualenc.training.hold_out import hold_out
 from dualenc.training.loader import explain_killed_worker
 from dualenc.training.log import read_metrics
 from dualenc.training.loop import Loop
@@ -104,6 +105,10 @@ class Trainer(TrainerSettings):
             Interrupted: a KeyboardInterrupt, after Ctrl-C.
         """
         start = time.perf_counter()
+        if self.held_out and evaluator is None:
+            if batching is not None:
+                raise DualencError("batching is for all pairs, and held_out leaves some out; name an evaluator instead")
+            pairs, evaluator = hold_out(pairs, self.held_out, self.seed)
         batching = self._batching(pairs, batching)
         self._check_parts(model, pairs, objective, batching, evaluator)
         trackers = [name.strip() for name in (self.tracker or "").split(",") if name.strip()]
