@@ -1,0 +1,1 @@
+"""Objectives in training loops of other libraries, one file per library."""
