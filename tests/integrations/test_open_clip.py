@@ -218,8 +218,9 @@ def work(rank: int, world_size: int, folder: Path, table: Path, names: list[str]
         rows = [list(DistributedSampler(dataset, 2, rank=r, seed=1)) for r in range(2)]
         for epoch in range(2):
             order = rows[rank]
-            if world_size == 1:  # of each batch, first what the first rank has
-                order = [row for i in range(0, 32, 8) for part in rows for row in part[i : i + 8]]
+            if world_size == 1:  # of each step, first what the first rank has
+                size = 8 * args.accum_freq
+                order = [row for i in range(0, 32, size) for part in rows for row in part[i : i + size]]
             loader: Any = DataLoader(dataset, batch_size=share, sampler=order)
             loader.num_batches, loader.num_samples = len(loader), len(dataset)
             run.data["train"].info.dataloader = loader
