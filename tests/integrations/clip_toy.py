@@ -10,9 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import open_clip
 import torch
-from open_clip_train.data import get_data
 from PIL import Image
 
 COLORS = ["black", "red", "green", "blue", "yellow", "pink", "cyan", "white"]
@@ -24,7 +22,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def tiny_clip(seed: int = 0) -> open_clip.CLIP:
+def tiny_clip(seed: int = 0) -> Any:
+    import open_clip
+
     torch.manual_seed(seed)
     text = {**CONFIG["text_cfg"], "vocab_size": len(WORDS)}
     model = open_clip.CLIP(16, CONFIG["vision_cfg"], text, output_dict=True)
@@ -132,5 +132,7 @@ def optimizer_of(model: torch.nn.Module, kind: Any = torch.optim.AdamW, lr: floa
 
 
 def read(args: SimpleNamespace) -> dict[str, Any]:
+    from open_clip_train.data import get_data
+
     data: dict[str, Any] = get_data(args, (prepare, prepare), tokenizer=tokenize)
     return data

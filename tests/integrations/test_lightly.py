@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, RandomSampler  # noqa: E402
 from dualenc import distributed  # noqa: E402
 from dualenc.errors import DualencError  # noqa: E402
 from dualenc.integrations.lightly import FileIds, ViewsLoss, keep_out_of_ddp  # noqa: E402
-from dualenc.objectives import ISIR, GlobalCache, Objective, SogCLR  # noqa: E402
+from dualenc.objectives import ISIR, GlobalCache, InfoNCE, Objective, SogCLR  # noqa: E402
 from tests.integrations.clip_toy import pictures, prepare  # noqa: E402
+from tests.test_docs import ROOT, code  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
     "SogCLR": lambda **sizes: SogCLR(**sizes, temperature=0.2),
@@ -140,6 +141,25 @@ def test_resumes_bit_for_bit(name: str, dataset: LightlyDataset, tmp_path: Path)
     assert any(key.startswith("criterion.objective.") for key in expected)
     for key, value in resumed.state_dict().items():
         torch.testing.assert_close(value, expected[key], rtol=0, atol=0, equal_nan=True, msg=key)
+
+
+@pytest.mark.slow
+def test_code_of_the_page_runs(dataset: LightlyDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "images").symlink_to(dataset.input_dir)
+    monkeypatch.chdir(tmp_path)
+    (block,) = code(ROOT / "docs" / "from-lightly.md", "python")
+    names: dict[str, Any] = {}
+    exec(block, names)
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    state = torch.load(checkpoint, weights_only=False)["state_dict"]
+    assert state["criterion.objective.log_u"].isfinite().all()
+
+
+def test_their_loss_is_ours_over_the_batch() -> None:
+    torch.manual_seed(0)
+    first, second = (nn.functional.normalize(torch.randn(8, 4), dim=1) for _ in range(2))
+    ours = InfoNCE(temperature=0.1, views=True)(first, second, torch.arange(8)).loss
+    torch.testing.assert_close(ours, NTXentLoss(temperature=0.1)(first, second))
 
 
 def test_validation_leaves_the_memory_alone(dataset: LightlyDataset, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 
 pytest.importorskip("open_clip_train")
 
+import open_clip
 from open_clip import ClipLoss
 from open_clip_train.train import evaluate, train_one_epoch
 from torch.nn.parallel import DistributedDataParallel
@@ -36,6 +37,7 @@ from tests.integrations.clip_toy import (
     write_csv,
     write_tars,
 )
+from tests.test_docs import ROOT, code
 
 SETTINGS: dict[str, Any] = {
     "InfoNCE": lambda **sizes: InfoNCE(temperature=0.1),
@@ -195,6 +197,17 @@ def test_resumes_bit_for_bit(name: str, table: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("precision", "workers"), [("amp_bf16", 0), ("pure_bf16", 0), ("fp32", 1)])
+def test_half_precision_and_workers(precision: str, workers: int, table: Path) -> None:
+    run = Run(arguments(table, precision=precision, workers=workers), "GlobalCache")
+    if precision == "pure_bf16":
+        run.model.to(torch.bfloat16)
+    run.epoch(0)
+    assert run.loss.objective.log_temperature.dtype == torch.float32
+    assert all(value.isfinite().all() for value in run.model.state_dict().values())
+
+
+@pytest.mark.slow
 def test_evaluation_leaves_the_tables_alone(table: Path) -> None:
     args = arguments(table)
     run = Run(args, "SogCLR")
@@ -249,15 +262,18 @@ def test_two_ranks_equal_one(table: Path, tmp_path: Path) -> None:
         assert_same(two[1][name], two[0][name])
 
 
-@pytest.mark.slow
-def test_program_resumes(table: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    import open_clip
-
+@pytest.fixture
+def command(table: Path, tmp_path: Path) -> list[str]:
+    """Arguments of open_clip's program for a tiny model."""
     (tmp_path / "tiny-test.json").write_text(json.dumps(CONFIG))
     open_clip.add_model_config(tmp_path)
-    command = ["--model", "tiny-test", "--train-data", str(table), "--val-data", str(table), "--batch-size", "16"]
-    command += ["--csv-separator", "\t", "--workers", "0", "--logs", str(tmp_path), "--name", "run", "--warmup", "1"]
-    command += ["--device", "cpu", "--precision", "fp32", "--force-image-size", "16", "--lr", "1e-3"]
+    arguments = ["--model", "tiny-test", "--train-data", str(table), "--val-data", str(table), "--batch-size", "16"]
+    arguments += ["--csv-separator", "\t", "--workers", "0", "--logs", str(tmp_path), "--name", "run", "--warmup", "1"]
+    return [*arguments, "--device", "cpu", "--precision", "fp32", "--force-image-size", "16", "--lr", "1e-3"]
+
+
+@pytest.mark.slow
+def test_program_resumes(command: list[str], tmp_path: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     main([*command, "--epochs", "2"], SETTINGS["SogCLR"])
     assert sorted(path.name for path in checkpoints.glob("epoch*")) == [
@@ -273,6 +289,28 @@ def test_program_resumes(table: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
     state_path(checkpoints / "epoch_3.pt").unlink()
     with pytest.raises(DualencError, match=r"epoch_3.pt.objective: no such file"):
         main([*command, "--epochs", "4", "--resume", "latest"], SETTINGS["SogCLR"])
+
+
+@pytest.mark.slow
+def test_code_of_the_page_runs(
+    command: list[str], table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, loop = code(ROOT / "docs" / "from-open-clip.md", "python")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train_global.py", *command, "--epochs", "1"])
+    exec(program, {})
+    assert (tmp_path / "run" / "checkpoints" / "epoch_1.pt.objective").is_file()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    names = {"args": arguments(table, model="tiny-test", val_data=str(table)), "optimizer": optimizer, "torch": torch}
+    exec(loop, {**names, "scaler": None, "scheduler": None})
+    assert (tmp_path / "epoch_4.pt.objective").is_file()
+
+
+def test_their_loss_is_ours_over_the_batch() -> None:
+    torch.manual_seed(0)
+    images, texts = (torch.nn.functional.normalize(torch.randn(8, 4), dim=1) for _ in range(2))
+    ours = InfoNCE(temperature=0.1)(images, texts, torch.arange(8)).loss
+    torch.testing.assert_close(ours, ClipLoss()(images, texts, torch.tensor(10.0)))
 
 
 def test_wrong_uses_are_told_in_one_line(table: Path) -> None:
