@@ -28,10 +28,10 @@ def main(folder: Path = Path("runs/example_search"), model_name: str | None = No
     # Your data: a table, a BEIR folder, a folder of images, tars, a hub name.
     corpus = open_corpus(folder / "training" / "data" / "documents.jsonl")
 
-    # On disk: numbered .npy shards that numpy reads; an interrupted run goes on where it stopped.
+    # On disk: numbered Arrow files; an interrupted run resumes.
     embeddings = embed(model.right, corpus, folder / "embeddings", notes={"model": model_name, "side": "right"})
 
-    # "auto" is exact up to 128 MiB of vectors; beyond that or with a factory string, recall@10 is measured and told.
+    # "auto" is exact up to 128 MiB of vectors; beyond that or with a factory string, recall@10 is measured.
     index = Index.build(embeddings, factory="auto")
     index.save(folder / "index")
     print(f"{len(index)} documents, {index.meta['factory']}, recall@10 {index.meta['recall_at_10']:.3f}")
@@ -39,10 +39,10 @@ def main(folder: Path = Path("runs/example_search"), model_name: str | None = No
     index = Index.open(folder / "index")
     queries = ["azure crystal light", "ebony timber sofa"]
     vectors = model.encode_query(queries)
-    scores, ids = index.search(vectors, k=3)
-    for query, best, found in zip(queries, scores, ids, strict=True):
-        print(query, "→", ", ".join(f"{name} ({score:.2f})" for name, score in zip(found, best, strict=True)))
-    return [str(found[0]) for found in ids]
+    results = index.search(vectors, k=3)
+    for query, hits in zip(queries, results, strict=True):
+        print(query, "→", ", ".join(f"{hit.id} ({hit.score:.2f})" for hit in hits))
+    return [hits[0].id for hits in results]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ class WebDatasetPairs(PairDataset):
     the position of the sample in the sorted tars.
 
     Args:
-        path: a tar, a folder of tars, a glob of tars, or a URL (`dualenc.data.remote`; `{000..123}` counts up).
+        path: a tar, a folder of tars, a glob of tars, a URL (`dualenc.data.remote`; `{000..123}` counts up), or a list
+            of these.
         left: extension of the left file, or several by ";", the first that a sample has.
         right: the same for the right file; `json:FIELD` is a text in a field of a JSON file.
         deduplicate: equal texts on the right share an id; reads every text once at the start.
@@ -50,7 +52,7 @@ class WebDatasetPairs(PairDataset):
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | list[str],
         left: str = IMAGES,
         right: str = "txt",
         *,
@@ -58,7 +60,7 @@ class WebDatasetPairs(PairDataset):
         index_folder: str | Path | None = None,
         on_error: OnError = "skip",
     ) -> None:
-        skips = Skips(path, on_error)
+        skips = Skips(path[0] if isinstance(path, list) else path, on_error)
         shards = _Shards(path, skips, None if index_folder is None else Path(index_folder))
         left_files = _Files(shards, left)
         right_files = _Files(shards, right)
@@ -80,6 +82,12 @@ class WebDatasetPairs(PairDataset):
             right_modality=right_files.modality,
         )
         self.skipped = skips.report()
+
+    def samples(self) -> Iterator[tuple[int, str]]:
+        """Of each pair the number of its tar, in the order of `path` and of sorted names, and the name in the tar."""
+        files, rows = self.left_items.items, self.left_items.positions  # type: ignore[attr-defined]
+        for row in rows.tolist():
+            yield int(files.tar[row]), files.samples[row].as_py()
 
 
 def _readable(files: _Files, rows: np.ndarray, skips: Skips) -> np.ndarray:
@@ -116,7 +124,7 @@ def tar_corpus(path: str | Path, member: str = IMAGES, *, on_error: OnError = "s
 class _Shards:
     """The tars of a file name, folder, glob or URL, sorted, and the rows of their indexes in that order."""
 
-    def __init__(self, path: str | Path, skips: Skips, index_folder: Path | None = None) -> None:
+    def __init__(self, path: str | Path | list[str], skips: Skips, index_folder: Path | None = None) -> None:
         tars = _find_tars(path)
         if not tars:
             raise DualencError(f"{path}: no such tar; give a .tar file, a folder of them or a glob like 'shards/*.tar'")
@@ -126,7 +134,9 @@ class _Shards:
         self.tar = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
 
 
-def _find_tars(path: str | Path) -> list[Tar]:
+def _find_tars(path: str | Path | list[str]) -> list[Tar]:
+    if isinstance(path, list):
+        return [tar for part in path for tar in _find_tars(part)]
     if is_url(path):
         return [*open_files(expand(str(path)))]
     pattern = str(Path(path) / "*.tar") if Path(path).is_dir() else str(path)

@@ -12,9 +12,9 @@ import numpy as np
 from dualenc.errors import DualencError
 from dualenc.search.embed import tower_checksum
 from dualenc.search.embeddings import Embeddings
-from dualenc.search.engines.collection import Hit
 from dualenc.search.engines.index import EngineIndex, embeddings_that_match
 from dualenc.search.engines.push import fingerprint_of
+from dualenc.search.hits import Hit
 
 if TYPE_CHECKING:
     from dualenc.encoders import Tower

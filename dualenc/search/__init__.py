@@ -1,7 +1,8 @@
 """Embed a corpus; build, save, open and search FAISS indexes."""
 
 from dualenc.search.embeddings import Embeddings
+from dualenc.search.hits import Hit
 from dualenc.search.index import Index, is_index
 from dualenc.search.kinds import choose_factory
 
-__all__ = ["Embeddings", "Index", "choose_factory", "is_index"]
+__all__ = ["Embeddings", "Hit", "Index", "choose_factory", "is_index"]

@@ -35,6 +35,7 @@ from dualenc.search.build import (
     tune,
 )
 from dualenc.search.filtered import search_among
+from dualenc.search.hits import Hit
 from dualenc.search.kinds import choose_factory
 from dualenc.search.parts import (
     LISTS,
@@ -236,22 +237,47 @@ class Index:
         return str(self.meta["files"].get(ITEMS))
 
     def search(
-        self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self,
+        queries: np.ndarray,
+        k: int = 10,
+        *,
+        kept: np.ndarray | None = None,
+        nprobe: int | None = None,
+        ef_search: int | None = None,
+    ) -> list[list[Hit]]:
         """Search for the nearest items of a batch of queries.
 
         Args:
             queries: (Q, D), or one query (D,).
             k: number of results.
+            kept: (N,) bool, the rows to search among; by default all.
             nprobe: lists that an IVF index visits, from now on; by default as built.
             ef_search: candidates that an HNSW index keeps, from now on; by default as built.
 
         Returns:
-            Scores (Q, k) float32, best first, and ids (Q, k) strings; where fewer than k are found, -inf and "".
+            The hits of each query, best first; fewer than k where fewer are found.
 
         Raises:
             DualencError: queries of another dimension or not finite, k below 1, or a search parameter that the index
                 does not have.
+        """
+        scores, rows = self.search_rows(queries, k, kept=kept, nprobe=nprobe, ef_search=ef_search)
+        return [
+            [self.hit(row, score) for row, score in zip(*hits, strict=True) if row >= 0]
+            for hits in zip(rows.tolist(), scores.tolist(), strict=True)
+        ]
+
+    def hit(self, row: int, score: float) -> Hit:
+        """The hit of a row, with its text and columns."""
+        return Hit(self.ids[row], score, self.snippet(row), self.columns_of(row))
+
+    def search_ids(
+        self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Search as `search` does, for arrays.
+
+        Returns:
+            Scores (Q, k) float32, best first, and ids (Q, k) strings; where fewer than k are found, -inf and "".
         """
         scores, rows = self.search_rows(queries, k, nprobe=nprobe, ef_search=ef_search)
         scores[rows < 0] = -np.inf

@@ -14,8 +14,9 @@ from dualenc.encoders.dual import DualEncoder, num_rows, take, unit_norm
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
 from dualenc.search.embed import tower_checksum
-from dualenc.search.engines import EngineIndex, Hit, is_engine
+from dualenc.search.engines import EngineIndex, is_engine
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
+from dualenc.search.hits import Hit
 from dualenc.search.index import Index
 from dualenc.search.kept import KeptTexts, checksum_of
 from dualenc.search.lexical import AGAIN, Lexical, has_lexical
@@ -301,10 +302,7 @@ class Searcher:
             raise DualencError("hybrid search needs a text; leave it out to search with anything else")
         if self.lexical is None:
             raise DualencError(f"{self.folder}: has no BM25 beside its vectors; {AGAIN}")
-        lexical_hits = [
-            _hit(self.index, self.index.ids[row], row, score)
-            for row, score in self.lexical.search(query.item, depth, kept)
-        ]
+        lexical_hits = [self.index.hit(row, score) for row, score in self.lexical.search(query.item, depth, kept)]
         hit_of = {hit.id: hit for hit in (*lexical_hits, *hits)}
         rankings = [[(hit.id, hit.score) for hit in ranking] for ranking in (hits, lexical_hits)]
         fused = fuse(rankings, query.hybrid or "rrf", weights=[query.weight, 1 - query.weight])
@@ -337,15 +335,7 @@ class Searcher:
         index = self.index
         if isinstance(index, EngineIndex):
             return index.search(vectors, k, filter, nprobe=self.nprobe, ef_search=self.ef_search)
-        scores, rows = index.search_rows(vectors, k, kept=kept, nprobe=self.nprobe, ef_search=self.ef_search)
-        return [
-            [_hit(index, name, row, score) for name, row, score in zip(*columns) if row >= 0]
-            for columns in zip(index.ids_at(rows).tolist(), rows.tolist(), scores.tolist())
-        ]
-
-
-def _hit(index: Index, name: str, row: int, score: float) -> Hit:
-    return Hit(name, score, index.snippet(row), index.columns_of(row))
+        return index.search(vectors, k, kept=kept, nprobe=self.nprobe, ef_search=self.ef_search)
 
 
 def _even_chunks(inputs: Inputs) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from dualenc.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
-    from dualenc.search.engines import Hit
+    from dualenc.search.hits import Hit
     from dualenc.types import Side
 
 log = logging.getLogger("dualenc.serve")

@@ -107,8 +107,8 @@ def main(
     how |= {"queries": queries, "folder": place / "index", "memory": parse_bytes(memory)}
     told("index built, merged and measured", lambda: Index.build(embeddings, None, factory, **how))
     index = told("index opened", lambda: Index.open(place / "index"))
-    told("first search", lambda: index.search(queries[:1]))
-    told("1,000 searches in one call", lambda: index.search(queries))
+    told("first search", lambda: index.search_ids(queries[:1]))
+    told("1,000 searches in one call", lambda: index.search_ids(queries))
     told("row of an id", lambda: index.ids.rows([f"d{vectors - 1}"]))  # type: ignore[attr-defined]
     told("all files verified", lambda: Index.open(place / "index", verify=True))
     sizes = {path.name: path.stat().st_size for path in sorted((place / "index").iterdir())}

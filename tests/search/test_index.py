@@ -18,6 +18,7 @@ from typing import Any
 
 import faiss
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from dualenc.data.items import write_items
@@ -45,7 +46,7 @@ def on_disk(folder: Path, vectors: np.ndarray, **identity: Any) -> Embeddings:
 def test_exact_search_with_ids(metric: Any) -> None:
     vectors, queries = clustered(2000, unit=False), clustered(30, seed=1, unit=False)
     index = Index.build(vectors, IDS, metric=metric)
-    scores, ids = index.search(queries, 5)
+    scores, ids = index.search_ids(queries, 5)
     if metric == "cosine":
         vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         queries = queries / np.linalg.norm(queries, axis=1, keepdims=True)
@@ -104,7 +105,7 @@ def test_saved_and_opened(tmp_path: Path) -> None:
     assert opened.meta["model"] == "models/m"
     assert opened.meta["side"] == "right"
     assert opened.snippet(1999) == "text 1999"
-    for ours, theirs in zip(built.search(clustered(5)), opened.search(clustered(5))):
+    for ours, theirs in zip(built.search_ids(clustered(5)), opened.search_ids(clustered(5))):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -136,7 +137,7 @@ def test_the_database_is_streamed(tmp_path: Path) -> None:
 
 def test_fewer_results_than_asked_for() -> None:
     index = Index.build(clustered(3), IDS[:3])
-    scores, ids = index.search(clustered(2, seed=1), 5)
+    scores, ids = index.search_ids(clustered(2, seed=1), 5)
     assert ids[:, 3:].tolist() == [["", ""], ["", ""]]
     assert np.isneginf(scores[:, 3:]).all()
     assert set(ids[0, :3]) == set(IDS[:3])
@@ -144,13 +145,13 @@ def test_fewer_results_than_asked_for() -> None:
 
 def test_one_query_is_a_batch_of_one() -> None:
     index = Index.build(clustered(50), IDS[:50])
-    assert index.search(clustered(50)[7], 1)[1].tolist() == [[IDS[7]]]
+    assert index.search_ids(clustered(50)[7], 1)[1].tolist() == [[IDS[7]]]
 
 
 def test_search_parameters_change_the_search() -> None:
     index = Index.build(clustered(2000), IDS, "IVF64,Flat", nprobe=1)
-    few = index.search(clustered(200, seed=1))[1]
-    all_lists = index.search(clustered(200, seed=1), nprobe=64)[1]
+    few = index.search_ids(clustered(200, seed=1))[1]
+    all_lists = index.search_ids(clustered(200, seed=1), nprobe=64)[1]
     exact = exact_rows(clustered(2000), clustered(200, seed=1), 10)
     assert (all_lists == np.array(IDS, dtype=object)[exact]).mean() > 0.99
     assert (few != all_lists).any()
@@ -159,14 +160,14 @@ def test_search_parameters_change_the_search() -> None:
 
 def test_half_precision_and_row_numbers_as_ids() -> None:
     index = Index.build(clustered(100).astype(np.float16))
-    assert index.search(clustered(100)[:5], 1)[1].ravel().tolist() == list("01234")
+    assert index.search_ids(clustered(100)[:5], 1)[1].ravel().tolist() == list("01234")
 
 
 def test_zero_vectors_have_cosine_zero() -> None:
     vectors = clustered(20)
     vectors[3] = 0
     index = Index.build(vectors, IDS[:20])
-    scores, ids = index.search(vectors[0], 20)
+    scores, ids = index.search_ids(vectors[0], 20)
     assert scores[0][ids[0] == "doc 3"] == 0
 
 
@@ -180,6 +181,7 @@ def test_control_c_ends_the_training_of_a_product_quantizer(tmp_path: Path) -> N
     """FAISS itself looks at signals between the iterations of a k-means only, and in OPQ not for minutes."""
     script = """
 import numpy as np
+import pyarrow as pa
 from dualenc.search import Index
 vectors = np.random.default_rng(0).normal(size=(60_000, 256)).astype("float32")
 print("training", flush=True)
@@ -388,7 +390,7 @@ class TestErrors:
     def test_search_parameters_out_of_range(self, options: dict[str, Any]) -> None:
         index = Index.build(clustered(200), IDS[:200], "IVF16,Flat")
         with pytest.raises(DualencError, match="; give"):
-            index.search(clustered(1), **options)
+            index.search_ids(clustered(1), **options)
 
     @pytest.mark.parametrize(
         "vectors", [np.zeros(5), np.zeros((5, 0)), np.array([["a"]]), np.array([[None]]), np.zeros((2, 3), complex)]
@@ -412,13 +414,13 @@ class TestErrors:
 
     def test_queries_of_another_dimension(self, folder: Path) -> None:
         with pytest.raises(DualencError, match=r"\(5, 8\) for an index of dimension 16; embed them with the model"):
-            Index.open(folder).search(clustered(5, 8))
+            Index.open(folder).search_ids(clustered(5, 8))
 
     def test_queries_that_are_not_finite(self, folder: Path) -> None:
         queries = clustered(5)
         queries[2, 3] = np.nan
         with pytest.raises(DualencError, match="row 2 is not finite"):
-            Index.open(folder).search(queries)
+            Index.open(folder).search_ids(queries)
 
     def test_vectors_that_are_not_finite(self) -> None:
         vectors = clustered(200)
@@ -428,11 +430,11 @@ class TestErrors:
 
     def test_k_below_one(self, folder: Path) -> None:
         with pytest.raises(DualencError, match="k is 0"):
-            Index.open(folder).search(clustered(1), 0)
+            Index.open(folder).search_ids(clustered(1), 0)
 
     def test_a_parameter_of_another_kind_of_index(self, folder: Path) -> None:
         with pytest.raises(DualencError, match="nprobe=8 does not apply"):
-            Index.open(folder).search(clustered(1), nprobe=8)
+            Index.open(folder).search_ids(clustered(1), nprobe=8)
         with pytest.raises(DualencError, match="efSearch=8 does not apply"):
             Index.build(clustered(20), IDS[:20], ef_search=8)
 
@@ -453,3 +455,20 @@ class TestErrors:
     def test_one_id_per_vector(self) -> None:
         with pytest.raises(DualencError, match="3 ids for 200 vectors"):
             Index.build(clustered(200), IDS[:3])
+
+
+def test_hits_have_id_score_text_and_columns() -> None:
+    columns = pa.table({"year": [2000 + row for row in range(20)], "lang": ["en", None] * 10})
+    table = Embeddings(
+        [f"d{row}" for row in range(20)], clustered(20), None, [f"text {row}" for row in range(20)], columns
+    )
+    index = Index.build(table, progress=False)
+    scores, ids = index.search_ids(clustered(20)[:2], 3)
+    hits = index.search(clustered(20)[:2], 3)
+    assert [[hit.id for hit in row] for row in hits] == ids.tolist()
+    np.testing.assert_array_equal([[hit.score for hit in row] for row in hits], scores)
+    best = hits[1][0]
+    assert (best.id, best.snippet, best.columns) == ("d1", "text 1", {"year": 2001}), "missing values are left out"
+    kept = np.arange(20) % 2 == 0
+    assert {hit.columns["lang"] for hit in index.search(clustered(20)[:1], 20, kept=kept)[0]} == {"en"}
+    assert len(index.search(clustered(20)[0], 50)[0]) == 20

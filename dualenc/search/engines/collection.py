@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
 from dualenc.errors import DualencError, UnknownId
 from dualenc.full_disk import explain_full_disk
+from dualenc.search.hits import Hit
 from dualenc.search.where import Kind
 from dualenc.types import Metric
 
@@ -99,15 +100,6 @@ class Connection:
             raise
         except Exception as error:
             raise DualencError(f"{self.place}: {self.explain(error)}") from error
-
-
-class Hit(NamedTuple):
-    """One result: id, score (higher is nearer), and the stored text and columns if they were requested."""
-
-    id: str
-    score: float
-    snippet: str
-    columns: dict[str, Any]
 
 
 def as_hit(row: Mapping[str, Any], score: float) -> Hit:

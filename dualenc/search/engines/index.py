@@ -14,10 +14,11 @@ from dualenc.files import check_folder_target, is_folder_of, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.build import Database, as_queries, exact_probe, share_found
 from dualenc.search.embeddings import Embeddings, read_head
-from dualenc.search.engines.collection import CollectionInfo, Hit
+from dualenc.search.engines.collection import CollectionInfo
 from dualenc.search.engines.lance import Lance
 from dualenc.search.engines.qdrant import Qdrant
 from dualenc.search.engines.targets import check_target, is_server
+from dualenc.search.hits import Hit
 from dualenc.search.index import check_kept
 
 Engine = Lance | Qdrant
