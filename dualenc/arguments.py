@@ -11,10 +11,12 @@ import argparse
 import dataclasses
 import inspect
 import re
+import shutil
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NoReturn, Union
+from functools import partial
+from typing import Any, Literal, NamedTuple, NoReturn, Union
 
 import docstring_parser
 
@@ -26,6 +28,32 @@ EMPTY = inspect.Parameter.empty
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise DualencError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+class Help(NamedTuple):
+    """The help of a command.
+
+    Attributes:
+        usage: its line, such as `dualenc embed MODEL DATA --out OUT [options]`.
+        description: paragraphs.
+        arguments: each as it is typed, such as `--batch-size N`, and what it means.
+    """
+
+    usage: str
+    description: str
+    arguments: list[tuple[str, str]]
+
+
+def help_of(function: Callable[..., Any], prog: str) -> Help:
+    """What `--help` prints about a command, in parts."""
+    description, texts = _documentation(function)
+    parameters = list(_flattened(function))
+    arguments = []
+    for parameter in parameters:
+        names = _names(parameter) if parameter.kind is parameter.KEYWORD_ONLY else []
+        value = _value(parameter) if names else _label(parameter)
+        arguments.append((" ".join([*names[:1], value]).strip(), _meaning(parameter, texts)))
+    return Help(_usage(prog, parameters), description, arguments)
 
 
 def run_function(function: Callable[..., Any], prog: str, arguments: Sequence[str]) -> None:
@@ -142,22 +170,65 @@ def _parser(
         prog=prog,
         usage=_usage(prog, parameters),
         description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_formatter(),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     for parameter in parameters:
-        text = texts.get(parameter.name, "")
-        if parameter.default not in (EMPTY, None, False):
-            text += f" (default: {parameter.default})"
+        text = _meaning(parameter, texts).replace("%", "%%")
         if parameter.kind is not parameter.KEYWORD_ONLY:
-            parser.add_argument(parameter.name, help=text)
+            parser.add_argument(parameter.name, metavar=_label(parameter), help=text)
             continue
-        names = [_label(parameter)]
-        if len(parameter.name) == 1:
-            names.insert(0, f"-{parameter.name}")
-        parser.add_argument(*names, dest=parameter.name, help=text, **_conversion(parameter.annotation))
+        parser.add_argument(
+            *_names(parameter),
+            dest=parameter.name,
+            metavar=_value(parameter),
+            help=text,
+            **_conversion(parameter.annotation),
+        )
     return parser
+
+
+def _formatter() -> Callable[..., argparse.HelpFormatter]:
+    """Help as wide as the terminal, up to 120 characters, with options and their meanings in two columns."""
+    width = min(shutil.get_terminal_size((100, 24)).columns - 2, 120)
+    return partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=width)
+
+
+def _names(option: inspect.Parameter) -> list[str]:
+    """-k and --k, or --batch-size alone."""
+    short = [f"-{option.name}"] if len(option.name) == 1 else []
+    return [*short, _label(option)]
+
+
+def _value(option: inspect.Parameter) -> str:
+    """What help shows behind an option: {a,b}, N for whole numbers, X for others, nothing for a flag, or a word."""
+    hint, can_be_null = _without_none(option.annotation)
+    if hint is bool:
+        return "{true,false}" if option.default is True else ""
+    if typing.get_origin(hint) is Literal:
+        return f"{{{','.join(map(str, typing.get_args(hint)))}}}"
+    numbers: dict[Any, str] = {int: "N", float: "X", list[int]: "N,…", list[float]: "X,…"}
+    if hint in numbers:
+        return numbers[hint] + ("|null" if can_be_null and option.default is not None else "")
+    return option.name.rpartition("_")[2].upper()
+
+
+def _meaning(parameter: inspect.Parameter, texts: dict[str, str]) -> str:
+    """What an argument means, and its default."""
+    text = " ".join(texts.get(parameter.name, "").split())
+    if parameter.default in (EMPTY, None, "") or parameter.default is False:
+        return text
+    default = "true" if parameter.default is True else parameter.default
+    return f"{text.removesuffix('.')} (default: {default})".strip()
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """A type without `None`, and whether that was one of its choices."""
+    if typing.get_origin(hint) not in (Union, types.UnionType):
+        return hint, False
+    choices = [choice for choice in typing.get_args(hint) if choice is not type(None)]
+    return choices[0], len(choices) < len(typing.get_args(hint))
 
 
 def _usage(prog: str, parameters: Sequence[inspect.Parameter]) -> str:
@@ -175,21 +246,19 @@ def _usage(prog: str, parameters: Sequence[inspect.Parameter]) -> str:
 
 def _conversion(hint: Any) -> dict[str, Any]:
     """Arguments of `add_argument` for a type: how to convert the text, and whether the option may be repeated."""
-    choices = [hint]
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        choices = [choice for choice in typing.get_args(hint) if choice is not type(None)]
-    origin = typing.get_origin(choices[0])
-    inner = typing.get_args(choices[0])
+    inner_hint, can_be_null = _without_none(hint)
+    origin = typing.get_origin(inner_hint)
+    inner = typing.get_args(inner_hint)
     if hint is bool:
-        return {"type": boolean, "metavar": "[true|false]"}
+        return {"type": boolean}
     if origin is Literal:
         return {"choices": inner}
     if origin is list:
         return {"type": _list_of(inner[0]), "action": "extend"}
     # "null" is a text like any other for an option that takes text.
-    if choices[0] is not str and choices != [hint]:
-        return {"type": _or_null(choices[0])}
-    return {"type": choices[0]}
+    if inner_hint is not str and can_be_null:
+        return {"type": _or_null(inner_hint)}
+    return {"type": inner_hint}
 
 
 def boolean(text: str) -> bool:
@@ -225,7 +294,7 @@ def _or_null(number: Callable[[str], Any]) -> Callable[[str], Any]:
 def _documentation(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """The description of a function, and the texts of its arguments, those in dataclasses included, by name."""
     parsed = docstring_parser.parse(function.__doc__ or "")
-    texts = {entry.arg_name: (entry.description or "").replace("%", "%%") for entry in parsed.params}
+    texts = {entry.arg_name: entry.description or "" for entry in parsed.params}
     for parameter in _parameters(function):
         if _is_group(parameter.annotation):
             texts |= _documentation(parameter.annotation)[1]

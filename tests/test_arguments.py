@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from dualenc.arguments import run_function
+from dualenc.arguments import help_of, run_function
 from dualenc.errors import DualencError, nearest
 
 
@@ -174,6 +174,28 @@ def test_help_explains_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert "how many at once" in shown
     assert "where it comes from" in shown
     assert " ".join(shown.split()).count("what is shown, all of it in 100 % of its glory.") == 1
+
+
+def test_help_has_a_line_for_each_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    run_function(build, "prog build", ["-h"])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        "SOURCE where it comes from.",
+        "--batch-size N how many at once (default: 32)",
+        "--rate X (default: 0.5)",
+        "--json",
+        "--side {left,right} (default: left)",
+        "--cutoffs N,…",
+        "--limit X|null (default: 0.9)",
+        "--columns COLUMNS what is shown, all of it in 100 % of its glory.",
+    ):
+        assert line in lines
+    found = help_of(build, "prog build")
+    assert found.usage == "prog build SOURCE --out OUT [options]"
+    assert found.description == "Build a thing.\n\nAnd more about it."
+    assert ("--batch-size N", "how many at once (default: 32)") in found.arguments
+    assert ("-k N", "how many (default: 10)") in found.arguments
 
 
 def test_help_names_the_rest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,7 +68,9 @@ def test_every_command_is_there_and_has_help(command: cli.Command, capsys: pytes
     from dualenc.arguments import run_function
 
     run_function(cli._load(command), f"dualenc {command.function}", ["--help"])
-    assert f"usage: dualenc {command.function}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"usage: dualenc {command.function}" in shown
+    assert not re.search(r"Optional|Literal|Union|NoneType|list\[|--[a-z-]+\+|default: (None|True|False|\))|%%", shown)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import shutil
 import subprocess
@@ -190,3 +191,37 @@ def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
     fetched = re.compile(r"""<(?:script|img|iframe)[^>]+src=["']?(?:https?:)?//|<link[^>]+stylesheet[^>]+//""")
     asking = [page for page in (tmp_path / "site").rglob("*.html") if fetched.search(page.read_text("utf-8"))]
     assert asking == []
+    # All commands with their arguments, from the program itself.
+    commands = (tmp_path / "site" / "commands" / "index.html").read_text("utf-8")
+    shown = " ".join(html.unescape(re.sub(r"<[^>]+>", "", commands)).split())
+    for part in ("dualenc evaluate zero-shot", "dualenc embed MODEL DATA --out OUT [options]", "--batch-size N"):
+        assert part in shown
+    assert "items per forward pass (default: 32)" in shown
+    assert not (tmp_path / "site" / "hooks.py").exists()
+
+
+@pytest.mark.parametrize("page", PAGES[3:], ids=lambda page: str(page.relative_to(ROOT)))
+def test_formulas_fit_on_a_phone(page: Path) -> None:
+    """A block of code is cut off at 400 pixels beyond 45 characters; formulas cannot be scrolled to be understood."""
+    lines = [line.strip() for line in page.read_text("utf-8").splitlines() if line.startswith("    ")]
+    assert [line for line in lines if re.search("[Σ∇]", line) and len(line) > 45] == []
+
+
+def test_headings_say_what_a_section_is_about() -> None:
+    """A reader of the table of contents sees headings alone."""
+    vague = {"the table", "in short", "γ", "time", "files", "flow", "bounds", "notes", "details", "more", "other"}
+    headings = [
+        f"{page.name}: {heading}"
+        for page in PAGES
+        for heading in re.findall(r"^##+ (.+)$", page.read_text("utf-8"), flags=re.M)
+        if heading.lower() in vague
+    ]
+    assert headings == []
+
+
+def test_the_page_on_trackers_names_what_is_logged() -> None:
+    page = (ROOT / "docs" / "trackers.md").read_text("utf-8")
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "dualenc" / "training").glob("*.py"))
+    logged = {*re.findall(r'values\["(\w+)"\] = ', source), "epoch", "learning_rate"}
+    assert {"loss", "items_encoded", "gradient_norm", "samples_per_second"} <= logged
+    assert [name for name in sorted(logged) if f"`{name}`" not in page] == []

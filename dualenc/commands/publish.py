@@ -19,6 +19,7 @@ def push_model(
     repo: str,
     *,
     results: list[str] | None = None,
+    license: str | None = None,
     public: bool = False,
     revision: str | None = None,
     message: str = "Upload a model",
@@ -26,14 +27,16 @@ def push_model(
     """Upload a model folder to the Hugging Face hub, where its own library loads it by name.
 
     A new repository is private unless `public` is given; an existing one keeps its visibility. The folder's README.md
-    becomes the model card; `results` are first written into its front matter, where the hub reads them. Log in first
-    with `hf auth login`, or set HF_TOKEN.
+    becomes the model card, with the repository's name in its title and examples; `results` and `license` are first
+    written into its front matter, where the hub reads them. Log in first with `hf auth login`, or set HF_TOKEN.
 
     Args:
         model: folder that training or `DualEncoder.save` wrote.
         repo: name of the repository, owner/name.
         results: folder that `dualenc evaluate retrieval`, `image-text` or `zero-shot` wrote for this model; may be
             repeated.
+        license: of the weights, as the hub spells it: apache-2.0, mit, cc-by-nc-4.0; by default what the model card
+            says, which is the base model's.
         public: make a new repository public.
         revision: branch to upload to; main by default.
         message: of the commit.
@@ -44,9 +47,45 @@ def push_model(
     folder = Path(model)
     if not any((folder / name).is_file() for name in MODEL_FILES):
         raise DualencError(f"{folder}: holds no model; name the folder that training wrote, such as runs/mine/model")
-    if repo.count("/") == 1 and results:
+    if repo.count("/") != 1:
+        raise DualencError(f"{repo}: no name of a repository; give owner/name")
+    if results:
         add_results(folder, [Path(each) for each in results])
-    _upload(folder, repo, "model", public, revision, message)
+    before = name_repository(folder, repo, license)
+    try:
+        _upload(folder, repo, "model", public, revision, message)
+    except DualencError:
+        # A card must not name a repository that does not hold the model.
+        _write_card(folder, before)
+        raise
+
+
+def name_repository(folder: Path, repo: str, license: str | None) -> str:
+    """Write a repository's name, and a license, into a model folder's README.md; what it said before.
+
+    Raises:
+        DualencError: the front matter cannot be read.
+    """
+    from dualenc.encoders.card import with_metadata, with_repository
+
+    before = _read_card(folder)
+    card = with_repository(before, repo)
+    if license is not None:
+        card = with_metadata(card, repo, license=license)
+    _write_card(folder, card)
+    return before
+
+
+def _read_card(folder: Path) -> str:
+    from dualenc.encoders import load_model
+
+    path = folder / "README.md"
+    return path.read_text(encoding="utf-8") if path.is_file() else load_model(folder).model_card(folder.name, {})
+
+
+def _write_card(folder: Path, card: str) -> None:
+    with atomic_path(folder / "README.md") as part:
+        part.write_text(card, encoding="utf-8")
 
 
 def add_results(folder: Path, evaluations: list[Path]) -> None:
@@ -68,8 +107,7 @@ def add_results(folder: Path, evaluations: list[Path]) -> None:
     results = [result for evaluation in evaluations for result in _results_of(evaluation, weights)]
     path = folder / "README.md"
     card = path.read_text(encoding="utf-8") if path.is_file() else encoder.model_card(folder.name, {})
-    with atomic_path(path) as part:
-        part.write_text(with_results(card, folder.resolve().name, results), encoding="utf-8")
+    _write_card(folder, with_results(card, folder.resolve().name, results))
 
 
 def _results_of(evaluation: Path, weights: set[str]) -> list[Results]:

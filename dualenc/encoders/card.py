@@ -80,7 +80,8 @@ def render_card(
 ) -> str:
     """The text of a model folder's README.md.
 
-    Prompts, names and paths in it are shown as they are: none can become markup, a link or front matter.
+    Prompts and names in it are shown as they are: none can become markup, a link or front matter. Of absolute paths
+    only the last part is shown: the rest means nothing on another machine.
 
     Args:
         name: of the folder; stands for it in the examples.
@@ -121,6 +122,47 @@ def render_card(
     return str(rendered).rstrip("\n") + "\n"
 
 
+def with_repository(readme: str, repo: str) -> str:
+    """A model card whose title and examples name a repository of the hub instead of a folder.
+
+    A card that someone else wrote is returned as it is.
+
+    Args:
+        readme: text of the card.
+        repo: owner/name.
+    """
+    name = re.search(r'\b(?:load_model|SentenceTransformer)\("((?:[^"\\/]|\\.|/(?!query"|document"))+)', readme)
+    if not re.search(r"^Trained with dualenc\.$", readme, flags=re.MULTILINE) or name is None:
+        return readme
+    head, use, examples = readme.rpartition("\n## Use\n")
+    head = re.sub(r"^# .*", lambda _: f"# {_inline(repo)}", head, count=1, flags=re.MULTILINE)
+    old, new = re.escape(name[1]), json.dumps(repo)[1:-1]
+    examples = re.sub(f'"(?:local-dir:|hf-hub:){old}"', lambda _: f'"hf-hub:{new}"', examples)
+    examples = examples.replace(f'"{name[1]}"', f'"{new}"')
+    # A folder or file in the repository, which these libraries do not load by name
+    in_folder = f'(?:snapshot_download\\("{old}"\\) \\+ "|"{old})(/[^"]+")'
+    examples, count = re.subn(in_folder, lambda part: f'snapshot_download("{new}") + "{part[1]}', examples)
+    download = "from huggingface_hub import snapshot_download\n"
+    if count and download not in examples:
+        examples = examples.replace("```python\n", f"```python\n{download}", 1)
+    return with_metadata(head + use + examples, repo)
+
+
+def with_metadata(readme: str, name: str, **metadata: str) -> str:
+    """A model card with other values in its front matter, and this name in its model-index if it has one.
+
+    Raises:
+        DualencError: the front matter cannot be read.
+    """
+    card = _parsed(readme)
+    data: Any = card.data
+    for key, value in metadata.items():
+        setattr(data, key, value)
+    if data.eval_results:
+        data.model_name = name
+    return str(card)
+
+
 def eval_results(results: Iterable[Results]) -> list[EvalResult]:
     """The entries of a model-index, one for each metric, rounded to five places as MTEB does."""
     return [
@@ -151,17 +193,21 @@ def with_results(readme: str, name: str, results: Iterable[Results]) -> str:
     Raises:
         DualencError: the front matter cannot be read.
     """
-    try:
-        card = ModelCard(readme)
-        data: Any = card.data
-    except Exception as error:  # of YAML and of the card's own checks, of many kinds
-        why = " ".join(str(error).split())[:200]
-        raise DualencError(f"README.md: its front matter cannot be read ({why}); mend or remove it") from error
+    card = _parsed(readme)
+    data: Any = card.data
     all_results = [*(data.eval_results or []), *eval_results(results)]
     latest = {(*each.unique_identifier, each.metric_type, each.metric_name): each for each in all_results}
     data.eval_results = list(latest.values())
     data.model_name = data.model_name or name
     return str(card)
+
+
+def _parsed(readme: str) -> ModelCard:
+    try:
+        return ModelCard(readme)
+    except Exception as error:  # of YAML and of the card's own checks, of many kinds
+        why = " ".join(str(error).split())[:200]
+        raise DualencError(f"README.md: its front matter cannot be read ({why}); mend or remove it") from error
 
 
 def _sections(card: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -200,15 +246,21 @@ def _table(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, str):
-        lines = (_inline(line.rstrip()) for line in value.strip().splitlines())
+        lines = (_inline(_without_folders(line.rstrip())) for line in value.strip().splitlines())
         # A backslash before what begins a heading, a fence or a rule
         return "\n".join(re.sub(r"^\s*(?=#|~~~|--|==)", r"\\", line) for line in lines)
     if not isinstance(value, Code):
         value = Code("json", json.dumps(value, indent=2, ensure_ascii=False, default=str))
     longest = max(map(len, re.findall("`+", value.text)), default=0)
     fence = "`" * max(3, longest + 1)
-    lines = (_visible(line) for line in value.text.rstrip().split("\n"))
+    lines = (_visible(_without_folders(line)) for line in value.text.rstrip().split("\n"))
     return "\n".join([f"{fence}{value.language}", *lines, fence])
+
+
+def _without_folders(line: str) -> str:
+    """A line in which only the last part of absolute paths is left; URLs stay."""
+    line = re.sub(r"""\b[A-Za-z]:\\[^\s"']*\\(?=[^\s"'\\])""", "", line)
+    return re.sub(r"""(?<![\w:/.<])(?:file://|~)?(?:/[^\s"'/:,<>()\]}]+)*/(?=[^\s"'/:,<>()\]}])""", "", line)
 
 
 def _inline(text: str) -> str:

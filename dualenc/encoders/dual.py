@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -110,6 +111,7 @@ class DualEncoder(nn.Module):
     left: Tower
     right: Tower
     ecosystem: str | None = None  # the folder's format, one of `dualenc.encoders.card.LIBRARIES`; None: as the kind
+    base: Mapping[str, str] = MappingProxyType({})  # `base_model` and `license` for the model card, where known
 
     def __init__(self, left: Tower, right: Tower, kind: Kind, views: bool = False) -> None:
         super().__init__()
@@ -229,7 +231,7 @@ class DualEncoder(nn.Module):
         return render_card(
             name,
             {"Kind": f"{self.kind} dual encoder", **self.describe()},
-            card,
+            {**self.base, **card},
             model_format=self.ecosystem or self.kind,
             usage=self.usage,
             items=items[self.right.modality],

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 
 from dualenc.errors import DualencError
 
-ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
+ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "README.md"]
 IGNORED_FILES = ["onnx/*", "openvino/*"]
 
 
@@ -50,6 +52,27 @@ def hub_name(name: str | os.PathLike[str]) -> str | None:
     text = os.fspath(name)
     is_local = text.startswith("local-dir:") or os.path.exists(text) or looks_like_path(text)
     return text.removeprefix("hf-hub:") if text.startswith("hf-hub:") or not is_local else None
+
+
+def base_metadata(name: str | os.PathLike[str], folder: Path) -> dict[str, str]:
+    """`base_model` and `license` for the card of a model trained from this one; what is unknown is left out.
+
+    Args:
+        name: of the base model, as the user gave it.
+        folder: where it lies. A local folder's own card says what it was trained from.
+    """
+    try:
+        card: dict[str, Any] = huggingface_hub.metadata_load(folder / "README.md") or {}
+    except Exception:  # no card, or one of another form, which is no reason not to train
+        card = {}
+    # The hub's cache: models--OWNER--NAME/snapshots/COMMIT
+    cached = re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", folder.parent.parent.name)
+    base = hub_name(name) or (f"{cached[1]}/{cached[2]}" if cached else card.get("base_model"))
+    found = {"base_model": base, "license": card.get("license")}
+    # A path of this machine means nothing elsewhere.
+    if not isinstance(base, str) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) or os.path.isabs(base):
+        del found["base_model"]
+    return {key: value for key, value in found.items() if isinstance(value, str)}
 
 
 def looks_like_path(text: str) -> bool:

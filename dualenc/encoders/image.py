@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import rgb_to_grayscale
 
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import first_line, model_folder
+from dualenc.encoders.hub import base_metadata, first_line, model_folder
 from dualenc.errors import DualencError
 from dualenc.files import write_json
 from dualenc.reading import read_json_object
@@ -112,6 +112,14 @@ class ImageEncoder(DualEncoder):
         tower = ProjectedTower(model, head, prepare, features, projector_dim or features)
         super().__init__(tower, tower, kind="image", views=True)
         self.backbone_args, self.small_image_stem = args, has_small_stem
+        if not is_registered(backbone):
+            self.base = base_metadata(backbone, model_folder(backbone))
+        elif pretrained:
+            known = {
+                "base_model": model.pretrained_cfg.get("hf_hub_id"),
+                "license": model.pretrained_cfg.get("license"),
+            }
+            self.base = {key: value for key, value in known.items() if value}
         self.data_config, self.projector_sizes = config, sizes
 
     @classmethod

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import first_line, model_folder, no_foreign_code
+from dualenc.encoders.hub import base_metadata, first_line, model_folder, no_foreign_code
 from dualenc.encoders.image import ImagePrepare, Seeded, check_pixels, checked_crop_scale
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.tokenizer import check_texts, load_tokenizer, save_tokenizer
@@ -125,6 +125,8 @@ class ImageTextEncoder(DualEncoder):
             kind="image-text",
         )
         self.config = own_config
+        if name is not None:
+            self.base = _base_metadata(name, pretrained)
 
     @property
     def temperature(self) -> float:
@@ -358,6 +360,17 @@ def _check_arguments(name: str | None, pretrained: str | None, config: Any, toke
     is_file = os.path.isfile(pretrained) and pretrained.endswith(".safetensors")
     if os.path.exists(pretrained) and not is_file:
         raise DualencError(f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first")
+
+
+def _base_metadata(name: str, pretrained: str | None) -> dict[str, str]:
+    """`base_model` and `license` for the model card, where known."""
+    import open_clip
+
+    if not is_registered(name):
+        return base_metadata(name, model_folder(name))
+    known = {} if pretrained is None else open_clip.get_pretrained_cfg(name, pretrained)
+    repository = known.get("hf_hub", "").strip("/")
+    return {"base_model": repository} if repository else {}
 
 
 def _named_source(name: str) -> _Source:

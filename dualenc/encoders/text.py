@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dualenc.encoders.dense import Dense, Normalize, first_components, kept_components, read_dense
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import first_line, model_folder
+from dualenc.encoders.hub import base_metadata, first_line, model_folder
 from dualenc.encoders.packing import first_position, pack, run_packed
 from dualenc.encoders.sentence_folder import SentenceFolder, read_sentence_folder, write_sentence_files
 from dualenc.encoders.tokenizer import check_texts, load_tokenizer, lower_casing, save_tokenizer
@@ -115,6 +115,8 @@ class TextEncoder(DualEncoder):
             kind="query-document",
         )
         self.prompts = left.says.prompts | right.says.prompts
+        if name is not None:
+            self.base = base_metadata(name, model_folder(name))
 
     def name_prompts(self, prompts: Mapping[str, tuple[str, str]]) -> None:
         """Have saved folders know further prompts: of each name, `NAME_query` and `NAME_document`.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dualenc.encoders.card import render_card
 from dualenc.encoders.dual import DUALENC_FILE, SIDES, DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import first_line, hub_name, model_folder
+from dualenc.encoders.hub import base_metadata, first_line, hub_name, model_folder
 from dualenc.encoders.sentence_folder import append_dense
 from dualenc.errors import DualencError
 from dualenc.files import write_json
@@ -143,8 +143,7 @@ class VectorEncoder(DualEncoder):
         if Path(folder).exists():
             raise DualencError(f"{folder}: exists; choose a new folder")
         source, on_hub = model_folder(base), hub_name(base)
-        # A path of this machine means nothing elsewhere.
-        metadata = {} if on_hub is None else {"base_model": on_hub}
+        metadata = base_metadata(base, source)
         adapter = tower.describe()
         usage = "query-document"
         if not self.shares_weights:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
-from dualenc.encoders.hub import first_line, model_folder
+from dualenc.encoders.hub import base_metadata, first_line, model_folder
 from dualenc.encoders.image import checked_crop_scale, seeded
 from dualenc.encoders.lora import adapt, merged_state
 from dualenc.encoders.sentence_folder import whole_module
@@ -70,6 +70,7 @@ class VisionTextEncoder(DualEncoder):
     ) -> None:
         crop_scale = checked_crop_scale(crop_scale)
         folder = model_folder(name)
+        base = base_metadata(name, folder)
         folder = two_towers_in(folder) or folder
         model, processor = load_two_towers(folder)
         config = model.config
@@ -96,6 +97,7 @@ class VisionTextEncoder(DualEncoder):
             kind="image-text",
         )
         self.config = config
+        self.base = base
 
     @property
     def temperature(self) -> float:

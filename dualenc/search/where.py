@@ -51,10 +51,12 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
     for name, sign, texts in _split(words):
         if name not in kinds:
             remedy = f"there are {', '.join(kinds)}" if kinds else "none were kept; embed with --columns"
-            raise DualencError(f"--where: no column {name!r}; {remedy}")
+            raise DualencError(f"condition: no column {name!r}; {remedy}")
         if sign in _ORDERS and kinds[name] not in ("integer", "number"):
             word = f"{name}{sign}{texts[0]}"
-            raise DualencError(f"--where: {word!r} orders a column of {kinds[name]} values; only = and != apply to it")
+            raise DualencError(
+                f"condition: {word!r} orders a column of {kinds[name]} values; only = and != apply to it"
+            )
         conditions.append(Condition(name, sign, tuple(_value(name, kinds[name], text) for text in texts)))
     return conditions
 
@@ -88,7 +90,7 @@ def _split(words: Sequence[str]) -> list[tuple[str, Operator, list[str]]]:
         elif found and found[-1][1] in ("=", "!="):
             found[-1][2].append(word)
         else:
-            raise DualencError(f"--where: {word!r} is no condition; write for example year>=2020 or lang=en,de")
+            raise DualencError(f"{word!r} is no condition; write for example year>=2020 or lang=en,de")
     return found
 
 
@@ -106,7 +108,7 @@ def _value(name: str, kind: Kind, word: str) -> Value:
     if kind == "text" and word:
         return word
     form = {"integer": "a whole number of 64 bits", "number": "a number", "truth": "true or false", "text": "a text"}
-    raise DualencError(f"--where: column {name!r} is compared with {word[:200]!r}; give {form[kind]}")
+    raise DualencError(f"condition: column {name!r} is compared with {word[:200]!r}; give {form[kind]}")
 
 
 def column_kinds(columns: pa.Table | None) -> dict[str, Kind]:

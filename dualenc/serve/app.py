@@ -219,9 +219,11 @@ async def _query(
     if (request.text is not None) + bool(request.ids) + (image is not None) != 1:
         raise HTTPException(400, "search with one of text, image and ids")
     if request.where and not searcher.columns:
-        raise HTTPException(400, "the index keeps no columns to filter by; leave where out")
+        raise HTTPException(400, "the index keeps no columns to filter by; leave conditions out")
     if request.where and searcher.filter_language:
-        raise HTTPException(400, f"this engine filters by {searcher.filter_language}; give filter instead of where")
+        raise HTTPException(
+            400, f"this engine filters by {searcher.filter_language}; give filter instead of conditions"
+        )
     where = searcher.conditions(request.where)
     if request.hybrid is not None and (request.text is None or searcher.lexical is None):
         raise HTTPException(400, "hybrid search needs a text, and an index that was built with --bm25; leave it out")

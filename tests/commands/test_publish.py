@@ -59,6 +59,26 @@ def test_a_model_is_private_unless_told(tmp_path: Path, hub: type[Hub], capsys: 
     assert hub.asked[2][1]["revision"] == "next"
 
 
+def test_the_card_names_the_repository_and_the_license(
+    tmp_path: Path, hub: type[Hub], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    VectorEncoder(8, tower="linear", dim=4).save(folder)
+    before = (folder / "README.md").read_text()
+    assert main(["push-model", str(folder), "me/mine", "--license", "apache-2.0"]) == 0
+    card = huggingface_hub.ModelCard.load(folder / "README.md")
+    assert card.data.license == "apache-2.0"
+    assert card.text.lstrip().startswith("# me/mine\n")
+    assert 'load_model("me/mine")' in card.text
+    assert '"model"' not in card.text
+    # Without a repository, the card stays as it was.
+    (folder / "README.md").write_text(before)
+    monkeypatch.undo()
+    assert main(["push-model", str(folder), "me/mine", "--license", "mit"]) == 2
+    assert "could not be uploaded" in capsys.readouterr().err
+    assert (folder / "README.md").read_text() == before
+
+
 def test_embeddings_become_a_data_set(tmp_path: Path, hub: type[Hub]) -> None:
     tower = VectorEncoder(8, tower="linear", dim=4).left
     embed(tower, Corpus(["a", "b"], np.eye(8, dtype=np.float32)[:2], "vector"), tmp_path / "emb", progress=False)

@@ -16,8 +16,8 @@ from huggingface_hub import EvalResult, ModelCard, metadata_load
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder
-from dualenc.encoders.card import Code, Results, with_results
+from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder, load_model
+from dualenc.encoders.card import Code, Results, with_repository, with_results
 from dualenc.errors import DualencError
 
 Build = Callable[[str], DualEncoder]
@@ -184,3 +184,66 @@ def test_without_a_word_from_the_caller_nothing_is_empty(build: Build) -> None:
     text = build("image-text").model_card("clip", {})
     assert "None" not in text
     assert re.findall(r"^## .*", text, flags=re.MULTILINE) == ["## Use"]
+
+
+@pytest.mark.slow
+def test_a_card_names_the_base_model_and_its_license_but_no_path(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build("shared").save(tmp_path / "base")
+    readme = tmp_path / "base" / "README.md"
+    readme.write_text("---\nlicense: mit\nbase_model: /home/me/models/bert\n---\n# Base\n")
+    recipe = f"model:\n  name: {tmp_path / 'base'}\n  from: [~/a/b, '/data', hf://datasets/x, ./runs]\n"
+    card = {"recipe": Code("yaml", recipe), "data": f"Pairs of {tmp_path}/pairs.csv, https://host/a/b and me/pairs."}
+
+    TextEncoder(str(tmp_path / "base")).save(tmp_path / "local", card=card)
+    text = (tmp_path / "local" / "README.md").read_text()
+    assert str(tmp_path) not in text
+    assert "  name: base\n  from: [b, 'data', hf://datasets/x, ./runs]\n" in text
+    assert "Pairs of pairs.csv, https://host/a/b and me/pairs." in text
+    assert front_matter(text)["license"] == "mit"
+    assert "base_model" not in front_matter(text), "a path of another machine"
+
+    # A hub name, its folder in the hub's cache, and a model trained from a model trained from it
+    cached = tmp_path / "models--owner--name" / "snapshots" / "c0ffee"
+    cached.parent.mkdir(parents=True)
+    (tmp_path / "base").rename(cached)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(cached))
+    TextEncoder("owner/name").save(tmp_path / "tuned")
+    monkeypatch.undo()
+    for name in (cached, tmp_path / "tuned"):
+        found = front_matter(load_model(name).model_card("mine", {}))
+        assert (found["base_model"], found["license"]) == ("owner/name", "mit")
+    known = load_model(cached).model_card("mine", {"license": "apache-2.0", "base_model": "other/base"})
+    assert [front_matter(known)[key] for key in ("base_model", "license")] == ["other/base", "apache-2.0"]
+    assert not {"base_model", "license"} & front_matter(build("image").model_card("from-scratch", {})).keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        ("shared", ['SentenceTransformer("me/mine")', 'load_model("me/mine")']),
+        ("separate", ['SentenceTransformer(snapshot_download("me/mine") + "/query")', 'load_model("me/mine")']),
+        ("image-text", ['open_clip.create_model_and_transforms("hf-hub:me/mine")', 'get_tokenizer("hf-hub:me/mine")']),
+        ("image", ['timm.create_model("hf-hub:me/mine"', 'load_file(snapshot_download("me/mine") + "/model.safe']),
+    ],
+)
+def test_a_card_names_the_repository_it_lies_in(build: Build, kind: str, lines: list[str]) -> None:
+    model = build(kind)
+    if isinstance(model, ImageEncoder):
+        model.small_image_stem = True
+    card = {"results": [Results("retrieval", "a", None, {"ndcg@10": 0.5})], "task": '# My model\n\nof "model".'}
+    text = model.model_card("model", card)
+    first = with_repository(text, "someone/first")
+    for told in (with_repository(text, "me/mine"), with_repository(first, "me/mine")):
+        for line in lines:
+            assert line in told
+        assert "\n# me/mine\n" in told
+        assert "first" not in told
+        assert 'of "model".' in told, "only the examples change"
+        assert '"model"' not in told.rpartition("## Use")[2]
+        assert ModelCard(told).data.model_name == "me/mine"
+        for example in re.findall(r"```python\n(.*?)```", told, flags=re.DOTALL):
+            compile(example, "card", "exec")
+            assert ("snapshot_download(" in example) == ("import snapshot_download" in example)
+    assert with_repository("# Written by hand\n", "me/mine") == "# Written by hand\n"

@@ -20,8 +20,10 @@ import pytest
 import uvicorn
 
 from dualenc.data.sources import open_corpus
+from dualenc.errors import DualencError
 from dualenc.search.rerank import open_cross_encoder
 from dualenc.search.searcher import Searcher
+from dualenc.search.where import parse_conditions
 from dualenc.serve.app import create_app
 from dualenc.serve.metrics import Metrics
 from dualenc.serve.service import Service
@@ -173,6 +175,49 @@ def test_searching_texts_in_a_browser(browser: Any, live: Live, engine_index: Pa
     assert page.input_value("#text") == "fox dog"
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than a phone"
     assert not wrong
+
+
+@pytest.mark.slow
+def test_what_the_page_says_before_a_search_and_what_it_marks(browser: Any, live: Live, filtered_index: Path) -> None:
+    page, wrong = opened(browser, live(filtered_index), viewport={"width": 360, "height": 740})
+    page.wait_for_selector("#hint:not([hidden])")
+    assert page.text_content("#hint h2") == "Nothing searched yet"
+    shown = page.text_content("#hint-text")
+    assert "Type a question or a few words and press Enter." in shown
+    assert "Filters narrow the results." in shown
+    assert "image" not in shown, "this index takes none"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.fill("#text", "What is the fox and a dog of")
+    page.press("#text", "Enter")
+    page.wait_for_selector("#results li")
+    assert not page.is_visible("#hint")
+    assert page.locator("mark").count() > 0
+    assert {text.lower() for text in page.locator("mark").all_text_contents()} <= {"fox", "dog"}
+    # An empty page again, with its hint.
+    page.go_back()
+    page.wait_for_selector("#hint:not([hidden])")
+    assert page.locator("#results li").count() == 0
+    # Mistakes are told in the words of the page.
+    page.goto(page.url + "?text=fox&where=yaer%3D1")
+    until(page, "document.getElementById('status').classList.contains('wrong')")
+    assert page.text_content("#status").startswith("condition: no column 'yaer'; there are ")
+    assert [line for line in wrong if "400" not in line] == []
+
+
+def test_errors_name_a_condition_and_no_option_of_the_command_line(serve: Serve, text_index: Path) -> None:
+    words = PAGE[PAGE.index("const STOP_WORDS") :].split(").split", 1)[0]
+    assert {"the", "of", "and"} <= set(re.findall(r"\w+", words))
+    error = serve(text_index).get("/search", params={"text": "fox", "where": "year>1"}).json()["error"]["message"]
+    assert error == "the index keeps no columns to filter by; leave conditions out"
+    for word, told in (
+        ("year>x", "column 'year' is compared with 'x'; give a whole number"),
+        ("lang>a", "condition: 'lang>a' orders a column"),
+        ("yaer=1", "condition: no column 'yaer'; there are"),
+        ("year", "'year' is no condition"),
+    ):
+        with pytest.raises(DualencError, match=told) as caught:
+            parse_conditions([word], {"year": "integer", "lang": "text"})
+        assert "--" not in str(caught.value)
 
 
 @pytest.fixture(scope="session")
