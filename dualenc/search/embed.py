@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,7 +56,7 @@ def embed(
     on_error: OnError = "skip",
     identity: dict[str, Any] | None = None,
     notes: dict[str, Any] | None = None,
-    progress: bool = True,
+    progress: bool | str = True,
 ) -> Embeddings:
     """Embed every item of a corpus with one tower.
 
@@ -79,7 +80,7 @@ def embed(
         on_error: leave out bad samples (counted in `meta["skipped"]`), or raise at the first one.
         identity: further entries of meta.json that a run must share to resume this one, such as the side.
         notes: further entries of meta.json that need not be equal, such as the model's name.
-        progress: show a progress bar.
+        progress: show a progress bar; a text describes it, and it then disappears at the end.
 
     Returns:
         The embeddings, with the ids of the items that could be used, on every process.
@@ -104,7 +105,12 @@ def embed(
         )
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     identity = {**(identity or {}), "output": output}
-    shows = progress and distributed.is_main()
+    shows = bool(progress) and distributed.is_main()
+    description = progress if isinstance(progress, str) else "embed"
+    bar_options: dict[str, Any] = {"desc": description, "unit": " items"}
+    if isinstance(progress, str):
+        # A log file would get a line for each update.
+        bar_options |= {"leave": False, "mininterval": 0.5 if sys.stderr.isatty() else 15.0}
 
     if out is not None:
         identity["model_checksum"] = tower_checksum(tower)
@@ -115,7 +121,7 @@ def embed(
             snippet = corpus.text if corpus.modality == "text" else None
             how: dict[str, Any] = {"contents": contents, "texts": texts, "snippet": snippet, "columns": corpus.columns}
             writer = EmbeddingWriter(out, corpus.ids, encoder.dim, dtype, identity, notes, **how)
-            with tqdm(total=len(corpus), desc="embed", unit=" items", disable=not shows) as bar:
+            with tqdm(total=len(corpus), disable=not shows, **bar_options) as bar:
 
                 def encode(number: int) -> tuple[np.ndarray, Skipped]:
                     bar.total = bar.n + sum(len(writer.ranges[n]) for n in writer.unwritten())
@@ -133,7 +139,7 @@ def embed(
     ids, ranges = corpus.ids, shard_ranges(len(corpus))
     own = range(distributed.rank(), len(ranges), distributed.world_size())
     total = sum(len(ranges[number]) for number in own)
-    with tqdm(total=total, desc="embed", unit=" items", disable=not (shows and total)) as bar:
+    with tqdm(total=total, disable=not (shows and total), **bar_options) as bar:
         mine = {number: encoder.shard(ranges[number], bar) for number in own}
     encoder.keep_company()
     by_number = {number: shard for part in distributed.gather_objects(mine) for number, shard in part.items()}

@@ -44,6 +44,7 @@ class Evaluator(ABC):
         data: name of the data, and its split.
         modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
         observed: distributions and queries of the latest call besides its metrics, for reports; None without any.
+        moment: when the trainer measures, such as "before training": what bars begin with; "" shows none.
     """
 
     primary: str
@@ -52,10 +53,15 @@ class Evaluator(ABC):
     task: str = ""
     data: tuple[str, str | None] = ("held-out data", None)
     modalities: Mapping[Side, Modality] = MappingProxyType({})
+    moment: str = ""
 
     @abstractmethod
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         """Metrics by name. All ranks call it together; the main process's result counts."""
+
+    def bar(self, what: str) -> str:
+        """Description of the progress bar over items that are embedded, for `embed_side`; "" for no bar."""
+        return f"{self.moment}: embed {what}" if self.moment else ""
 
 
 class RetrievalEvaluator(Evaluator):
@@ -159,8 +165,9 @@ class RetrievalEvaluator(Evaluator):
     def _measure(self, model: DualEncoder, name: str) -> tuple[Mapping[str, float], Observed]:
         """The metrics and the record of one collection."""
         collection = self.collections[name]
-        queries = embed_side(model, "left", collection.queries, self.batch_size)
-        documents = embed_side(model, "right", collection.corpus, self.batch_size)
+        bars = [self.bar(f"{what} of {name}") for what in ("queries", "documents")]
+        queries = embed_side(model, "left", collection.queries, self.batch_size, progress=bars[0])
+        documents = embed_side(model, "right", collection.corpus, self.batch_size, progress=bars[1])
         device = next(model.parameters()).device
         run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, device=device)
         result = Result("model", name, run, collection.qrels, len(documents.ids))
@@ -248,8 +255,9 @@ class ImageTextEvaluator(Evaluator):
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         from dualenc.evaluation.observed import Observed, observed_pairs, observed_queries
 
-        images = embed_side(model, "left", self.images, self.batch_size, on_error="raise")
-        texts = embed_side(model, "right", self.texts, self.batch_size, on_error="raise")
+        bars = [self.bar(what) for what in ("held-out images", "their captions")]
+        images = embed_side(model, "left", self.images, self.batch_size, on_error="raise", progress=bars[0])
+        texts = embed_side(model, "right", self.texts, self.batch_size, on_error="raise", progress=bars[1])
         ranks = both_ways_ranks(images.vectors, texts.vectors, self.captions)
         scores = {name: 1 / float(rank) for name, rank in zip(self.texts.ids, ranks["text_to_image"], strict=True)}
         queries = observed_queries("1/rank of the image", scores, TextsOf(self.texts, self.texts.ids))
@@ -304,8 +312,10 @@ class KNNEvaluator(Evaluator):
         from dualenc.evaluation.probe import accuracy, knn_predict
 
         train, test = (
-            embed_side(model, "left", corpus, self.batch_size, output="features", on_error="raise").vectors
-            for corpus in self.corpora
+            embed_side(
+                model, "left", corpus, self.batch_size, output="features", on_error="raise", progress=self.bar(what)
+            ).vectors
+            for corpus, what in zip(self.corpora, ("images that vote", "held-out images"), strict=True)
         )
         device = next(model.parameters()).device
         predicted = knn_predict(train, self.labels[0], test, k=self.k, temperature=self.temperature, device=device)
@@ -344,6 +354,9 @@ def embed_side(
     batch_size: int,
     output: Output = "embedding",
     on_error: OnError = "skip",
+    progress: str = "",
 ) -> Embeddings:
-    """Embed a corpus in memory, every rank a share; all get the whole."""
-    return embed(model.tower(side), corpus, batch_size=batch_size, output=output, on_error=on_error, progress=False)
+    """Embed a corpus in memory, every rank a share; all get the whole. `progress` describes a bar; "" shows none."""
+    tower = model.tower(side)
+    shown = progress or False
+    return embed(tower, corpus, batch_size=batch_size, output=output, on_error=on_error, progress=shown)

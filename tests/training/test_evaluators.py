@@ -14,6 +14,7 @@ from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.errors import DualencError
 from dualenc.training.evaluators import ImageTextEvaluator, KNNEvaluator, RetrievalEvaluator
 from tests.training.fakes import TinyEncoder, tiny_pairs
+from tests.training.runs import train
 
 
 class MeanColour(Prepare):
@@ -267,3 +268,19 @@ def test_declared_metric_names_are_those_that_an_evaluation_has(kind):
     assert set(evaluator.metric_names) == set(evaluator(model))
     assert evaluator.primary in evaluator.metric_names
     assert all(model.tower(side).modality == modality for side, modality in evaluator.modalities.items())
+
+
+@pytest.mark.slow
+def test_bars_tell_what_is_measured_where_the_trainer_shows_its_own(tmp_path, capsys):
+    pairs = tiny_pairs(12)
+    evaluator = RetrievalEvaluator(pairs=pairs)
+    train(tmp_path / "shown", evaluator=evaluator, evaluate_every=6, progress=True)
+    shown = capsys.readouterr().err
+    for moment in ("before training", "after step 6", "after step 12"):
+        assert f"{moment}: embed queries of held-out pairs:   0%" in shown
+        assert f"{moment}: embed documents of held-out pairs:   0%" in shown
+    # They disappear: the last thing on their line is white space.
+    assert "embed" not in shown.split("\n")[-2].split("\r")[-1]
+    evaluator(TinyEncoder(dtype=torch.float32))
+    train(tmp_path / "silent", evaluator=evaluator, progress=False)
+    assert "embed" not in capsys.readouterr().err
