@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dualenc.data import Corpus, PairDataset
     from dualenc.search.embeddings import Embeddings
 
-Form = Literal["flagembedding", "tevatron"]
+Form = Literal["flagembedding", "tevatron", "sentence-transformers"]
 
 QUERIES_PER_BLOCK = 256
 PAIRS_PER_BLOCK = 4096
@@ -138,7 +138,8 @@ class Report:
 
     Attributes:
         queries: how many have a known positive.
-        written: rows in the file: queries with a negative.
+        written: rows in the file: queries with a negative; in the form of sentence-transformers the positives of those
+            with as many negatives as asked for.
         negatives: in all rows together.
         candidates: documents in the windows of ranks.
         known_positives: documents that were passed over down to the end of the window: known positives of the query and
@@ -147,7 +148,8 @@ class Report:
         false_negatives: candidates above their query's limit, likely relevant.
         repeated: candidates with the contents of a better one.
         without_negatives: queries of which no candidate was left; they have no row.
-        fewer_negatives: queries with some, but fewer than asked for.
+        fewer_negatives: queries with some, but fewer than asked for; they have no row in the form of
+            sentence-transformers.
         without_vectors: queries that were not embedded, or none of whose positives was; they have no row.
         scores: how often a score was met, by name ("positives", "negatives", "likely false negatives") and by the
             number of its bin of width `BIN`; bin 0 begins at 0.
@@ -215,9 +217,12 @@ def mine(
 
         {"query", "pos": [text], "neg": [text], "pos_scores", "neg_scores", "query_id", "pos_id", "neg_id"}
         {"query_id", "query", "positive_passages": [{"docid", "text", "score"}], "negative_passages": …}
+        {"anchor", "positive", "negative_1", …, "negative_8"}
 
-    `MinedPairs` reads both; FlagEmbedding reads the first, with its scores if told to distil; Tevatron the second.
-    Where the data are vectors, ids stand in place of texts, as `MinedPairs(…, queries=…, documents=…)` reads them.
+    `MinedPairs` reads the first two; FlagEmbedding reads the first, with its scores if told to distil; Tevatron the
+    second. Where the data are vectors, ids stand in place of texts, as `MinedPairs(…, queries=…, documents=…)` reads
+    them. The losses of sentence-transformers train on the third, of texts alone: a row for each positive, without
+    scores, since every column is an input. All its rows have as many negatives, and queries with fewer are left out.
 
     Args:
         queries: (Q, D) vectors of the pairs' left items, by the ids of `dualenc.data.corpus.corpora(pairs)`.
@@ -227,7 +232,8 @@ def mine(
         rule: which documents become negatives.
         rescore: a judge that reads both texts, whose scores then order the window, are compared and written.
         rescored_by: what tells that judge from others, so that its scores are not taken for another's.
-        form: "flagembedding" for the first kind of row, "tevatron" for the second.
+        form: "flagembedding" for the first kind of row, "tevatron" for the second, "sentence-transformers" for the
+            third.
         factory: "exact", or a FAISS factory string, "auto" included: an index finds the documents.
         work: folder for unfinished work; by default beside `out`. It is removed at the end.
         progress: show a bar.
@@ -236,8 +242,8 @@ def mine(
         What was counted, on every process.
 
     Raises:
-        DualencError: images, dimensions that differ, a factory string that FAISS refuses, scores that are not finite,
-            or no query with a vector and a positive that has one.
+        DualencError: images, vectors in the form of sentence-transformers, dimensions that differ, a factory
+            string that FAISS refuses, scores that are not finite, or no query with a vector and a positive with one.
     """
     from dualenc.data.corpus import corpora
     from dualenc.data.identity import digest_of
@@ -248,6 +254,8 @@ def mine(
         raise DualencError(f"{left.modality} and {right.modality}: rows hold texts or ids of vectors; mine on texts")
     if rescore is not None and (left.modality, right.modality) != ("text", "text"):
         raise DualencError("a cross-encoder reads texts, and the data holds vectors; leave it out")
+    if form == "sentence-transformers" and (left.modality, right.modality) != ("text", "text"):
+        raise DualencError("sentence-transformers trains on texts, and the data holds vectors; choose another form")
     if queries.dim != documents.dim:
         raise DualencError(f"queries have dimension {queries.dim} and documents {documents.dim}; embed both alike")
     check_mined(out)
@@ -324,7 +332,8 @@ def check_mined(path: str | os.PathLike[str]) -> None:
         keys = json.loads(line).keys() if line else {"query_id", "pos_id"}
     except (ValueError, AttributeError):
         keys = set()
-    if "query_id" not in keys or not keys & {"pos_id", "positive_passages"}:
+    is_tuple = {"anchor", "positive", "negative_1"} <= keys
+    if not is_tuple and ("query_id" not in keys or not keys & {"pos_id", "positive_passages"}):
         raise DualencError(f"{path}: exists and holds no mined negatives; choose another file to write")
 
 
@@ -433,15 +442,27 @@ class _Miner:
             report.candidates += len(ids)
             report.false_negatives += int(too_high.sum())
             report.repeated += int((again & ~too_high).sum())
-            report.negatives += len(chosen)
-            report.written += len(chosen) > 0
             report.without_negatives += len(chosen) == 0
             report.fewer_negatives += 0 < len(chosen) < self.rule.num_negatives
             report.count("negatives", scores_of[chosen])
             report.count("likely false negatives", scores_of[too_high])
-            if len(chosen):
-                positives = self.pairs.right_id[pairs[there]]
-                yield self._line(query, positives, positive_scores[there], ids[chosen], scores_of[chosen])
+            # Columns of a table hold a value in every row.
+            fewest = self.rule.num_negatives if self.form == "sentence-transformers" else 1
+            if len(chosen) < fewest:
+                continue
+            positives = self.pairs.right_id[pairs[there]]
+            if self.form == "sentence-transformers":
+                lines = self._tuples(query, positives, ids[chosen])
+            else:
+                lines = [self._line(query, positives, positive_scores[there], ids[chosen], scores_of[chosen])]
+            report.written += len(lines)
+            report.negatives += len(lines) * len(chosen)
+            yield from lines
+
+    def _tuples(self, query: int, positives: np.ndarray, negatives: np.ndarray) -> list[dict[str, str]]:
+        """A row for each positive, each negative in a column of its own."""
+        columns = {f"negative_{place}": self.right[row] for place, row in enumerate(negatives.tolist(), start=1)}
+        return [{"anchor": self.left[query], "positive": self.right[row], **columns} for row in positives.tolist()]
 
     def _line(
         self, query: int, pos: np.ndarray, pos_scores: np.ndarray, neg: np.ndarray, neg_scores: np.ndarray
