@@ -94,6 +94,7 @@ def retrieval(
     conditions = engine.where or []
     reader = "bm25" if bm25 else "rerank" if ranking.rerank else None
     collections = _open_collections((data, *more), split, (left_column, right_column), titles, conditions, reader)
+    read_split = split or ("test" if _is_beir(data) else usual_split(data, "test"))
     encoder = open_model(model, ("query-document", "vector"), evaluation.device)
     evaluation.check_weights(encoder.left, encoder.right)
     rescore = None
@@ -120,9 +121,7 @@ def retrieval(
     for name, collection in collections.items():
         kept = places[name] / "embeddings"
         texts = collection.queries
-        queries = embed_into(
-            kept / f"queries-{split or 'test'}", encoder.left, texts, batch_size, side="left", model=model
-        )
+        queries = embed_into(kept / f"queries-{read_split}", encoder.left, texts, batch_size, side="left", model=model)
         if asked is not None:
             documents = asked.embeddings
         else:
@@ -132,7 +131,7 @@ def retrieval(
         size_means[name] = systems.rank_compressed(collection, queries, documents, sizes(lengths))
 
     if distributed.is_main():
-        facts: dict[str, object] = {"model": model, "split": split or "test", "depth": depth}
+        facts: dict[str, object] = {"model": model, "split": read_split, "depth": depth}
         facts |= {"keep_self_matches": keep_self_matches, **_facts(ranking, conditions, engine.filter)}
         results = {
             name: [systems.score(system, name, run, collections[name]) for system, run in runs[name].items()]
