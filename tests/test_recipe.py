@@ -3,6 +3,8 @@
 import importlib
 import json
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import yaml
 
 from dualenc import cli
+from dualenc.commands.train import next_commands
 from dualenc.errors import DualencError
 from dualenc.recipe import _read_yaml, make_recipe, read_recipe
 from dualenc.recipe_check import SECTIONS, argument_types
@@ -81,13 +84,25 @@ def test_first_weights_follow_the_seed(settings):
     assert first_weight() != before
 
 
+@pytest.mark.slow
+def test_an_evaluator_takes_a_list_of_folders_with_limits(settings, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "other")
+    paths = [str(folder), str(tmp_path / "other")]
+    settings["evaluator"]["init_args"] |= {"path": paths, "max_queries": 4, "max_documents": 8}
+    recipe = make_recipe(settings)
+    assert recipe.settings["evaluator"]["init_args"]["path"] == paths
+    collections = recipe.build().evaluator.collections
+    assert list(collections) == [folder.name, "other"]
+    assert [(len(each.queries), len(each.corpus)) for each in collections.values()] == [(4, 8), (4, 8)]
+
+
 def test_full_class_paths_and_nested_classes(settings, folder):
     pairs = {"class_path": "BeirPairs", "init_args": {"path": str(folder)}}
     settings["objective"] = {"class_path": "dualenc.objectives.DCL"}
     settings["evaluator"]["init_args"] = {"pairs": pairs}
     parts = make_recipe(settings).build()
     assert type(parts.objective).__name__ == "DCL"
-    assert len(parts.evaluator.collection.queries) == 16
+    assert len(parts.evaluator.collections["held-out pairs"].queries) == 16
 
 
 def test_overrides(recipe):
@@ -397,3 +412,51 @@ def test_recipes_from_python_are_checked_as_strictly(settings):
         make_recipe(settings)
     with pytest.raises(DualencError, match="holds no sections"):
         make_recipe([])  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_commands_that_can_be_pasted(recipe, folder, tmp_path, capsys):
+    assert cli.main(["train", recipe, "trainer.max_steps=1"]) == 0
+    lines = [line.removeprefix("next:  ") for line in capsys.readouterr().out.splitlines() if line.startswith("next:")]
+    run = tmp_path / "run"
+    assert lines == [
+        f"dualenc report {run}",
+        f"dualenc evaluate retrieval {run}/model {folder} --split train",
+        f"dualenc index {run}/model {folder} --out {run}/index",
+    ]
+    for line in lines:
+        out = ["--out", str(tmp_path / "evaluation")] if "evaluate" in line else []
+        assert cli.main([*line.split()[1:], *out]) == 0
+
+
+RETRIEVAL = {"class_path": "dualenc.training.evaluators.RetrievalEvaluator"}
+TABLE = {"class_path": "dualenc.data.TablePairs", "init_args": {"path": "my data.csv", "right_column": "b"}}
+
+
+@pytest.mark.parametrize(
+    ("data", "evaluator", "evaluated", "indexed"),
+    [
+        (TABLE, None, "DATA", "'my data.csv' --text-column b"),
+        (
+            TABLE,
+            RETRIEVAL | {"init_args": {"pairs": {"class_path": "TablePairs", "init_args": {"path": "dev.csv"}}}},
+            "dev.csv",
+            "'my data.csv' --text-column b",
+        ),
+        (
+            {"class_path": "MinedPairs", "init_args": {"path": "mined.jsonl"}},
+            RETRIEVAL | {"init_args": {"path": ["a", "b"], "split": "dev"}},
+            "a b --split dev",
+            "DATA",
+        ),
+        ({"class_path": "Mixture", "init_args": {"sources": {}}}, None, "DATA", "DATA"),
+        ({"class_path": "BeirPairs", "init_args": {"path": "beir", "split": "train"}}, None, "beir", "beir"),
+    ],
+)
+def test_next_commands_name_the_data_that_a_command_can_read(data, evaluator, evaluated, indexed, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "dualenc.json").write_text('{"kind": "query-document"}')
+    words = next_commands(tmp_path / "model", {"data": data, "evaluator": evaluator})
+    lines = [shlex.join(each) for each in words]
+    assert lines[1] == f"evaluate retrieval {tmp_path}/model {evaluated}"
+    assert lines[2] == f"index {tmp_path}/model {indexed} --out {tmp_path}/index"

@@ -23,7 +23,7 @@ def mine(
     out: str,
     rule: RuleOptions = RULE,
     cross_encoder: str | None = None,
-    form: Literal["flagembedding", "tevatron"] = "flagembedding",
+    form: Literal["flagembedding", "tevatron", "sentence-transformers"] = "flagembedding",
     factory: str = "exact",
     embeddings: str | None = None,
     plot: str | None = None,
@@ -45,10 +45,12 @@ def mine(
     Args:
         model: model folder or name, of kind query-document or vector.
         data: training pairs: BEIR folder, csv / tsv / jsonl / parquet file, mined negatives, or data set by hub name.
-        out: file to write: {"query", "pos", "neg", "pos_scores", "neg_scores", …}, one query a line.
+        out: file to write: {"query", "pos", "neg", "pos_scores", "neg_scores", …}, one query a line; see form.
         cross_encoder: folder or name of a sentence-transformers CrossEncoder that scores pairs and candidates again;
             its scores then count for order and limits, and are kept.
-        form: rows as FlagEmbedding or as Tevatron reads them; dualenc reads both.
+        form: rows as FlagEmbedding or as Tevatron reads them; dualenc reads both. Or as the losses of
+            sentence-transformers train on them: anchor, positive, negative_1, negative_2, …, a row for each positive,
+            without scores; queries with fewer negatives than num_negatives are left out.
         factory: exact, or a FAISS factory string (auto chooses one) for a corpus too large to compare with.
         embeddings: folder to keep the embeddings in; by default OUT-embeddings.
         plot: file for a histogram of the scores, such as scores.svg or scores.png.
@@ -93,8 +95,8 @@ def mine(
         factory=factory,
     )
     if distributed.is_main():
-        _show(report, plot)
-        summary = f"{report.written:,} queries with {report.negatives:,} negatives → {out}"
+        _show(report, plot, needs_all=form == "sentence-transformers")
+        summary = f"{report.written:,} rows with {report.negatives:,} negatives → {out}"
         print(printable(f"{summary}; embeddings in {kept}"))
     distributed.barrier()
 
@@ -119,8 +121,12 @@ def _check(rule: RuleOptions, target: Path, kept: Path, plot: str | None, factor
     check_folder_target(kept, are_embeddings, "embeddings of mining")
 
 
-def _show(report: Report, plot: str | None) -> None:
-    """Print the histogram of scores and the counts, and save the plot if one is wanted."""
+def _show(report: Report, plot: str | None, needs_all: bool) -> None:
+    """Print the histogram of scores and the counts, and save the plot if one is wanted.
+
+    Args:
+        needs_all: whether queries with some of the negatives only have no row.
+    """
     from dualenc.evaluation import plots
     from dualenc.evaluation.report import Table, print_table
 
@@ -138,7 +144,7 @@ def _show(report: Report, plot: str | None) -> None:
         "dropped as known positives or copies": report.known_positives,
         "dropped as likely false negatives": report.false_negatives,
         "dropped as repeated": report.repeated,
-        "queries with fewer negatives than asked for": report.fewer_negatives,
+        f"queries with fewer negatives than asked for{' (no row)' if needs_all else ''}": report.fewer_negatives,
         "queries without negatives (no row)": report.without_negatives,
         "queries without vectors (no row)": report.without_vectors,
     }

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import json
 import math
+import shlex
 import statistics
 import sysconfig
 import tempfile
@@ -142,6 +143,9 @@ FORMAT = "dualenc quickstart"
 SECONDS = 240
 MAX_STEPS = 600
 MIN_STEPS = 20
+FEW_STEPS = 100
+"""Below, the model hardly learns: the results say little."""
+ENOUGH_STEPS = 300
 MARGIN = 1.25
 """Allowance for slowdowns: the rest may take this many times what was measured."""
 BATCH_SIZE = 128
@@ -167,7 +171,7 @@ What to type next:
   dualenc search {out}/index "your own question"
   dualenc evaluate retrieval {out}/model {out}/data --split test --bm25
   dualenc embed {out}/model your_texts.jsonl --out your-embeddings
-  dualenc train your-recipe.yaml      (see recipes/ and the README for training on your own data)"""
+  dualenc recipe text-pairs > mine.yaml && dualenc train mine.yaml data.path=your.csv"""
 
 
 def quickstart(
@@ -222,9 +226,13 @@ def quickstart(
     untrained = new_model(pairs.corpus.items, vocab_size)
     # Before the training, so that its time is known when the number of steps is chosen.
     bm25 = _bm25(collection)
+    hint = ""
     if steps is None:
         step_seconds, rest = measure(untrained, pairs, collection, seed)
         steps = choose_steps(step_seconds, time.perf_counter() - start, rest)
+        hint = few_steps_hint(steps, out)
+        if hint:
+            print(hint)
 
     evaluator = RetrievalEvaluator(data)
     trained = _trainer(folder, steps, seed).fit(untrained, pairs, _objective(pairs), evaluator=evaluator)
@@ -241,6 +249,9 @@ def quickstart(
     title = f"{len(collection.queries):,} held-out functions, searched among {len(collection.corpus):,} documents"
     print_table(Table(title, rows))
     _search(model, folder)
+    # Again beside the results, which it explains.
+    if hint:
+        print(hint)
     print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{NEXT.format(out=folder)}")
 
 
@@ -283,6 +294,14 @@ def choose_steps(step_seconds: float, elapsed: float, rest: float) -> int:
         summary = f"{steps} steps, the fewest, though all may take more than four minutes"
     print(f"A step takes {step_seconds:.2f} s on this machine now: {summary}")
     return steps
+
+
+def few_steps_hint(steps: int, out: str) -> str:
+    """A line for a training that the machine's speed cut short, with the command for more steps; else ""."""
+    if steps >= FEW_STEPS:
+        return ""
+    words = ["dualenc", "quickstart", "--steps", str(ENOUGH_STEPS), "--out", out]
+    return f"{steps} steps are too few to learn much. For more, however long it takes: {shlex.join(words)}"
 
 
 def measure(

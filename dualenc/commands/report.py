@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dualenc.data.urls import display_name
 from dualenc.errors import DualencError
 from dualenc.files import check_file_target
 from dualenc.terminal import printable
@@ -13,28 +14,46 @@ if TYPE_CHECKING:
     from dualenc.evaluation.observed import Observed
     from dualenc.evaluation.report import Figure, Table
 
-CAPTIONS = {
-    "loss": "the objective's estimate of the loss",
-    "batch_estimate": "the loss over the batch alone, comparable between objectives",
-    "accuracy": "share of anchors whose positive is the nearest in the batch",
-    "positive_similarity": "mean cosine of pairs",
-    "temperature": "τ",
-    "gradient_norm": "norm of the gradient, before clipping",
-    "learning_rate": "learning rate",
-    "samples_per_second": "pairs per second",
-    "state/chains_moved": "share of chains that left their item in a step",
-    "state/chains_begun": "share of chains that began anew in a step",
-    "state/log_mean_exp": "log of the mean of exp(s/τ) over all negatives, as remembered; mean over anchors",
-    "state/log_mean_exp_spread": "its standard deviation between anchors",
-    "state/log_partition": "log of the sum of exp(s/τ) over all negatives; mean over anchors",
-    "state/log_partition_spread": "its standard deviation between anchors",
-    "state/log_scale": "log of the kernel's scale 1/s; mean over anchors",
-    "state/log_scale_spread": "its standard deviation between anchors",
-    "state/own_temperature": "the anchors' own temperatures; their mean",
-    "state/own_temperature_spread": "their standard deviation",
-    "state/effective_items": "over how many items the draws of negatives are spread, 1/Σ q²",
-    "state/remembered": "share of the corpus that has a remembered embedding",
+
+class Quantity(NamedTuple):
+    """How a logged quantity is called on the page, and what it is where its name does not say it."""
+
+    label: str
+    meaning: str = ""
+
+
+QUANTITIES = {
+    "loss": Quantity("training loss", "the objective's estimate of its loss"),
+    "batch_estimate": Quantity("loss over the batch alone", "comparable between objectives"),
+    "accuracy": Quantity("accuracy in the batch", "share of anchors whose positive is the nearest in the batch"),
+    "positive_similarity": Quantity("similarity of training pairs", "mean cosine"),
+    "temperature": Quantity("temperature τ"),
+    "gradient_norm": Quantity("gradient norm", "before clipping"),
+    "learning_rate": Quantity("learning rate"),
+    "samples_per_second": Quantity("pairs per second"),
+    "items_encoded": Quantity("items encoded outside the batch", "per step"),
+    "state/chains_moved": Quantity("chains that moved", "share of chains that left their item in a step"),
+    "state/chains_begun": Quantity("chains begun anew", "share of chains in a step"),
+    "state/log_mean_exp": Quantity(
+        "remembered log mean exp", "log of the mean of exp(s/τ) over all negatives; mean over anchors"
+    ),
+    "state/log_mean_exp_spread": Quantity("spread of the remembered log mean exp", "standard deviation over anchors"),
+    "state/log_partition": Quantity(
+        "log partition function", "log of the sum of exp(s/τ) over all negatives; mean over anchors"
+    ),
+    "state/log_partition_spread": Quantity("spread of the log partition function", "standard deviation over anchors"),
+    "state/log_scale": Quantity("log scale", "log of the kernel's scale 1/s; mean over anchors"),
+    "state/log_scale_spread": Quantity("spread of the log scale", "standard deviation over anchors"),
+    "state/own_temperature": Quantity("the anchors' own temperatures", "mean"),
+    "state/own_temperature_spread": Quantity("spread of the anchors' own temperatures", "standard deviation"),
+    "state/effective_items": Quantity(
+        "effective number of negatives", "over how many items the draws are spread, 1/Σ q²"
+    ),
+    "state/remembered": Quantity("remembered share of the corpus", "items that have a remembered embedding"),
 }
+METRICS = {"ndcg": "nDCG", "mrr": "MRR", "map": "MAP", "hit": "hit rate"}
+DIRECTIONS = {"image_to_text_": "image-to-text", "text_to_image_": "text-to-image"}
+WORDS = {"knn_accuracy": "nearest-neighbour accuracy", "mean_recall": "mean recall"}
 MAX_RIDGES = 8
 MAX_VALUE = 1e100
 
@@ -45,7 +64,7 @@ class RunFolder(NamedTuple):
     Attributes:
         name: of the folder.
         lines: of its metrics.jsonl.
-        settings: of its recipe.yaml, flat, "section.key"; empty for a run from Python.
+        settings: of its recipe.yaml, flat, "section.key" as overrides name them; empty for a run from Python.
         observed: similarities and scores of queries from its evaluations, by step in order.
     """
 
@@ -64,8 +83,9 @@ class RunFolder(NamedTuple):
 def report(run: str, *others: str, out: str | None = None) -> None:
     """Write one HTML page about a training run: curves, similarities, best and worst queries, and its settings.
 
-    Curves are of loss, metrics, learning rate, speed and the objective's memory. Histograms show the similarities of
-    held-out pairs from evaluation to evaluation, and tables the queries that were best and worst before and after.
+    Curves are of metrics, loss, learning rate, speed and the objective's memory. Histograms show the similarities of
+    held-out pairs from evaluation to evaluation, and tables the metrics, the settings, and the queries that were best
+    and worst before and after.
 
     Several runs are drawn over one another, with a table of the settings in which they differ. The page holds all it
     shows, and can be mailed.
@@ -87,9 +107,13 @@ def report(run: str, *others: str, out: str | None = None) -> None:
     facts = {record.name: f"{record.lines[-1]['step']:,} steps" for record in runs}
     for table in tables:
         print_table(table)
+    # On the page only: with every default filled in they are too many lines for a terminal.
+    if len(runs) == 1 and runs[0].settings:
+        tables.append(all_settings(runs[0]))
     title = "Training" if len(runs) == 1 else "Trainings side by side"
     figures = [*curves(runs), *similarities(runs)]
-    page = write_report(target, title, facts=facts, tables=[*tables, *queries(runs)], figures=figures)
+    tables += queries(runs)
+    page = write_report(target, title, facts=facts, tables=tables, figures=figures, figures_first=True)
     print(printable(f"report: {page}"))
 
 
@@ -138,7 +162,12 @@ def ends(runs: list[RunFolder]) -> Table:
         for name in _names([run], evaluated=True):
             steps, values = run.curve(name)
             best = max(values)
-            found = {"run": run.name, "metric": name.removeprefix("evaluation/"), "first": values[0], "best": best}
+            found = {
+                "run": run.name,
+                "metric": metric_label(name.removeprefix("evaluation/")),
+                "first": values[0],
+                "best": best,
+            }
             rows.append({**found, "at step": int(steps[values.index(best)]), "last": values[-1]})
     return Table("Metrics on held-out data", rows)
 
@@ -162,8 +191,46 @@ def differences(runs: list[RunFolder]) -> Table:
 
     names = dict.fromkeys(name for run in runs for name in run.settings)
     differ = [name for name in names if len({str(run.settings.get(name)) for run in runs}) > 1]
-    rows = [{"setting": name, **{run.name: str(run.settings.get(name, "–")) for run in runs}} for name in differ]
+    rows = [{"setting": name, **{run.name: _shown(run.settings.get(name)) for run in runs}} for name in differ]
     return Table("Settings that differ", rows)
+
+
+def all_settings(run: RunFolder) -> Table:
+    """The settings of one run, with every default, by the keys that `dualenc train` takes as overrides."""
+    from dualenc.evaluation.report import Table
+
+    return Table("Settings", [{"setting": name, "value": _shown(value)} for name, value in run.settings.items()])
+
+
+def _shown(value: object) -> str:
+    """A setting as text; of a URL without what may be a key."""
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
+    return "–" if value is None else display_name(value)
+
+
+def label(name: str) -> str:
+    """What a logged quantity is called on the page: "nDCG@10 on held-out data" for "evaluation/ndcg@10"."""
+    if name in QUANTITIES:
+        return QUANTITIES[name].label
+    section, _, rest = name.partition("/")
+    if section == "selection":
+        return f"selection of batches, {rest.replace('_', ' ')}"
+    if section != "evaluation":
+        return name.replace("_", " ")
+    folder, _, metric = rest.rpartition("/")
+    return f"{metric_label(metric)} on {folder or 'held-out data'}"
+
+
+def metric_label(name: str) -> str:
+    """A metric's name as the literature writes it: "nDCG@10" for "ndcg@10"; of one folder, "FOLDER: nDCG@10"."""
+    folder, _, metric = name.rpartition("/")
+    direction = next((prefix for prefix in DIRECTIONS if metric.startswith(prefix)), "")
+    kind, at, rank = metric.removeprefix(direction).partition("@")
+    written = WORDS.get(metric) or f"{METRICS.get(kind, kind)}{at}{rank}"
+    if direction:
+        written = f"{DIRECTIONS[direction]} {written}"
+    return f"{folder}: {written}" if folder else written
 
 
 def curves(runs: list[RunFolder]) -> list[Figure]:
@@ -175,14 +242,14 @@ def curves(runs: list[RunFolder]) -> list[Figure]:
     by_source: dict[str, dict[str, Any]] = {}
     for name in (*_names(runs, evaluated=True), *_names(runs, evaluated=False)):
         drawn = {run.name: run.curve(name) for run in runs if run.curve(name)[0]}
-        short = name.removeprefix("evaluation/")
         if source := _source(name):
             found = {f"{run}: {source}" if len(runs) > 1 else source: curve for run, curve in drawn.items()}
             by_source.setdefault(name.split("/")[0], {}).update(found)
             continue
-        figures.append(Figure(f"{short}: {CAPTIONS[name]}" if name in CAPTIONS else short, lines(drawn, xlabel="step")))
+        meaning = QUANTITIES[name].meaning if name in QUANTITIES else ""
+        figures.append(Figure(f"{label(name)}: {meaning}" if meaning else label(name), lines(drawn, xlabel="step")))
     for kind, drawn in by_source.items():
-        figures.append(Figure(f"{kind} by source: {CAPTIONS[kind]}", lines(drawn, xlabel="step")))
+        figures.append(Figure(f"{label(kind)}, by source: {QUANTITIES[kind].meaning}", lines(drawn, xlabel="step")))
     return figures
 
 
@@ -223,7 +290,7 @@ def queries(runs: list[RunFolder]) -> list[Table]:
                     row: dict[str, object] = {"": kind, "query": name, "text": seen.texts.get(name, "")}
                     rows.append(row | _scores_in(runs, name, seen.metric))
             when = "before training" if step == 0 else f"after step {step:,}"
-            tables.append(Table(f"{run.name}: best and worst queries {when}, by {seen.metric}", rows))
+            tables.append(Table(f"{run.name}: best and worst queries {when}, by {metric_label(seen.metric)}", rows))
     return tables
 
 
@@ -246,14 +313,19 @@ def _source(name: str) -> str:
 
 def _names(runs: list[RunFolder], evaluated: bool) -> list[str]:
     """Of what was logged in any run, known names first."""
-    logged = dict.fromkeys([*CAPTIONS, *(name for run in runs for line in run.lines for name in line)])
+    logged = dict.fromkeys([*QUANTITIES, *(name for run in runs for line in run.lines for name in line)])
     wanted = [name for name in logged if name not in ("step", "epoch") and name.startswith("evaluation/") == evaluated]
     return [name for name in wanted if any(run.curve(name)[0] for run in runs)]
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, object]:
-    """Nested sections as "section.key"."""
+    """Nested sections as "section.key", as overrides name them: the class of a section as "section"."""
     flat: dict[str, object] = {}
     for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        if key == "class_path" and prefix and isinstance(value, str):
+            flat[prefix.removesuffix(".")] = value.rsplit(".", 1)[-1]
+        elif isinstance(value, dict):
+            flat |= _flat(value, prefix if key == "init_args" else f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat

@@ -1,4 +1,4 @@
-"""`dualenc evaluate retrieval`: a query-document model on BEIR folders."""
+"""`dualenc evaluate retrieval`: a query-document model on BEIR folders and tables of pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from dualenc import distributed
 from dualenc.commands.checks import MAX_ITEMS, check_range
 from dualenc.commands.evaluation import Evaluation, display_name, open_model
 from dualenc.commands.options import ENGINE, RANKING, EngineOptions, RankingOptions
-from dualenc.data.beir import read_beir
+from dualenc.data.beir import is_beir, read_beir
+from dualenc.data.corpus import held_out
+from dualenc.data.sources import open_pairs, usual_split
+from dualenc.data.urls import display_name as source_name
+from dualenc.data.urls import is_url
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.compression import Size, halvings, size_rows, sizes
@@ -42,7 +46,9 @@ def retrieval(
     data: str,
     *more: str,
     out: str | None = None,
-    split: str = "test",
+    split: str | None = None,
+    left_column: str | None = None,
+    right_column: str | None = None,
     bm25: bool = False,
     ranking: RankingOptions = RANKING,
     depth: int = 100,
@@ -54,18 +60,24 @@ def retrieval(
     batch_size: int = 32,
     device: str | None = None,
 ) -> None:
-    """Evaluate a query-document model, or an adapter of vectors, on BEIR folders.
+    """Evaluate a query-document model, or an adapter of vectors, on BEIR folders or pairs of texts.
 
-    Writes metrics.json, report.html and, for each BEIR folder, run.trec and per_query.ndjson. Embeddings are kept
+    Of pairs, left texts are the queries and all right texts the corpus; equal texts count once.
+
+    Writes metrics.json, report.html and, for each data set, run.trec and per_query.ndjson. Embeddings are kept
     below OUT, so that an interrupted evaluation resumes where it stopped. With --rerank, the hybrid ranking is reranked
     if there is one, else the engine's, else the model's.
 
     Args:
         model: model folder or name.
-        data: BEIR folder: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv; or embeddings in their place.
-        more: further BEIR folders; the table then has a mean row.
+        data: BEIR folder: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv, or embeddings in their place; or pairs: a table
+            of two columns (csv, tsv, jsonl, parquet, a folder of them, a hub name).
+        more: further folders or tables; the table of results then has a mean row.
         out: folder to write; by default evaluations/retrieval/MODEL-DATA-HASH.
-        split: which judgements to use.
+        split: which judgements of a BEIR folder, or which split of a folder of tables or a hub name, by default test;
+            of one table a slice such as train[90%:], by default all.
+        left_column: of a table, with the queries, where it has no usual name.
+        right_column: of a table, with the documents, where it has no usual name.
         bm25: evaluate BM25 as well as the model; --hybrid does so, too.
         depth: documents to retrieve for each query.
         titles: put a document's title in front of its text.
@@ -81,7 +93,8 @@ def retrieval(
     evaluation = Evaluation("retrieval", model, data, out, device)
     conditions = engine.where or []
     reader = "bm25" if bm25 else "rerank" if ranking.rerank else None
-    collections = _open_collections((data, *more), split, titles, conditions, reader)
+    collections = _open_collections((data, *more), split, (left_column, right_column), titles, conditions, reader)
+    read_split = split or ("test" if _is_beir(data) else usual_split(data, "test"))
     encoder = open_model(model, ("query-document", "vector"), evaluation.device)
     evaluation.check_weights(encoder.left, encoder.right)
     rescore = None
@@ -108,7 +121,7 @@ def retrieval(
     for name, collection in collections.items():
         kept = places[name] / "embeddings"
         texts = collection.queries
-        queries = embed_into(kept / f"queries-{split}", encoder.left, texts, batch_size, side="left", model=model)
+        queries = embed_into(kept / f"queries-{read_split}", encoder.left, texts, batch_size, side="left", model=model)
         if asked is not None:
             documents = asked.embeddings
         else:
@@ -118,7 +131,7 @@ def retrieval(
         size_means[name] = systems.rank_compressed(collection, queries, documents, sizes(lengths))
 
     if distributed.is_main():
-        facts: dict[str, object] = {"model": model, "split": split, "depth": depth}
+        facts: dict[str, object] = {"model": model, "split": read_split, "depth": depth}
         facts |= {"keep_self_matches": keep_self_matches, **_facts(ranking, conditions, engine.filter)}
         results = {
             name: [systems.score(system, name, run, collections[name]) for system, run in runs[name].items()]
@@ -212,27 +225,61 @@ def _report(
 
 
 def _open_collections(
-    folders: Sequence[str], split: str, titles: bool, where: Sequence[str], reader: str | None
+    sources: Sequence[str],
+    split: str | None,
+    pair_columns: tuple[str | None, str | None],
+    titles: bool,
+    where: Sequence[str],
+    reader: str | None,
 ) -> dict[str, RetrievalSet]:
-    """The collections by the names of their folders, restricted to the documents that meet `where`.
+    """The collections by the names of their folders or files, restricted to the documents that meet `where`.
 
     Args:
+        pair_columns: left and right column of tables, where the user named them.
         reader: the option that needs texts, if there is one.
     """
     collections: dict[str, RetrievalSet] = {}
-    for folder in folders:
-        name = Path(folder).resolve().name
+    for source in sources:
+        name = Path(source).resolve().name
+        if _is_beir(source):
+            collection = read_beir(source, split or "test", titles=titles, columns=named_columns(where))
+        else:
+            name = Path(source_name(source)).stem
+            if where:
+                raise DualencError(f"{source_name(source)}: --where is for fields of a BEIR folder; leave it out")
+            collection = _open_pairs(source, split, pair_columns)
         if name in collections:
             raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
-        collection = read_beir(folder, split, titles=titles, columns=named_columns(where))
         if where:
             collection = _among(collection, rows_that_meet(where, collection.corpus.columns), name, "--where")
         if reader is not None and collection.corpus.modality != "text":
-            raise DualencError(f"{folder}: --{reader} needs texts, and it holds vectors; leave it out")
-        check_trec_names(collection.queries.ids, f"{folder}: query id")
-        check_trec_names(collection.corpus.ids, f"{folder}: document id")
+            raise DualencError(f"{source}: --{reader} needs texts, and it holds vectors; leave it out")
+        check_trec_names(collection.queries.ids, f"{source}: query id")
+        check_trec_names(collection.corpus.ids, f"{source}: document id")
         collections[name] = collection
     return collections
+
+
+def _is_beir(source: str) -> bool:
+    """Whether a folder is meant to be BEIR's, even if a part of it is missing."""
+    folder = Path(source)
+    return is_beir(folder) or (folder / "qrels").is_dir() or (folder / "queries.jsonl").is_file()
+
+
+def _open_pairs(source: str, split: str | None, columns: tuple[str | None, str | None]) -> RetrievalSet:
+    """Pairs as a test: left items are the queries, the right items of all pairs the corpus."""
+    shown = source_name(source)
+    try:
+        pairs = open_pairs(source, *columns, split=split or usual_split(source, "test"))
+    except DualencError as error:
+        if Path(source).is_file() or is_url(source):
+            raise
+        forms = "a BEIR folder (corpus.jsonl, queries.jsonl, qrels/) nor pairs (csv, jsonl, parquet, hub name)"
+        reason = str(error).removeprefix(f"{shown}: ")
+        raise DualencError(f"{shown}: neither {forms}: {reason}") from error
+    if "image" in (pairs.left_modality, pairs.right_modality):
+        raise DualencError(f"{shown}: holds images; use `dualenc evaluate image-text`")
+    return held_out(pairs)
 
 
 def _among(collection: RetrievalSet, kept: np.ndarray, name: str, option: str) -> RetrievalSet:

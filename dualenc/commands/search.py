@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dualenc.commands.checks import check_range
 from dualenc.commands.options import RANKING, SEARCH, RankingOptions, SearchOptions
 from dualenc.errors import DualencError
-from dualenc.terminal import printable_json
+from dualenc.terminal import printable, printable_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,11 +78,25 @@ def search(
     if json:
         print(printable_json({"query": query, "index": index, "results": results}))
         return
+    if not results:
+        print(printable(f"nothing was found for {query!r}{_remedy(len(conditions), filter)}"))
+        return
     for row in results:
         # Tables write numbers with separators, and a year is no quantity.
         row.update({name: str(row[name]) for name in columns if row[name] is not None})
     names = ("rank", "id", "score", *columns, *(["snippet"] if searcher.has_snippets else []))
     print_table(Table(query, [{name: row[name] for name in names} for row in results]))
+
+
+def _remedy(num_conditions: int, filter: str) -> str:
+    """What to try after a search without results, in the words of the command."""
+    if num_conditions > 1:
+        return f" that meets all {num_conditions} conditions; give fewer --where"
+    if num_conditions:
+        return " that meets the condition; search without --where, or with a wider one"
+    if filter:
+        return " that matches the filter; search without --filter, or with a wider one"
+    return "; is the index empty?"
 
 
 def _open(index: str, query: str, k: int, ranking: RankingOptions, options: SearchOptions) -> Searcher:

@@ -15,7 +15,7 @@ from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import PairDataset
 from dualenc.data.tables import DataTable
 from dualenc.errors import DualencError
-from dualenc.types import Items, Modality
+from dualenc.types import Items, Modality, Side
 
 SNIPPET_LENGTH = 240
 
@@ -150,6 +150,54 @@ class RetrievalSet(NamedTuple):
             raise DualencError(f"{count} are kept, and none is relevant to a query; ask for less")
         rows = [row for row, name in enumerate(self.queries.ids) if name in qrels]
         return RetrievalSet(self.queries.take(rows), corpus, qrels)
+
+    def first_queries(self, count: int) -> RetrievalSet:
+        """The collection with its first so many queries, and the whole corpus."""
+        queries = self.queries.take(range(min(count, len(self.queries))))
+        return RetrievalSet(queries, self.corpus, {query: self.qrels[query] for query in queries.ids})
+
+    def sampled(self, max_documents: int, seed: int = 0) -> RetrievalSet:
+        """The collection with a part of its corpus: every judged document, and a random sample of the others.
+
+        Retrieval among fewer documents is easier: scores are higher than on the whole corpus, and compare only with
+        scores on the same sample.
+
+        Args:
+            max_documents: size of the sampled corpus; more if more documents than that are judged.
+            seed: of the sample.
+        """
+        judged = {document for grades in self.qrels.values() for document in grades}
+        is_judged = np.array([name in judged for name in self.corpus.ids], bool)
+        others = np.flatnonzero(~is_judged)
+        number = min(len(others), max(0, max_documents - int(is_judged.sum())))
+        drawn = np.random.default_rng(seed).choice(others, number, replace=False)
+        rows = np.sort(np.concatenate([np.flatnonzero(is_judged), drawn]))
+        return RetrievalSet(self.queries, self.corpus.take(rows), self.qrels)
+
+
+def held_out(pairs: PairDataset) -> RetrievalSet:
+    """Held-out pairs as a retrieval test: left items are the queries, the right items of all pairs the corpus."""
+    queries, left_rows = used_items(pairs, "left")
+    corpus, right_rows = used_items(pairs, "right")
+    qrels: dict[str, dict[str, int]] = {name: {} for name in queries.ids}
+    for left, right in zip(left_rows.tolist(), right_rows.tolist(), strict=True):
+        qrels[queries.ids[left]][corpus.ids[right]] = 1
+    return RetrievalSet(queries, corpus, qrels)
+
+
+def used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
+    """The items of a side that belong to a pair, and each pair's row among them."""
+    if side == "left":
+        ids = pairs.left_id
+        items = pairs.left_items
+        modality = pairs.left_modality
+    else:
+        ids = pairs.right_id
+        items = pairs.right_items
+        modality = pairs.right_modality
+    used, rows = np.unique(ids, return_inverse=True)
+    # Ids of the two sides must differ: a document with the id of the query would be taken for a copy of it.
+    return Corpus([f"{side}-{item}" for item in used], Picked(items, used), modality), rows
 
 
 def table_corpus(

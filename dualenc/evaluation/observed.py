@@ -143,3 +143,35 @@ def observed_labels(features: npt.NDArray[Any], labels: npt.NDArray[np.integer])
         return label_similarities(features[rows], classes)
     except DualencError:
         return None
+
+
+def joined(parts: Mapping[str, Observed]) -> Observed:
+    """The records of one evaluation on several collections as one, ids of queries as "COLLECTION/id".
+
+    Args:
+        parts: by the name of the collection; of each an equal share of the 1,000 scores is kept.
+    """
+    share = max(1, MAX_QUERIES // len(parts))
+    scores: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    for name, part in parts.items():
+        scores |= {f"{name}/{query}": score for query, score in islice(part.scores.items(), share)}
+        texts |= {f"{name}/{query}": text for query, text in part.texts.items()}
+    metric = next((part.metric for part in parts.values() if part.metric), "")
+    return Observed(_added([part.similarities for part in parts.values()]), metric, scores, texts)
+
+
+def _added(histograms: Sequence[SimilarityHistogram | None]) -> SimilarityHistogram | None:
+    """The sum of histograms with equal edges; None without any."""
+    found = [histogram for histogram in histograms if histogram is not None]
+    if not found:
+        return None
+    positives = [histogram.positives.sum() for histogram in found]
+    negatives = [histogram.negatives.sum() for histogram in found]
+    return SimilarityHistogram(
+        found[0].edges,
+        np.sum([histogram.positives for histogram in found], axis=0),
+        np.sum([histogram.negatives for histogram in found], axis=0),
+        float(np.average([histogram.positive_mean for histogram in found], weights=positives)),
+        float(np.average([histogram.negative_mean for histogram in found], weights=negatives)),
+    )

@@ -134,6 +134,7 @@ def write_report(
     tables: Sequence[Table] = (),
     figures: Sequence[Figure] = (),
     galleries: Sequence[Gallery] = (),
+    figures_first: bool = False,
 ) -> Path:
     """Write a self-contained HTML page: style, plots (SVG) and thumbnails (JPEG) are inside.
 
@@ -144,6 +145,7 @@ def write_report(
         tables: First on the page.
         figures: Plots below them.
         galleries: Groups of queries with their results, last.
+        figures_first: Plots above the tables.
     """
     # Untrusted texts are shown without control characters; HTML in them is escaped.
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
@@ -154,6 +156,7 @@ def write_report(
         tables=[(table, ["number" if table.is_numeric(name) else "" for name in table.columns]) for table in tables],
         figures=[(figure.caption, _data_uri("image/svg+xml", as_svg(figure.plot).encode())) for figure in figures],
         galleries=galleries,
+        figures_first=figures_first,
     )
     with atomic_path(path) as part:
         part.write_text(page, encoding="utf-8")
@@ -232,6 +235,7 @@ _PAGE = """<!doctype html>
   <dt>{{ name }}</dt><dd>{{ value }}</dd>
 {% endfor %}
 </dl>
+{% macro show_tables() %}
 {% for table, alignments in tables %}
 <h2>{{ table.caption }}</h2>
 <div class="scroll"><table>
@@ -245,11 +249,21 @@ _PAGE = """<!doctype html>
 </tbody>
 </table></div>
 {% endfor %}
+{% endmacro %}
+{% macro show_figures() %}
 {% if figures %}
 <h2>Plots</h2>
 {% for caption, uri in figures %}
 <figure><img src="{{ uri }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption></figure>
 {% endfor %}
+{% endif %}
+{% endmacro %}
+{% if figures_first %}
+{{ show_figures() }}
+{{ show_tables() }}
+{% else %}
+{{ show_tables() }}
+{{ show_figures() }}
 {% endif %}
 {% for gallery in galleries %}
 <h2>{{ gallery.caption }}</h2>

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -55,7 +56,7 @@ def embed(
     on_error: OnError = "skip",
     identity: dict[str, Any] | None = None,
     notes: dict[str, Any] | None = None,
-    progress: bool = True,
+    progress: bool | str = True,
 ) -> Embeddings:
     """Embed every item of a corpus with one tower.
 
@@ -79,7 +80,7 @@ def embed(
         on_error: skip bad samples (counted in `meta["skipped"]`), or raise at the first one.
         identity: further entries of meta.json that must be equal to resume, such as the side.
         notes: further entries of meta.json that may differ, such as the model's name.
-        progress: show a progress bar.
+        progress: show a progress bar; a text describes it, and it then disappears at the end.
 
     Returns:
         The embeddings, with the ids of the items that could be used, on every process.
@@ -100,18 +101,28 @@ def embed(
     encoder = _Encoder(tower, corpus, batch_size, output, dim, autocast, num_workers, on_error)
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     identity = {**(identity or {}), "output": output}
-    shows = progress and distributed.is_main()
+    bar = _bar(progress)
     if out is None:
-        return _embed_in_memory(encoder, dtype, {**notes, **identity}, shows)
+        return _embed_in_memory(encoder, dtype, {**notes, **identity}, bar)
     if encoder.in_step:
         raise DualencError(
             f"{out}: a sharded model embeds in memory only; leave out away, or embed with the saved model"
         )
     identity["model_checksum"] = tower_checksum(tower)
     with removed_if_refused(out) if distributed.is_main() else contextlib.nullcontext():
-        embeddings = _embed_into(out, encoder, dtype, identity, notes, shows)
+        embeddings = _embed_into(out, encoder, dtype, identity, notes, bar)
     distributed.barrier()
     return embeddings
+
+
+def _bar(progress: bool | str) -> dict[str, Any]:
+    """Arguments of the progress bar."""
+    options: dict[str, Any] = {"desc": "embed", "unit": " items", "disable": not (progress and distributed.is_main())}
+    if isinstance(progress, str):
+        # A log file would get a line for each update.
+        seconds = 0.5 if sys.stderr.isatty() else 15.0
+        options |= {"desc": progress, "leave": False, "mininterval": seconds}
+    return options
 
 
 def _embed_into(
@@ -120,7 +131,7 @@ def _embed_into(
     dtype: str,
     identity: dict[str, Any],
     notes: dict[str, Any],
-    shows: bool,
+    bar_options: dict[str, Any],
 ) -> Embeddings:
     """Embed into a folder that any number of workers share."""
     corpus = encoder.corpus
@@ -137,7 +148,7 @@ def _embed_into(
         snippet=corpus.text if is_text else None,
         columns=corpus.columns,
     )
-    with tqdm(total=len(corpus), desc="embed", unit=" items", disable=not shows) as bar:
+    with tqdm(total=len(corpus), **bar_options) as bar:
 
         def encode(number: int) -> tuple[np.ndarray, Skipped]:
             # Other workers write shards, too: the total is what remains for this one at most.
@@ -151,13 +162,15 @@ def _embed_into(
             raise
 
 
-def _embed_in_memory(encoder: _Encoder, dtype: str, meta: dict[str, Any], shows: bool) -> Embeddings:
+def _embed_in_memory(encoder: _Encoder, dtype: str, meta: dict[str, Any], bar_options: dict[str, Any]) -> Embeddings:
     """Embed without a folder: each process encodes its share of the shards, and gets all of them."""
     ids = encoder.corpus.ids
     ranges = shard_ranges(len(ids))
     own = range(distributed.rank(), len(ranges), distributed.world_size())
     total = sum(len(ranges[number]) for number in own)
-    with tqdm(total=total, desc="embed", unit=" items", disable=not (shows and total)) as bar:
+    if not total:
+        bar_options = {**bar_options, "disable": True}
+    with tqdm(total=total, **bar_options) as bar:
         encoded = {number: encoder.shard(ranges[number], bar) for number in own}
     encoder.join_remaining_passes()
     by_number = {number: shard for part in distributed.gather_objects(encoded) for number, shard in part.items()}

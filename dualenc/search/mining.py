@@ -41,7 +41,7 @@ from dualenc.search.index import Index, is_index
 from dualenc.search.rerank import Rescore, finite_scores, rerank
 from dualenc.types import Metric
 
-Form = Literal["flagembedding", "tevatron"]
+Form = Literal["flagembedding", "tevatron", "sentence-transformers"]
 Search = Callable[[np.ndarray, int], np.ndarray]
 """From query vectors (n, D) and k to document rows (n, k), best first, -1 where fewer are found."""
 
@@ -141,7 +141,8 @@ class Report:
 
     Attributes:
         queries: queries with a known positive.
-        written: rows in the file: queries with a negative.
+        written: rows in the file: queries with a negative; in the form of sentence-transformers the positives of those
+            with as many negatives as requested.
         negatives: in all rows together.
         candidates: documents in the windows of ranks.
         known_positives: documents that were skipped up to the end of the window: known positives of the query and of
@@ -149,7 +150,8 @@ class Report:
         false_negatives: candidates above their query's score limit, likely relevant.
         repeated: candidates with the contents of a better one.
         without_negatives: queries without a remaining candidate; they have no row.
-        fewer_negatives: queries with fewer negatives than requested, but at least one.
+        fewer_negatives: queries with fewer negatives than requested, but at least one; they have no row in the form of
+            sentence-transformers.
         without_vectors: queries without a vector, or without a positive that has one; they have no row.
         scores: histograms by name ("positives", "negatives", "likely false negatives"): counts by the number of a bin
             of width `BIN`; bin 0 starts at 0.
@@ -219,9 +221,12 @@ def mine(
 
         {"query", "pos": [text], "neg": [text], "pos_scores", "neg_scores", "query_id", "pos_id", "neg_id"}
         {"query_id", "query", "positive_passages": [{"docid", "text", "score"}], "negative_passages": …}
+        {"anchor", "positive", "negative_1", …, "negative_8"}
 
-    `MinedPairs` reads both; FlagEmbedding reads the first, including the scores for distillation; Tevatron the second.
-    For data of vectors ids replace the texts, as `MinedPairs(…, queries=…, documents=…)` reads them.
+    `MinedPairs` reads the first two; FlagEmbedding reads the first, including the scores for distillation; Tevatron the
+    second. For data of vectors ids replace the texts, as `MinedPairs(…, queries=…, documents=…)` reads them. The losses
+    of sentence-transformers train on the third, of texts alone: a row for each positive, without scores, since every
+    column is an input. All its rows have as many negatives, and queries with fewer are left out.
 
     Args:
         queries: (Q, D) vectors of the pairs' left items, by the ids of `dualenc.data.corpus.corpora(pairs)`.
@@ -231,7 +236,7 @@ def mine(
         rule: which documents become negatives.
         rescore: a cross-encoder, whose scores then order and limit the candidates and are written.
         rescored_by: identifies the cross-encoder, so that work is not resumed with another one.
-        form: "flagembedding" for the first format, "tevatron" for the second.
+        form: "flagembedding" for the first format, "tevatron" for the second, "sentence-transformers" for the third.
         factory: "exact", or a FAISS factory string, including "auto", to search an index.
         work: folder for unfinished work, removed at the end; by default beside `out`.
         progress: show a bar.
@@ -240,12 +245,12 @@ def mine(
         Counts and scores, on every process.
 
     Raises:
-        DualencError: images, different dimensions, a factory string that FAISS refuses, scores that are not finite, or
-            no pair with two vectors.
+        DualencError: images, vectors in the form of sentence-transformers, different dimensions, a factory string that
+            FAISS refuses, scores that are not finite, or no pair with two vectors.
     """
     rule = rule or Rule()
     left, right = corpora(pairs)
-    _check_modalities(left, right, rescore)
+    _check_modalities(left, right, rescore, form)
     if queries.dim != documents.dim:
         raise DualencError(f"queries have dimension {queries.dim} and documents {documents.dim}; embed both alike")
     check_mined(out)
@@ -300,16 +305,19 @@ def check_mined(path: str | os.PathLike[str]) -> None:
         keys = json.loads(line).keys() if line else {"query_id", "pos_id"}
     except (ValueError, AttributeError):
         keys = set()
-    if "query_id" not in keys or not keys & {"pos_id", "positive_passages"}:
+    is_tuple = {"anchor", "positive", "negative_1"} <= keys
+    if not is_tuple and ("query_id" not in keys or not keys & {"pos_id", "positive_passages"}):
         raise DualencError(f"{path}: exists and holds no mined negatives; choose another file to write")
 
 
-def _check_modalities(left: Corpus, right: Corpus, rescore: Rescore | None) -> None:
+def _check_modalities(left: Corpus, right: Corpus, rescore: Rescore | None, form: Form) -> None:
     modalities = (left.modality, right.modality)
     if "image" in modalities:
         raise DualencError(f"{left.modality} and {right.modality}: rows hold texts or ids of vectors; mine on texts")
     if rescore is not None and modalities != ("text", "text"):
         raise DualencError("a cross-encoder reads texts, and the data holds vectors; leave it out")
+    if form == "sentence-transformers" and modalities != ("text", "text"):
+        raise DualencError("sentence-transformers trains on texts, and the data holds vectors; choose another form")
 
 
 class _Exclusions:
@@ -454,14 +462,22 @@ class _Miner:
             report.candidates += len(ids)
             report.false_negatives += int(too_high.sum())
             report.repeated += int((is_copy & ~too_high).sum())
-            report.negatives += len(chosen)
-            report.written += len(chosen) > 0
             report.without_negatives += len(chosen) == 0
             report.fewer_negatives += 0 < len(chosen) < self.rule.num_negatives
             report.count("negatives", scores[chosen])
             report.count("likely false negatives", scores[too_high])
-            if len(chosen):
-                yield self._line(query, self.pairs.right_id[pairs], positive_scores, ids[chosen], scores[chosen])
+            # Columns of a table hold a value in every row.
+            fewest = self.rule.num_negatives if self.form == "sentence-transformers" else 1
+            if len(chosen) < fewest:
+                continue
+            positives = self.pairs.right_id[pairs]
+            if self.form == "sentence-transformers":
+                lines = self._tuples(query, positives, ids[chosen])
+            else:
+                lines = [self._line(query, positives, positive_scores, ids[chosen], scores[chosen])]
+            report.written += len(lines)
+            report.negatives += len(lines) * len(chosen)
+            yield from lines
 
     def _candidates(self, queries: list[int], search: Search, report: Report) -> list[tuple[np.ndarray, np.ndarray]]:
         """Right ids and scores, best first, in the window of ranks of each query."""
@@ -482,6 +498,11 @@ class _Miner:
             window = np.flatnonzero(~is_excluded)[self.rule.first_rank - 1 : self.rule.last_rank]
             candidates.append((ids[window], scores[order][window]))
         return candidates
+
+    def _tuples(self, query: int, positives: np.ndarray, negatives: np.ndarray) -> list[dict[str, str]]:
+        """A row for each positive, each negative in a column of its own."""
+        columns = {f"negative_{place}": self.right[row] for place, row in enumerate(negatives.tolist(), start=1)}
+        return [{"anchor": self.left[query], "positive": self.right[row], **columns} for row in positives.tolist()]
 
     def _line(
         self, query: int, positives: np.ndarray, positive_scores: np.ndarray, negatives: np.ndarray, scores: np.ndarray

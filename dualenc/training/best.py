@@ -30,6 +30,7 @@ class BestModel:
         keep_best: keep the weights with the best primary metric; otherwise the last.
         card: makes the model card's part on the training: `card(before, metrics, step)`.
         skeleton: of a sharded model, see `dualenc.training.sharding.shard_model`.
+        progress: show bars while the evaluator embeds.
 
     Attributes:
         before: metrics of the untrained model.
@@ -48,8 +49,10 @@ class BestModel:
         keep_best: bool,
         card: Callable[[dict[str, float], dict[str, float], int], dict[str, Any]],
         skeleton: DualEncoder | None = None,
+        progress: bool = False,
     ) -> None:
         self.model = model
+        self.progress = progress
         self.objective = objective
         self.evaluator = evaluator
         self.folder = folder
@@ -69,7 +72,7 @@ class BestModel:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Measure the model after so many steps; saves it if it is the best of the trained ones so far."""
-        self.last = self._measure()
+        self.last = self._measure(step)
         if step == 0:
             self.before = self.last
         elif self.keep_best and (not self.best or self.last[self.primary] > self.best[self.primary]):
@@ -81,16 +84,21 @@ class BestModel:
             self.evaluations_without_improvement += 1
         return self.last
 
-    def _measure(self) -> dict[str, float]:
+    def _measure(self, step: int) -> dict[str, float]:
         """The main process's metrics, on every rank."""
         if self.evaluator is None:
             return {}
         self.model.eval()
+        # Any callable may be an evaluator.
+        if self.progress and isinstance(self.evaluator, Evaluator):
+            self.evaluator.moment = f"after step {step}" if step else "before training"
         try:
             with random_state_kept(), torch.no_grad():
                 metrics = self.evaluator(self.model)
         finally:
             self.model.train()
+            if isinstance(self.evaluator, Evaluator):
+                self.evaluator.moment = ""
         if self.primary not in metrics:
             raise DualencError(f"evaluator.primary is {self.primary!r}; choose one of {', '.join(metrics)}")
         # All ranks must take the same decisions by it, bit for bit.

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dualenc.data.beir import read_beir
-from dualenc.data.columns import Picked
-from dualenc.data.corpus import Corpus, RetrievalSet
+from dualenc.data.corpus import Corpus, RetrievalSet, held_out, used_items
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
 from dualenc.encoders.dual import DualEncoder
@@ -45,6 +44,7 @@ class Evaluator(ABC):
         data: name of the data, and its split.
         modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
         observed: distributions and queries of the latest call besides its metrics, for reports; None without any.
+        moment: when the trainer measures, such as "before training": what bars begin with; "" shows none.
     """
 
     primary: str
@@ -53,95 +53,177 @@ class Evaluator(ABC):
     task: str = ""
     data: tuple[str, str | None] = ("held-out data", None)
     modalities: Mapping[Side, Modality] = MappingProxyType({})
+    moment: str = ""
 
     @abstractmethod
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         """Metrics by name. All ranks call it together; the main process's result counts."""
 
+    def bar(self, what: str) -> str:
+        """Description of the progress bar over items that are embedded, for `embed_side`; "" for no bar."""
+        return f"{self.moment}: embed {what}" if self.moment else ""
+
 
 class RetrievalEvaluator(Evaluator):
     """Retrieval of right items by left items: nDCG@10, recall@10 and @100, MRR@10, MAP@100.
 
+    Of several BEIR folders each metric is the mean over them; the primary one is also told of each, as
+    "FOLDER/ndcg@10".
+
     Args:
-        path: BEIR folder; or give pairs.
+        path: BEIR folder, or a list of them; or give pairs.
         split: its judgements, qrels/SPLIT.tsv.
         pairs: held-out pairs; the right items that they bring are the corpus.
         titles: put a document's title in front of its text.
         where: with path, search only documents that meet these conditions, such as year>=2020: fields of corpus.jsonl.
             Judgements of others, and queries without a relevant document among them, are left out.
-        max_queries: measure on the first so many queries only.
+        max_queries: measure on the first so many queries of each folder only.
+        max_documents: search only so many documents of each folder: all that are judged for a query that is measured,
+            and a random sample of the others, the same in every run. That is quick (50 queries and 5,000 documents are
+            about the size of NanoBEIR's collections), but scores are higher than on the whole corpus.
         batch_size: items encoded at once.
         primary: the metric to keep the best weights by: ndcg, recall, mrr, map, precision or hit at 1, 3, 5, 10 or 100.
 
+    Attributes:
+        collections: what is measured on, by the names of the folders.
+
     Raises:
-        DualencError: neither or both of path and pairs are given, or the data cannot be read.
+        DualencError: neither or both of path and pairs are given, two folders of one name, or unreadable data.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = None,
+        # The list comes first: a recipe's value becomes the first type that takes it, and a text is made of anything.
+        path: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
         *,
         split: str = "test",
         pairs: PairDataset | None = None,
         titles: bool = True,
         where: Sequence[str] = (),
         max_queries: int | None = None,
+        max_documents: int | None = None,
         batch_size: int = 64,
         primary: str = "ndcg@10",
     ) -> None:
         if (path is None) == (pairs is None):
             raise DualencError("RetrievalEvaluator: give either path, a BEIR folder, or held-out pairs")
-        if max_queries is not None and max_queries < 1:
-            raise DualencError(f"RetrievalEvaluator: max_queries is {max_queries}; it must be at least 1")
-        name = "held-out pairs"
-        if pairs is None:
-            whole = read_beir(str(path), split, titles=titles, columns=named_columns(where))
-            name = Path(str(path)).resolve().name
+        for name, value in (("max_queries", max_queries), ("max_documents", max_documents)):
+            if value is not None and value < 1:
+                raise DualencError(f"RetrievalEvaluator: {name} is {value}; it must be at least 1")
+        whole: dict[str, RetrievalSet] = {}
+        if pairs is not None:
             if where:
-                whole = whole.among(rows_that_meet(where, whole.corpus.columns))
-                name += f" where {' and '.join(where)}"
-        elif where:
-            raise DualencError("RetrievalEvaluator: where is for fields of a BEIR folder; give path in place of pairs")
+                raise DualencError(
+                    "RetrievalEvaluator: where is for fields of a BEIR folder; give path in place of pairs"
+                )
+            whole["held-out pairs"] = held_out(pairs)
         else:
-            whole = held_out(pairs)
-        # The corpus stays whole: fewer documents would make retrieval easier.
-        self.collection = whole
-        if max_queries is not None:
-            queries = whole.queries.take(range(min(max_queries, len(whole.queries))))
-            self.collection = RetrievalSet(queries, whole.corpus, {query: whole.qrels[query] for query in queries.ids})
-            name += f" (first {max_queries} queries)"
-        self.data = (name, split if pairs is None else None)
-        self.task = "image-text" if "image" in (whole.queries.modality, whole.corpus.modality) else "retrieval"
-        self.modalities = {"left": whole.queries.modality, "right": whole.corpus.modality}
+            whole = _read_folders(path, split, titles, where)
+        self.collections: dict[str, RetrievalSet] = {}
+        names = []
+        for name, collection in whole.items():
+            # The corpus stays whole unless a sample is asked for: fewer documents would make retrieval easier.
+            self.collections[name], limits = _limited(collection, max_queries, max_documents)
+            condition = f" where {' and '.join(where)}" if where else ""
+            names.append(f"{name}{condition}{limits}")
+        mean = f"mean of {len(names)}: " if len(names) > 1 else ""
+        self.data = (mean + ", ".join(names), split if pairs is None else None)
+        self.modalities = self._shared_modalities()
+        self.task = "image-text" if "image" in self.modalities.values() else "retrieval"
         self.batch_size = batch_size
         self.primary = primary
         kinds = ("ndcg", "recall", "mrr", "map", "precision", "hit")
         self.metric_names = tuple(f"{kind}@{k}" for k in CUTOFFS for kind in kinds)
 
+    def _shared_modalities(self) -> dict[Side, Modality]:
+        every: list[dict[Side, Modality]] = [
+            {"left": each.queries.modality, "right": each.corpus.modality} for each in self.collections.values()
+        ]
+        if any(modalities != every[0] for modalities in every):
+            raise DualencError(
+                "RetrievalEvaluator: some folders hold texts and others vectors; give folders of one kind"
+            )
+        return every[0]
+
     def __call__(self, model: DualEncoder) -> dict[str, float]:
-        queries = embed_side(model, "left", self.collection.queries, self.batch_size)
-        documents = embed_side(model, "right", self.collection.corpus, self.batch_size)
+        means: dict[str, Mapping[str, float]] = {}
+        observed: dict[str, Observed] = {}
+        for name in self.collections:
+            means[name], observed[name] = self._measure(model, name)
+        shown = [metric for metric in dict.fromkeys((*HEADLINES, self.primary)) if metric in next(iter(means.values()))]
+        metrics = {metric: float(np.mean([found[metric] for found in means.values()])) for metric in shown}
+        if len(means) == 1:
+            self.observed = next(iter(observed.values()))
+            return metrics
+        from dualenc.evaluation.observed import joined
+
+        self.observed = joined(observed)
+        if self.primary in shown:
+            metrics |= {f"{name}/{self.primary}": found[self.primary] for name, found in means.items()}
+        return metrics
+
+    def _measure(self, model: DualEncoder, name: str) -> tuple[Mapping[str, float], Observed]:
+        """The metrics and the record of one collection."""
+        collection = self.collections[name]
+        bars = [self.bar(f"{what} of {name}") for what in ("queries", "documents")]
+        queries = embed_side(model, "left", collection.queries, self.batch_size, progress=bars[0])
+        documents = embed_side(model, "right", collection.corpus, self.batch_size, progress=bars[1])
         device = next(model.parameters()).device
         run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, device=device)
-        result = Result("model", "held-out", run, self.collection.qrels, len(documents.ids))
-        self.observed = self._observe(queries, documents, result)
-        return {name: result.means[name] for name in (*HEADLINES, self.primary) if name in result.means}
+        result = Result("model", name, run, collection.qrels, len(documents.ids))
+        return result.means, self._observe(collection, queries, documents, result)
 
-    def _observe(self, queries: Embeddings, documents: Embeddings, result: Result) -> Observed:
+    def _observe(
+        self, collection: RetrievalSet, queries: Embeddings, documents: Embeddings, result: Result
+    ) -> Observed:
         """Similarities of the positives, and the primary metric's scores by query."""
         from dualenc.evaluation.observed import Observed, observed_pairs, observed_queries
 
         row_of = {name: row for row, name in enumerate(documents.ids)}
         positives = []
         for query in queries.ids:
-            judged = self.collection.qrels.get(query, {})
+            judged = collection.qrels.get(query, {})
             positives.append([row_of[name] for name, grade in judged.items() if grade > 0 and name in row_of])
         similarities = observed_pairs(queries.vectors, documents.vectors, positives)
         if self.primary not in result.means:
             return Observed(similarities)
         scores = {query: metrics[self.primary] for query, metrics in result.per_query.items()}
-        texts = TextsOf(self.collection.queries, queries.ids)
+        texts = TextsOf(collection.queries, queries.ids)
         return Observed(similarities, **observed_queries(self.primary, scores, texts))
+
+
+def _read_folders(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+    split: str,
+    titles: bool,
+    where: Sequence[str],
+) -> dict[str, RetrievalSet]:
+    """BEIR folders by their names, restricted to the documents that meet the conditions."""
+    collections: dict[str, RetrievalSet] = {}
+    folders = [path] if isinstance(path, (str, os.PathLike)) else list(path or ())
+    if not folders:
+        raise DualencError("RetrievalEvaluator: path is an empty list; name at least one BEIR folder")
+    for folder in folders:
+        name = Path(folder).resolve().name
+        if name in collections:
+            raise DualencError(f"RetrievalEvaluator: two folders are named {name}; rename one")
+        collection = read_beir(str(folder), split, titles=titles, columns=named_columns(where))
+        if where:
+            collection = collection.among(rows_that_meet(where, collection.corpus.columns))
+        collections[name] = collection
+    return collections
+
+
+def _limited(whole: RetrievalSet, max_queries: int | None, max_documents: int | None) -> tuple[RetrievalSet, str]:
+    """A collection of at most that size, and what to add to its name."""
+    collection, limits = whole, []
+    if max_queries is not None:
+        collection = collection.first_queries(max_queries)
+        limits.append(f"first {max_queries} queries")
+    if max_documents is not None and max_documents < len(whole.corpus):
+        collection = collection.sampled(max_documents)
+        limits.append(f"a sample of {len(collection.corpus):,} of {len(whole.corpus):,} documents")
+    return collection, f" ({', '.join(limits)})" if limits else ""
 
 
 class ImageTextEvaluator(Evaluator):
@@ -161,8 +243,8 @@ class ImageTextEvaluator(Evaluator):
     data = ("held-out pairs", None)
 
     def __init__(self, pairs: PairDataset, *, batch_size: int = 64, primary: str = "mean_recall") -> None:
-        self.images, left_rows = _used_items(pairs, "left")
-        self.texts, right_rows = _used_items(pairs, "right")
+        self.images, left_rows = used_items(pairs, "left")
+        self.texts, right_rows = used_items(pairs, "right")
         self.captions: list[list[int]] = [[] for _ in range(len(self.images))]
         for image, text in sorted(set(zip(left_rows.tolist(), right_rows.tolist(), strict=True))):
             self.captions[image].append(text)
@@ -173,8 +255,9 @@ class ImageTextEvaluator(Evaluator):
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         from dualenc.evaluation.observed import Observed, observed_pairs, observed_queries
 
-        images = embed_side(model, "left", self.images, self.batch_size, on_error="raise")
-        texts = embed_side(model, "right", self.texts, self.batch_size, on_error="raise")
+        bars = [self.bar(what) for what in ("held-out images", "their captions")]
+        images = embed_side(model, "left", self.images, self.batch_size, on_error="raise", progress=bars[0])
+        texts = embed_side(model, "right", self.texts, self.batch_size, on_error="raise", progress=bars[1])
         ranks = both_ways_ranks(images.vectors, texts.vectors, self.captions)
         scores = {name: 1 / float(rank) for name, rank in zip(self.texts.ids, ranks["text_to_image"], strict=True)}
         queries = observed_queries("1/rank of the image", scores, TextsOf(self.texts, self.texts.ids))
@@ -229,8 +312,10 @@ class KNNEvaluator(Evaluator):
         from dualenc.evaluation.probe import accuracy, knn_predict
 
         train, test = (
-            embed_side(model, "left", corpus, self.batch_size, output="features", on_error="raise").vectors
-            for corpus in self.corpora
+            embed_side(
+                model, "left", corpus, self.batch_size, output="features", on_error="raise", progress=self.bar(what)
+            ).vectors
+            for corpus, what in zip(self.corpora, ("images that vote", "held-out images"), strict=True)
         )
         device = next(model.parameters()).device
         predicted = knn_predict(train, self.labels[0], test, k=self.k, temperature=self.temperature, device=device)
@@ -269,31 +354,9 @@ def embed_side(
     batch_size: int,
     output: Output = "embedding",
     on_error: OnError = "skip",
+    progress: str = "",
 ) -> Embeddings:
-    """Embed a corpus in memory, every rank a share; all get the whole."""
-    return embed(model.tower(side), corpus, batch_size=batch_size, output=output, on_error=on_error, progress=False)
-
-
-def held_out(pairs: PairDataset) -> RetrievalSet:
-    """Held-out pairs as a retrieval test: left items are the queries, the right items of all pairs the corpus."""
-    queries, left_rows = _used_items(pairs, "left")
-    corpus, right_rows = _used_items(pairs, "right")
-    qrels: dict[str, dict[str, int]] = {name: {} for name in queries.ids}
-    for left, right in zip(left_rows.tolist(), right_rows.tolist(), strict=True):
-        qrels[queries.ids[left]][corpus.ids[right]] = 1
-    return RetrievalSet(queries, corpus, qrels)
-
-
-def _used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
-    """The items of a side that belong to a pair, and each pair's row among them."""
-    if side == "left":
-        ids = pairs.left_id
-        items = pairs.left_items
-        modality = pairs.left_modality
-    else:
-        ids = pairs.right_id
-        items = pairs.right_items
-        modality = pairs.right_modality
-    used, rows = np.unique(ids, return_inverse=True)
-    # Ids of the two sides must differ: a document with the id of the query would be taken for a copy of it.
-    return Corpus([f"{side}-{item}" for item in used], Picked(items, used), modality), rows
+    """Embed a corpus in memory, every rank a share; all get the whole. `progress` describes a bar; "" shows none."""
+    tower = model.tower(side)
+    shown = progress or False
+    return embed(tower, corpus, batch_size=batch_size, output=output, on_error=on_error, progress=shown)

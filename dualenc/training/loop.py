@@ -181,6 +181,7 @@ class Loop:
             keep_best=settings.keep_best,
             card=partial(training_card, self.pairs, self.objective, asdict(settings), self.recipe, evaluator),
             skeleton=skeleton,
+            progress=settings.progress,
         )
         self.log = RunLog(self.output / "metrics.jsonl", self.accelerator, self.total_steps, settings.progress)
         sources = self.pairs.sources if isinstance(self.pairs, Mixture) else {}

@@ -94,7 +94,7 @@ class TrainerSettings:
             one process does alone, such as the ranking in an evaluation.
         deterministic: same seed, same run on a GPU too.
         overwrite: start anew in a folder that holds a run.
-        progress: show a progress bar.
+        progress: show a progress bar, and one of each evaluation that disappears at its end.
 
     Raises:
         DualencError: an argument out of range.

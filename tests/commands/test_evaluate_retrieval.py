@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import pytrec_eval
 from sentence_transformers import CrossEncoder
@@ -52,6 +54,47 @@ def test_one_folder(model: Path, data: Path, tmp_path: Path, capsys: pytest.Capt
     printed = capsys.readouterr().out
     assert "toy-text" in printed
     assert f"{scores['metrics']['ndcg@10']:.4f}" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
+def test_a_table_of_pairs_is_a_test_set(model: Path, tmp_path: Path, form: str) -> None:
+    """Left texts are the queries, right texts the corpus; a query in two rows has two right documents."""
+    asked = ["what is a fox", "what is a wing", "what is a fox", "where is the sea"]
+    answers = ["an animal", "a part of a bird", "it is red", "around the land"]
+    pairs = tmp_path / f"pairs.{form}"
+    columns = {"question": asked, "answer": answers}
+    if form == "jsonl":
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif form == "csv":
+        pairs.write_text("question,answer\n" + "".join(f"{q},{a}\n" for q, a in zip(asked, answers, strict=True)))
+    else:
+        pq.write_table(pa.table(columns), pairs)
+    assert evaluate(model, pairs, "--out", tmp_path / "out", "--bm25") == 0
+    measured = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    scores = measured["systems"]["toy-text"]["datasets"]["pairs"]
+    assert (scores["queries"], scores["documents"]) == (3, 4)
+    qrels = {"left-0": {"right-0": 1, "right-2": 1}, "left-1": {"right-1": 1}, "left-2": {"right-3": 1}}
+    trec = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.10"}).evaluate(read_trec(tmp_path / "out" / "run.trec"))
+    expected = sum(query["ndcg_cut_10"] for query in trec.values()) / 3
+    assert scores["metrics"]["ndcg@10"] == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_columns_of_pairs_can_be_named_and_a_beir_folder_may_stand_beside(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = tmp_path / "pairs.csv"
+    pairs.write_text("a,b\nfox,an animal\nwing,of a bird\n")
+    assert evaluate(model, pairs, "--out", tmp_path / "out") == 2
+    assert "no telling which column is left_column; name it (columns: a, b)" in capsys.readouterr().err
+    named = ("--left-column", "a", "--right-column", "b")
+    assert evaluate(model, data, pairs, "--out", tmp_path / "out", *named) == 0
+    measured = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert measured["systems"]["toy-text"]["datasets"].keys() == {"toy", "pairs"}
+    assert evaluate(model, pairs, "--out", tmp_path / "other", *named, "--where", "year>2000") == 2
+    assert "--where is for fields of a BEIR folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -146,7 +189,11 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(
     out = tmp_path / "out"
     for words, message in [
         ((model, data, "--split", "dev"), "no split 'dev'; there are: test"),
-        ((model, tmp_path / "absent"), "no such folder"),
+        (
+            (model, tmp_path / "absent"),
+            "absent: neither a BEIR folder (corpus.jsonl, queries.jsonl, qrels/) nor pairs",
+        ),
+        ((model, twin.parent), "twin: neither a BEIR folder"),
         ((model, unjudged), "no usable judgement"),
         ((model, spaced), "'a b' is empty or holds white space"),
         ((model, data, twin), "two folders are named toy"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,63 @@ def test_mistakes_are_told(
     assert not list(tmp_path.iterdir())
     (tmp_path / "mined.jsonl").write_text('{"query": "q", "pos": ["years of work"], "neg": []}\n')
     assert "exists and holds no mined negatives; choose another file" in failure(capsys, *words)
+
+
+@pytest.mark.slow
+def test_sentence_transformers_trains_on_its_form(
+    tmp_path: Path, toy_text: Path, beir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same negatives as in the other form, a row for each positive; rows with fewer negatives are left out."""
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+    from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
+    from sentence_transformers.losses import MultipleNegativesRankingLoss
+
+    # One query has two positives.
+    with open(beir / "qrels" / "train.tsv") as judged:
+        first = judged.read().splitlines()[1].split("\t")
+    folder = tmp_path / "beir"
+    shutil.copytree(beir, folder)
+    other = next(row["_id"] for row in rows_of(folder / "corpus.jsonl") if row["_id"] not in first[:2])
+    with open(folder / "qrels" / "train.tsv", "a") as judged:
+        judged.write(f"{first[0]}\t{other}\t1\n")
+    limits = ("--relative", 0.98, "--last-rank", 60, "--num-negatives", 8, "--embeddings", tmp_path / "emb")
+    run("mine", toy_text, folder, "--out", tmp_path / "m.jsonl", *limits)
+    capsys.readouterr()
+    out = tmp_path / "tuples.jsonl"
+    run("mine", toy_text, folder, "--out", out, *limits, "--form", "sentence-transformers")
+    expected = [
+        {
+            "anchor": row["query"],
+            "positive": positive,
+            **{f"negative_{i}": text for i, text in enumerate(row["neg"], 1)},
+        }
+        for row in rows_of(tmp_path / "m.jsonl")
+        if len(row["neg"]) == 8
+        for positive in row["pos"]
+    ]
+    rows = rows_of(out)
+    assert rows == expected
+    assert 4 < len({row["anchor"] for row in rows}) < len(rows_of(tmp_path / "m.jsonl"))
+    shown = capsys.readouterr().out
+    assert f"{len(rows)} rows with {8 * len(rows)} negatives" in shown
+    assert "queries with fewer negatives than asked for (no row)" in shown
+
+    table = datasets.load_dataset("json", data_files=str(out), split="train", cache_dir=str(tmp_path / "cache"))
+    assert table.column_names == ["anchor", "positive", *(f"negative_{i}" for i in range(1, 9))]
+    model = SentenceTransformer(str(toy_text), device="cpu")
+    arguments = Arguments(
+        str(tmp_path / "st"),
+        per_device_train_batch_size=4,
+        max_steps=2,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+    )
+    trainer = SentenceTransformerTrainer(
+        model, arguments, train_dataset=table, loss=MultipleNegativesRankingLoss(model)
+    )
+    assert 0 < trainer.train().training_loss < 20
+    # The file is known again as one of mined negatives, and may be replaced.
+    run("mine", toy_text, folder, "--out", out, *limits)
+    assert rows_of(out) == rows_of(tmp_path / "m.jsonl")

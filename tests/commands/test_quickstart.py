@@ -77,6 +77,13 @@ def test_as_many_steps_as_end_within_four_minutes(step_seconds, elapsed, rest, e
         assert elapsed + command.MARGIN * (rest + steps * step_seconds) <= command.SECONDS
 
 
+def test_few_steps_are_said_to_be_few_with_what_to_type() -> None:
+    hint = command.few_steps_hint(20, "my run")
+    assert hint.startswith("20 steps are too few to learn much.")
+    assert hint.endswith(": dualenc quickstart --steps 300 --out 'my run'")
+    assert command.few_steps_hint(100, "my run") == ""
+
+
 @pytest.mark.slow
 def test_the_machine_is_measured_by_the_clock_and_the_model_stays_as_it_is(tmp_path: Path) -> None:
     """A clock that moves on by two seconds whenever it is asked; the corpus is larger than the sample of it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dualenc.cli import main
-from dualenc.commands.report import read_run
+from dualenc.commands.report import label, read_run
 from dualenc.objectives import ISIR
 from dualenc.training import RetrievalEvaluator
 from tests.commands.in_process import failure
@@ -36,22 +36,69 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["report", *map(str, runs)]) == 0
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()]
-    assert ["a<b", "ndcg@10", "0.1000", "0.4000", "10", "0.3000"] in rows
-    assert ["other", "ndcg@10", "0.1000", "0.2500", "20", "0.2500"] in rows
-    assert ["objective.init_args.temperature", "0.05", "0.1"] in rows
+    assert ["a<b", "nDCG@10", "0.1000", "0.4000", "10", "0.3000"] in rows
+    assert ["other", "nDCG@10", "0.1000", "0.2500", "20", "0.2500"] in rows
+    assert ["objective.temperature", "0.05", "0.1"] in rows
     assert "class_path" not in printed
     page = (runs[0] / "report.html").read_text()
     assert "a&lt;b" in page
     assert "a<b" not in page
     captions = re.findall(r"<figcaption>(.*?)</figcaption>", page)
-    assert [caption.split(":")[0] for caption in captions] == ["ndcg@10", "loss", "learning_rate"]
+    assert [caption.split(":")[0] for caption in captions] == [
+        "nDCG@10 on held-out data",
+        "training loss",
+        "learning rate",
+    ]
+
+
+@pytest.mark.slow
+def test_one_run_shows_curves_then_metrics_and_all_its_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "mine", 0.05, [0.1, 0.4, 0.3])
+    (run / "recipe.yaml").write_text(
+        "data: {class_path: dualenc.data.TablePairs, init_args: {path: 'https://user:secret@host/a.csv?token=secret'}}\n"
+        "objective: {class_path: dualenc.objectives.SogCLR, init_args: {temperature: 0.05, gamma: null}}\n"
+        "trainer: {batch_size: 32}\n"
+    )
+    assert main(["report", str(run)]) == 0
+    assert "batch_size" not in capsys.readouterr().out
+    page = (run / "report.html").read_text()
+    headings = re.findall(r"<h2>(.*?)</h2>", page)
+    assert headings == ["Plots", "Metrics on held-out data", "Settings"]
+    settings = dict(re.findall(r'<tr><td class="">([^<]*)</td><td class="">([^<]*)</td></tr>', page))
+    assert settings == {
+        "data": "TablePairs",
+        "data.path": "https://host/a.csv",
+        "objective": "SogCLR",
+        "objective.temperature": "0.05",
+        "objective.gamma": "–",
+        "trainer.batch_size": "32",
+    }
+    assert "secret" not in page
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("evaluation/ndcg@10", "nDCG@10 on held-out data"),
+        ("evaluation/sci/fact/mrr@10", "MRR@10 on sci/fact"),
+        ("evaluation/image_to_text_recall@5", "image-to-text recall@5 on held-out data"),
+        ("evaluation/knn_accuracy", "nearest-neighbour accuracy on held-out data"),
+        ("evaluation/my_score", "my_score on held-out data"),
+        ("loss", "training loss"),
+        ("state/my_table", "state/my table"),
+    ],
+)
+def test_quantities_have_plain_labels(name: str, expected: str) -> None:
+    assert label(name) == expected
 
 
 @pytest.mark.slow
 def test_a_real_run(tmp_path: Path) -> None:
     train(tmp_path / "run", evaluator=FixedEvaluator(0.1, 0.3, 0.2, 0.4), evaluate_every=4)
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
-    assert "positive_similarity: mean cosine of pairs" in (tmp_path / "page.html").read_text()
+    assert "similarity of training pairs: mean cosine" in (tmp_path / "page.html").read_text()
     assert read_run(tmp_path / "run").curve("evaluation/score")[1][:2] == [0.1, 0.3]
 
 
@@ -118,7 +165,7 @@ def test_queries_and_similarities_of_two_runs_side_by_side(tmp_path: Path) -> No
     assert "&lt;script&gt;alert(&#39;q1&#39;)&lt;/script&gt;\\x1b[31m" in page
     headings = re.findall(r"<h2>(.*?)</h2>", page)
     assert [heading for heading in headings if "queries" in heading] == [
-        f"{name}: best and worst queries {when}, by ndcg@10"
+        f"{name}: best and worst queries {when}, by nDCG@10"
         for name in ("one", "two")
         for when in ("before training", "after step 20")
     ]
@@ -181,7 +228,11 @@ def test_the_sources_of_a_mixture_share_a_plot_and_have_a_table(
     assert ["b", "two", "5.0000", "5.0000"] in rows
     assert not any("selection/loss" in row or "loss" in row[1:2] for row in rows)
     captions = re.findall(r"<figcaption>(.*?)</figcaption>", (tmp_path / "a" / "report.html").read_text())
-    assert [caption.split(":")[0] for caption in captions] == ["loss", "selection/loss", "loss by source"]
+    assert [caption.split(":")[0] for caption in captions] == [
+        "training loss",
+        "selection of batches, loss",
+        "training loss, by source",
+    ]
 
 
 def test_a_folder_without_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,6 +186,28 @@ def test_search_prints_a_table(index: Path, capsys: pytest.CaptureFixture[str]) 
     assert all(word in shown for word in ("rank", "id", "score", "snippet"))
 
 
+@pytest.mark.slow
+def test_a_search_without_results_says_so_in_a_line_with_what_to_try(
+    tmp_path: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"_id": str(i), "text": f"a fox {i}", "year": 2000 + i} for i in range(10)]
+    (tmp_path / "docs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run("index", toy_text, tmp_path / "docs.jsonl", "--out", tmp_path / "index", "--columns", "year")
+    words = ("search", tmp_path / "index", "fox")
+    for conditions, told in (
+        (["year>=2030"], "nothing was found for 'fox' that meets the condition; search without --where, or with a "),
+        (["year>=2005", "year<2003"], "nothing was found for 'fox' that meets all 2 conditions; give fewer --where"),
+    ):
+        options = [word for condition in conditions for word in ("--where", condition)]
+        capsys.readouterr()
+        run(*words, *options)
+        shown = capsys.readouterr().out.splitlines()
+        assert len(shown) == 1
+        assert shown[0].startswith(told)
+        run(*words, *options, "--json")
+        assert json.loads(capsys.readouterr().out)["results"] == []
+
+
 def test_search_finds_a_model_that_moved_along(
     tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

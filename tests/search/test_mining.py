@@ -339,6 +339,14 @@ def test_of_vectors_the_rows_name_ids(tmp_path: Path, form: Any) -> None:
         np.testing.assert_array_equal(np.stack(pair.negatives), right[best])
 
 
+def test_the_form_of_sentence_transformers_is_for_texts(tmp_path: Path) -> None:
+    np.save(tmp_path / "q.npy", unit(20, 0))
+    pairs = VectorPairs(tmp_path / "q.npy", tmp_path / "q.npy")
+    vectors = Embeddings([str(i) for i in range(20)], unit(20, 0))
+    with pytest.raises(DualencError, match="sentence-transformers trains on texts"):
+        mine(vectors, vectors, pairs, tmp_path / "m.jsonl", form="sentence-transformers")
+
+
 def test_histogram_counts_every_score_once_in_few_bins() -> None:
     report = Report()
     generator = np.random.default_rng(0)

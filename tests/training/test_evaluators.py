@@ -14,6 +14,7 @@ from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.errors import DualencError
 from dualenc.training.evaluators import ImageTextEvaluator, KNNEvaluator, RetrievalEvaluator
 from tests.training.fakes import TinyEncoder, tiny_pairs
+from tests.training.runs import train
 
 
 class MeanColour(Prepare):
@@ -103,7 +104,7 @@ def test_a_beir_folder_and_its_first_queries(model, tmp_path):
     lines = ["query-id\tcorpus-id\tscore", *(f"queries{i}\tcorpus{i}\t1" for i in range(6))]
     (tmp_path / "qrels" / "dev.tsv").write_text("\n".join(lines))
     evaluator = RetrievalEvaluator(tmp_path, split="dev", max_queries=2, primary="hit@1")
-    assert list(evaluator.collection.qrels) == ["queries0", "queries1"]
+    assert list(evaluator.collections[tmp_path.name].qrels) == ["queries0", "queries1"]
     assert (evaluator.task, evaluator.data) == ("retrieval", (f"{tmp_path.name} (first 2 queries)", "dev"))
     assert {"ndcg@10", "hit@1"} < evaluator(model).keys()
 
@@ -122,17 +123,80 @@ def test_a_filter_makes_the_corpus_smaller(model, tmp_path):
         measured.append(evaluator(model) if how else evaluator)
         if how:
             assert evaluator.data == (f"{tmp_path.name} where year>=2001 and year<2005", "dev")
-            assert evaluator.collection.queries.ids == ["q0", "q1", "q2", "q3"]
-            assert evaluator.collection.corpus.ids == ["d1", "d2", "d3", "d4"]
+            (collection,) = evaluator.collections.values()
+            assert collection.queries.ids == ["q0", "q1", "q2", "q3"]
+            assert collection.corpus.ids == ["d1", "d2", "d3", "d4"]
     # Of the small corpus the judgements of what is missing would count as never found.
     by_hand = measured[1]
-    by_hand.collection = by_hand.collection._replace(
-        queries=by_hand.collection.queries.take([0, 1, 2, 3]),
+    ((name, collection),) = by_hand.collections.items()
+    by_hand.collections[name] = collection._replace(
+        queries=collection.queries.take([0, 1, 2, 3]),
         qrels={f"q{i}": {f"d{i + 1}": 1} for i in range(4)},
     )
     assert measured[0] == by_hand(model)
     with pytest.raises(DualencError, match="fields of a BEIR folder"):
         RetrievalEvaluator(pairs=tiny_pairs(), where=["year>2000"])
+
+
+def write_beir(folder, documents=30, queries=6, seed=0):
+    """Each query asks for the document of its number."""
+    (folder / "qrels").mkdir(parents=True)
+    generator = np.random.default_rng(seed)
+    for name, count in (("corpus", documents), ("queries", queries)):
+        rows = [" ".join(f"{x:.3f}" for x in row) for row in generator.normal(size=(count, 6))]
+        lines = [json.dumps({"_id": f"{name}{i}", "text": row}) for i, row in enumerate(rows)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    (folder / "qrels" / "test.tsv").write_text("".join(f"queries{i}\tcorpus{i}\t1\n" for i in range(queries)))
+    return folder
+
+
+@pytest.mark.slow
+def test_of_several_folders_metrics_are_the_mean_and_the_primary_is_told_of_each(model, tmp_path):
+    folders = [write_beir(tmp_path / name, queries=n, seed=n) for n, name in ((5, "biology"), (9, "law"))]
+    alone = [RetrievalEvaluator(folder, primary="mrr@10") for folder in folders]
+    each = [evaluator(model) for evaluator in alone]
+    evaluator = RetrievalEvaluator([str(folder) for folder in folders], primary="mrr@10")
+    found = evaluator(model)
+    assert found == {
+        **{name: pytest.approx((each[0][name] + each[1][name]) / 2) for name in each[0]},
+        "biology/mrr@10": each[0]["mrr@10"],
+        "law/mrr@10": each[1]["mrr@10"],
+    }
+    assert evaluator.data == ("mean of 2: biology, law", "test")
+    seen = evaluator.observed
+    assert len(seen.scores) == len(seen.texts) == 14
+    assert seen.scores["law/queries3"] == alone[1].observed.scores["queries3"]
+    pooled = [observed.similarities for observed in (alone[0].observed, alone[1].observed)]
+    assert (seen.similarities.positives == pooled[0].positives + pooled[1].positives).all()
+    mean = (5 * pooled[0].positive_mean + 9 * pooled[1].positive_mean) / 14
+    assert seen.similarities.positive_mean == pytest.approx(mean)
+
+
+def test_two_folders_of_one_name_and_none_are_refused(tmp_path):
+    folders = [write_beir(tmp_path / name / "toy") for name in "ab"]
+    with pytest.raises(DualencError, match="two folders are named toy"):
+        RetrievalEvaluator(folders)
+    with pytest.raises(DualencError, match="path is an empty list"):
+        RetrievalEvaluator([])
+
+
+def test_a_sampled_corpus_holds_all_judged_documents_and_is_the_same_in_every_run(model, tmp_path):
+    folder = write_beir(tmp_path / "toy")
+    evaluator = RetrievalEvaluator(folder, max_queries=4, max_documents=10)
+    assert evaluator.data == ("toy (first 4 queries, a sample of 10 of 30 documents)", "test")
+    collection = evaluator.collections["toy"]
+    assert {f"corpus{i}" for i in range(4)} <= set(collection.corpus.ids)
+    assert len(collection.corpus) == 10
+    again = RetrievalEvaluator(folder, max_queries=4, max_documents=10)
+    assert again.collections["toy"].corpus.ids == collection.corpus.ids
+    # Scores among fewer documents cannot be lower.
+    sampled, whole = evaluator(model), RetrievalEvaluator(folder, max_queries=4)(model)
+    assert sampled["mrr@10"] >= whole["mrr@10"]
+    # Judged documents stay even where they are more than asked for; a limit above the corpus changes nothing.
+    assert len(RetrievalEvaluator(folder, max_documents=2).collections["toy"].corpus) == 6
+    assert RetrievalEvaluator(folder, max_documents=99).data == ("toy", "test")
+    with pytest.raises(DualencError, match="max_documents is 0"):
+        RetrievalEvaluator(folder, max_documents=0)
 
 
 def test_one_source_of_queries_is_needed():
@@ -204,3 +268,19 @@ def test_declared_metric_names_are_those_that_an_evaluation_has(kind):
     assert set(evaluator.metric_names) == set(evaluator(model))
     assert evaluator.primary in evaluator.metric_names
     assert all(model.tower(side).modality == modality for side, modality in evaluator.modalities.items())
+
+
+@pytest.mark.slow
+def test_bars_tell_what_is_measured_where_the_trainer_shows_its_own(tmp_path, capsys):
+    pairs = tiny_pairs(12)
+    evaluator = RetrievalEvaluator(pairs=pairs)
+    train(tmp_path / "shown", evaluator=evaluator, evaluate_every=6, progress=True)
+    shown = capsys.readouterr().err
+    for moment in ("before training", "after step 6", "after step 12"):
+        assert f"{moment}: embed queries of held-out pairs:   0%" in shown
+        assert f"{moment}: embed documents of held-out pairs:   0%" in shown
+    # They disappear: the last thing on their line is white space.
+    assert "embed" not in shown.split("\n")[-2].split("\r")[-1]
+    evaluator(TinyEncoder(dtype=torch.float32))
+    train(tmp_path / "silent", evaluator=evaluator, progress=False)
+    assert "embed" not in capsys.readouterr().err
