@@ -70,6 +70,11 @@ class KeptTexts:
         return [self.texts[row] for row in rows]
 
 
+def has_texts(folder: str | os.PathLike[str]) -> bool:
+    """Whether the folder of an index or of a pushed collection keeps whole texts."""
+    return (Path(folder) / FOLDER / "meta.json").is_file()
+
+
 def checksum_of(index: Index | EngineIndex) -> str:
     """Identifies the items of an index or of a pushed collection."""
     return index.about.fingerprint if isinstance(index, EngineIndex) else index.items_checksum

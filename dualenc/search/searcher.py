@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from dualenc.search.engines import EngineIndex, is_engine
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.hits import Hit
 from dualenc.search.index import Index
-from dualenc.search.kept import KeptTexts, checksum_of
+from dualenc.search.kept import KeptTexts, checksum_of, has_texts
 from dualenc.search.lexical import AGAIN, Lexical, has_lexical
 from dualenc.search.rerank import Rescore, rerank
 from dualenc.search.where import Condition, Kinds, column_kinds, meets, parse_conditions
@@ -65,7 +66,7 @@ class Searcher:
         encoder: the model that made it, in evaluation mode.
         lexical: BM25 index over its texts, if opened with one.
         judge: the cross-encoder for reranking, if opened with one.
-        texts: the texts that the cross-encoder reads.
+        texts: the whole texts, if they are kept: what a cross-encoder reads, and pages show.
         nprobe: lists that an IVF index visits; None for the index's own setting.
         ef_search: candidates that an HNSW index keeps; None for the index's own setting.
     """
@@ -132,6 +133,10 @@ class Searcher:
             if index.meta.get("modality") == "image":
                 raise DualencError(f"{folder}: holds images, and a cross-encoder reads texts; leave reranking out")
             texts = KeptTexts(folder, checksum_of(index))
+        elif has_texts(folder):
+            # To show them. Texts of other items do not keep the index from being searched.
+            with suppress(DualencError):
+                texts = KeptTexts(folder, checksum_of(index))
         lexical = None
         if hybrid and isinstance(index, EngineIndex):
             raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")

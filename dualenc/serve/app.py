@@ -172,6 +172,7 @@ async def info(serving: Serving) -> dict[str, Any]:
         "columns": dict(searcher.columns),
         "filter": searcher.filter_language,
         "images": service.pictures is not None,
+        "texts": searcher.texts is not None,
         "hybrid": searcher.lexical is not None,
         "rerank": serving.rerank_top if searcher.judge is not None else 0,
         "generation": service.generation,
@@ -252,6 +253,15 @@ async def _query(
         weight=request.weight,
         rerank=depth,
     )
+
+
+@router.get("/texts")
+async def whole_text(serving: Serving, id: Annotated[str, Field(max_length=4096)]) -> dict[str, str]:
+    """The whole text of an item of the index."""
+    text = await asyncio.to_thread(serving.service.text, id)
+    if text is None:
+        raise HTTPException(404, "no text of that id; the index keeps texts if it was built with --texts")
+    return {"id": id, "text": text}
 
 
 @router.get("/images", responses={200: {"content": {"image/jpeg": {}}}}, response_class=Response)

@@ -126,6 +126,16 @@ class Service:
         except BadSample:
             return None
 
+    def text(self, name: str) -> str | None:
+        """The whole text of an item; None if texts are not kept, or not of that id. Thread-safe."""
+        texts = self.searcher.texts
+        if texts is None:
+            return None
+        try:
+            return texts.of([name])[0]
+        except DualencError:
+            return None
+
     def _make_thumbnail(self, row: int) -> bytes:
         assert self.pictures is not None
         with self._decoders, decoding_apart(THUMBNAIL_PIXELS):

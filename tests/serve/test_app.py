@@ -157,6 +157,9 @@ def test_reranking(tmp_path: Path, serve: Serve, text_model: Path, text_index: P
     toy.cross_encoder(tmp_path / "judge")
     client = serve(tmp_path / "index", judge=tmp_path / "judge", app={"rerank_top": 20})
     assert client.get("/info").json()["rerank"] == 20
+    assert client.get("/info").json()["texts"]
+    assert client.get("/texts", params={"id": "d3"}).json() == {"id": "d3", "text": toy.texts(60)[3]}
+    assert client.get("/texts", params={"id": "d60"}).status_code == 404
     plain = {"text": "fox hen", "k": 20, "rerank": False}
     names = ids(client.post("/search", json=plain))
     texts = toy.texts(60)
@@ -175,6 +178,10 @@ def test_reranking(tmp_path: Path, serve: Serve, text_model: Path, text_index: P
     assert "20 are reranked" in client.post("/search", json={"text": "fox", "k": 21}).json()["error"]["message"]
     other = serve(text_index)
     assert other.get("/info").json()["rerank"] == 0
+    assert not other.get("/info").json()["texts"]
+    assert "built with --texts" in other.get("/texts", params={"id": "d3"}).json()["error"]["message"]
+    (tmp_path / "index" / "texts" / "items.arrow").write_bytes(b"damaged")
+    assert not serve(tmp_path / "index").get("/info").json()["texts"], "searched all the same"
     assert "--rerank" in other.post("/search", json={"text": "fox", "rerank": True}).json()["error"]["message"]
 
 
@@ -211,13 +218,15 @@ def test_health_metrics_and_openapi(serve: Serve, text_index: Path) -> None:
     assert "dualenc_queue_length 0.0" in told
     described = client.get("/openapi.json").json()["paths"]
     assert set(described["/search"]["post"]["requestBody"]["content"]) == {"application/json", "multipart/form-data"}
-    assert {"/search", "/v1/embeddings", "/health", "/metrics", "/reload", "/info", "/images"} <= set(described)
+    assert {"/search", "/v1/embeddings", "/health", "/metrics", "/reload", "/info", "/images", "/texts"} <= set(
+        described
+    )
 
 
 def test_a_token_is_asked_of_all_but_page_and_health(serve: Serve, text_index: Path) -> None:
     client = serve(text_index, app={"token": TOKEN})
     assert client.get("/").status_code == client.get("/health").status_code == 200
-    for path in ("/search?text=fox", "/info", "/metrics", "/openapi.json", "/images?id=x", "/no/such"):
+    for path in ("/search?text=fox", "/info", "/metrics", "/openapi.json", "/images?id=x", "/texts?id=x", "/no/such"):
         refused = client.get(path)
         assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
     for header in (f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer", TOKEN, "Bearer \xe9"):

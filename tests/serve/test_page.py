@@ -251,6 +251,11 @@ def test_the_switches_of_hybrid_search_and_reranking(browser: Any, live: Live, j
     page.press("#text", "Enter")
     page.wait_for_selector("#results li")
     judged = shown(page)
+    first = page.locator("#results li").first
+    name = first.locator("h2").text_content().split()[-1]
+    first.get_by_role("button", name="Whole text of").click()
+    until(page, "!document.querySelector('#results li:first-child button[aria-label^=Whole]')")
+    assert first.locator("p").text_content() == toy.texts(60)[int(name[1:])]
     # Off, and back, from the keyboard: from the field for the text along the page to the switch.
     page.locator("#text").focus()
     reached = [(page.keyboard.press("Tab"), page.evaluate("document.activeElement.id"))[1] for _ in range(3)]
