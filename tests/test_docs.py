@@ -179,7 +179,7 @@ def test_objective_of_the_contributing_guide_is_the_softmax_over_batch_and_harde
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason='the site needs pip install ".[docs]"')
     for name in ("mkdocs.yml", "docs", "dualenc"):

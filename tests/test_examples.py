@@ -40,7 +40,7 @@ def test_vectors(main: Callable[..., Any], tmp_path: Path) -> None:
     assert result.metrics["ndcg@10"] > 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_image_text(main: Callable[..., Any], tmp_path: Path) -> None:
     result = main(tmp_path)
     assert result.before["mean_recall"] < 0.1

@@ -117,6 +117,7 @@ def test_one_machine_has_as_many_ranks_as_it_says(tmp_path: Path, recipe: Path) 
     assert f"{STEPS} steps" in written
 
 
+@pytest.mark.nightly
 def test_two_machines_train_what_one_process_trains(tmp_path: Path, recipe: Path, alone: Path) -> None:
     ended = [node.end() for node in nodes(tmp_path, recipe)]
     assert [code for code, _ in ended] == [0, 0], ended

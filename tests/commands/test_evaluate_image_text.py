@@ -56,6 +56,7 @@ def test_an_image_that_cannot_be_read_is_left_out(model: Path, tmp_path: Path) -
     assert (measured["images"], measured["texts"]) == (5, 10)
 
 
+@pytest.mark.slow
 def test_mistakes_are_told_in_one_line(
     model: Path, toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,7 +140,7 @@ def test_slow_large_and_broken_requests_are_the_clients_fault(index: Path) -> No
         assert process.poll() is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_new_index_drops_no_request(tmp_path: Path) -> None:
     model = toy.text_model(tmp_path / "model")
     toy.save_documents(tmp_path / "docs.jsonl", 20)

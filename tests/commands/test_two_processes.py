@@ -14,7 +14,7 @@ from tests.commands import toy
 from tests.commands.image_models import save_splits
 from tests.commands.processes import run_on_two
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 Written = tuple[Path, Path, subprocess.CompletedProcess[str]]
 

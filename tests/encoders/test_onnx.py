@@ -39,8 +39,10 @@ def text_model() -> TextEncoder:
     ("build", "files"),
     [
         (text_model, ["both.onnx"]),
-        (lambda: ImageTextEncoder(config=CLIP), ["left.onnx", "right.onnx"]),
-        (lambda: ImageEncoder("resnet18", image_size=32, projector_dim=16), ["both.onnx"]),
+        pytest.param(lambda: ImageTextEncoder(config=CLIP), ["left.onnx", "right.onnx"], marks=pytest.mark.nightly),
+        pytest.param(
+            lambda: ImageEncoder("resnet18", image_size=32, projector_dim=16), ["both.onnx"], marks=pytest.mark.nightly
+        ),
         (lambda: VectorEncoder(8, tower="mlp", dim=4, hidden=16, shared=False), ["left.onnx", "right.onnx"]),
     ],
     ids=["text", "image-text", "image", "vector"],

@@ -76,7 +76,7 @@ def test_equals_the_evaluator_of_sentence_transformers(minilm: Path, cranfield: 
     assert measured["ndcg@10"] > 0.5  # a working model, not one that agrees on noise
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_folder_runs_in_mteb(saved: Path, cranfield: Path, ours: Path) -> None:
     mteb = pytest.importorskip("mteb", reason="mteb is not installed; pip install mteb")
     from sentence_transformers import SentenceTransformer

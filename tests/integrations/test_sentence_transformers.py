@@ -99,7 +99,10 @@ def test_equal_texts_have_equal_ids() -> None:
     assert texts("left", torch.tensor([row[0] for row in dataset["label"]])) == shuffled["anchor"]
 
 
-@pytest.mark.parametrize("objective", ["InfoNCE", "SogCLR+", "ISIR", "EMC2", "GlobalCache", "Matryoshka"])
+@pytest.mark.parametrize(
+    "objective",
+    ["SogCLR+", "GlobalCache", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("ISIR", "EMC2", "Matryoshka"))],
+)
 def test_training_lowers_the_loss_of_evaluation(model_folder: Path, tmp_path: Path, objective: str) -> None:
     before = train(model_folder, tmp_path, objective, num_train_epochs=0).evaluate()["eval_loss"]
     trainer = train(model_folder, tmp_path, objective, num_train_epochs=6, negatives=int(objective in TAKE_MINED))
@@ -178,7 +181,14 @@ def run_rank(output: Path, folder: str, batch_size: int, objective: str, cached:
         torch.save(state, output / "weights.pt")
 
 
-@pytest.mark.parametrize(("objective", "cached"), [("SogCLR+", False), ("GlobalCache", False), ("ISIR", True)])
+@pytest.mark.parametrize(
+    ("objective", "cached"),
+    [
+        pytest.param("SogCLR+", False, marks=pytest.mark.nightly),
+        pytest.param("GlobalCache", False, marks=pytest.mark.nightly),
+        ("ISIR", True),
+    ],
+)
 def test_two_processes_equal_one(model_folder: Path, tmp_path: Path, objective: str, cached: bool) -> None:
     for ranks in (1, 2):
         output = tmp_path / str(ranks)

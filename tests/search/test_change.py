@@ -72,6 +72,7 @@ def check(folder: Path, expected: dict[str, np.ndarray]) -> None:
     np.testing.assert_array_equal(plain.search(queries, 3)[1], index.search_rows(queries, 3, **options)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factory", "merged"), CASES)
 def test_appended_removed_and_appended_again(tmp_path: Path, factory: str, merged: bool) -> None:
     folder = built(tmp_path, factory, merged)

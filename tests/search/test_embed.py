@@ -92,6 +92,7 @@ def test_autocast_is_close(tmp_path: Path) -> None:
     np.testing.assert_allclose(exact.vectors, rough.vectors, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_bad_samples_are_left_out_counted_and_named(tmp_path: Path, num_workers: int, on_disk: bool) -> None:
@@ -117,6 +118,7 @@ def test_nothing_usable(tmp_path: Path, on_disk: bool) -> None:
         embed(PixelTower(), images(4, broken=(0, 1, 2, 3)), tmp_path if on_disk else None, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_shards")
 def test_a_run_with_bad_samples_resumes(tmp_path: Path) -> None:
     data = images(250, broken=(3, 240))
@@ -175,6 +177,7 @@ def test_embeddings_of_something_else_are_not_taken_for_done(tmp_path: Path, cha
         embed(out=tmp_path / "emb", progress=False, **{**usual, **change})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_shards")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_images_replaced_under_the_same_names_are_embedded_again(tmp_path: Path, num_workers: int) -> None:

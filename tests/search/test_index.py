@@ -176,7 +176,7 @@ def test_nothing_is_measured_when_not_asked_to() -> None:
     assert "recall_at_10" not in meta
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_control_c_ends_the_training_of_a_product_quantizer(tmp_path: Path) -> None:
     """FAISS itself looks at signals between the iterations of a k-means only, and in OPQ not for minutes."""
     script = """

@@ -109,6 +109,7 @@ def test_it_is_never_of_other_texts(made: Path, tmp_path: Path, capsys: pytest.C
         Searcher.open(folder, made / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", ["--bm25", "--texts"])
 @pytest.mark.parametrize("kind", ["index", "appended", "removed", "engine"])
 def test_texts_that_have_changed_since_they_were_embedded_are_refused(

@@ -64,6 +64,7 @@ rules = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(rule=rules, seed=st.integers(0, 50))
 def test_equals_a_slow_loop(tmp_path_factory: pytest.TempPathFactory, rule: Rule, seed: int) -> None:
     queries, documents, pairs = collection(seed)

@@ -43,6 +43,7 @@ def raw(vectors: np.ndarray, factory: str) -> Any:
     return index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "factory", ["IVF16,Flat", "IVF16_HNSW8,SQ8", "IVF16,PQ4x4", "PCA8,IVF16,Flat", "IVF16,RaBitQ,Refine(SQfp16)"]
 )
@@ -65,6 +66,7 @@ def test_the_same_results_as_an_index_filled_in_memory(tmp_path: Path, embedding
     assert ours.search_ids(queries[:1], 1)[1][0, 0] == f"doc {expected[1][0, 0]}"
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_moved_or_copied(
     tmp_path: Path, embeddings: Embeddings, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def by_sets(index: faiss.Index, vectors: np.ndarray, rows: np.ndarray, k: int) -
     return float(np.mean([len(set(f) & set(e)) / k for f, e in without]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", ["Flat", "IVF32,Flat", "HNSW8", "PQ4x4", "IVF16,PQ4x4"])
 def test_recall_is_the_overlap_with_the_exact_neighbours(factory: str) -> None:
     vectors = clustered(2000)

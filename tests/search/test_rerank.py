@@ -104,6 +104,7 @@ def test_the_whole_text_is_read_and_not_its_snippet(made: Path, tmp_path: Path) 
     assert sorted(read) == [("hen", "fox"), ("hen", LONG)]
 
 
+@pytest.mark.slow
 def test_texts_beside_an_engine(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("embed", made / "model", made / "docs.jsonl", "--out", tmp_path / "emb")
     run("push", tmp_path / "emb", tmp_path / "lake", "--to", "lancedb", "--out", tmp_path / "pushed")

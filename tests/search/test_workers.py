@@ -90,6 +90,7 @@ class TestLocks:
         with claimed(tmp_path / "a.lock") as mine:
             assert mine
 
+    @pytest.mark.slow
     def test_whoever_waits_has_it_in_the_end(self, tmp_path: Path) -> None:
         with claimed(tmp_path / "a.lock"):
             waiting = FORK.Process(target=_wait_for_lock, args=(tmp_path / "a.lock",))
@@ -121,6 +122,7 @@ def _wait_for_lock(path: Path) -> None:
         assert mine
 
 
+@pytest.mark.slow
 def test_several_workers_write_what_one_writes(tmp_path: Path, alone: dict[str, bytes]) -> None:
     folder = tmp_path / "emb"
     with worker(folder, 0.05) as first, worker(folder, 0.05) as second:
@@ -146,6 +148,7 @@ def test_workers_that_start_in_the_same_moment_in_a_new_folder(tmp_path: Path, a
         assert contents(folder) == alone
 
 
+@pytest.mark.slow
 def test_a_killed_worker_loses_its_shard_and_no_more(tmp_path: Path, alone: dict[str, bytes]) -> None:
     folder = tmp_path / "emb"
     with worker(folder, 0.05) as victim:
@@ -160,6 +163,7 @@ def test_a_killed_worker_loses_its_shard_and_no_more(tmp_path: Path, alone: dict
     assert contents(folder) == alone
 
 
+@pytest.mark.slow
 def test_whoever_waits_writes_what_a_killed_worker_leaves(tmp_path: Path, alone: dict[str, bytes]) -> None:
     """The victim has the first shard, in which it would stay for half a minute; the other one waits for it."""
     folder = tmp_path / "emb"

@@ -187,6 +187,7 @@ def test_a_chain_that_does_not_know_its_loss_logs_the_estimate_of_each_source(tm
     assert {"batch_estimate/many", "batch_estimate/few"} < {name for line in lines for name in line}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "objective",
     [

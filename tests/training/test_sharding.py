@@ -392,7 +392,7 @@ def one_step_in_parts(found: Path) -> None:
     found.with_name(f"rank {distributed.rank()}").write_text("\n".join(lines))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_each_rank_holds_its_share_and_gradients_are_those_of_one(tmp_path, ranks):
     all_end(launch(tmp_path, in_a_group, one_step_in_parts, tmp_path / "found", ranks=ranks))
@@ -420,7 +420,7 @@ def steps_in_parts(_: Path) -> None:
         assert torch.allclose(model("left", model.left.prepare(RIGHT)), moved, atol=2e-5), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_optimizers_take_the_steps_of_one_process(tmp_path):
     all_end(launch(tmp_path, in_a_group, steps_in_parts, tmp_path, ranks=2))
 
