@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -33,6 +34,16 @@ settings.register_profile(
     "dualenc", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("dualenc")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files whose tests are all slow are not imported by the quick run: they bring the largest libraries."""
+    if collection_path.suffix != ".py" or "not slow" not in config.option.markexpr:
+        return None
+    all_slow = re.search(
+        r"^pytestmark = pytest\.mark\.(slow|nightly)$", collection_path.read_text("utf-8"), re.MULTILINE
+    )
+    return True if all_slow else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

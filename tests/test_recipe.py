@@ -205,6 +205,7 @@ assert not {"torch", "numpy", "transformers"} & set(sys.modules)
         assert words in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", list(SECTIONS))
 def test_arguments_read_from_sources_are_those_of_the_classes(section):
     _, package, _, _ = SECTIONS[section]

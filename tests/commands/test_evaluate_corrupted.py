@@ -132,6 +132,7 @@ def test_real_images_of_64_pixels(shared_data: Path, tmp_path: Path) -> None:
     assert found["plain"]["images"] == 3
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line(
     image_model: Path, data: Path, toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,7 @@ def test_items_are_embedded_once_and_keep_their_positives(toy_text: Path, pairs:
             assert set(listed) - {-1} == set(documents[ids == ids[row]].tolist())
 
 
+@pytest.mark.slow
 def test_temperature_of_the_training(short_run: Path, toy_text: Path, toy_clip: Path) -> None:
     assert trained_temperature(load_model(str(short_run / "model")), short_run / "model") == pytest.approx(0.2)
     assert trained_temperature(load_model(str(toy_text)), toy_text) is None

@@ -24,6 +24,7 @@ def evaluate(model: Path, *rest: object) -> int:
     return main(["evaluate", "zero-shot", str(model), *map(str, rest)])
 
 
+@pytest.mark.slow
 def test_top1_from_the_embeddings(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = write_classes(tmp_path / "data"), tmp_path / "out"
     (tmp_path / "prompts.txt").write_text("a {} picture\nthe {} photo\n")

@@ -44,6 +44,7 @@ def test_the_table_tells_what_the_file_holds(
     assert all(row["query_id"] not in row["neg_id"] for row in rows)
 
 
+@pytest.mark.slow
 def test_other_limits_embed_nothing_anew(tmp_path: Path, toy_text: Path, beir: Path) -> None:
     words = ("mine", toy_text, beir, "--out", tmp_path / "mined.jsonl")
     run(*words)

@@ -217,6 +217,7 @@ def test_mistakes_end_in_one_line(
     assert "does not exist; run `dualenc push` again" in failure(capsys, "search", tmp_path / "engine", "wing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [{"model": 5}, {"model": ["x"]}, {"model_checksum": 1}, {"side": "up"}, {"output": 7}]
 )

@@ -46,6 +46,7 @@ def encoded(model: Path, side: Any, items: list[Any]) -> np.ndarray:
     return torch.cat([tower(tower.prepare([item])) for item in items]).numpy()
 
 
+@pytest.mark.slow
 def test_embed_writes_what_the_model_says(
     tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +145,7 @@ def test_index_says_what_was_measured(
     assert re.search(r"a query alone: p50 [\d.]+ ms, p95 [\d.]+ ms, p99 [\d.]+ ms; 128 bytes per vector", shown)
 
 
+@pytest.mark.slow
 def test_append_remove_and_verify(
     tmp_path: Path, toy_text: Path, documents: Path, index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +168,7 @@ def test_append_remove_and_verify(
     assert "index.faiss: corrupt" in failure(capsys, "index", index, "--verify")
 
 
+@pytest.mark.slow
 def test_search_is_the_exact_ranking_of_the_query_side(
     index: Path, toy_text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -376,6 +379,7 @@ def test_arguments_out_of_range_are_refused_before_any_work(
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -428,6 +432,7 @@ def test_a_replaced_image_is_embedded_again(tmp_path: Path, toy_clip: Path, caps
     np.testing.assert_allclose(embeddings.vectors[:], encoded(toy_clip, "left", images), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_first_components_are_embedded_indexed_and_searched(
     tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,7 @@ def test_changed_vectors_are_refused_on_resume(
     assert "data.left_items" in failure(capsys, *words, "--resume")
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line_each(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, data = trained / "run" / "model", trained / "data"
     np.save(tmp_path / "narrow.npy", np.ones((4, 3)))

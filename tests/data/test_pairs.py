@@ -76,6 +76,7 @@ def test_wrong_ids_are_told_in_one_line(arguments: dict, message: str) -> None:
 ROWS = st.lists(st.lists(st.integers(0, 20), max_size=5), max_size=8)
 
 
+@pytest.mark.slow
 @given(ROWS)
 def test_rows_come_back(rows: list[list[int]]) -> None:
     ragged = Ragged.from_rows(rows)

@@ -193,6 +193,7 @@ def test_dense_modules_give_their_vectors_and_are_saved(
         assert (reference(tmp_path / "again", side, texts) - expected).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_dense_layers_are_trained(saved: Path, texts: list[str], tmp_path: Path) -> None:
     model = TextEncoder(str(with_modules(saved, tmp_path / "dense", Dense(32, 24))))
     model("left", model.left.prepare(texts))[:, 0].sum().backward()

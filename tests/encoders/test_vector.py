@@ -134,6 +134,7 @@ def sentence_vectors(folder: Path, texts: list[str]) -> np.ndarray:
     return np.asarray(SentenceTransformer(str(folder), device="cpu").encode(texts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["small", pytest.param("minilm", marks=pytest.mark.slow)])
 def test_a_linear_tower_is_a_dense_module_behind_its_base(
     tmp_path: Path, base: str, bert: Any, tokenizer: Any, texts: list[str], request: pytest.FixtureRequest

@@ -24,6 +24,7 @@ def test_estimator_bias_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "drawn" / "bias.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["both roles", "both roles, corrected"])
 def test_both_roles_have_no_error_while_embeddings_stand_still(name: str) -> None:
     script = load_script("moving_embeddings.py")
@@ -124,6 +125,7 @@ def test_prefixes_are_judged_by_exact_search() -> None:
     assert found[2] < found[6]
 
 
+@pytest.mark.slow
 def test_mined_negatives_and_scores_stand_with_the_pairs_of_their_query(tmp_path: Path) -> None:
     rows = [
         {"query_id": "1", "pos_id": ["0", "2"], "neg_id": ["3"], "pos_scores": [0.9, 0.8], "neg_scores": [0.5]},

@@ -99,6 +99,7 @@ def test_the_order_makes_no_difference(order: list[tuple[str, int, int]]) -> Non
         assert (again == expected[name, image, severity]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gaussian_noise", "impulse_noise", "glass_blur", "elastic_transform", "fog"])
 def test_another_image_severity_or_seed_gives_other_noise(name: str) -> None:
     image = picture(32)

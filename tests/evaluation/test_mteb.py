@@ -29,6 +29,8 @@ from mteb.types import PromptType  # noqa: E402
 
 from tests.evaluation.mteb_tasks import retrieval_task, text_task  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -92,6 +92,7 @@ def test_error_of_a_step_is_its_mean_over_all_batches(frozen: FrozenPairs) -> No
     assert found.step_error == pytest.approx(np.mean(errors), abs=4 * found.step_error_error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
 def test_the_oracle_has_no_bias_and_no_error(frozen: FrozenPairs, views: bool) -> None:
     frozen.views = views

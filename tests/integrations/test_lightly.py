@@ -24,6 +24,7 @@ from dualenc.objectives import ISIR, GlobalCache, InfoNCE, Objective, SogCLR  # 
 from tests.integrations.clip_toy import pictures, prepare  # noqa: E402
 from tests.test_docs import ROOT, code  # noqa: E402
 
+pytestmark = pytest.mark.slow
 SETTINGS: dict[str, Any] = {
     "SogCLR": lambda **sizes: SogCLR(**sizes, temperature=0.2),
     "ISIR": lambda **sizes: ISIR(**sizes, temperature=0.2, recent=16),

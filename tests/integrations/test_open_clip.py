@@ -41,6 +41,7 @@ from tests.integrations.clip_toy import (
 )
 from tests.test_docs import ROOT, code
 
+pytestmark = pytest.mark.slow
 SETTINGS: dict[str, Any] = {
     "InfoNCE": lambda **sizes: InfoNCE(temperature=0.1),
     "SogCLR": lambda **sizes: SogCLR(**sizes, temperature=0.1, gamma_schedule="cosine"),

@@ -173,6 +173,7 @@ def test_the_value_counts_shared_documents_as_often_as_they_are_shared(kind: typ
     assert value_of_epoch(frozen, frozen.build(kind), 16, epoch=2) == pytest.approx(frozen.exact()[0], abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "arguments"), [(ISIR, {"proposals": 16}), (NegativeCache, {"refresh": 0.0})])
 def test_the_value_with_draws_from_the_corpus_counts_every_document_once(kind: Any, arguments: Any) -> None:
     frozen = Frozen.zipf()

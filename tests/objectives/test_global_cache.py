@@ -237,6 +237,7 @@ def test_no_more_is_encoded_than_wished(extra_encodes: float) -> None:
     assert per_pair > extra_encodes / 2 or not extra_encodes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra_encodes", [1.0, 0.1, 0.0])
 def test_a_batch_of_one_pair_draws_at_least_one_item(extra_encodes: float) -> None:
     corpus = Corpus.make(0, 6)

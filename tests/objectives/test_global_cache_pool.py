@@ -67,6 +67,7 @@ def test_the_sum_over_what_is_looked_at_has_the_mean_of_the_whole_one() -> None:
     assert float(found.std()) / len(found) ** 0.5 < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counted", [False, True])
 def test_no_loss_is_reported_while_the_cache_fills(counted: bool) -> None:
     left, right = clustered()

@@ -101,6 +101,7 @@ def test_appended_removed_and_appended_again(tmp_path: Path, factory: str, merge
     assert (opened.search_ids(vectors[:5])[1] == before).all(), "who has the old one open goes on with it"
 
 
+@pytest.mark.slow
 def test_what_was_trained_stays(tmp_path: Path) -> None:
     """Appending to a part gives what FAISS gives that trains on the part and adds both."""
     folder = built(tmp_path, "IVF16,SQ8", True)
@@ -117,6 +118,7 @@ def test_what_was_trained_stays(tmp_path: Path) -> None:
     np.testing.assert_array_equal(index.search_rows(vectors[:30], 5, nprobe=16)[1], raw.search(vectors[:30], 5)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 def test_mistakes_change_nothing(tmp_path: Path, merged: bool) -> None:
     folder = built(tmp_path, "IVF16,Flat", merged)
@@ -160,6 +162,7 @@ def _append_at_once(folder: Path, number: int, start: Any) -> None:
     append(folder, more([f"new {number} {row}" for row in range(5)]))
 
 
+@pytest.mark.slow
 def test_appends_and_removals_at_once_take_turns(tmp_path: Path) -> None:
     folder = built(tmp_path, "Flat", False, 300)
     fork = multiprocessing.get_context("fork")
@@ -178,6 +181,7 @@ def test_appends_and_removals_at_once_take_turns(tmp_path: Path) -> None:
     assert not {"doc 7", "doc 8"} & set(index.ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder_of_lists", ["kept", "missing", "linked"])
 @pytest.mark.parametrize("factory", ["IVF16,Flat", "IVF16,SQ8,Refine(SQfp16)"])
 def test_lists_outside_the_folder_are_not_opened(tmp_path: Path, factory: str, folder_of_lists: str) -> None:
@@ -214,6 +218,7 @@ def test_lists_that_were_moved_or_linked_with_their_folder_are_found(tmp_path: P
     np.testing.assert_array_equal(Index.open(tmp_path / "copy").search_ids(clustered(5), 3)[1], expected)
 
 
+@pytest.mark.slow
 def test_an_index_that_names_a_second_file_behind_the_first_is_refused(tmp_path: Path) -> None:
     folder = built(tmp_path, "IVF16,Flat", True)
     path = folder / "index.faiss"

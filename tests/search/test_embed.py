@@ -75,6 +75,7 @@ def test_memory_and_disk_agree(tmp_path: Path) -> None:
     assert written.snippets[299] == corpus().text(299)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [corpus, images])
 def test_workers_do_not_change_the_result(data: Any) -> None:
     tower = LetterTower() if data is corpus else PixelTower()
@@ -130,6 +131,7 @@ def test_a_run_with_bad_samples_resumes(tmp_path: Path) -> None:
     assert again.meta["skipped"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_shards")
 def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
     folder = tmp_path / "emb"

@@ -74,6 +74,7 @@ def test_datasets_opens_the_folder(tmp_path: Path, dtype: str) -> None:
     np.testing.assert_array_equal(np.array(found[2400]["vector"], dtype), vectors()[2400].astype(dtype))
 
 
+@pytest.mark.slow
 def test_polars_opens_the_folder(tmp_path: Path) -> None:
     polars = pytest.importorskip("polars")
     write(tmp_path / "emb")

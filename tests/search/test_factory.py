@@ -171,6 +171,7 @@ def test_an_unknown_metric() -> None:
         new_index(8, "Flat", "l2")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", ["IVF8,PQ64x8", "PQ64x8", "PCAR64,PQ64x8", "HNSW8_PQ64x8", "PQ64x8,Refine(PQ64x8)"])
 def test_long_codes_of_few_vectors_take_no_minutes(factory: str) -> None:
     """FAISS alone reorders each byte of a code for four seconds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ EXACT = ("Flat", "IVF16,Flat", "HNSW16", "IVF16,SQ8,Refine(Flat)", "OPQ16,IVF16,
 LANGUAGES = ("en", "de", None)
 
 
+@cache
 def index_of(factory: str) -> Index:
     index = Index.build(VECTORS, factory=factory, recall_queries=0, nprobe=16 if "IVF" in factory else None)
     if "Refine" in factory:
@@ -34,15 +36,13 @@ def index_of(factory: str) -> Index:
     return index
 
 
-INDEXES = {factory: index_of(factory) for factory in EXACT}
-
-
+@pytest.mark.slow
 @given(st.sampled_from(EXACT), st.integers(1, 150), st.integers(1, 20), st.integers(0, 9))
 def test_few_rows_are_searched_exactly(factory: str, count: int, k: int, seed: int) -> None:
     assert count / len(VECTORS) < SCANNED_BELOW
     kept_rows = np.sort(np.random.default_rng(seed).choice(len(VECTORS), count, replace=False))
     kept = np.isin(np.arange(len(VECTORS)), kept_rows)
-    scores, rows = INDEXES[factory].search_rows(QUERIES, k, kept=kept)
+    scores, rows = index_of(factory).search_rows(QUERIES, k, kept=kept)
     expected = kept_rows[exact_rows(VECTORS[kept_rows], QUERIES, k)]
     found = min(k, count)
     np.testing.assert_array_equal(np.sort(rows[:, :found]), np.sort(expected))
@@ -69,7 +69,7 @@ def test_many_rows_are_found_as_well_as_without_a_filter(factory: str, settings:
 
 def test_nothing_kept_and_kinds_that_cannot_be_filtered() -> None:
     nothing = np.zeros(len(VECTORS), bool)
-    assert (INDEXES["HNSW16"].search_rows(QUERIES, 5, kept=nothing)[1] == -1).all()
+    assert (index_of("HNSW16").search_rows(QUERIES, 5, kept=nothing)[1] == -1).all()
     with pytest.raises(DualencError, match="FAISS cannot filter an IndexPQ"):
         Index.build(VECTORS, factory="PQ4x4", recall_queries=0).search_rows(QUERIES, 5, kept=~nothing)
 
@@ -96,6 +96,7 @@ def documents() -> list[dict[str, Any]]:
 WHERES = (["year>=2004"], ["lang=en,de", "open=false"], ["lang!=en"], ["weight<3.5", "year!=2001"], ["year>2100"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERES)
 @pytest.mark.parametrize("hybrid", [None, "rrf", "weighted"])
 def test_conditions_hold_before_the_search(made: Path, where: list[str], hybrid: Any) -> None:

@@ -58,6 +58,7 @@ def test_exact_search_with_ids(metric: Any) -> None:
     assert index.meta["metric"] == metric
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", ["IVF16,Flat", "HNSW16", "PCA8,IVF16,SQ8", "PQ4x4"])
 def test_the_same_as_raw_faiss_with_the_same_factory_string(factory: str) -> None:
     vectors, queries = clustered(2000), clustered(30, seed=1)

@@ -61,6 +61,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_saved_and_opened_it_finds_the_same(made: Path) -> None:
     texts = toy.texts(60)
     searcher = Searcher.open(made / "index")

@@ -399,6 +399,7 @@ def tiny_judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toy.cross_encoder(tmp_path_factory.mktemp("judge") / "judge")
 
 
+@pytest.mark.slow
 def test_a_cross_encoder_judges_as_sentence_transformers_does(tmp_path: Path, tiny_judge: Path) -> None:
     from sentence_transformers import CrossEncoder
 

@@ -186,6 +186,7 @@ def test_what_cannot_be_merged_and_does_not_fit_is_refused(tmp_path: Path, embed
     assert not (tmp_path / "index").exists()
 
 
+@pytest.mark.slow
 def test_recall_of_the_merged_index_is_that_of_its_results(tmp_path: Path, embeddings: Embeddings) -> None:
     queries = clustered(200, seed=5)
     index = Index.build(

@@ -135,6 +135,7 @@ def test_latency_is_that_of_single_queries() -> None:
     assert 1 <= found["p50"] <= found["p95"] < 50 <= found["p99"]
 
 
+@pytest.mark.slow
 def test_tuning_stops_where_quantization_is_the_limit() -> None:
     vectors, rows = clustered(4000, 32), np.arange(200)
     index = filled(vectors, "IVF64,PQ4x4")

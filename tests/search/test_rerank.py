@@ -57,6 +57,7 @@ def test_scores_that_are_not_finite_are_refused() -> None:
         rerank(lambda texts: np.full(len(texts), np.nan), [[("a", "b")]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hybrid", [None, "rrf"])
 def test_the_best_of_a_search_in_the_order_of_the_library(made: Path, hybrid: str | None) -> None:
     judge = open_cross_encoder(str(made / "judge"))[0]

@@ -40,6 +40,7 @@ def ids(response: Any) -> list[str]:
     return [result["id"] for result in response.json()["results"]]
 
 
+@pytest.mark.slow
 def test_a_text_finds_what_exact_search_finds(serve: Serve, text_index: Path, text_model: Path) -> None:
     client = serve(text_index)
     scores = encoded(text_model, "left", ["fox dog"]) @ encoded(text_model, "right", toy.texts(60)).T

@@ -141,6 +141,7 @@ def until(page: Any, holds: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_searching_texts_in_a_browser(browser: Any, live: Live, engine_index: Path) -> None:
     page, wrong = opened(browser, live(engine_index), viewport={"width": 360, "height": 740})
     page.wait_for_selector("#about:not(:empty)")
@@ -323,6 +324,7 @@ def test_what_a_server_lacks_has_no_switch(browser: Any, live: Live, text_index:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_searching_images_in_a_browser(browser: Any, live: Live, image_index: Path) -> None:
     page, wrong = opened(browser, live(image_index, image_index.parent / "pictures"), color_scheme="dark")
     page.wait_for_selector("#drop:not([hidden])")
@@ -346,6 +348,7 @@ def test_the_token_is_asked_for(browser: Any, live: Live, text_index: Path) -> N
     page.wait_for_selector("#results li")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("kind", ["filters", "engine", "switches"])
 def test_accessibility_by_axe(

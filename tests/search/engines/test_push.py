@@ -141,6 +141,7 @@ def test_a_filter_in_the_language_of_the_engine(filled: EngineIndex) -> None:
     assert filled.recall(matching, vectors(3, seed=1), filter=text) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "yaer > 1", "{}}", '{"must": [{"keys": 1}]}', "year >", "drop table items"])
 def test_a_filter_that_the_engine_does_not_understand(filled: EngineIndex, text: str) -> None:
     if not text:
