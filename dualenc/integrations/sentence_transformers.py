@@ -84,23 +84,23 @@ class GlobalLoss(nn.Module):
         self._dim = left.shape[-1]
         if labels is None or labels.shape != (len(left), len(embeddings)):
             raise DualencError("labels are not the ids of the columns' texts; train on what with_ids returns")
+        left_id, right_id, *negative_ids = labels.T.contiguous()
         if not (self.model.training and torch.is_grad_enabled()):
             temperature = float(self.objective.temperature)
-            return InfoNCE(temperature=temperature).eval()(left, right, labels[:, 0], labels[:, 1]).loss
+            return InfoNCE(temperature=temperature).eval()(left, right, left_id, right_id).loss
         self.objective.train()
         mined: dict[str, Tensor] = {}
         if negatives and not self.objective.takes_mined:
             raise DualencError(f"{self.objective.name} takes no mined negatives; remove their columns")
         if negatives:
-            mined = {"negatives": torch.cat(negatives), "negative_id": labels[:, 2:].T.flatten()}
+            mined = {"negatives": torch.cat(negatives), "negative_id": torch.cat(negative_ids)}
         encode = encode if self.objective.needs_encode else None  # type: ignore[assignment]
-        return self.objective(left, right, labels[:, 0], labels[:, 1], encode, **mined).loss
+        return self.objective(left, right, left_id, right_id, encode, **mined).loss
 
     def tokenize(self, side: Side, ids: Tensor) -> Features:
         """The model's inputs for texts outside the batch."""
         assert self.texts is not None
-        module = self._module()
-        features = module.preprocess(self.texts(side, ids), prompt=self.prompts[side])
+        features = self._module().preprocess(self.texts(side, ids), prompt=self.prompts[side])
         device = self.objective.log_temperature.device
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in features.items()}
 

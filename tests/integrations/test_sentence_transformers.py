@@ -15,6 +15,7 @@ from dualenc.batching import SpectralBatches
 from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.errors import DualencError
 from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, Matryoshka, Objective, SogCLR
+from tests.test_docs import ROOT, code
 from tests.training.launched import launch
 
 sentence_transformers = pytest.importorskip("sentence_transformers", minversion="6")
@@ -215,3 +216,14 @@ def test_mistakes_are_one_line(model_folder: Path) -> None:
         with_ids(dataset)
     with pytest.raises(DualencError, match="column year holds int64"):
         with_ids(Dataset.from_dict({"text": ["a"], "year": [1]}))
+
+
+@pytest.mark.parametrize("block", [1, 2], ids=["theirs", "ours"])
+def test_the_scripts_of_the_page_train(
+    block: int, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pairs().to_csv("pairs.csv", index=False)
+    script = code(ROOT / "docs" / "from-sentence-transformers.md", "python")[block]
+    exec(script.replace("sentence-transformers/all-MiniLM-L6-v2", str(model_folder)), {})
+    assert (tmp_path / "runs" / "mine" / "model" / "modules.json").is_file()
