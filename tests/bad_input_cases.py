@@ -638,7 +638,7 @@ def modalities() -> Iterator[Case]:
     texts, images = ("beir", "docs.jsonl", "pairs.jsonl"), ("classes", "pictures", "captioned", "images.parquet")
     data = (*texts, *images, "pairs.tar", "cifarc")
     right = {
-        "retrieval": {("text", "beir")},
+        "retrieval": {("text", "beir"), ("text", "pairs.jsonl")},
         "image-text": {("clip", "captioned"), ("clip", "pairs.tar"), ("clip", "images.parquet")},
         "zero-shot": {("clip", "classes")},
         "probe": {(model, place) for model in ("image", "clip") for place in ("classes", "images.parquet")},

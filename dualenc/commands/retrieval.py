@@ -94,7 +94,7 @@ def retrieval(
     conditions = engine.where or []
     reader = "bm25" if bm25 else "rerank" if ranking.rerank else None
     collections = _open_collections((data, *more), split, (left_column, right_column), titles, conditions, reader)
-    read_split = split or ("test" if _is_beir(data) else usual_split(data, "test"))
+    read_split = _split_of(data, split)
     encoder = open_model(model, ("query-document", "vector"), evaluation.device)
     evaluation.check_weights(encoder.left, encoder.right)
     rescore = None
@@ -242,7 +242,7 @@ def _open_collections(
     for source in sources:
         name = Path(source).resolve().name
         if _is_beir(source):
-            collection = read_beir(source, split or "test", titles=titles, columns=named_columns(where))
+            collection = read_beir(source, _split_of(source, split), titles=titles, columns=named_columns(where))
         else:
             name = Path(source_name(source)).stem
             if where:
@@ -266,11 +266,18 @@ def _is_beir(source: str) -> bool:
     return is_beir(folder) or (folder / "qrels").is_dir() or (folder / "queries.jsonl").is_file()
 
 
+def _split_of(source: str, split: str | None) -> str:
+    """The split to read: as named, or the usual one."""
+    if split is not None:
+        return split
+    return "test" if _is_beir(source) else usual_split(source, "test")
+
+
 def _open_pairs(source: str, split: str | None, columns: tuple[str | None, str | None]) -> RetrievalSet:
     """Pairs as a test: left items are the queries, the right items of all pairs the corpus."""
     shown = source_name(source)
     try:
-        pairs = open_pairs(source, *columns, split=split or usual_split(source, "test"))
+        pairs = open_pairs(source, *columns, split=_split_of(source, split))
     except DualencError as error:
         if Path(source).is_file() or is_url(source):
             raise
