@@ -29,6 +29,8 @@ __all__ = ["CachedGlobalLoss", "GlobalLoss", "GlobalLossTrainer", "PairTexts", "
 
 Features = dict[str, Any]
 """Tokenized texts of one column, as the data collator gives them."""
+Outside = list[tuple[Features, RandContext, Tensor]]
+"""Mini-batches outside the batch: inputs, the random state before their first pass, and (n, D) embeddings as leaves."""
 
 
 class GlobalLoss(nn.Module):
@@ -108,7 +110,12 @@ class GlobalLoss(nn.Module):
         """(n, D) unit vectors of texts outside the batch."""
         if not len(ids):
             return self.objective.log_temperature.new_zeros(0, self._dim)
-        return normalize(self._module()(self.tokenize(side, ids))["sentence_embedding"].float(), dim=-1)
+        return self._embed(self.tokenize(side, ids))
+
+    def _embed(self, features: Features) -> Tensor:
+        """(n, D) unit vectors of tokenized texts outside the batch."""
+        # A copy, as modules may change what they are given.
+        return normalize(self._module()(dict(features))["sentence_embedding"].float(), dim=-1)
 
     def _module(self) -> SentenceTransformer:
         # Of the model itself: processes encode different numbers of texts outside the batch, and each call of
@@ -133,12 +140,10 @@ class CachedGlobalLoss(CachedLossMixin, GlobalLoss):
         super().__init__(*args, **kwargs)
         self.mini_batch_size = mini_batch_size
         self.show_progress_bar = show_progress_bar
-        self._outside: list[tuple[Features, RandContext, Tensor]] = []
-        self._own: list[tuple[nn.Parameter, Tensor]] = []
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor) -> Tensor:
-        self._outside = []
-        self._own = []
+        self._outside: Outside = []
+        self._own: list[tuple[nn.Parameter, Tensor]] = []
         loss = self.forward_cached(sentence_features, labels)
         if loss.requires_grad:
             # In front of the mixin's own hook, whose last backward pass averages all gradients over processes.
@@ -171,19 +176,14 @@ class CachedGlobalLoss(CachedLossMixin, GlobalLoss):
             features = self.tokenize(side, ids[start : start + self.mini_batch_size])
             random_state = RandContext(*features.values())
             with torch.no_grad():
-                embeddings = normalize(self._module()(dict(features))["sentence_embedding"].float(), dim=-1)
+                embeddings = self._embed(features)
             if torch.is_grad_enabled():
                 embeddings.requires_grad_()
                 self._outside.append((features, random_state, embeddings))
             parts.append(embeddings)
         return torch.cat(parts)
 
-    def _backward(
-        self,
-        outside: list[tuple[Features, RandContext, Tensor]],
-        own: list[tuple[nn.Parameter, Tensor]],
-        grad_output: Tensor,
-    ) -> None:
+    def _backward(self, outside: Outside, own: list[tuple[nn.Parameter, Tensor]], grad_output: Tensor) -> None:
         """Add the gradients of the objective's parameters, and of the model by the texts outside the batch."""
         for parameter, gradient in own:
             scaled = gradient * grad_output
@@ -191,8 +191,7 @@ class CachedGlobalLoss(CachedLossMixin, GlobalLoss):
         for features, random_state, cached in outside:
             if cached.grad is not None:
                 with torch.enable_grad(), random_state:
-                    embeddings = normalize(self._module()(dict(features))["sentence_embedding"].float(), dim=-1)
-                    (torch.sum(embeddings * cached.grad) * grad_output).backward()
+                    (torch.sum(self._embed(features) * cached.grad) * grad_output).backward()
 
 
 class GlobalLossTrainer(ObjectiveStateMixin, SentenceTransformerTrainer):  # type: ignore[misc]

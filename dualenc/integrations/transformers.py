@@ -119,19 +119,28 @@ class _Steps(TrainerCallback):
 
     def __init__(self, trainer: ObjectiveStateMixin) -> None:
         self.trainer = trainer
+        self.objectives: list[Objective] = []
+        self.own_parameters: list[nn.Parameter] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Once: looking for them walks through all modules of the model.
+        self.objectives = list(self.trainer.objectives().values())
+        self.own_parameters = list(self.trainer._own_parameters())
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        for objective in self.trainer.objectives().values():
+        for objective in self.objectives:
             objective.set_progress(state.global_step / max(state.max_steps, 1))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        distributed.average_gradients(self.trainer._own_parameters())
+        distributed.average_gradients(self.own_parameters)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # The trainer clears the gradients of the model only.
-        for parameter in self.trainer._own_parameters():
+        for parameter in self.own_parameters:
             parameter.grad = None
