@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ class Searcher:
         encoder: the model that made it, in evaluation mode.
         lexical: BM25 index over its texts, if opened with one.
         judge: the cross-encoder for reranking, if opened with one.
-        texts: the whole texts, if they are kept: what a cross-encoder reads, and pages show.
+        texts: the texts that the cross-encoder reads.
         nprobe: lists that an IVF index visits; None for the index's own setting.
         ef_search: candidates that an HNSW index keeps; None for the index's own setting.
     """
@@ -133,10 +133,6 @@ class Searcher:
             if index.meta.get("modality") == "image":
                 raise DualencError(f"{folder}: holds images, and a cross-encoder reads texts; leave reranking out")
             texts = KeptTexts(folder, checksum_of(index))
-        elif has_texts(folder):
-            # To show them. Texts of other items do not keep the index from being searched.
-            with suppress(DualencError):
-                texts = KeptTexts(folder, checksum_of(index))
         lexical = None
         if hybrid and isinstance(index, EngineIndex):
             raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
@@ -153,6 +149,16 @@ class Searcher:
                     f"{folder}: was built with other weights than the model has now; build the index again"
                 )
         return cls(folder, index, encoder, lexical, judge, texts, nprobe, ef_search)
+
+    @cached_property
+    def whole_texts(self) -> KeptTexts | None:
+        """The whole texts to show, opened on first use; None if none are kept, or those of other items."""
+        if self.texts is not None or not has_texts(self.folder):
+            return self.texts
+        try:
+            return KeptTexts(self.folder, checksum_of(self.index))
+        except DualencError:
+            return None
 
     def __len__(self) -> int:
         return len(self.index)

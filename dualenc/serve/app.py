@@ -172,7 +172,7 @@ async def info(serving: Serving) -> dict[str, Any]:
         "columns": dict(searcher.columns),
         "filter": searcher.filter_language,
         "images": service.pictures is not None,
-        "texts": searcher.texts is not None,
+        "texts": await asyncio.to_thread(lambda: searcher.whole_texts is not None),
         "hybrid": searcher.lexical is not None,
         "rerank": serving.rerank_top if searcher.judge is not None else 0,
         "generation": service.generation,
