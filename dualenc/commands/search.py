@@ -52,8 +52,6 @@ def search(
 
     searcher = _open(index, query, k, ranking, options)
     conditions = searcher.conditions(where or ())
-    if filter and not searcher.filter_language:
-        raise DualencError(f"{index}: only an engine takes --filter; give --where to filter an index")
     side = searcher.query_side(_modality(query, searcher.takes))
     top = 0 if ranking.rerank is None else ranking.rerank_top
     asked = Query(
@@ -109,9 +107,6 @@ def _open(index: str, query: str, k: int, ranking: RankingOptions, options: Sear
     check_range(1, sys.maxsize, k=k, rerank_top=ranking.rerank_top)
     check_range(1, MAX_PARAMETER, nprobe=options.nprobe, ef_search=options.ef_search)
     check_range(0, 1, weight=ranking.weight)
-    if ranking.rerank is not None and k > ranking.rerank_top:
-        counts = f"-k is {k} and --rerank-top {ranking.rerank_top}"
-        raise DualencError(f"{counts}: what is not reranked is not shown; raise the second")
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")
     device = start_processes(options.device)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 REQUIRED_PACKAGES = {
     "fastapi": "fastapi",
     "uvicorn": "uvicorn",
-    "multipart": "python-multipart",
     "prometheus_client": "prometheus-client",
 }
 TOKEN = "DUALENC_SERVE_TOKEN"
@@ -65,7 +64,7 @@ def serve(
         batch_size: queries encoded and searched together.
         wait_ms: how long the first query of a batch waits for others.
         queue: queries that may wait; more are refused (429).
-        timeout: seconds that a request may take to arrive (408), and again to be answered (504).
+        timeout: seconds that a request may take to arrive, and again to be answered (504).
         max_body: largest request; larger ones are refused (413).
         rerank: folder or name of a sentence-transformers CrossEncoder that scores the best again, by their texts
             (`dualenc index --texts`): of every text that is searched for, unless the request says rerank=false.
@@ -80,7 +79,7 @@ def serve(
     from dualenc.search.kinds import parse_bytes
     from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher
-    from dualenc.serve.app import create_app
+    from dualenc.serve.app import Settings, create_app
     from dualenc.serve.metrics import Metrics
     from dualenc.serve.schema import MAX_RESULTS
     from dualenc.serve.service import Service
@@ -122,9 +121,8 @@ def serve(
         queue_size=queue,
     )
     hosts = ("localhost", "127.0.0.1", "[::1]") if token is None else None
-    app = create_app(
-        service, token=token, hosts=hosts, max_body=max_bytes, timeout_s=timeout, watch=watch, rerank_top=rerank_top
-    )
+    settings = Settings(token, hosts, max_bytes, timeout, watch, rerank_top)
+    app = create_app(service, settings)
     _run(app, listening, timeout, f"{len(searcher):,} vectors of {index}")
 
 

@@ -13,14 +13,14 @@ import torch
 
 from dualenc.encoders.dual import DualEncoder, num_rows, take, unit_norm
 from dualenc.encoders.load import load_model
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, Unsupported
 from dualenc.search.embed import tower_checksum
 from dualenc.search.engines import EngineIndex, is_engine
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.hits import Hit
 from dualenc.search.index import Index
 from dualenc.search.kept import KeptTexts, checksum_of, has_texts
-from dualenc.search.lexical import AGAIN, Lexical, has_lexical
+from dualenc.search.lexical import Lexical, has_lexical
 from dualenc.search.rerank import Rescore, rerank
 from dualenc.search.where import Condition, Kinds, column_kinds, meets, parse_conditions
 from dualenc.types import Inputs, Modality, Side
@@ -208,13 +208,10 @@ class Searcher:
         Raises:
             DualencError: a condition that cannot be parsed, an index without columns, or an engine.
         """
-        if words and isinstance(self.index, EngineIndex):
-            language = self.index.engine.filter_language
-            raise DualencError(f"{self.folder}: an engine filters in its own language ({language}); give --filter")
+        if words and self.filter_language:
+            raise Unsupported(f"this engine filters in its own language ({self.filter_language}); give a filter")
         if words and not self.columns:
-            raise DualencError(
-                f"{self.folder}: keeps no columns for --where; embed with --columns, and index or push that"
-            )
+            raise Unsupported("the index was built without --columns to filter by; leave conditions out")
         return tuple(parse_conditions(words, self.columns))
 
     @property
@@ -222,13 +219,26 @@ class Searcher:
         """The language of `Query.filter`: "SQL" or "JSON"; "" for a FAISS index."""
         return self.index.engine.filter_language if isinstance(self.index, EngineIndex) else ""
 
+    def check(self, query: Query) -> None:
+        """Refuse a query that this index cannot answer; error messages contain no path, as a server passes them on.
+
+        Raises:
+            Unsupported: a fusion, reranking or filter that the query or the index does not allow.
+        """
+        is_text = isinstance(query.item, str)
+        if query.hybrid is not None and not (is_text and self.lexical):
+            raise Unsupported("hybrid search needs a text, and an index that was built with --bm25; leave it out")
+        if query.rerank and not (is_text and self.judge):
+            raise Unsupported("reranking needs a text, and a cross-encoder named by --rerank; leave it out")
+        if query.rerank and query.rerank < query.k:
+            raise Unsupported(f"k is {query.k}, and {query.rerank} are reranked; ask for fewer, or do not rerank")
+        if query.filter and not self.filter_language:
+            raise Unsupported("only an engine takes a filter; give conditions (where)")
+
     def check_filter(self, filter: str) -> None:
-        """Validate an untrusted filter; error messages contain no path."""
-        if not filter:
-            return
-        if not isinstance(self.index, EngineIndex):
-            raise DualencError("only an engine takes a filter; give where")
-        self.index.engine.check_filter(filter)
+        """Refuse an untrusted filter that could harm the engine; error messages contain no path."""
+        if filter and isinstance(self.index, EngineIndex):
+            self.index.engine.check_filter(filter)
 
     @torch.inference_mode()
     def encode(self, side: Side, inputs: Inputs) -> np.ndarray:
@@ -261,8 +271,10 @@ class Searcher:
 
         Raises:
             DualencError: an unknown id, an index that cannot reconstruct vectors, an engine that does not respond,
-                or hybrid search or reranking of a query without a text, or without what they need.
+                or what `check` raises.
         """
+        for query in queries:
+            self.check(query)
         vectors = self._vectors(queries)
         results: list[list[Hit]] = [[] for _ in queries]
         groups: dict[tuple[int, tuple[Condition, ...], str], list[int]] = {}
@@ -289,13 +301,12 @@ class Searcher:
 
     def _reranked(self, queries: list[Query], results: list[list[Hit]]) -> list[list[Hit]]:
         """The results of each query in the order and with the scores of the cross-encoder."""
-        if self.judge is None or self.texts is None:
-            raise DualencError(f"{self.folder}: was opened without a cross-encoder; name one to rerank")
-        pairs: list[list[tuple[str, str]]] = []
-        for query, hits in zip(queries, results):
-            if not isinstance(query.item, str):
-                raise DualencError("a cross-encoder reads texts; search with a text, or without reranking")
-            pairs.append([(query.item, text) for text in self.texts.of([hit.id for hit in hits])])
+        assert self.judge is not None
+        assert self.texts is not None
+        pairs = [
+            [(query.item, text) for text in self.texts.of([hit.id for hit in hits])]
+            for query, hits in zip(queries, results)
+        ]
         return [
             [hits[place]._replace(score=score) for place, score in zip(order.tolist(), scores.tolist())]
             for hits, (order, scores) in zip(results, rerank(self.judge, pairs))
@@ -309,10 +320,8 @@ class Searcher:
 
     def _fused(self, query: Query, hits: list[Hit], depth: int, kept: np.ndarray | None) -> list[Hit]:
         """Hybrid search: the fusion of a vector's results with those of BM25."""
-        if not isinstance(query.item, str) or not isinstance(self.index, Index):
-            raise DualencError("hybrid search needs a text; leave it out to search with anything else")
-        if self.lexical is None:
-            raise DualencError(f"{self.folder}: has no BM25 beside its vectors; {AGAIN}")
+        assert self.lexical is not None
+        assert isinstance(self.index, Index)
         lexical_hits = [self.index.hit(row, score) for row, score in self.lexical.search(query.item, depth, kept)]
         hit_of = {hit.id: hit for hit in (*lexical_hits, *hits)}
         rankings = [[(hit.id, hit.score) for hit in ranking] for ranking in (hits, lexical_hits)]

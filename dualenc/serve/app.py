@@ -10,11 +10,10 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib import resources
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import anyio
 import numpy as np
@@ -40,47 +39,17 @@ from dualenc.serve.schema import (
     SearchLink,
     SearchRequest,
     SearchResponse,
-    read_form,
-    request_body_schema,
 )
 from dualenc.serve.service import Service
 
-T = TypeVar("T")
 router = APIRouter()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the routes need to know; see `create_app`."""
+    """How an index is served.
 
-    service: Service
-    token: str | None
-    timeout_s: float
-    watch: bool
-    rerank_top: int
-
-
-def _settings(request: Request) -> Settings:
-    return request.app.state.settings
-
-
-Serving = Annotated[Settings, Depends(_settings)]
-
-
-def create_app(
-    service: Service,
-    *,
-    token: str | None = None,
-    hosts: Sequence[str] | None = None,
-    max_body: int = 16 << 20,
-    timeout_s: float = 10.0,
-    watch: bool = True,
-    rerank_top: int = 100,
-) -> FastAPI:
-    """The ASGI application of a service.
-
-    Args:
-        service: the open index.
+    Attributes:
         token: required of requests, except for the page and /health; None: none.
         hosts: accepted values of `Host`; None: any. Without it, a page from elsewhere whose name is made to point here
             (DNS rebinding) could read the answers.
@@ -89,13 +58,26 @@ def create_app(
         watch: reload when the folder of the index is written anew, and on SIGHUP.
         rerank_top: how many of the best a cross-encoder scores again, where the service has one.
     """
+
+    token: str | None = None
+    hosts: Sequence[str] | None = None
+    max_body: int = 16 << 20
+    timeout_s: float = 10.0
+    watch: bool = True
+    rerank_top: int = 100
+
+
+def create_app(service: Service, settings: Settings) -> FastAPI:
+    """The ASGI application of a service."""
     paths = {"/openapi.json", *(route.path for route in router.routes if isinstance(route, APIRoute))}
-    limits = {
-        "token": token,
-        "max_body": max_body,
-        "max_held": max(256 << 20, 2 * max_body),
-        "body_timeout_s": timeout_s,
-    }
+    gate = Middleware(
+        Gate,
+        metrics=service.metrics,
+        paths=paths,
+        token=settings.token,
+        max_body=settings.max_body,
+        timeout_s=settings.timeout_s,
+    )
     app = FastAPI(
         title="dualenc",
         version=__version__,
@@ -103,21 +85,31 @@ def create_app(
         redoc_url=None,
         lifespan=_lifespan,
         exception_handlers=HANDLERS,
-        middleware=[
-            Middleware(Gate, metrics=service.metrics, paths=paths, **limits),  # type: ignore[arg-type]
-            Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
-        ],
+        middleware=[gate, Middleware(TrustedHostMiddleware, allowed_hosts=settings.hosts, www_redirect=False)],
     )
-    app.state.settings = Settings(service, token, timeout_s, watch, rerank_top)
+    app.state.service = service
+    app.state.settings = settings
     app.include_router(router)
     return app
+
+
+def _settings(request: Request) -> Settings:
+    return request.app.state.settings
+
+
+def _service(request: Request) -> Service:
+    return request.app.state.service
+
+
+HasSettings = Annotated[Settings, Depends(_settings)]
+HasService = Annotated[Service, Depends(_service)]
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Watch the index while the server runs; answer what waits at its end."""
+    service: Service = app.state.service
     settings: Settings = app.state.settings
-    service = settings.service
     watching = asyncio.create_task(service.watch()) if settings.watch else None
     if settings.watch and threading.current_thread() is threading.main_thread():
         loop = asyncio.get_running_loop()
@@ -153,17 +145,16 @@ async def show_page() -> HTMLResponse:
 
 
 @router.get("/health")
-async def health(serving: Serving) -> dict[str, Any]:
+async def health(service: HasService) -> dict[str, Any]:
     """Whether the service and its search thread live."""
-    if not serving.service.batcher.is_alive:
+    if not service.batcher.is_alive:
         raise HTTPException(503, "the thread that searches has ended; start the server again")
-    return {"status": "ok", "generation": serving.service.generation}
+    return {"status": "ok", "generation": service.generation}
 
 
 @router.get("/info")
-async def info(serving: Serving) -> dict[str, Any]:
+async def info(service: HasService, settings: HasSettings) -> dict[str, Any]:
     """What is searched: how many vectors, with what, and by which columns results can be filtered."""
-    service = serving.service
     searcher = service.searcher
     return {
         "name": searcher.folder.resolve().name,
@@ -174,37 +165,65 @@ async def info(serving: Serving) -> dict[str, Any]:
         "images": service.pictures is not None,
         "texts": await asyncio.to_thread(lambda: searcher.whole_texts is not None),
         "hybrid": searcher.lexical is not None,
-        "rerank": serving.rerank_top if searcher.judge is not None else 0,
+        "rerank": settings.rerank_top if searcher.judge is not None else 0,
         "generation": service.generation,
         "loaded": round(service.changed),
     }
 
 
 @router.get("/search")
-async def search_by_link(serving: Serving, link: Annotated[SearchLink, Query()]) -> SearchResponse:
+async def search_by_link(
+    service: HasService, settings: HasSettings, link: Annotated[SearchLink, Query()]
+) -> SearchResponse:
     """Search with a text, or for items like those with these ids."""
-    return await _search(serving, link, None)
+    return await _search(service, settings, link)
 
 
-@router.post("/search", openapi_extra=request_body_schema())
-async def search(serving: Serving, request: Request) -> SearchResponse:
-    """Search with a text, an uploaded image, or for items like those with these ids."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type == "application/json":
-        return await _search(serving, SearchRequest.model_validate_json(await request.body()), None)
-    if media_type == "multipart/form-data":
-        return await _search(serving, *await read_form(request))
-    raise HTTPException(415, "send application/json, or multipart/form-data with an image")
+@router.post("/search")
+async def search(service: HasService, settings: HasSettings, request: SearchRequest) -> SearchResponse:
+    """Search with a text, or for items like those with these ids."""
+    return await _search(service, settings, request)
 
 
-async def _search(serving: Settings, request: SearchRequest, image: bytes | None) -> SearchResponse:
+@router.post("/search/image", openapi_extra={"requestBody": {"required": True, "content": {"image/*": {}}}})
+async def search_with_image(
+    service: HasService, settings: HasSettings, link: Annotated[SearchLink, Query()], request: Request
+) -> SearchResponse:
+    """Search with the image that is the body of the request."""
+    return await _search(service, settings, link, await request.body())
+
+
+async def _search(
+    service: Service, settings: Settings, request: SearchRequest, image: bytes | None = None
+) -> SearchResponse:
     begin = time.perf_counter()
     # A reload may exchange them while this request waits.
-    searcher = serving.service.searcher
-    generation = serving.service.generation
-    with _bad_request():
-        query = await _query(serving, searcher, request, image)
-    hits = (await _answers(serving, [serving.service.search(searcher, query)]))[0]
+    searcher = service.searcher
+    generation = service.generation
+    if (request.text is not None) + bool(request.ids) + (image is not None) != 1:
+        raise HTTPException(400, "search with one of text, image and ids")
+    can_rerank = request.text is not None and searcher.judge is not None
+    wants_rerank = can_rerank if request.rerank is None else request.rerank
+    with _bad_request(), _time_limit(settings.timeout_s):
+        if image is not None:
+            query = await asyncio.to_thread(service.prepare_image, searcher, image)
+        elif request.ids:
+            query = searching.Query(ids=tuple(dict.fromkeys(request.ids)))
+        else:
+            query = searching.Query(searcher.query_side("text"), request.text)
+        query = query._replace(
+            k=request.k,
+            where=searcher.conditions(request.where),
+            filter=request.filter,
+            hybrid=request.hybrid,
+            weight=request.weight,
+            rerank=settings.rerank_top if wants_rerank else 0,
+        )
+        searcher.check(query)
+        # Off the event loop: an engine parses its filter, perhaps over the network.
+        await asyncio.to_thread(searcher.check_filter, request.filter)
+    with _time_limit(settings.timeout_s):
+        hits = await asyncio.wrap_future(service.search(searcher, query))
     results = [
         Result(rank=rank, id=hit.id, score=round(hit.score, 6), snippet=hit.snippet, columns=hit.columns)
         for rank, hit in enumerate(hits, 1)
@@ -213,72 +232,30 @@ async def _search(serving: Settings, request: SearchRequest, image: bytes | None
     return SearchResponse(results=results, took_ms=milliseconds, generation=generation)
 
 
-async def _query(
-    serving: Settings, searcher: searching.Searcher, request: SearchRequest, image: bytes | None
-) -> searching.Query:
-    """The query that a request means."""
-    if (request.text is not None) + bool(request.ids) + (image is not None) != 1:
-        raise HTTPException(400, "search with one of text, image and ids")
-    if request.where and not searcher.columns:
-        raise HTTPException(400, "the index keeps no columns to filter by; leave conditions out")
-    if request.where and searcher.filter_language:
-        raise HTTPException(
-            400, f"this engine filters by {searcher.filter_language}; give filter instead of conditions"
-        )
-    where = searcher.conditions(request.where)
-    if request.hybrid is not None and (request.text is None or searcher.lexical is None):
-        raise HTTPException(400, "hybrid search needs a text, and an index that was built with --bm25; leave it out")
-    can_rerank = request.text is not None and searcher.judge is not None
-    if request.rerank and not can_rerank:
-        raise HTTPException(400, "reranking needs a text, and a server started with --rerank; leave it out")
-    depth = serving.rerank_top if can_rerank and request.rerank is not False else 0
-    if 0 < depth < request.k:
-        raise HTTPException(400, f"k is {request.k}, and {depth} are reranked; ask for fewer, or with rerank=false")
-    if image is not None:
-        with _time_limit(
-            serving.timeout_s, f"the image was not decoded within {serving.timeout_s:g} s; try again later"
-        ):
-            query = await asyncio.to_thread(serving.service.prepare_image, searcher, image)
-    elif request.ids:
-        query = searching.Query(ids=tuple(dict.fromkeys(request.ids)))
-    else:
-        query = searching.Query(searcher.query_side("text"), request.text)
-    # Off the event loop: an engine parses it, perhaps over the network.
-    await asyncio.to_thread(searcher.check_filter, request.filter)
-    return query._replace(
-        k=request.k,
-        where=where,
-        filter=request.filter,
-        hybrid=request.hybrid,
-        weight=request.weight,
-        rerank=depth,
-    )
-
-
 @router.get("/texts")
-async def whole_text(serving: Serving, id: Annotated[str, Field(max_length=4096)]) -> dict[str, str]:
+async def whole_text(service: HasService, id: Annotated[str, Field(max_length=4096)]) -> dict[str, str]:
     """The whole text of an item of the index."""
-    text = await asyncio.to_thread(serving.service.text, id)
+    text = await asyncio.to_thread(service.text, id)
     if text is None:
         raise HTTPException(404, "no text of that id; the index keeps texts if it was built with --texts")
     return {"id": id, "text": text}
 
 
 @router.get("/images", responses={200: {"content": {"image/jpeg": {}}}}, response_class=Response)
-async def thumbnail(serving: Serving, id: Annotated[str, Field(max_length=4096)]) -> Response:
+async def thumbnail(service: HasService, id: Annotated[str, Field(max_length=4096)]) -> Response:
     """A small JPEG of an image of the index."""
-    content = await asyncio.to_thread(serving.service.thumbnail, id)
+    content = await asyncio.to_thread(service.thumbnail, id)
     if content is None:
         raise HTTPException(404, "no image of that id")
     return Response(content, media_type="image/jpeg", headers={"cache-control": "private, max-age=3600"})
 
 
 @router.post("/v1/embeddings")
-async def embeddings(serving: Serving, request: EmbeddingsRequest) -> dict[str, Any]:
+async def embeddings(service: HasService, settings: HasSettings, request: EmbeddingsRequest) -> dict[str, Any]:
     """Vectors of texts, in OpenAI's form; `model` may be anything, there is one."""
-    searcher = serving.service.searcher
+    searcher = service.searcher
     texts = check_texts([request.input] if isinstance(request.input, str) else request.input)
-    max_texts = serving.service.batcher.queue_size
+    max_texts = service.batcher.queue_size
     if not 1 <= len(texts) <= max_texts:
         raise HTTPException(400, f"input has {len(texts)} texts; send 1 to {max_texts}")
     for place, text in enumerate(texts):
@@ -286,7 +263,8 @@ async def embeddings(serving: Serving, request: EmbeddingsRequest) -> dict[str, 
             raise HTTPException(400, f"input[{place}] is empty or has more than {MAX_CHARACTERS:,} characters; mend it")
     with _bad_request():
         side = _text_side(searcher, request.input_type)
-    embedded = await _answers(serving, serving.service.embed(searcher, side, texts))
+    with _time_limit(settings.timeout_s):
+        embedded = await asyncio.gather(*map(asyncio.wrap_future, service.embed(searcher, side, texts)))
     dim = len(embedded[0].vector)
     if request.dimensions not in (None, dim):
         raise HTTPException(400, f"dimensions is {request.dimensions}; the model gives {dim}")
@@ -315,36 +293,30 @@ def _encode(vector: np.ndarray, encoding: str) -> list[float] | str:
 
 
 @router.post("/reload")
-async def reload(serving: Serving) -> dict[str, Any]:
+async def reload(service: HasService, settings: HasSettings) -> dict[str, Any]:
     """Open the index again; always needs a token."""
-    if serving.token is None:
+    if settings.token is None:
         raise HTTPException(403, "the server has no token, and reloads on SIGHUP or when the index is written anew")
     try:
-        return {"generation": await asyncio.to_thread(serving.service.reload)}
+        return {"generation": await asyncio.to_thread(service.reload)}
     except DualencError:
         raise HTTPException(409, "not reloaded, the old index stays; the server's log says why") from None
 
 
 @router.get("/metrics", response_class=Response)
-async def metrics(serving: Serving) -> Response:
+async def metrics(service: HasService) -> Response:
     """Prometheus metrics."""
-    return Response(generate_latest(serving.service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-async def _answers(serving: Settings, futures: Sequence[Future[T]]) -> list[T]:
-    """Wait for answers within the time limit; beyond it, what has not begun is cancelled."""
-    message = f"no answer within {serving.timeout_s:g} s; the server is busy, try again later"
-    with _time_limit(serving.timeout_s, message):
-        return await asyncio.gather(*map(asyncio.wrap_future, futures))
+    return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @contextmanager
-def _time_limit(seconds: float, message: str) -> Iterator[None]:
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Beyond the limit, what has not begun is cancelled."""
     try:
         with anyio.fail_after(seconds):
             yield
     except TimeoutError:
-        raise HTTPException(504, message) from None
+        raise HTTPException(504, f"no answer within {seconds:g} s; the server is busy, try again later") from None
 
 
 @contextmanager

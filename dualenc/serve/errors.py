@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -33,11 +32,11 @@ async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
     return error_response(error.status_code, str(error.detail), error.headers)
 
 
-async def _validation_error(request: Request, error: RequestValidationError | ValidationError) -> JSONResponse:
+async def _validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
     """The first errors of pydantic in one line, without the values: what was sent need not even be text."""
     lines = []
     for each in error.errors()[:3]:
-        field = ".".join(str(part)[:40] for part in each["loc"][:4]) or "request"
+        field = ".".join(str(part)[:40] for part in each["loc"][1:4]) or "request"  # after "body" or "query"
         lines.append(f"{field}: {each['msg']}")
     return error_response(400, "; ".join(lines)[:500].encode(errors="replace").decode())
 
@@ -63,7 +62,6 @@ async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
 HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
     HTTPException: _http_error,
     RequestValidationError: _validation_error,
-    ValidationError: _validation_error,
     QueueFull: _queue_full,
     DualencError: _dualenc_error,
     Exception: _unexpected_error,

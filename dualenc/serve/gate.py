@@ -6,12 +6,9 @@ import asyncio
 import hmac
 import time
 from collections.abc import Collection, MutableMapping
-from contextlib import suppress
-from http import HTTPStatus
 from typing import Any
 
 import anyio
-import h11
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -38,9 +35,8 @@ class Gate:
         metrics: counters.
         paths: counted one by one; all others are counted as one, so that clients cannot add metrics.
         token: required as `Authorization: Bearer …`; None: none.
-        max_body: bytes of one body.
-        max_held: bytes of all bodies at one time.
-        body_timeout_s: seconds that a body may take to arrive.
+        max_body: bytes of one body; all bodies at one time may have 256 MiB, or twice as much if that is more.
+        timeout_s: seconds that a body may take to arrive.
     """
 
     def __init__(
@@ -51,16 +47,15 @@ class Gate:
         paths: Collection[str],
         token: str | None,
         max_body: int,
-        max_held: int,
-        body_timeout_s: float,
+        timeout_s: float,
     ) -> None:
         self.app = app
         self.metrics = metrics
         self.paths = paths
         self.token = None if token is None else token.encode()
         self.max_body = max_body
-        self.max_held = max_held
-        self.body_timeout_s = body_timeout_s
+        self.max_held = max(256 << 20, 2 * max_body)
+        self.timeout_s = timeout_s
         self.held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,7 +106,7 @@ class Gate:
         size = 0
         error: HTTPException | None = None
         try:
-            with anyio.fail_after(self.body_timeout_s):
+            with anyio.fail_after(self.timeout_s):
                 async for part in request.stream():
                     size += len(part)
                     if size > self.max_body:
@@ -124,7 +119,7 @@ class Gate:
                     elif size > MAX_DISCARDED * self.max_body:
                         break
         except TimeoutError:
-            message = f"the request did not arrive within {self.body_timeout_s:g} s; send it faster"
+            message = f"the request did not arrive within {self.timeout_s:g} s; send it faster"
             raise error or HTTPException(408, message) from None
         if error is not None:
             raise error
@@ -142,7 +137,10 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class TimedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 with a timeout for a request's head; its own timeouts begin after the first response."""
+    """uvicorn's HTTP/1.1 that closes a connection whose request's head does not arrive in time.
+
+    uvicorn's own timeout begins after the first response.
+    """
 
     head_timeout_s = 10.0
     _timer: asyncio.TimerHandle | None = None
@@ -162,37 +160,14 @@ class TimedProtocol(H11Protocol):
         self._stop_timer()
         super().connection_lost(exc)
 
-    def send_400_response(self, msg: str) -> None:
-        """Reject what is not HTTP, in the form of all errors."""
-        self._reject(400, msg)
-
-    @property
-    def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
     def _set_timer(self) -> None:
-        if not self._is_idle:
+        waits_for_head = self.cycle is None or self.cycle.response_complete
+        if not waits_for_head:
             self._stop_timer()
         elif self._timer is None:
-            self._timer = self.loop.call_later(self.head_timeout_s, self._time_out)
+            self._timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _time_out(self) -> None:
-        self._timer = None
-        if self._is_idle and not self.transport.is_closing():
-            self._reject(408, f"no complete request arrived within {self.head_timeout_s:g} s; send it faster")
-
-    def _reject(self, status: int, message: str) -> None:
-        response = error_response(status, message)
-        headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
-        head = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase)
-        with suppress(h11.LocalProtocolError):  # a response has begun already
-            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        if self.cycle is not None:
-            self.cycle.disconnected = True  # so that its response is dropped
-        self.transport.close()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from starlette.datastructures import UploadFile
 
 MAX_RESULTS = 1000
 MAX_IDS = 100
@@ -23,7 +21,7 @@ Filter = Annotated[str, Field(max_length=MAX_CHARACTERS, description="of an engi
 
 
 class SearchRequest(BaseModel):
-    """What to search with: a text, or ids of the index; an image is uploaded as multipart/form-data."""
+    """What to search with: a text, or ids of the index."""
 
     model_config = ConfigDict(extra="forbid")
     text: Text | None = None
@@ -83,27 +81,3 @@ class EmbeddingsRequest(BaseModel):
     input_type: Annotated[
         Literal["query", "document"], Field(description="not OpenAI's: which side of a query-document model encodes")
     ] = "query"
-
-
-async def read_form(request: Request) -> tuple[SearchRequest, bytes | None]:
-    """The fields of a form, and its uploaded image."""
-    limits = {"max_files": 1, "max_fields": 2 * MAX_CONDITIONS, "max_part_size": 4 * MAX_CHARACTERS}
-    async with request.form(**limits) as form:
-        fields: dict[str, Any] = dict(form)
-        for name in {"ids", "where"} & fields.keys():
-            fields[name] = form.getlist(name)
-        image = fields.pop("image", None)
-        if isinstance(image, UploadFile):
-            image = await image.read()
-        elif image is not None:
-            image = image.encode()
-        return SearchRequest.model_validate(fields), image
-
-
-def request_body_schema() -> dict[str, Any]:
-    """OpenAPI's description of a search by POST, which takes JSON or a form."""
-    schema = SearchRequest.model_json_schema()
-    image = {"type": "string", "format": "binary"}
-    form = {**schema, "properties": {**schema["properties"], "image": image}}
-    content = {"application/json": {"schema": schema}, "multipart/form-data": {"schema": form}}
-    return {"requestBody": {"required": True, "content": content}}

@@ -84,7 +84,7 @@ def test_the_command_shows_the_scores_of_the_cross_encoder(made: Path, capsys: p
     expected = ranked(made / "judge", "fox dog", [f"d{i}" for i in range(60)], toy.texts(60))
     np.testing.assert_allclose([row["score"] for row in shown], [score for _, score in expected], atol=1e-5)
     assert dict(expected) == pytest.approx({row["id"]: row["score"] for row in shown}, abs=1e-5)
-    assert "-k is 10 and --rerank-top 9" in failure(capsys, *words, "--rerank-top", 9)
+    assert "k is 10, and 9 are reranked" in failure(capsys, *words, "--rerank-top", 9)
     message = failure(capsys, *words[:-1], made / "model")
     assert "model: is a BertModel, whose scores of pairs would be random weights'" in message
 
@@ -101,7 +101,7 @@ def test_the_whole_text_is_read_and_not_its_snippet(made: Path, tmp_path: Path) 
         read.extend(pairs)
         return np.zeros(len(pairs))
 
-    Searcher.open(tmp_path / "index", judge=judge).search([Query("left", "hen", rerank=2)])  # type: ignore[arg-type]
+    Searcher.open(tmp_path / "index", judge=judge).search([Query("left", "hen", k=2, rerank=2)])  # type: ignore[arg-type]
     assert sorted(read) == [("hen", "fox"), ("hen", LONG)]
 
 
@@ -146,10 +146,10 @@ def test_mistakes(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         add_texts(made / "index", Corpus(["x"], ["fox"]))
     with pytest.raises(DualencError, match="its data holds vectors"):
         add_texts(made / "index", Corpus(["d0"], [np.zeros(3)], "vector"))
-    with pytest.raises(DualencError, match="opened without a cross-encoder"):
+    with pytest.raises(DualencError, match="reranking needs a text, and a cross-encoder"):
         Searcher.open(made / "index").search([Query("left", "fox", rerank=10)])
     searcher = Searcher.open(made / "index", judge=lambda texts: np.zeros(len(texts)))
-    with pytest.raises(DualencError, match="a cross-encoder reads texts; search with a text"):
+    with pytest.raises(DualencError, match="reranking needs a text"):
         searcher.search([Query(ids=("d1",), rerank=10)])
     assert searcher.texts is not None
     with pytest.raises(DualencError, match="has no text of 'nobody'"):

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from dualenc.data.sources import open_corpus
 from dualenc.search.rerank import open_cross_encoder
 from dualenc.search.searcher import Searcher
-from dualenc.serve.app import create_app
+from dualenc.serve.app import Settings, create_app
 from dualenc.serve.metrics import Metrics
 from dualenc.serve.service import Service
 from tests.commands import toy
@@ -82,7 +82,7 @@ def serve() -> Iterator[Serve]:
             return Searcher.open(folder, before=before, judge=rescore)
 
         service = Service(open_searcher, pictures=pictures, metrics=Metrics(), **how)
-        client = TestClient(create_app(service, watch=False, **(app or {})), base_url=URL)
+        client = TestClient(create_app(service, Settings(watch=False, **(app or {}))), base_url=URL)
         client.service = service  # type: ignore[attr-defined]
         client.__enter__()
         clients.append(client)

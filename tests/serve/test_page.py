@@ -24,7 +24,7 @@ from dualenc.errors import DualencError
 from dualenc.search.rerank import open_cross_encoder
 from dualenc.search.searcher import Searcher
 from dualenc.search.where import parse_conditions
-from dualenc.serve.app import create_app
+from dualenc.serve.app import Settings, create_app
 from dualenc.serve.metrics import Metrics
 from dualenc.serve.service import Service
 from tests.commands import toy
@@ -91,7 +91,7 @@ def live() -> Iterator[Live]:
             lambda before: Searcher.open(folder, before=before, judge=rescore), pictures=pictures, metrics=Metrics()
         )
         listening = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(create_app(service, watch=False, **app), log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(create_app(service, Settings(watch=False, **app)), log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         while not server.started:
@@ -205,11 +205,11 @@ def test_what_the_page_says_before_a_search_and_what_it_marks(browser: Any, live
     assert [line for line in wrong if "400" not in line] == []
 
 
-def test_errors_name_a_condition_and_no_option_of_the_command_line(serve: Serve, text_index: Path) -> None:
+def test_errors_name_a_condition(serve: Serve, text_index: Path) -> None:
     words = PAGE[PAGE.index("const STOP_WORDS") :].split(").split", 1)[0]
     assert {"the", "of", "and"} <= set(re.findall(r"\w+", words))
     error = serve(text_index).get("/search", params={"text": "fox", "where": "year>1"}).json()["error"]["message"]
-    assert error == "the index keeps no columns to filter by; leave conditions out"
+    assert error == "the index was built without --columns to filter by; leave conditions out"
     for word, told in (
         ("year>x", "column 'year' is compared with 'x'; give a whole number"),
         ("lang>a", "condition: 'lang>a' orders a column"),
