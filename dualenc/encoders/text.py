@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +20,14 @@ from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, uni
 from dualenc.encoders.hub import base_metadata, first_line, model_folder
 from dualenc.encoders.packing import first_position, pack, run_packed
 from dualenc.encoders.sentence_folder import SentenceFolder, read_sentence_folder, write_sentence_files
-from dualenc.encoders.tokenizer import check_texts, load_tokenizer, lower_casing, save_tokenizer
+from dualenc.encoders.tokenizer import (
+    TokenMemory,
+    Tokens,
+    check_texts,
+    load_tokenizer,
+    lower_casing,
+    save_tokenizer,
+)
 from dualenc.errors import DualencError
 from dualenc.files import write_json
 from dualenc.types import Inputs, Pooling
@@ -173,6 +181,9 @@ class TextPrepare(Prepare):
         tokenizer: a transformers tokenizer that pads behind the text, as `load_tokenizer` gives it.
         prompt: put before every text as it is, without a space between.
         max_length: longest input in tokens, special ones and prompt included.
+
+    Attributes:
+        memory: tokens of texts that may come again, if there is one; a trainer gives it.
     """
 
     modality = "text"
@@ -181,25 +192,42 @@ class TextPrepare(Prepare):
         self.tokenizer = tokenizer
         self.prompt = prompt
         self.max_length = max_length
+        self.memory: TokenMemory | None = None
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
+        texts = [self.prompt + text for text in check_texts(items)]
+        tokens = self._tokenize(texts) if self.memory is None else self.memory.tokenize(texts, self._tokenize)
+        longest = max(len(row["input_ids"]) for row in tokens)
+        inputs: Inputs = {}
+        for name in tokens[0]:
+            padded = np.full((len(tokens), longest), self._padding(name), dtype=np.int64)
+            for row, each in zip(padded, tokens):
+                row[: len(each[name])] = each[name]
+            inputs[name] = torch.from_numpy(padded)
+        return inputs
+
+    def _tokenize(self, texts: list[str]) -> list[Tokens]:
         if torch.utils.data.get_worker_info() is not None:
             # Workers are parallel already; this also spares tokenizers' warning about forked threads.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        texts = [self.prompt + text for text in check_texts(items)]
-        return dict(
-            self.tokenizer(texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt")
-        )
+        columns = self.tokenizer(texts, truncation=True, max_length=self.max_length)
+        return [
+            {name: np.asarray(column[row], dtype=np.int32) for name, column in columns.items()}
+            for row in range(len(texts))
+        ]
+
+    def _padding(self, name: str) -> int:
+        padding = {"input_ids": self.tokenizer.pad_token_id, "token_type_ids": self.tokenizer.pad_token_type_id}
+        return padding.get(name) or 0
 
     def join(self, parts: Sequence[Inputs]) -> Inputs:
         """Texts (n, T), each part with a T of its own, padded to the longest."""
         if not parts:
             return {}
         longest = max(part["input_ids"].shape[1] for part in parts)
-        padding = {"input_ids": self.tokenizer.pad_token_id, "token_type_ids": self.tokenizer.pad_token_type_id}
 
         def padded(name: str, tensor: Tensor) -> Tensor:
-            return nn.functional.pad(tensor, (0, longest - tensor.shape[1]), value=padding.get(name) or 0)
+            return nn.functional.pad(tensor, (0, longest - tensor.shape[1]), value=self._padding(name))
 
         return {name: torch.cat([padded(name, part[name]) for part in parts]) for name in parts[0]}
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib.util
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from dualenc.encoders.hub import first_line
@@ -31,6 +33,36 @@ MIN_VOCABULARY = len(SPECIAL_TOKENS) + 256
 
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 """One of these is in every folder that has a tokenizer."""
+
+
+Tokens = dict[str, np.ndarray]
+"""What a tokenizer makes of one text: "input_ids" and others, (T,) int32 each."""
+MAX_REMEMBERED = 2**24
+
+
+class TokenMemory:
+    """Tokens of texts that were tokenised before: training sees each text in every epoch, and more often as a negative.
+
+    Args:
+        max_tokens: how many are kept, 4 bytes each; later texts are tokenised whenever they come.
+    """
+
+    def __init__(self, max_tokens: int = MAX_REMEMBERED) -> None:
+        self.tokens_left = max_tokens
+        self._tokens: dict[bytes, Tokens] = {}
+
+    def tokenize(self, texts: list[str], tokenize: Callable[[list[str]], list[Tokens]]) -> list[Tokens]:
+        """The tokens of each text, those of new texts by `tokenize`."""
+        # Digests in place of the texts, which take more memory than their tokens.
+        keys = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
+        new = {key: text for key, text in zip(keys, texts) if key not in self._tokens}
+        made = dict(zip(new, tokenize(list(new.values())))) if new else {}
+        result = [made[key] if key in made else self._tokens[key] for key in keys]
+        for key, tokens in made.items():
+            if len(tokens["input_ids"]) <= self.tokens_left:
+                self.tokens_left -= len(tokens["input_ids"])
+                self._tokens[key] = tokens
+        return result
 
 
 def check_texts(texts: Sequence[str]) -> list[str]:

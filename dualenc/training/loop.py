@@ -24,6 +24,8 @@ from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.batchnorm import waits_for_others
 from dualenc.encoders.dual import DualEncoder
+from dualenc.encoders.text import TextPrepare
+from dualenc.encoders.tokenizer import TokenMemory
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path
 from dualenc.objectives.base import Objective, ObjectiveOutput
@@ -157,6 +159,9 @@ class Loop:
         guide = None
         if settings.guide_left is not None and settings.guide_right is not None:
             guide = Guide(self.pairs, settings.guide_left, settings.guide_right)
+        for tower in (self.model.left, self.model.right):
+            if isinstance(tower.prepare, TextPrepare) and tower.prepare.memory is None:
+                tower.prepare.memory = TokenMemory()
         self.items = ItemEncoder(self.model, self.pairs, seed=settings.seed, on_error=settings.on_error)
         self.loader = BatchLoader(
             self.pairs,

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dualenc.encoders import TextEncoder, load_model, load_tokenizer, train_tokenizer
-from dualenc.encoders.tokenizer import lower_casing, save_tokenizer
+from dualenc.encoders.text import TextPrepare
+from dualenc.encoders.tokenizer import TokenMemory, Tokens, lower_casing, save_tokenizer
 from dualenc.errors import DualencError
 
 
@@ -184,3 +185,26 @@ def test_saved_file_forgets_the_last_call(tokenizer: PreTrainedTokenizerBase, tm
     assert plain.padding is None
     assert plain.truncation is None
     assert AutoTokenizer.from_pretrained(tmp_path).model_max_length == 17
+
+
+def test_a_memory_tokenises_each_text_once_and_changes_nothing() -> None:
+    texts = ["red fox", "a dog of some words more", "red fox", ""]
+    tokenizer = train_tokenizer(texts, 300)
+    prepare = TextPrepare(tokenizer, "query: ", max_length=64)
+    expected = tokenizer(["query: " + text for text in texts], padding=True, return_tensors="pt")
+    tokenized: list[str] = []
+
+    def tokenize(new: list[str]) -> list[Tokens]:
+        tokenized.extend(new)
+        return TextPrepare._tokenize(prepare, new)
+
+    prepare._tokenize = tokenize  # type: ignore[method-assign]
+    room_for_two = int(expected["attention_mask"][:2].sum())
+    prepare.memory = TokenMemory(room_for_two)
+    for _ in range(3):
+        inputs = prepare(texts)
+        assert list(inputs) == list(expected)
+        for name, values in inputs.items():
+            assert values.dtype == torch.int64
+            assert torch.equal(values, expected[name])
+    assert [tokenized.count("query: " + text) for text in texts] == [1, 1, 1, 3]
