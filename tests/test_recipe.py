@@ -153,7 +153,10 @@ def test_the_resolved_recipe_makes_the_same_recipe(recipe):
         ("trainer.learning_rate=.nan", "trainer.learning_rate is nan; give a finite number"),
         ("trainer.learning_rate=-.inf", "trainer.learning_rate is -inf; give a finite number"),
         ("trainer.seed=99999999999999999999", "trainer.seed is 9+; give a finite number"),
-        ("trainer.mixed_precision=bf8", "trainer.mixed_precision is 'bf8'; it must be one of 'no', 'bf16', 'fp16'"),
+        (
+            "trainer.mixed_precision=bf8",
+            "it must be one of 'no', 'bf16', 'fp16', 'auto'",
+        ),
         ("trainer.optimizer=adamx", "trainer.optimizer is 'adamx'; it must be one of 'adamw', 'sgd', 'lars',"),
         ("trainer.output=[1]", r"trainer.output is \[1\]; it must be str or PathLike"),
         ("trainer.betas=[0.9]", "trainer.betas has 1 values; give 2"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import get_args
 
 import torch
 from accelerate import Accelerator
@@ -30,7 +31,7 @@ def start_accelerator(
     """The accelerator of one training run; several runs may follow one another in a process.
 
     Args:
-        mixed_precision: "no", "bf16" or "fp16".
+        mixed_precision: "no", "bf16" or "fp16", or "auto": "bf16" if `has_fast_bf16`.
         trackers: names of accelerate's trackers, such as "tensorboard" or "wandb".
         folder: of the run; trackers that write files write them to `trackers` in it.
         timeout_minutes: how long one process waits for another; counts where the processes meet for the first time.
@@ -39,8 +40,10 @@ def start_accelerator(
         DualencError: the device has no such precision, a tracker's package is not installed, or not all processes
             have joined.
     """
-    if mixed_precision not in ("no", "bf16", "fp16"):
-        raise DualencError(f"mixed_precision is {mixed_precision!r}; choose no, bf16 or fp16")
+    if mixed_precision not in get_args(MixedPrecision):
+        raise DualencError(f"mixed_precision is {mixed_precision!r}; choose no, bf16, fp16 or auto")
+    if mixed_precision == "auto":
+        mixed_precision = "bf16" if has_fast_bf16() else "no"
     available = [str(tracker) for tracker in get_available_trackers()]
     for tracker in trackers:
         if tracker not in available:
@@ -67,6 +70,14 @@ def start_accelerator(
         raise DualencError(f"mixed_precision=fp16 does not work on {accelerator.device.type}; use bf16 or no")
     _warn_of_a_single_process()
     return accelerator
+
+
+def has_fast_bf16() -> bool:
+    """Whether the device multiplies bfloat16 faster than float32."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def _warn_of_a_single_process() -> None:

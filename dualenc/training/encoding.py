@@ -21,6 +21,9 @@ Autocast = Callable[[], AbstractContextManager[None]]
 COST_OF_A_FORWARD = {"cpu": 96}
 """The cost of one more forward and backward pass, in tokens of a small transformer; on an accelerator, thousands."""
 MAX_GROUPS = 4
+FIXED_ROWS = 16
+FIXED_LENGTH = 32
+"""Towers of fixed shapes encode a multiple of so many items, and texts padded to a multiple of so many tokens."""
 
 
 class PlainEncoding:
@@ -34,6 +37,7 @@ class PlainEncoding:
         device: of the towers.
         autocast: a new mixed precision context per call.
         keep_statistics: the objective will ask for out-of-batch items.
+        fixed_shapes: the towers are compiled to CUDA graphs, one for each shape of their inputs.
     """
 
     def __init__(
@@ -42,8 +46,13 @@ class PlainEncoding:
         device: torch.device,
         autocast: Autocast = nullcontext,
         keep_statistics: bool = True,
+        fixed_shapes: bool = False,
     ) -> None:
         self.model = model
+        self.fixed_shapes = fixed_shapes
+        if fixed_shapes:
+            # What the graphs of the last step gave may be overwritten now.
+            torch.compiler.cudagraph_mark_step_begin()
         self.device = device
         self.autocast = autocast
         self.statistics = BatchStatistics(keep=keep_statistics)
@@ -70,7 +79,8 @@ class PlainEncoding:
         tower = self.model.tower(side)
         with self.statistics.of_batch(tower, out_of_batch):
             # A tower that packs several texts into a row computes for no padding anyway.
-            groups = [] if tower.packs else length_groups(inputs, COST_OF_A_FORWARD.get(self.device.type, 4096))
+            one_group = tower.packs or self.fixed_shapes
+            groups = [] if one_group else length_groups(inputs, COST_OF_A_FORWARD.get(self.device.type, 4096))
             if len(groups) <= 1:
                 return self._forward(side, inputs)
             encoded = torch.cat([self._forward(side, take(inputs, rows)) for rows in groups])
@@ -113,16 +123,28 @@ class PlainEncoding:
 
     @distributed.explain_lost_process()
     def _forward(self, side: Side, inputs: Inputs) -> Tensor:
-        packed = self.model.tower(side).pack(inputs)
-        on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in packed.items()}
+        count = num_rows(inputs)
+        if not self.fixed_shapes:
+            inputs = self.model.tower(side).pack(inputs)
+        elif not uses_batch_statistics(self.model):
+            inputs = fill_up(inputs, FIXED_ROWS)
+        on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
         with self.autocast():
-            return self.model(side, on_device)
+            encoded = self.model(side, on_device)
+        # The memory of a graph's output is written again by its next run.
+        return encoded[:count].clone() if self.fixed_shapes else encoded
 
     def _no_rows(self) -> Tensor:
         """(0, D) with gradient: a rank without items still takes part in the collectives of the backward pass."""
         # Of the weights' precision and device, as the other ranks' rows are.
         weight = next(self.model.parameters())
         return weight.new_zeros(0, self.model.dim).requires_grad_(torch.is_grad_enabled())
+
+
+def fill_up(inputs: Inputs, multiple: int) -> Inputs:
+    """Repeat the last of n items until there are a multiple of so many."""
+    missing = -num_rows(inputs) % multiple
+    return {name: torch.cat([tensor, *[tensor[-1:]] * missing]) for name, tensor in inputs.items()}
 
 
 def gradient_of(leaf: Tensor) -> Tensor:

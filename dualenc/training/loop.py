@@ -204,6 +204,8 @@ class Loop:
         free = {*FREE_SETTINGS, *(name for name, default in LATER_SETTINGS.items() if settings[name] == default)}
         described = {name: part for name, part in self.recipe.items() if name not in ("trainer", "evaluator")}
         described["trainer"] = {name: value for name, value in settings.items() if name not in free}
+        # What "auto" means depends on the machine.
+        described["trainer"]["mixed_precision"] = self.accelerator.mixed_precision
         return described
 
     def run(self, resume: bool) -> dict[str, float]:
@@ -443,7 +445,7 @@ class Loop:
     def _encoding(self) -> PlainEncoding:
         common = (self.model, self.device, self.accelerator.autocast, self.objective.needs_encode)
         if self.settings.chunk_size is None:
-            return PlainEncoding(*common)
+            return PlainEncoding(*common, fixed_shapes=self.settings.compile == "graphs")
         return CachedEncoding(*common, self.settings.chunk_size)
 
     def _update(self) -> Tensor | None:

@@ -13,7 +13,7 @@ from dualenc.training.optim import OptimizerName, ScheduleName, check_optimizer,
 from dualenc.training.plan import EmbeddingSource
 from dualenc.types import OnError
 
-MixedPrecision = Literal["no", "bf16", "fp16"]
+MixedPrecision = Literal["no", "bf16", "fp16", "auto"]
 
 MAX_EPOCHS = 1_000_000
 """More would never end; their batches are counted before the training starts."""
@@ -64,12 +64,15 @@ class TrainerSettings:
         schedule: "cosine", "linear", "constant", "inverse_sqrt" or "warmup_stable_decay", after the warm-up.
         final_fraction: learning rate at the end as a share of the peak.
         max_gradient_norm: gradients are scaled down to this norm; null leaves them.
-        mixed_precision: "no", "bf16" or "fp16".
+        mixed_precision: "no", "bf16" or "fp16"; "auto" takes bf16 where the device multiplies it faster than float32
+            (GPUs since Ampere, processors with AVX512-BF16 or AMX).
         gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
         chunk_size: items encoded at once, with gradient caching: memory does not grow with the batch. null: off.
         shard_model: fully sharded data parallelism (FSDP): each process holds a part of the weights, gradients and
             optimizer state, for models that do not fit on one GPU.
         compile: `torch.compile` both towers, for any length of text: faster after a minute or more of compiling.
+            "graphs" pads to a few fixed shapes instead, whose kernels a GPU launches at once as CUDA graphs: for small
+            batches, which wait for launches.
         evaluate_every: steps between evaluations; null evaluates before and after training only.
         patience: stop after so many evaluations in a row without a better one; null trains to the end.
         keep_best: the model folder gets the weights with the best evaluation, otherwise the last ones.
@@ -120,7 +123,7 @@ class TrainerSettings:
     gradient_accumulation: int = 1
     chunk_size: int | None = None
     shard_model: bool = False
-    compile: bool = False
+    compile: bool | Literal["graphs"] = False
     evaluate_every: int | None = None
     patience: int | None = None
     keep_best: bool = True
@@ -179,3 +182,7 @@ class TrainerSettings:
             raise DualencError("guide_left and guide_right are given together; name the embeddings of both sides")
         if self.patience is not None and (self.evaluate_every is None or not self.keep_best):
             raise DualencError("patience counts evaluations; set evaluate_every, and leave keep_best true")
+        if self.compile == "graphs" and (self.chunk_size is not None or self.gradient_accumulation > 1):
+            raise DualencError(
+                "compile=graphs makes each step in one piece; leave chunk_size and gradient_accumulation out"
+            )

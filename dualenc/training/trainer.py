@@ -22,6 +22,7 @@ from dualenc.errors import DualencError, nearest
 from dualenc.objectives.base import Objective
 from dualenc.training.checkpoint import claimed
 from dualenc.training.devices import deterministic_algorithms, place, start_accelerator, synchronised
+from dualenc.training.encoding import FIXED_LENGTH
 from dualenc.training.evaluators import Evaluator
 from dualenc.training.hold_out import hold_out
 from dualenc.training.loader import explain_killed_worker
@@ -164,7 +165,7 @@ class Trainer(TrainerSettings):
             model.name_prompts(pairs.prompts)
         skeleton = None
         if self.shard_model:
-            check_shardable(model, self.optimizer, self.mixed_precision, self.compile)
+            check_shardable(model, self.optimizer, self.mixed_precision, bool(self.compile))
         is_divided = self.shard_model and distributed.is_initialized()
         # Sharding moves a rank's part only: the whole model may not fit on the device.
         model = place(model, device, self.chunk_size, move=not is_divided)
@@ -173,7 +174,11 @@ class Trainer(TrainerSettings):
         if self.compile:
             # A set, as both sides may be one tower.
             for tower in {model.left, model.right}:
-                tower.compile(dynamic=True)
+                if self.compile == "graphs":
+                    tower.prepare.pad_to_multiple_of = FIXED_LENGTH
+                    tower.compile(mode="reduce-overhead", dynamic=False)
+                else:
+                    tower.compile(dynamic=True)
         if pairs.negatives is not None and self.chunk_size is None and waits_for_others(model):
             raise DualencError(
                 "mined negatives do not go with BatchNorm on several processes, some of which may have none of "

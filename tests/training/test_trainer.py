@@ -9,8 +9,10 @@ import torch
 from accelerate.state import AcceleratorState
 
 from dualenc.batching import RandomBatches
+from dualenc.data import PairDataset
+from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.errors import DualencError
-from dualenc.objectives import ISIR, InfoNCE, SogCLR, base
+from dualenc.objectives import ISIR, GlobalCache, InfoNCE, SogCLR, base
 from dualenc.training.log import read_metrics
 from dualenc.training.trainer import Trainer, place, start_accelerator, synchronised
 from tests.training.fakes import (
@@ -252,7 +254,7 @@ def test_a_run_is_not_overwritten_by_accident(tmp_path):
         ({"learning_rate": -1.0}, "learning_rate is -1.0"),
         ({"weight_decay": float("inf")}, "weight_decay is inf"),
         ({"mixed_precision": "fp16"}, "fp16 does not work on cpu; use bf16 or no"),
-        ({"mixed_precision": "half"}, "choose no, bf16 or fp16"),
+        ({"mixed_precision": "half"}, "choose no, bf16, fp16 or auto"),
         ({"tracker": "tensorbord"}, "tracker 'tensorbord' is not installed or unknown"),
         ({"on_error": "stop"}, "choose 'skip' or 'raise'"),
         ({"selection_embeddings": "now"}, "selection_embeddings is 'now'; choose 'epoch' or 'fresh'"),
@@ -346,6 +348,13 @@ def test_five_lines_are_enough(tmp_path):
     assert (result.model_folder / "weights.pt").exists()
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_auto_is_bf16_where_it_is_fast(tmp_path, monkeypatch, is_fast):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": is_fast})
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_fast)
+    assert start_accelerator("auto", [], tmp_path).mixed_precision == ("bf16" if is_fast else "no")
+
+
 def test_runs_of_different_precision_may_follow_one_another(tmp_path):
     for precision in ("no", "bf16", "no"):
         accelerator = start_accelerator(precision, [], tmp_path)
@@ -405,3 +414,24 @@ def test_compiled_towers_train_to_the_same_weights(tmp_path):
         runs[compiled] = weights(tmp_path / str(compiled))
     assert runs[True].keys() == runs[False].keys(), "compiling changes no name"
     assert all(torch.allclose(runs[True][name], runs[False][name], atol=1e-5) for name in runs[True])
+
+
+@pytest.mark.nightly
+def test_towers_of_fixed_shapes_train_to_the_same_weights(tmp_path):
+    texts = [
+        " ".join(["fox", "dog", "hen", "ant"][(number + k) % 4] for k in range(2 + number % 5)) for number in range(40)
+    ]
+    tokenizer = train_tokenizer(texts, 300, max_length=40)
+    config = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config |= {"intermediate_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    pairs = PairDataset(texts, texts[::-1])
+    runs = {}
+    for compiled in (False, "graphs"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = TextEncoder(config=config, tokenizer=tokenizer, max_length=40)
+        objective = GlobalCache(temperature=0.1, num_left=40, num_right=40)
+        # Out-of-batch items, and a last batch, of fewer than the 16 that are encoded.
+        train(tmp_path / str(compiled), model=model, pairs=pairs, objective=objective, compile=compiled)
+        runs[compiled] = model.left.eval()(model.left.prepare(texts)).detach()
+    assert torch.allclose(runs["graphs"], runs[False], atol=1e-5)
