@@ -8,9 +8,10 @@ import numpy as np
 
 from dualenc.data.columns import Column, ColumnImages, Joined, Picked, Texts, number_distinct
 from dualenc.data.corpus import Corpus
+from dualenc.data.line_tables import kind_of_type
 from dualenc.data.pairs import PairDataset, Ragged
 from dualenc.data.tables import DataTable
-from dualenc.data.vectors import Faults, VectorColumn, VectorKeys, holds_vectors, usable
+from dualenc.data.vectors import Faults, VectorColumn, usable
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality
 
@@ -43,9 +44,7 @@ class ColumnPairs(PairDataset):
         right = _Values(table, right_column, right_modality, right_vectors)
         if left.is_list:
             raise DualencError(f"{table.source}: column {left_column!r} holds lists; name it as right_column instead")
-        weights = None
-        if weight_column is not None:
-            weights = _weights(table, weight_column)
+        weights = None if weight_column is None else _weights(table, weight_column)
         right_places = _paired_values(table, left, right, weights, weight_column)
         rows = right.rows[right_places]  # of each pair
         table.skips.demand(len(rows), "pair")
@@ -181,7 +180,7 @@ class _Values:
         is_list: whether a row may hold several values.
         rows: (n,) the row of each value.
         items: (n,) texts, images or vectors.
-        keys: strings that are equal for equal items; None where they would cost reading every image.
+        keys: strings or vectors, equal for equal items; None where they would cost reading every image.
         faults: which values cannot be used; the first reason is also that of a row without any.
         dim: size of the vectors in the column.
     """
@@ -200,8 +199,15 @@ class _Values:
         self.items: Items
         self.keys: Items | None
         self.faults: Faults
-        if vectors is None and (modality == "vector" or (modality is None and holds_vectors(table, name))):
-            self._read_vectors(VectorColumn(table, name, dim))
+        in_vectors = kind_of_type(table.dataset.data.schema.field(name).type) in ("vector", "vectors")
+        if vectors is None and (modality == "vector" or (modality is None and in_vectors)):
+            self.modality = "vector"
+            found = VectorColumn(table, name, dim)
+            self.is_list = found.is_list
+            self.rows = found.rows
+            self.dim = found.dim
+            self.items = self.keys = found.items
+            self.faults = found.faults
             return
         column = Column(table, name, "text" if vectors is not None else modality, lists=True)
         texts = Texts(column)
@@ -220,15 +226,6 @@ class _Values:
             self.items = Picked(vectors.items, place)
             missing = filled & (place < 0)
             self.faults["id without a vector"] = (missing, f"column {name!r} names what is not embedded")
-
-    def _read_vectors(self, column: VectorColumn) -> None:
-        self.modality = "vector"
-        self.is_list = column.is_list
-        self.rows = column.rows
-        self.dim = column.dim
-        self.items = column.items
-        self.keys = VectorKeys(column.items)
-        self.faults = column.faults
 
     def skip(self, bad: np.ndarray, without: np.ndarray | None = None) -> None:
         """Count values that are bad (n,), and rows that hold none, as bad samples."""
@@ -279,10 +276,7 @@ def _number(
     items: Items, keys: Items | None, positions: np.ndarray, deduplicate: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """First position of each item that is distinct by its key; the item's number by position, else -1."""
-    if keys is not None and deduplicate:
-        first, inverse = number_distinct(keys, positions)
-    else:
-        first, inverse = positions, np.arange(len(positions))
+    first, inverse = number_distinct(keys if deduplicate else None, positions)
     number = np.full(len(items), -1, dtype=np.int64)
     number[positions] = inverse
     return first, number

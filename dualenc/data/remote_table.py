@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dualenc.data.columns import Picked
-from dualenc.data.corpus import Corpus
+from dualenc.data.corpus import Corpus, distinct_ids
 from dualenc.data.remote import RemoteFile
 from dualenc.data.skips import Skips
 from dualenc.data.tables import check_columns
@@ -142,15 +142,7 @@ def remote_corpus(texts: RemoteTexts, id_column: str | None, skips: Skips, limit
     `skips` counts rows without an id and those with an id used before.
     """
     rows = range(len(texts) if limit is None else min(limit, len(texts)))
-    first_row: dict[str, int] = {}
-    if id_column is None:
-        first_row = {str(row): row for row in rows}
-    else:
-        for row, value in zip(rows, texts.values(id_column)):
-            if value is None:
-                skips.bad("document without an id", texts.where(row), "give it one")
-            elif first_row.setdefault(str(value), row) != row:
-                skips.bad("document with an id used before", texts.where(row), f"{str(value)!r} is a duplicate")
-    skips.demand(len(first_row), "document")
-    positions = np.fromiter(first_row.values(), dtype=np.int64, count=len(first_row))
-    return Corpus(list(first_row), Picked(texts, positions), "text")
+    values = rows if id_column is None else texts.values(id_column)
+    named = ((row, None if value is None else str(value)) for row, value in zip(rows, values))
+    ids, positions = distinct_ids(named, skips, texts.where, "document")
+    return Corpus(ids, Picked(texts, positions), "text")

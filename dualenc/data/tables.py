@@ -22,6 +22,7 @@ from dualenc.data.line_tables import (
     ColumnKind,
     Reshape,
     check_columns,
+    kind_of_type,
     kinds_of_records,
     table_of_lines,
 )
@@ -156,10 +157,7 @@ def _root(source: str, files: Sequence[TableFile]) -> Path:
 
     if not files:
         return Path(source if is_saved(source) else config.HF_CACHE_HOME)
-    first = files[0]
-    if isinstance(first, RemoteFile):
-        return cache_folder() / "remote" / first.key
-    return first.parent
+    return cache_folder() / "remote" / files[0].key if isinstance(files[0], RemoteFile) else files[0].parent
 
 
 def peek_columns(source: str | Path, split: str = "train", subset: str | None = None) -> dict[str, ColumnKind]:
@@ -173,16 +171,15 @@ def peek_columns(source: str | Path, split: str = "train", subset: str | None = 
     """
     files = find_files(str(source), split)
     if files and not is_parquet(files[0]):
-        (file,) = local_copies(files[:1])
-        skips = Skips(file)
-        kinds = kinds_of_records(file, skips)
+        skips = Skips(source)
+        kinds = kinds_of_records(local_copies(files[:1])[0], skips)
         skips.demand(len(kinds), "record")
         return kinds
     if files:
         schema = _footer(files[0]).schema.to_arrow_schema()
     else:
         schema = _from_datasets(str(source), subset, split).data.schema
-    return {column.name: _kind_of_type(column.type) for column in schema}
+    return {column.name: kind_of_type(column.type) for column in schema}
 
 
 def peek_lines(source: str | Path, split: str = "train", quotes: bool = True) -> dict[str, ColumnKind]:
@@ -194,16 +191,7 @@ def peek_lines(source: str | Path, split: str = "train", quotes: bool = True) ->
     files = find_files(str(source), split)
     if not files or is_parquet(files[0]):
         return {}
-    (file,) = local_copies(files[:1])
-    return kinds_of_records(file, Skips(file), quotes)
-
-
-def _kind_of_type(kind: pa.DataType) -> ColumnKind:
-    if "list" not in str(kind).partition("<")[0]:
-        return "value"
-    if pa.types.is_floating(kind.value_type):
-        return "vector"
-    return "vectors" if _kind_of_type(kind.value_type) == "vector" else "list"
+    return kinds_of_records(local_copies(files[:1])[0], Skips(source), quotes)
 
 
 def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
@@ -262,9 +250,7 @@ def _parquet_batches(
                         for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=schema.names):
                             bar.update(len(batch))
                             yield from pa.Table.from_batches([batch]).select(schema.names).cast(schema).to_batches()
-            except DualencError:
-                raise
-            except (pa.ArrowException, OSError, ValueError) as error:  # broken pages, files that differ
+            except (pa.ArrowException, OSError) as error:  # broken pages, files that differ
                 raise DualencError(f"{file}: cannot be read ({first_line(error)}); fetch it again") from None
 
 
