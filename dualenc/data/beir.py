@@ -11,7 +11,7 @@ import numpy as np
 
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.line_tables import ColumnKind
-from dualenc.data.lines import read_text_lines
+from dualenc.data.lines import read_texts
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
 from dualenc.data.tables import open_table, peek_lines
@@ -212,9 +212,10 @@ def read_judgements(file: Path, skips: Skips) -> Iterator[Judgement]:
         BadSample: a line that is not UTF-8, a malformed line, or a pair judged twice, under on_error="raise".
     """
     seen: set[tuple[str, str]] = set()
-    for number, line in read_text_lines(file, skips):
+    # Whatever the file's suffix: blank lines are left out.
+    for number, line in read_texts(file, skips):
         fields = line.split("\t")
-        if not line.strip() or (number == 1 and fields[-1].strip() in _HEADERS):
+        if number == 1 and fields[-1].strip() in _HEADERS:
             continue
         # TREC separates by any space, and has a column of iterations that nobody uses.
         if len(fields) != 3 and len(words := line.split()) == 4:

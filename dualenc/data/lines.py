@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
 from tqdm import tqdm
@@ -25,9 +25,9 @@ LINE_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 Numbered = tuple[int, dict[str, Any]]
 
 
-def file_format(path: Path) -> str:
+def file_format(path: PurePath) -> str:
     """The suffix that decides how a file is read, in lower case and without `.gz`."""
-    return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
+    return PurePath(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
 
 
 MAX_LINE_BYTES = 64 << 20
@@ -53,39 +53,32 @@ def read_records(path: Path, skips: Skips, quotes: bool = True) -> Iterator[Numb
     suffix = file_format(path)
     if suffix not in LINE_FORMATS:
         raise DualencError(f"{path}: unknown format {suffix!r}; give one of {', '.join(LINE_FORMATS)}")
-    with open_stream(path) as stream:
+    with _open(path) as stream:
         if suffix in (".jsonl", ".ndjson"):
             yield from _json_lines(path, stream, skips)
         elif suffix == ".json":
             yield from _json_records(path, stream, skips)
         elif suffix == ".txt":
             for number, line in _text_lines(path, stream, skips):
-                # Blank lines separate and are no samples.
-                if line.strip():
-                    yield number, {"text": line}
+                yield number, {"text": line}
         else:
             yield from _separated(path, stream, skips, "," if suffix == ".csv" else "\t", quotes)
 
 
-def read_text_lines(path: Path, skips: Skips) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, line without its end) for each line of a text file, blank ones too.
+def read_texts(path: Path, skips: Skips) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 1, line without its end) for each line of a text file that is not blank.
 
     Raises:
         DualencError: the file is missing or no regular file.
         BadSample: a line that is not UTF-8 or above 64 MiB, under on_error="raise".
     """
-    with open_stream(path) as stream:
+    with _open(path) as stream:
         yield from _text_lines(path, stream, skips)
 
 
 @contextmanager
-def open_stream(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, decompressed, with a progress bar that appears after two seconds.
-
-    Raises:
-        DualencError: the file is missing or no regular file; or, of the reading in the block: not UTF-8, malformed
-            csv, a broken gzip file, an error of the disk.
-    """
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, decompressed, with a progress bar; errors of opening and reading become one line."""
     try:
         with open_regular(path) as raw:
             size = os.fstat(raw.fileno()).st_size
@@ -140,9 +133,12 @@ def _text_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[in
     for number, line in _byte_lines(path, stream, skips):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            yield number, text.removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
             skips.bad("line that is not UTF-8 text", f"{path}:{number}", f"{error.reason}; convert the file to UTF-8")
+            continue
+        # Blank lines separate and are no samples.
+        if text.strip():
+            yield number, text.removesuffix("\n").removesuffix("\r")
 
 
 def _json_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered]:
@@ -184,7 +180,7 @@ def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Number
         raise DualencError(f"{path}: a JSON list above {MAX_LIST_BYTES >> 20} MiB; write one record on each line")
     try:
         records = json.loads(data)
-    # `open_stream` explains it.
+    # `_open` explains it.
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:

@@ -39,7 +39,9 @@ def find_files(source: str, split: str) -> list[TableFile]:
     if has_one_split(source) and split_name(split) != ONLY_SPLIT:
         raise DualencError(f"{display_name(source)}: no split {split!r}; there are: {ONLY_SPLIT}")
     if is_url(source):
-        return _remote_files(source)
+        urls = expand(source)
+        _check_one_format(source, {url_suffix(url) for url in urls})
+        return [*open_files(urls)]
     path = Path(source)
     if is_saved(path):
         return []
@@ -56,25 +58,15 @@ def find_files(source: str, split: str) -> list[TableFile]:
         files = []
     if not files:
         raise DualencError(f"{source}: no such file; give a file, folder or glob of {_FORMATS}")
-    formats = {file_format(file) for file in files}
-    if len(formats) > 1 or not formats <= set(TABLE_FORMATS):
-        raise DualencError(
-            f"{source}: cannot be read as one table ({', '.join(sorted(formats))}); "
-            f"give files of one format among {_FORMATS}"
-        )
+    _check_one_format(source, {file_format(file) for file in files})
     return [*files]
 
 
-def _remote_files(url: str) -> list[TableFile]:
-    urls = expand(url)
-    formats = {url_suffix(each) for each in urls}
+def _check_one_format(source: str, formats: set[str]) -> None:
     if len(formats) > 1 or not formats <= set(TABLE_FORMATS):
         found = ", ".join(sorted(formats)) or "no suffix"
-        raise DualencError(
-            f"{display_name(url)}: no table ({found}); give the URL of files of one format among {_FORMATS}, or of "
-            ".tar files"
-        )
-    return [*open_files(urls)]
+        one = f"give files of one format among {_FORMATS}, or .tar files"
+        raise DualencError(f"{display_name(source)}: no table of one format ({found}); {one}")
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
@@ -124,10 +116,8 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     except (ValueError, AssertionError) as error:
-        raise DualencError(
-            f"{source}: no split {split!r}; there are: {', '.join(splits)}, and slices such as train[:90%] "
-            f"({first_line(error).rstrip('.')})"
-        ) from None
+        there = f"{', '.join(splits)}, and slices such as train[:90%] ({first_line(error).rstrip('.')})"
+        raise DualencError(f"{source}: no split {split!r}; there are: {there}") from None
     slices = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts if part.from_ < part.to]
     if not slices:
         sizes = ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -203,8 +204,8 @@ def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
         try:
             loaded = datasets.load_from_disk(source)
         except Exception as error:
-            reason = f"saved data set cannot be read ({first_line(error)}); save it again"
-            raise DualencError(f"{source}: {reason}") from None
+            reason = f"saved data set cannot be read ({first_line(error)})"
+            raise DualencError(f"{source}: {reason}; save it again") from None
         return select_split(loaded if isinstance(loaded, dict) else {ONLY_SPLIT: loaded}, split, source)
     try:
         return datasets.load_dataset(source, subset, split=split)
@@ -243,29 +244,35 @@ def _parquet_batches(
 ) -> Iterator[pa.RecordBatch]:
     with tqdm(desc=files[0].name, unit=" rows", delay=2, leave=False) as bar:
         for file, footer in zip(files, footers):
-            try:
-                with _open_parquet(file, footer) as parquet:
-                    # One row group at a time: pyarrow keeps what it has buffered of all that it is asked for.
-                    for group in range(parquet.num_row_groups):
-                        for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=schema.names):
-                            bar.update(len(batch))
-                            yield from pa.Table.from_batches([batch]).select(schema.names).cast(schema).to_batches()
-            except (pa.ArrowException, OSError) as error:  # broken pages, files that differ
-                raise DualencError(f"{file}: cannot be read ({first_line(error)}); fetch it again") from None
+            with broken_parquet(file), open_parquet(file, footer) as parquet:
+                # One row group at a time: pyarrow keeps what it has buffered of all that it is asked for.
+                for group in range(parquet.num_row_groups):
+                    for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=schema.names):
+                        bar.update(len(batch))
+                        yield from pa.Table.from_batches([batch]).select(schema.names).cast(schema).to_batches()
 
 
-def _open_parquet(file: TableFile, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
-    return pq.ParquetFile(file.open() if isinstance(file, RemoteFile) else file, metadata=footer)
+@contextmanager
+def broken_parquet(file: TableFile) -> Iterator[None]:
+    """Report what pyarrow raises of broken files and pages, and of files that differ, in one line."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = f"not a readable parquet file ({first_line(error)[:200]})"
+        raise DualencError(f"{file}: {reason}; fetch it again") from None
+
+
+def open_parquet(file: TableFile, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
+    """Open a parquet file; a remote one costs a request for its footer, unless that is given."""
+    with broken_parquet(file):
+        return pq.ParquetFile(file.open() if isinstance(file, RemoteFile) else file, metadata=footer)
 
 
 def _footer(file: TableFile) -> pq.FileMetaData:
-    """The schema and row groups of a parquet file, which cost a request of a remote one."""
-    try:
-        with _open_parquet(file) as parquet:
-            footer = parquet.metadata
-            names = footer.schema.to_arrow_schema().names
-    except (pa.ArrowException, OSError) as error:
-        raise DualencError(f"{file}: not a readable parquet file ({first_line(error)}); fetch it again") from None
+    """The schema and row groups of a parquet file."""
+    with broken_parquet(file), open_parquet(file) as parquet:
+        footer = parquet.metadata
+        names = footer.schema.to_arrow_schema().names
     duplicate = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if duplicate is not None:
         raise DualencError(f"{file}: two columns are called {duplicate!r}; rename one of them")
