@@ -57,9 +57,7 @@ class ColumnPairs(PairDataset):
         if negatives is not None:
             items, keys, places = negatives.behind(right, right_places)
         right_first, right_number = _number(items, keys, places, deduplicate)
-        scores = None
-        if score_columns is not None:
-            scores = _scores(table, score_columns[0], right.rows)[right_places]
+        scores = None if score_columns is None else _scores(table, score_columns[0], right.rows)[right_places]
         super().__init__(
             Picked(left.items, left_first),
             Picked(items, right_first),
@@ -71,9 +69,8 @@ class ColumnPairs(PairDataset):
             right_modality=right.modality,
         )
         if self.scores is not None and np.isnan(self.scores).all():
-            raise DualencError(
-                f"{table.source}: no positive has a teacher's score; mine them with `dualenc mine`, or leave scores out"
-            )
+            mend = "mine them with `dualenc mine`, or leave scores out"
+            raise DualencError(f"{table.source}: no positive has a teacher's score; {mend}")
         if negatives is not None:
             self._add_negatives(table, negatives, right_number, rows, score_columns)
         self.skipped = table.skips.report()
@@ -95,12 +92,9 @@ class ColumnPairs(PairDataset):
         positive = np.isin(query * self.num_right + ids.values, self.left_id * self.num_right + self.right_id)
         if positive.any():
             pair = np.repeat(np.arange(len(self)), ids.lengths)[np.argmax(positive)]
-            table.skips.bad(
-                "negative that is also a positive",
-                table.where(int(rows[pair])),
-                "remove it from the negatives",
-                int(positive.sum()),
-            )
+            where = table.where(int(rows[pair]))
+            reason = "negative that is also a positive"
+            table.skips.bad(reason, where, "remove it from the negatives", int(positive.sum()))
         self.negatives = ids.keep(~positive)
         if score_columns is not None:
             scores = _scores(table, score_columns[1], negatives.values.rows)
@@ -117,9 +111,8 @@ def _paired_values(
     if weights is not None:
         # Rows that are bad already are counted once, for the first reason.
         unweighted = ~np.isfinite(weights) & good_rows
-        table.skip_rows(
-            f"no weight of 0 or more in column {weight_column!r}", np.flatnonzero(unweighted), "mend the row"
-        )
+        reason = f"no weight of 0 or more in column {weight_column!r}"
+        table.skip_rows(reason, np.flatnonzero(unweighted), "mend the row")
         good_rows = good_rows & ~unweighted
     # A row with an empty list has no value on the right that could be counted as bad.
     without = np.bincount(right.rows, minlength=len(table)) == 0
@@ -251,10 +244,7 @@ def _weights(table: DataTable, name: str) -> np.ndarray:
 def _scores(table: DataTable, name: str, rows: np.ndarray) -> np.ndarray:
     """A teacher's score (n,) of each value of a column of lists, float32; NaN where there is none.
 
-    Args:
-        table: the rows; its `skips` counts lists of another length than the row's values.
-        name: the column of scores, a list for each row.
-        rows: (n,) ascending, the row of each value.
+    `rows` (n,), ascending, are those of the values. The table's `skips` counts lists of another length than a row's.
     """
     count = np.bincount(rows, minlength=len(table))
     starts = np.concatenate([[0], np.cumsum(count)])
@@ -265,9 +255,8 @@ def _scores(table: DataTable, name: str, rows: np.ndarray) -> np.ndarray:
             scores[starts[row] : starts[row + 1]] = [np.nan if score is None else score for score in given]
         elif count[row]:
             unfit.append(row)
-    table.skip_rows(
-        f"{name} that are not one for each text", np.array(unfit), "give a number each, or leave scores out"
-    )
+    mend = "give a number each, or leave scores out"
+    table.skip_rows(f"{name} that are not one for each text", np.array(unfit), mend)
     scores[~np.isfinite(scores)] = np.nan
     return scores
 

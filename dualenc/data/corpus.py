@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -59,18 +60,15 @@ class Corpus:
         self.columns = columns
         if len(self.ids) != len(self.items):
             raise DualencError(f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each")
-        # The set is cheap, and the search for the row is only needed for the message.
         if len(set(self.ids)) != len(self.ids):
-            first: dict[str, int] = {}
-            row = next(i for i, name in enumerate(self.ids) if first.setdefault(name, i) != i)
-            raise DualencError(f"ids: {self.ids[row]!r} is a duplicate (again at row {row}); ids must differ")
+            name, count = Counter(self.ids).most_common(1)[0]
+            raise DualencError(f"ids: {name!r} is a duplicate ({count} times); ids must differ")
         for name, rows in (("columns", self.columns), ("labels", self.labels)):
             if rows is not None and len(rows) != len(self.ids):
                 raise DualencError(f"{name} has {len(rows)} rows for {len(self.ids)} items; give one each")
-        if self.class_names is not None and self.labels is not None:
-            highest = self.labels.max(initial=-1)
-            if highest >= len(self.class_names):
-                raise DualencError(f"labels: class {highest} has no name among {len(self.class_names)} class_names")
+        highest = -1 if self.labels is None else self.labels.max(initial=-1)
+        if self.class_names is not None and highest >= len(self.class_names):
+            raise DualencError(f"labels: class {highest} has no name among {len(self.class_names)} class_names")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -108,9 +106,7 @@ class Corpus:
         if self.modality != "text":
             return ""
         line = " ".join(self.items[index][: 2 * SNIPPET_LENGTH].split())
-        if len(line) <= SNIPPET_LENGTH:
-            return line
-        return line[: SNIPPET_LENGTH - 1].rstrip() + "…"
+        return line if len(line) <= SNIPPET_LENGTH else line[: SNIPPET_LENGTH - 1].rstrip() + "…"
 
 
 class RetrievalSet(NamedTuple):

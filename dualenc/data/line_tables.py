@@ -51,15 +51,10 @@ def table_of_lines(
     limit: int | None = None,
     reshape: Reshape | None = None,
 ) -> Dataset:
-    """Read columns of line-based files of one format; the arguments are those of `dualenc.data.tables.open_table`.
+    """Read columns of line-based files of one format, and the file number and line of each row.
 
-    Returns:
-        The columns, as strings ("value"), lists of strings ("list"; a single text is a list of one), lists of numbers
-        ("vector") or lists of those ("vectors"; a single one is a list of one), and the file number and line of each
-        row. The cache keeps the counts of `skips` too.
-
-    Raises:
-        DualencError: an unreadable file, a column that no record has, a cache that is damaged or cannot be written.
+    The arguments are those of `dualenc.data.tables.open_table`. A single value in a column of lists is a list of one.
+    The cache keeps the counts of `skips` too.
     """
     fields = [(name, _TYPES[kind]) for name, kind in columns.items()]
     schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])

@@ -9,8 +9,9 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
@@ -37,22 +38,20 @@ MAX_LIST_BYTES = 1 << 30
 
 
 def read_records(path: Path, skips: Skips, quotes: bool = True) -> Iterator[Numbered]:
-    """Yield (line number from 1, record) for each record of a file, decompressed on the fly.
+    """Yield (line number from 1, record) for each record of a file of `LINE_FORMATS`, decompressed on the fly.
+
+    A .json file holds a list of records or one record per line; a .txt file one text per line, as {"text": …}.
 
     Args:
-        path: a .jsonl, .ndjson, .json, .csv, .tsv or .txt file, or one of these with .gz. A .json file holds a
-            list of records or one record per line; a .txt file one text per line, as {"text": …}.
+        path: the file, also with .gz.
         skips: counts malformed lines, and lines above 64 MiB.
         quotes: whether `"` encloses fields of csv and tsv files; False takes every character as it is.
 
     Raises:
-        DualencError: the file is missing, no regular file, of another format, not UTF-8, a broken gzip file, or a csv
-            file that names a column twice.
+        DualencError: the file is missing, no regular file, not UTF-8, broken, or names a column twice.
         BadSample: a malformed line, under on_error="raise".
     """
     suffix = file_format(path)
-    if suffix not in LINE_FORMATS:
-        raise DualencError(f"{path}: unknown format {suffix!r}; give one of {', '.join(LINE_FORMATS)}")
     with _open(path) as stream:
         if suffix in (".jsonl", ".ndjson"):
             yield from _json_lines(path, stream, skips)
@@ -125,8 +124,7 @@ def _byte_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[in
         # The rest of the line is read in pieces that are dropped.
         while line and not line.endswith(b"\n"):
             line = stream.readline(MAX_LINE_BYTES)
-        reason = f"line above {MAX_LINE_BYTES >> 20} MiB"
-        skips.bad(reason, f"{path}:{number}", "write one record on each line")
+        skips.bad(f"line above {MAX_LINE_BYTES >> 20} MiB", f"{path}:{number}", "write one record on each line")
 
 
 def _text_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[int, str]]:
@@ -193,41 +191,36 @@ def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Number
             skips.bad("not a JSON object", f"{path} record {number}", 'write a list of {"column": value, …}')
 
 
-class _Lines:
-    """Lines of a text stream for the csv module, which reads on after an error for a line that is too long."""
+def check_distinct(where: str, columns: Sequence[str]) -> None:
+    """Insist that no two columns have one name."""
+    duplicate = next((name for i, name in enumerate(columns) if name in columns[:i]), None)
+    if duplicate is not None:
+        raise DualencError(f"{where}: two columns are called {duplicate!r}; rename one of them")
 
-    def __init__(self, text: io.TextIOWrapper) -> None:
-        self.text = text
 
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> str:
-        line = self.text.readline(MAX_LINE_BYTES + 1)
-        if not line:
-            raise StopIteration
-        if len(line) > MAX_LINE_BYTES:
-            while line and not line.endswith(("\n", "\r")):
-                line = self.text.readline(MAX_LINE_BYTES)
-            raise csv.Error(f"line above {MAX_LINE_BYTES >> 20} MiB")
-        return line
+def _csv_line(text: io.TextIOWrapper) -> str:
+    line = text.readline(MAX_LINE_BYTES + 1)
+    if len(line) > MAX_LINE_BYTES:
+        while line and not line.endswith(("\n", "\r")):
+            line = text.readline(MAX_LINE_BYTES)
+        raise csv.Error(f"line above {MAX_LINE_BYTES >> 20} MiB")
+    return line
 
 
 def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quotes: bool) -> Iterator[Numbered]:
     # The default refuses documents longer than 131,072 characters.
     csv.field_size_limit(MAX_LINE_BYTES)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    quoting = {"quoting": csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE}
-    rows = csv.reader(_Lines(text), delimiter=delimiter, strict=True, **quoting)  # type: ignore[arg-type]
+    # Not a generator, which ends with the first error: the csv module reads on after a line that is too long.
+    lines = iter(partial(_csv_line, text), "")
+    rows = csv.reader(lines, delimiter=delimiter, strict=True, quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE)
     header = next(rows, None)
     if header is None:
         raise DualencError(f"{path}: empty file; its first line must name the columns")
     # The csv module reads UTF-16 as text with NUL characters, without an error.
     if any("\0" in name for name in header):
         raise DualencError(f"{path}:1: NUL characters in the header, as in UTF-16; convert the file to UTF-8")
-    duplicate = next((name for i, name in enumerate(header) if name.strip() and name in header[:i]), None)
-    if duplicate is not None:
-        raise DualencError(f"{path}:1: two columns are called {duplicate!r}; rename one of them")
+    check_distinct(f"{path}:1", [name for name in header if name.strip()])
     while True:
         before = rows.line_num
         try:

@@ -134,10 +134,10 @@ def open_corpus(
         else:
             # A column may have two roles, such as text and filter.
             others = [name for name in (title_column, label_column, id_column, *columns) if name is not None]
-            to_read = {**dict.fromkeys(others, "value"), main: kinds.get(main, "value")}
+            to_read: dict[str, ColumnKind] = {**dict.fromkeys(others, "value"), main: kinds.get(main, "value")}
             table = open_table(path, to_read, skips, allow_outside=allow_outside, **how)
-            named = {"title_column": title_column, "label_column": label_column, "id_column": id_column}
-            corpus = table_corpus(table, main, modality, columns=columns, **named)
+            how = {"title_column": title_column, "label_column": label_column, "id_column": id_column}
+            corpus = table_corpus(table, main, modality, columns=columns, **how)
     corpus.skipped = skips.report()
     return corpus
 

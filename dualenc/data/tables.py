@@ -27,6 +27,7 @@ from dualenc.data.line_tables import (
     kinds_of_records,
     table_of_lines,
 )
+from dualenc.data.lines import check_distinct
 from dualenc.data.remote import RemoteFile
 from dualenc.data.skips import Skips
 from dualenc.data.table_files import (
@@ -106,19 +107,14 @@ def open_table(
     """Open a table wherever it is.
 
     Args:
-        source: a .jsonl, .json, .csv, .tsv, .txt or .parquet file, a glob of such files, a folder of them, a folder
-            written by `datasets.save_to_disk`, the name of a dataset on the Hugging Face hub, or a URL of such files
-            (`dualenc.data.remote`), which go into the cache folder; of parquet only the named columns.
+        source: as for `dualenc.data.TablePairs`, or a URL of files (`dualenc.data.remote`), which go into the cache
+            folder; of parquet only the named columns.
         columns: the columns to read, and whether each may hold a list; others are not read.
         skips: counts malformed lines.
         optional: columns of these that may be missing.
-        split: which split of a folder, saved dataset or hub name, or slices of it as `datasets` writes them, such as
-            train[:90%]; of a file the only one is train.
-        subset: configuration of a hub dataset.
+        split: as for `TablePairs`, like `subset`, `quotes` and `allow_outside`; of a file the only one is train.
         limit: read the first rows of that only.
-        quotes: whether `"` encloses fields of csv and tsv files.
         reshape: applied to each record of a line-based file before its columns are taken.
-        allow_outside: whether image paths may lead out of the table's folder.
 
     Raises:
         DualencError: no such file, column or split; a broken file.
@@ -273,7 +269,5 @@ def _footer(file: TableFile) -> pq.FileMetaData:
     with broken_parquet(file), open_parquet(file) as parquet:
         footer = parquet.metadata
         names = footer.schema.to_arrow_schema().names
-    duplicate = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if duplicate is not None:
-        raise DualencError(f"{file}: two columns are called {duplicate!r}; rename one of them")
+    check_distinct(str(file), names)
     return footer
