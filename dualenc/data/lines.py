@@ -12,23 +12,19 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from tqdm import tqdm
 
 from dualenc.data.skips import Skips
+from dualenc.data.urls import file_format
 from dualenc.errors import DualencError
 from dualenc.reading import open_regular
 
 LINE_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 
 Numbered = tuple[int, dict[str, Any]]
-
-
-def file_format(path: PurePath) -> str:
-    """The suffix that decides how a file is read, in lower case and without `.gz`."""
-    return PurePath(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
 
 
 MAX_LINE_BYTES = 64 << 20

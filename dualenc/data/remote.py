@@ -122,11 +122,6 @@ class RemoteFile:
         """The last part of the URL's path."""
         return PurePosixPath(urlsplit(self.url).path).name
 
-    @property
-    def stem(self) -> str:
-        """The name without its suffix."""
-        return PurePosixPath(self.name).stem
-
     @cached_property
     def key(self) -> str:
         """Cache key of URL, size and stamp."""

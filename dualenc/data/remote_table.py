@@ -74,8 +74,6 @@ class RemoteTexts:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> str:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
         number = self._group_of(index)
         row = int(index - self._starts[number])
         file, group, _ = self._groups[number]
@@ -125,10 +123,7 @@ class RemoteTexts:
 
 
 def remote_corpus(texts: RemoteTexts, id_column: str | None, skips: Skips, limit: int | None = None) -> Corpus:
-    """Remote texts as items to embed; their ids are those of a column, read at once, or the rows' numbers.
-
-    `skips` counts rows without an id and those with an id used before.
-    """
+    """Remote texts as items to embed; their ids are those of a column, read at once, or the rows' numbers."""
     rows = range(len(texts) if limit is None else min(limit, len(texts)))
     values = rows if id_column is None else texts.values(id_column)
     named = ((row, None if value is None else str(value)) for row, value in zip(rows, values))

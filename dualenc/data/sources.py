@@ -11,24 +11,25 @@ from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
 from dualenc.data.labels import labels_of_folders
 from dualenc.data.line_tables import ColumnKind
-from dualenc.data.lines import file_format
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
 from dualenc.data.remote import RemoteFile
 from dualenc.data.remote_table import RemoteTexts, remote_corpus
 from dualenc.data.skips import Skips
-from dualenc.data.table_files import (
+from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
+from dualenc.data.tables import (
     ONLY_SPLIT,
     TABLE_FORMATS,
     check_whole,
     find_files,
+    first_of,
     has_one_split,
     is_saved,
     is_whole,
+    open_table,
+    peek_columns,
 )
-from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
-from dualenc.data.tables import open_table, peek_columns
-from dualenc.data.urls import display_name, is_url, url_suffix
+from dualenc.data.urls import display_name, file_format, is_url, url_suffix
 from dualenc.data.vectors import ID_NAMES, is_vectors, open_vectors, usual_ids
 from dualenc.data.webdataset import IMAGES, WebDatasetPairs, is_tars, tar_corpus
 from dualenc.errors import DualencError
@@ -119,13 +120,13 @@ def open_corpus(
         # Titles belong to texts, classes to images.
         if modality == "image":
             title_column = None
-            label_column = label_column or _first_of(kinds, ("label",), but=main)
+            label_column = label_column or first_of(kinds, ("label",), but=main)
         else:
             label_column = None
             # Next to a text column that the user chose, a title is only joined when it is named too.
             if text_column is None:
-                title_column = title_column or _first_of(kinds, ("title",), but=main)
-        id_column = id_column or _first_of(kinds, ID_NAMES, but=main)
+                title_column = title_column or first_of(kinds, ("title",), but=main)
+        id_column = id_column or first_of(kinds, ID_NAMES, but=main)
         # Whole remote texts are read by row groups on demand: such a corpus may exceed the disk.
         remote_parquet = is_url(path) and url_suffix(str(path)) == ".parquet"
         if remote_parquet and modality == "text" and kinds.get(main) == "value" and is_whole(split) and not columns:
@@ -178,8 +179,8 @@ def open_pairs(
     # Only without named columns: files of mined negatives may have further ones to train on.
     if left_column is None and right_column is None and {"pos", "positive_passages"} & kinds.keys():
         return MinedPairs(path, split=split, limit=limit, on_error=on_error)
-    left = left_column or _first_of(kinds, (*_SURELY_IMAGES, *_QUERIES, "file_name"))
-    right = right_column or _first_of(kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), but=left)
+    left = left_column or first_of(kinds, (*_SURELY_IMAGES, *_QUERIES, "file_name"))
+    right = right_column or first_of(kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), but=left)
     if left is None or right is None:
         missing = "left_column" if left is None else "right_column"
         told = f"no telling which column is {missing}; name it (columns: {', '.join(kinds)})"
@@ -219,14 +220,10 @@ def _main_column(
     if image_column is not None:
         return image_column, "image"
     for names, kind in _MAIN:
-        name = _first_of(kinds, names)
+        name = first_of(kinds, names)
         if name is not None and modality in (kind, None):
             return name, kind
     if len(kinds) == 1:
         return next(iter(kinds)), modality or "text"
     argument = {"text": "text_column", "image": "image_column", None: "text_column or image_column"}[modality]
     raise DualencError(f"{source}: no telling which column to read; name {argument} (columns: {', '.join(kinds)})")
-
-
-def _first_of(kinds: dict[str, ColumnKind], names: tuple[str, ...], but: str | None = None) -> str | None:
-    return next((name for name in names if name in kinds and name != but), None)

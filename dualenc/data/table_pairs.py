@@ -19,8 +19,7 @@ from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_records
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
-from dualenc.data.table_files import TABLE_FORMATS
-from dualenc.data.tables import DataTable, open_table, peek_columns, peek_lines
+from dualenc.data.tables import TABLE_FORMATS, DataTable, first_of, open_table, peek_columns, peek_lines
 from dualenc.data.urls import display_name
 from dualenc.data.vectors import is_vectors, open_vectors, usual_ids
 from dualenc.errors import DualencError
@@ -112,14 +111,10 @@ class MinedPairs(ColumnPairs):
 
     FlagEmbedding: `{"query": …, "pos": [text, …], "neg": [text, …]}`. Tevatron: `{"query": …, "positive_passages":
     [{"docid", "title", "text"}, …], "negative_passages": […]}`. A query with several positives makes one pair each.
-    Equal texts are the same item, wherever they occur.
+    Equal texts are the same item, wherever they occur. Vectors may take the place of the texts, as lists of numbers.
 
-    Vectors may take the place of the texts, as lists of numbers in the file; or the file holds ids of other vectors:
-
-        MinedPairs("mined.jsonl", queries="emb/queries", documents="emb/corpus")
-
-    Of Tevatron's lines, `query_id` and each `docid` are then read, so that one file serves for the texts and for their
-    embeddings; of `{"query", "pos", "neg"}`, these are ids.
+    With `queries` and `documents` the file holds ids of these vectors: `query_id` and each `docid` of Tevatron's lines,
+    so that one file serves for the texts and for their embeddings, or `query`, `pos` and `neg`.
 
     Args:
         path: a .jsonl file, or a glob of them.
@@ -318,7 +313,7 @@ def _table_of_text_files(folder: Path, names: list[str], skips: Skips) -> DataTa
 
 def _first(file: Path, names: tuple[str, ...], argument: str) -> str:
     columns = peek_columns(file)
-    found = next((name for name in names if name in columns), None)
+    found = first_of(columns, names)
     if found is None:
         raise DualencError(f"{file}: none of the columns {', '.join(columns)} is known; name one by {argument}=")
     return found

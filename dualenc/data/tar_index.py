@@ -77,22 +77,10 @@ class Tars:
         return {**self.__dict__, "_open": {}}
 
 
-def tar_identity(tar: Tar) -> bytes:
-    """Checksum of a tar: of a remote one its size and version."""
-    return tar.identity() if isinstance(tar, RemoteFile) else file_identity(tar)
-
-
 def index_tar(tar: Tar, skips: Skips, index_folder: Path | None = None) -> pa.Table:
     """The samples of one tar, from its index if that is up to date; otherwise the tar is scanned once.
 
-    Args:
-        tar: an uncompressed tar.
-        skips: counts broken members.
-        index_folder: where indexes are kept; by default next to the tar, or in the cache folder if that cannot be
-            written to or the tar is remote.
-
-    Returns:
-        Columns `sample`, and the lists `extension`, `offset` and `size` of its files; a row per sample.
+    `skips` counts broken members. A row per sample: its name, and lists of its files' extensions, offsets and sizes.
     """
     size, stamp, places = _places_of_index(tar, index_folder)
     for place in places:

@@ -15,12 +15,13 @@ import pyarrow.compute as pc
 
 from dualenc.data.columns import Picked, number_distinct
 from dualenc.data.corpus import Corpus
+from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES
 from dualenc.data.lines import MAX_LINE_BYTES
 from dualenc.data.pairs import PairDataset
 from dualenc.data.remote import expand, open_files
 from dualenc.data.skips import Skips
-from dualenc.data.tar_index import Tar, Tars, index_tar, tar_identity
+from dualenc.data.tar_index import Tar, Tars, index_tar
 from dualenc.data.urls import is_url, url_suffix
 from dualenc.decoding import MAX_BYTES, decode_image
 from dualenc.errors import BadSample, DualencError
@@ -116,7 +117,7 @@ def tar_corpus(path: str | Path, member: str = IMAGES, *, on_error: OnError = "s
     names = [files.name(row) for row in rows.tolist()]
     # Samples of different tars may have the same name.
     if len(set(names)) < len(names):
-        names = [f"{files.tars.paths[files.tar[row]].stem}/{name}" for row, name in zip(rows, names)]
+        names = [f"{Path(files.tars.paths[files.tar[row]].name).stem}/{name}" for row, name in zip(rows, names)]
     corpus = Corpus(names, Picked(files, rows), files.modality)
     corpus.skipped = skips.report()
     return corpus
@@ -224,7 +225,7 @@ class _Files:
     @cached_property
     def _tar_identities(self) -> list[bytes]:
         """Name and checksum of each tar."""
-        return [tar.name.encode(errors="surrogateescape") + b" " + tar_identity(tar) for tar in self.tars.paths]
+        return [tar.name.encode(errors="surrogateescape") + b" " + file_identity(tar) for tar in self.tars.paths]
 
 
 def is_tars(path: str | Path) -> bool:
