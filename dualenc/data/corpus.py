@@ -203,14 +203,11 @@ def table_corpus(
 ) -> Corpus:
     """The texts or images of a table, in the order of its rows, without empty ones and without repeated ids.
 
+    The arguments are those of `dualenc.data.open_corpus`.
+
     Args:
         table: the rows; its `skips` counts bad ones.
         main_column: images, texts, or lists of texts, whose ids then are `ID#0`, `ID#1`, …
-        modality: what it holds.
-        title_column: joined in front of a text.
-        label_column: classes of images.
-        id_column: ids; by default the row's number.
-        columns: of the table, to keep for filters.
         what: names a text in errors.
     """
     column = Column(table, main_column, modality, lists=modality == "text")

@@ -240,12 +240,11 @@ def read_head(folder: Path, wanted: str, versions: tuple[int, int], other: str, 
     Raises:
         DualencError: the file is missing, malformed, of another format or of another version.
     """
-    meta = read_json_object(folder / "meta.json")
-    if meta.get("format") != wanted:
+    path = folder / "meta.json"
+    if read_json_object(path).get("format") != wanted:
         raise DualencError(f"{folder}: {other}")
-    found = meta.get("version")
-    if type(found) is not int:
-        raise DualencError(f"{folder / 'meta.json'}: its version is {str(found)[:40]!r}, not a number; {mend}")
+    meta = read_json_object(path, {"version": int})
+    found = meta["version"]
     if found > versions[1]:
         raise DualencError(f"{folder}: written by a newer dualenc (format {found}); update dualenc to read it")
     if found < versions[0]:

@@ -109,10 +109,12 @@ def file_identity(path: Path | RemoteFile, read: bool = True) -> bytes:
         return b"unreadable"
 
 
-def digest_of(*parts: str | bytes | np.ndarray | Iterable[str]) -> str:
-    """Checksum of strings, bytes, arrays and lists of strings, in hexadecimal."""
+def digest_of(*parts: str | bytes | np.ndarray | Iterable[str] | None) -> str:
+    """Checksum of strings, bytes, arrays and lists of strings, in hexadecimal; None is left out."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
+        if part is None:
+            continue
         values: Iterable[Any] = [part] if isinstance(part, (str, bytes)) else part
         if isinstance(part, np.ndarray):
             values = [f"{part.dtype.str}{part.shape}", part]

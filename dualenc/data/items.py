@@ -34,12 +34,9 @@ _BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 
 
 class Texts(Sequence[str]):
-    """N strings of a column, decoded when they are asked for.
+    """N strings of a column, mapped from files and decoded when they are asked for.
 
-    Args:
-        strings: mapped from files.
-        path: of the file or folder, for error messages.
-        mend: how to repair it, for error messages.
+    Errors name the file or folder `path`, and how to repair it, `mend`.
 
     Raises:
         DualencError: offsets that point outside the data, or a missing string.
@@ -238,14 +235,7 @@ def write_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
 def write_items(
     folder: Path, ids: Iterable[str], texts: Iterable[str] | None = None, columns: pa.Table | None = None
 ) -> None:
-    """Write items.arrow and order.npy; the ids have passed `check_ids`.
-
-    Args:
-        folder: where.
-        ids: (N,), at least one.
-        texts: (N,), or None.
-        columns: (N,) rows of the user's columns, or None.
-    """
+    """Write items.arrow and order.npy: ids (N,), at least one, that have passed `check_ids`, and texts and columns."""
     count = 0
 
     def batches() -> Iterator[pa.RecordBatch]:

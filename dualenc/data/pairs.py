@@ -235,12 +235,9 @@ class PairDataset:
         # Views have one collection: it is read once.
         left = items_identity(self.left_items, self.left_modality)
         same = self.right_items is self.left_items and self.right_modality == self.left_modality
-        negatives = ""
-        if self.negatives is not None:
-            negatives = digest_of(*self.negatives, *_given(self.negative_scores))
         return {
-            "pairs": digest_of(self.left_id, self.right_id, *_given(self.weights, self.scores)),
-            "negatives": negatives,
+            "pairs": digest_of(self.left_id, self.right_id, self.weights, self.scores),
+            "negatives": "" if self.negatives is None else digest_of(*self.negatives, self.negative_scores),
             "left_items": left,
             "right_items": left if same else items_identity(self.right_items, self.right_modality),
         }
@@ -301,10 +298,6 @@ class PairDataset:
     def pair_counts(self, side: Side) -> np.ndarray:
         """(N,) the number of an epoch's pairs that each item of a side occurs in."""
         return np.bincount(self.item_ids(side), minlength=len(self.items(side)))
-
-
-def _given(*arrays: np.ndarray | None) -> list[np.ndarray]:
-    return [array for array in arrays if array is not None]
 
 
 def _checked_numbers(name: str, numbers: Sequence[float] | np.ndarray | None, count: int) -> np.ndarray | None:

@@ -256,7 +256,9 @@ def broken_parquet(file: TableFile) -> Iterator[None]:
     """Report what pyarrow raises of broken files and pages, and of files that differ, in one line."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except DualencError:
+        raise
+    except Exception as error:  # pyarrow has several kinds
         reason = f"not a readable parquet file ({first_line(error)[:200]})"
         raise DualencError(f"{file}: {reason}; fetch it again") from None
 
