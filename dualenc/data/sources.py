@@ -28,6 +28,7 @@ from dualenc.data.tables import (
     is_whole,
     open_table,
     peek_columns,
+    usual_column,
 )
 from dualenc.data.urls import display_name, file_format, is_url, url_suffix
 from dualenc.data.vectors import ID_NAMES, is_vectors, open_vectors, usual_ids
@@ -179,12 +180,8 @@ def open_pairs(
     # Only without named columns: files of mined negatives may have further ones to train on.
     if left_column is None and right_column is None and {"pos", "positive_passages"} & kinds.keys():
         return MinedPairs(path, split=split, limit=limit, on_error=on_error)
-    left = left_column or first_of(kinds, (*_SURELY_IMAGES, *_QUERIES, "file_name"))
-    right = right_column or first_of(kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), but=left)
-    if left is None or right is None:
-        missing = "left_column" if left is None else "right_column"
-        told = f"no telling which column is {missing}; name it (columns: {', '.join(kinds)})"
-        raise DualencError(f"{display_name(path)}: {told}")
+    left = left_column or usual_column(path, kinds, (*_SURELY_IMAGES, *_QUERIES, "file_name"), "left_column")
+    right = right_column or usual_column(path, kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), "right_column", but=left)
     how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "allow_outside": allow_outside}
     return TablePairs(path, left, right, deduplicate=deduplicate, on_error=on_error, **how)
 

@@ -19,7 +19,7 @@ from dualenc.data.line_tables import ColumnKind
 from dualenc.data.lines import read_records
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
-from dualenc.data.tables import TABLE_FORMATS, DataTable, first_of, open_table, peek_columns, peek_lines
+from dualenc.data.tables import TABLE_FORMATS, DataTable, open_table, peek_columns, peek_lines, usual_column
 from dualenc.data.urls import display_name
 from dualenc.data.vectors import is_vectors, open_vectors, usual_ids
 from dualenc.errors import DualencError
@@ -261,8 +261,9 @@ class ImageFolderPairs(ColumnPairs):
             image_column, caption_column = "image", "captions"
             table = _table_of_text_files(folder, names, Skips(path, on_error))
         else:
-            image_column = image_column or _first(file, IMAGE_NAMES, "image_column")
-            caption_column = caption_column or _first(file, CAPTION_NAMES, "caption_column")
+            known = peek_columns(file)
+            image_column = image_column or usual_column(file, known, IMAGE_NAMES, "image_column")
+            caption_column = caption_column or usual_column(file, known, CAPTION_NAMES, "caption_column")
             table = open_table(file, {image_column: "value", caption_column: "list"}, Skips(file, on_error))
             table.root = folder
             # Links among a folder's images are followed.
@@ -309,14 +310,6 @@ def _table_of_text_files(folder: Path, names: list[str], skips: Skips) -> DataTa
     # Explicit, because an empty first list has no type to infer.
     features = Features({"image": Value("string"), "captions": List(Value("string"))})
     return DataTable(str(folder), Dataset.from_list(rows, features=features), skips, folder, allow_outside=True)
-
-
-def _first(file: Path, names: tuple[str, ...], argument: str) -> str:
-    columns = peek_columns(file)
-    found = first_of(columns, names)
-    if found is None:
-        raise DualencError(f"{file}: none of the columns {', '.join(columns)} is known; name one by {argument}=")
-    return found
 
 
 class ImageViews(PairDataset):

@@ -182,6 +182,17 @@ def first_of(columns: Iterable[str], names: Iterable[str], but: str | None = Non
     return next((name for name in names if name in columns and name != but), None)
 
 
+def usual_column(
+    source: object, columns: Iterable[str], names: Iterable[str], argument: str, but: str | None = None
+) -> str:
+    """The `first_of` some usual names, for an argument that the user left out; a `DualencError` if there is none."""
+    found = first_of(columns, names, but)
+    if found is None:
+        there = ", ".join(columns)
+        raise DualencError(f"{display_name(source)}: no telling which column is {argument}; name it (columns: {there})")
+    return found
+
+
 def peek_lines(source: str | Path, split: str = "train", quotes: bool = True) -> dict[str, ColumnKind]:
     """The kinds of the columns of a line-based file, by its first records; nothing for sources with types.
 

@@ -18,8 +18,7 @@ from dualenc.data.line_tables import ColumnKind, check_columns, is_list
 from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
-from dualenc.data.tables import DataTable, check_whole, first_of, open_table, peek_columns
-from dualenc.data.urls import display_name
+from dualenc.data.tables import DataTable, check_whole, first_of, open_table, peek_columns, usual_column
 from dualenc.errors import DualencError
 from dualenc.types import Items, OnError
 
@@ -253,11 +252,7 @@ def usable(faults: Faults, count: int) -> np.ndarray:
 def _usual_column(source: str, split: str, subset: str | None) -> str:
     kinds = peek_columns(source, split, subset)
     lists = [name for name, kind in kinds.items() if kind == "vector"]
-    found = first_of(kinds, VECTOR_NAMES) or (lists[0] if len(lists) == 1 else None)
-    if found is None:
-        told = f"no telling which column holds vectors; name it (columns: {', '.join(kinds)})"
-        raise DualencError(f"{display_name(source)}: {told}")
-    return found
+    return usual_column(source, kinds, [*VECTOR_NAMES, *(lists if len(lists) == 1 else ())], "the vectors")
 
 
 def usual_ids(source: str | Path, split: str = "train", subset: str | None = None) -> str | None:
