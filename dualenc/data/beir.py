@@ -11,7 +11,7 @@ import numpy as np
 
 from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
 from dualenc.data.line_tables import ColumnKind
-from dualenc.data.lines import read_text_lines
+from dualenc.data.lines import read_texts
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
 from dualenc.data.tables import open_table, peek_lines
@@ -122,11 +122,8 @@ def read_beir(
 
     Args:
         folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may end in .gz. Vectors may
-            take the place of texts, as for `BeirPairs`.
-        split: the qrels file to read, without `.tsv`.
-        titles: join a document's title to its text.
+            take the place of texts, as for `BeirPairs`, whose arguments the others are.
         columns: further fields of the documents, for `corpus.columns`, to filter by.
-        on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
 
     Raises:
         DualencError: a missing file, split or column, nothing usable.
@@ -175,10 +172,6 @@ def read_corpus(
     """The documents (part "corpus") or queries (part "queries") of a BEIR folder, in the order of the file.
 
     Further columns are fields of the lines besides `_id`, `title` and `text`, to keep for filters.
-
-    Raises:
-        DualencError: the file is missing or has nothing usable.
-        BadSample: a malformed line, an empty text, a repeated id, under on_error="raise".
     """
     file = next((f for end in ("", ".gz") if (f := Path(folder) / f"{part}.jsonl{end}").is_file()), None)
     vectors = _vectors_of(Path(folder), part)
@@ -187,18 +180,15 @@ def read_corpus(
         fields = peek_lines(file).keys()
         vectors = file if fields & set(VECTOR_NAMES) and "text" not in fields else None
     if vectors is not None:
-        id_column = None if vectors.is_dir() else "_id"
-        return open_vectors(vectors, id_column=id_column, columns=columns, skips=skips)
+        return open_vectors(vectors, id_column=None if vectors.is_dir() else "_id", columns=columns, skips=skips)
     if file is None:
         raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/")
-    to_read: dict[str, ColumnKind] = {"_id": "value", "text": "value"}
-    title = "title" if titles and part == "corpus" else None
-    if title is not None:
-        to_read[title] = "value"
-    to_read |= dict.fromkeys(columns, "value")
-    table = open_table(file, to_read, skips, optional=() if title is None else (title, "text"))
+    title = ["title"] if titles and part == "corpus" else []
+    to_read: dict[str, ColumnKind] = dict.fromkeys(["_id", "text", *title, *columns], "value")
+    table = open_table(file, to_read, skips, optional=[*title, "text"] if title else ())
     what = "query" if part == "queries" else "document"
-    return table_corpus(table, "text", title_column=title, id_column="_id", columns=columns, what=what)
+    title_column = title[0] if title else None
+    return table_corpus(table, "text", title_column=title_column, id_column="_id", columns=columns, what=what)
 
 
 def read_judgements(file: Path, skips: Skips) -> Iterator[Judgement]:
@@ -212,9 +202,10 @@ def read_judgements(file: Path, skips: Skips) -> Iterator[Judgement]:
         BadSample: a line that is not UTF-8, a malformed line, or a pair judged twice, under on_error="raise".
     """
     seen: set[tuple[str, str]] = set()
-    for number, line in read_text_lines(file, skips):
+    # Whatever the file's suffix: blank lines are left out.
+    for number, line in read_texts(file, skips):
         fields = line.split("\t")
-        if not line.strip() or (number == 1 and fields[-1].strip() in _HEADERS):
+        if number == 1 and fields[-1].strip() in _HEADERS:
             continue
         # TREC separates by any space, and has a column of iterations that nobody uses.
         if len(fields) != 3 and len(words := line.split()) == 4:

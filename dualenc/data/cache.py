@@ -15,7 +15,7 @@ import pyarrow as pa
 from dualenc.data.skips import Skips
 from dualenc.errors import DualencError
 from dualenc.files import atomic_path, write_json
-from dualenc.reading import read_json
+from dualenc.reading import read_json_object
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -63,18 +63,27 @@ def dataset_of_batches(
     target = cache_folder() / f"{digest[:32]}.arrow"
     counts = target.with_suffix(".json")
     # The counts are written after the table: a process killed in between leaves a table that is written again.
-    if not target.is_file() or (skips is not None and not counts.is_file()):
+    cached = target.is_file() and (skips is None or counts.is_file())
+    if not cached:
         try:
-            _write(target, schema, batches)
+            with (
+                atomic_path(target) as part,
+                pa.OSFile(str(part), "wb") as sink,
+                pa.ipc.new_stream(sink, schema) as out,
+            ):
+                for batch in batches:
+                    out.write_batch(batch)
             if skips is not None:
                 write_json(counts, {"counts": skips.counts, "first": skips.first})
         except OSError as error:
             raise unwritable_cache(target.parent, error) from None
-    elif skips is not None:
-        _restore_counts(counts, skips)
     try:
+        if cached and skips is not None:
+            kept = read_json_object(counts, {"counts": dict, "first": dict})
+            skips.counts.update(kept["counts"])
+            skips.first.update(kept["first"])
         return Dataset.from_file(str(target))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, DualencError) as error:
         raise DualencError(f"{target}: damaged data cache ({first_line(error)}); remove this file") from None
 
 
@@ -87,21 +96,3 @@ def unwritable_cache(folder: Path, error: OSError) -> DualencError:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _write(target: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
-    with (
-        atomic_path(target) as part,
-        pa.OSFile(str(part), "wb") as sink,
-        pa.ipc.new_stream(sink, schema) as writer,
-    ):
-        for batch in batches:
-            writer.write_batch(batch)
-
-
-def _restore_counts(file: Path, skips: Skips) -> None:
-    kept = read_json(file)
-    if not isinstance(kept, dict) or not all(isinstance(kept.get(part), dict) for part in ("counts", "first")):
-        raise DualencError(f"{file}: damaged data cache; remove this file")
-    skips.counts.update(kept["counts"])
-    skips.first.update(kept["first"])

@@ -8,9 +8,10 @@ import numpy as np
 
 from dualenc.data.columns import Column, ColumnImages, Joined, Picked, Texts, number_distinct
 from dualenc.data.corpus import Corpus
+from dualenc.data.line_tables import kind_of_type
 from dualenc.data.pairs import PairDataset, Ragged
 from dualenc.data.tables import DataTable
-from dualenc.data.vectors import Faults, VectorColumn, VectorKeys, holds_vectors, usable
+from dualenc.data.vectors import Faults, VectorColumn, usable
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality
 
@@ -43,9 +44,7 @@ class ColumnPairs(PairDataset):
         right = _Values(table, right_column, right_modality, right_vectors)
         if left.is_list:
             raise DualencError(f"{table.source}: column {left_column!r} holds lists; name it as right_column instead")
-        weights = None
-        if weight_column is not None:
-            weights = _weights(table, weight_column)
+        weights = None if weight_column is None else _weights(table, weight_column)
         right_places = _paired_values(table, left, right, weights, weight_column)
         rows = right.rows[right_places]  # of each pair
         table.skips.demand(len(rows), "pair")
@@ -58,9 +57,7 @@ class ColumnPairs(PairDataset):
         if negatives is not None:
             items, keys, places = negatives.behind(right, right_places)
         right_first, right_number = _number(items, keys, places, deduplicate)
-        scores = None
-        if score_columns is not None:
-            scores = _scores(table, score_columns[0], right.rows)[right_places]
+        scores = None if score_columns is None else _scores(table, score_columns[0], right.rows)[right_places]
         super().__init__(
             Picked(left.items, left_first),
             Picked(items, right_first),
@@ -72,9 +69,8 @@ class ColumnPairs(PairDataset):
             right_modality=right.modality,
         )
         if self.scores is not None and np.isnan(self.scores).all():
-            raise DualencError(
-                f"{table.source}: no positive has a teacher's score; mine them with `dualenc mine`, or leave scores out"
-            )
+            mend = "mine them with `dualenc mine`, or leave scores out"
+            raise DualencError(f"{table.source}: no positive has a teacher's score; {mend}")
         if negatives is not None:
             self._add_negatives(table, negatives, right_number, rows, score_columns)
         self.skipped = table.skips.report()
@@ -96,12 +92,9 @@ class ColumnPairs(PairDataset):
         positive = np.isin(query * self.num_right + ids.values, self.left_id * self.num_right + self.right_id)
         if positive.any():
             pair = np.repeat(np.arange(len(self)), ids.lengths)[np.argmax(positive)]
-            table.skips.bad(
-                "negative that is also a positive",
-                table.where(int(rows[pair])),
-                "remove it from the negatives",
-                int(positive.sum()),
-            )
+            where = table.where(int(rows[pair]))
+            reason = "negative that is also a positive"
+            table.skips.bad(reason, where, "remove it from the negatives", int(positive.sum()))
         self.negatives = ids.keep(~positive)
         if score_columns is not None:
             scores = _scores(table, score_columns[1], negatives.values.rows)
@@ -118,9 +111,8 @@ def _paired_values(
     if weights is not None:
         # Rows that are bad already are counted once, for the first reason.
         unweighted = ~np.isfinite(weights) & good_rows
-        table.skip_rows(
-            f"no weight of 0 or more in column {weight_column!r}", np.flatnonzero(unweighted), "mend the row"
-        )
+        reason = f"no weight of 0 or more in column {weight_column!r}"
+        table.skip_rows(reason, np.flatnonzero(unweighted), "mend the row")
         good_rows = good_rows & ~unweighted
     # A row with an empty list has no value on the right that could be counted as bad.
     without = np.bincount(right.rows, minlength=len(table)) == 0
@@ -181,7 +173,7 @@ class _Values:
         is_list: whether a row may hold several values.
         rows: (n,) the row of each value.
         items: (n,) texts, images or vectors.
-        keys: strings that are equal for equal items; None where they would cost reading every image.
+        keys: strings or vectors, equal for equal items; None where they would cost reading every image.
         faults: which values cannot be used; the first reason is also that of a row without any.
         dim: size of the vectors in the column.
     """
@@ -200,8 +192,15 @@ class _Values:
         self.items: Items
         self.keys: Items | None
         self.faults: Faults
-        if vectors is None and (modality == "vector" or (modality is None and holds_vectors(table, name))):
-            self._read_vectors(VectorColumn(table, name, dim))
+        in_vectors = kind_of_type(table.dataset.data.schema.field(name).type) in ("vector", "vectors")
+        if vectors is None and (modality == "vector" or (modality is None and in_vectors)):
+            self.modality = "vector"
+            found = VectorColumn(table, name, dim)
+            self.is_list = found.is_list
+            self.rows = found.rows
+            self.dim = found.dim
+            self.items = self.keys = found.items
+            self.faults = found.faults
             return
         column = Column(table, name, "text" if vectors is not None else modality, lists=True)
         texts = Texts(column)
@@ -220,15 +219,6 @@ class _Values:
             self.items = Picked(vectors.items, place)
             missing = filled & (place < 0)
             self.faults["id without a vector"] = (missing, f"column {name!r} names what is not embedded")
-
-    def _read_vectors(self, column: VectorColumn) -> None:
-        self.modality = "vector"
-        self.is_list = column.is_list
-        self.rows = column.rows
-        self.dim = column.dim
-        self.items = column.items
-        self.keys = VectorKeys(column.items)
-        self.faults = column.faults
 
     def skip(self, bad: np.ndarray, without: np.ndarray | None = None) -> None:
         """Count values that are bad (n,), and rows that hold none, as bad samples."""
@@ -254,10 +244,7 @@ def _weights(table: DataTable, name: str) -> np.ndarray:
 def _scores(table: DataTable, name: str, rows: np.ndarray) -> np.ndarray:
     """A teacher's score (n,) of each value of a column of lists, float32; NaN where there is none.
 
-    Args:
-        table: the rows; its `skips` counts lists of another length than the row's values.
-        name: the column of scores, a list for each row.
-        rows: (n,) ascending, the row of each value.
+    `rows` (n,), ascending, are those of the values. The table's `skips` counts lists of another length than a row's.
     """
     count = np.bincount(rows, minlength=len(table))
     starts = np.concatenate([[0], np.cumsum(count)])
@@ -268,9 +255,8 @@ def _scores(table: DataTable, name: str, rows: np.ndarray) -> np.ndarray:
             scores[starts[row] : starts[row + 1]] = [np.nan if score is None else score for score in given]
         elif count[row]:
             unfit.append(row)
-    table.skip_rows(
-        f"{name} that are not one for each text", np.array(unfit), "give a number each, or leave scores out"
-    )
+    mend = "give a number each, or leave scores out"
+    table.skip_rows(f"{name} that are not one for each text", np.array(unfit), mend)
     scores[~np.isfinite(scores)] = np.nan
     return scores
 
@@ -279,10 +265,7 @@ def _number(
     items: Items, keys: Items | None, positions: np.ndarray, deduplicate: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """First position of each item that is distinct by its key; the item's number by position, else -1."""
-    if keys is not None and deduplicate:
-        first, inverse = number_distinct(keys, positions)
-    else:
-        first, inverse = positions, np.arange(len(positions))
+    first, inverse = number_distinct(keys if deduplicate else None, positions)
     number = np.full(len(items), -1, dtype=np.int64)
     number[positions] = inverse
     return first, number

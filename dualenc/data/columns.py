@@ -6,6 +6,7 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pyarrow.types
 from PIL import Image
 from tqdm import tqdm
 
-from dualenc.data.identity import file_identity, identities
+from dualenc.data.identity import contents, file_identity, identities
 from dualenc.data.images import IMAGE_SUFFIXES
+from dualenc.data.line_tables import is_list
 from dualenc.data.tables import DataTable
 from dualenc.decoding import decode_image, open_image
 from dualenc.errors import BadSample, DualencError
@@ -48,10 +50,8 @@ class Column:
     def __init__(self, table: DataTable, name: str, modality: Modality | None = None, *, lists: bool = False) -> None:
         self.dataset = table.dataset
         self.name = name
-        self._array: pa.ChunkedArray | None = None
-        self._lengths: np.ndarray | None = None
         kind = self.dataset.data.schema.field(name).type
-        self.is_list = _is(kind, "list", "large_list", "fixed_size_list")
+        self.is_list = is_list(kind)
         if self.is_list and not lists:
             raise DualencError(f"{table.source}: column {name!r} holds lists; name one with a single value in each row")
         self.holds_strings = _is(self.array.type, *_STRINGS)
@@ -73,21 +73,16 @@ class Column:
             return "image" if first.lower().endswith(IMAGE_SUFFIXES) else "text"
         return "image" if _is(self.array.type, *_BYTES, "struct") else "text"
 
-    @property
+    @cached_property
     def array(self) -> pa.ChunkedArray:
         """The values as Arrow, lists laid flat."""
-        if self._array is None:
-            array = self.dataset.data.column(self.name)
-            self._array = pc.list_flatten(array) if self.is_list else array
-        return self._array
+        array = self.dataset.data.column(self.name)
+        return pc.list_flatten(array) if self.is_list else array
 
     def row_of_values(self) -> np.ndarray:
         """The row of each value, (len(self),)."""
         rows = np.arange(len(self.dataset))
-        if not self.is_list:
-            return rows
-        lengths = pc.fill_null(pc.list_value_length(self.dataset.data.column(self.name)), 0)
-        return np.repeat(rows, lengths.to_numpy())
+        return np.repeat(rows, list_lengths(self.dataset.data.column(self.name))) if self.is_list else rows
 
     def __len__(self) -> int:
         return len(self.array)
@@ -120,15 +115,16 @@ class Column:
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Bytes of the texts or file contents at some positions (n,); 0 for values of other kinds."""
-        if self._lengths is None:
-            array = self.array
-            if _is(array.type, "struct") and array.type.get_field_index("bytes") >= 0:
-                array = pc.struct_field(array, "bytes")
-            if _is(array.type, *_STRINGS, *_BYTES):
-                self._lengths = pc.fill_null(pc.binary_length(array), 0).to_numpy()
-            else:
-                self._lengths = np.zeros(len(self), dtype=np.int64)
         return self._lengths[rows]
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        array = self.array
+        if _is(array.type, "struct") and array.type.get_field_index("bytes") >= 0:
+            array = pc.struct_field(array, "bytes")
+        if _is(array.type, *_STRINGS, *_BYTES):
+            return pc.fill_null(pc.binary_length(array), 0).to_numpy()
+        return np.zeros(len(self), dtype=np.int64)
 
     def filled(self) -> np.ndarray:
         """Which values are usable: neither null, empty nor blank; of a record, one of its parts. (len(self),) bool."""
@@ -140,12 +136,17 @@ class Column:
         return np.any([np.zeros(len(self), dtype=bool), *parts], axis=0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_array": None, "_lengths": None}
+        return {name: value for name, value in self.__dict__.items() if name not in ("array", "_lengths")}
 
 
 def _is(kind: pa.DataType, *names: str) -> bool:
     """Whether `pyarrow.types.is_NAME` holds of an Arrow type, for one of the names."""
     return any(getattr(pyarrow.types, f"is_{name}")(kind) for name in names)
+
+
+def list_lengths(lists: pa.ChunkedArray) -> np.ndarray:
+    """The number of values in each list (n,), int64; 0 for null."""
+    return pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
 
 
 def _holds_images(kind: pa.DataType) -> bool:
@@ -220,9 +221,7 @@ class ColumnImages:
 
     def __getitem__(self, index: int) -> Image.Image:
         data, path = _contents_and_path(self.column[index])
-        row = index
-        if self.column.is_list:
-            row = int(self.column.row_of_values()[index])
+        row = int(self.column.row_of_values()[index]) if self.column.is_list else index
         where = f"{self.table.where(row)}, column {self.column.name!r}"
         if data is not None:
             return decode_image(data, where)
@@ -235,11 +234,10 @@ class ColumnImages:
 
     def _file(self, path: str) -> Path:
         """The file that a path of the table means; a `BadSample` if it is outside of the table's folder."""
-        file = self.table.root / path
         if self.table.allow_outside or "\0" in path:
-            return file
+            return self.table.root / path
         # Resolved before it is compared and opened, so that no link leads out of the folder.
-        resolved = os.path.realpath(file)
+        resolved = os.path.realpath(self.table.root / path)
         if not Path(resolved).is_relative_to(os.path.realpath(self.table.root)):
             raise BadSample(
                 f"{path!r}: image outside of the folder {self.table.root}; move it there, or pass allow_outside=True "
@@ -304,7 +302,7 @@ class Joined:
 
     def __init__(self, parts: Sequence[Items], prompts: Sequence[str] | None = None) -> None:
         self.parts = list(parts)
-        self.prompts = [""] * len(self.parts) if prompts is None else list(prompts)
+        self.prompts = list(prompts or [""] * len(parts))
         self.starts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
 
     def __len__(self) -> int:
@@ -313,9 +311,7 @@ class Joined:
     def __getitem__(self, index: int) -> Any:
         number = bisect_right(self.starts, index) - 1
         item = self.parts[number][index - self.starts[number]]
-        if self.prompts[number]:
-            return self.prompts[number] + item
-        return item
+        return self.prompts[number] + item if self.prompts[number] else item
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """Those of all, in the order of `rows`, with their prompts."""
@@ -330,15 +326,17 @@ class Joined:
         return found
 
 
-def number_distinct(items: Items, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number equal strings alike, by 128-bit digests, so that a million texts cost 16 MB.
+def number_distinct(items: Items | None, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number equal strings or vectors alike, by 128-bit digests, so that a million cost 16 MB.
 
-    Of the strings at `positions` (n,): the position of the first of each distinct one (k,), in order of appearance, and
-    the number in [0, k) of each (n,).
+    Of the items at `positions` (n,): the position of the first of each distinct one (k,), in order of appearance, and
+    the number in [0, k) of each (n,). Without items to compare, all are distinct.
     """
+    if items is None:
+        return positions, np.arange(len(positions))
     digests = np.empty(len(positions), dtype="S16")
     for i, position in enumerate(tqdm(positions, desc="finding equal items", delay=2, leave=False)):
-        digests[i] = hashlib.blake2b(items[position].encode(), digest_size=16).digest()
+        digests[i] = hashlib.blake2b(contents(items[position]), digest_size=16).digest()
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     # np.unique numbers by digest; numbers by first appearance do not depend on the hash.
     order = np.argsort(first)

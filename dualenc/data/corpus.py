@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from dualenc.data.identity import digest_of, items_identity
 from dualenc.data.labels import labels_of_column
 from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import PairDataset
+from dualenc.data.skips import Skips
 from dualenc.data.tables import DataTable
 from dualenc.errors import DualencError
 from dualenc.types import Items, Modality, Side
@@ -58,18 +60,15 @@ class Corpus:
         self.columns = columns
         if len(self.ids) != len(self.items):
             raise DualencError(f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each")
-        # The set is cheap, and the search for the row is only needed for the message.
         if len(set(self.ids)) != len(self.ids):
-            first: dict[str, int] = {}
-            row = next(i for i, name in enumerate(self.ids) if first.setdefault(name, i) != i)
-            raise DualencError(f"ids: {self.ids[row]!r} is a duplicate (again at row {row}); ids must differ")
+            name, count = Counter(self.ids).most_common(1)[0]
+            raise DualencError(f"ids: {name!r} is a duplicate ({count} times); ids must differ")
         for name, rows in (("columns", self.columns), ("labels", self.labels)):
             if rows is not None and len(rows) != len(self.ids):
                 raise DualencError(f"{name} has {len(rows)} rows for {len(self.ids)} items; give one each")
-        if self.class_names is not None and self.labels is not None:
-            highest = self.labels.max(initial=-1)
-            if highest >= len(self.class_names):
-                raise DualencError(f"labels: class {highest} has no name among {len(self.class_names)} class_names")
+        highest = -1 if self.labels is None else self.labels.max(initial=-1)
+        if self.class_names is not None and highest >= len(self.class_names):
+            raise DualencError(f"labels: class {highest} has no name among {len(self.class_names)} class_names")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -107,9 +106,7 @@ class Corpus:
         if self.modality != "text":
             return ""
         line = " ".join(self.items[index][: 2 * SNIPPET_LENGTH].split())
-        if len(line) <= SNIPPET_LENGTH:
-            return line
-        return line[: SNIPPET_LENGTH - 1].rstrip() + "…"
+        return line if len(line) <= SNIPPET_LENGTH else line[: SNIPPET_LENGTH - 1].rstrip() + "…"
 
 
 class RetrievalSet(NamedTuple):
@@ -187,17 +184,10 @@ def held_out(pairs: PairDataset) -> RetrievalSet:
 
 def used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
     """The items of a side that belong to a pair, and each pair's row among them."""
-    if side == "left":
-        ids = pairs.left_id
-        items = pairs.left_items
-        modality = pairs.left_modality
-    else:
-        ids = pairs.right_id
-        items = pairs.right_items
-        modality = pairs.right_modality
-    used, rows = np.unique(ids, return_inverse=True)
+    modality = pairs.left_modality if side == "left" else pairs.right_modality
+    used, rows = np.unique(pairs.item_ids(side), return_inverse=True)
     # Ids of the two sides must differ: a document with the id of the query would be taken for a copy of it.
-    return Corpus([f"{side}-{item}" for item in used], Picked(items, used), modality), rows
+    return Corpus([f"{side}-{item}" for item in used], Picked(pairs.items(side), used), modality), rows
 
 
 def table_corpus(
@@ -213,14 +203,11 @@ def table_corpus(
 ) -> Corpus:
     """The texts or images of a table, in the order of its rows, without empty ones and without repeated ids.
 
+    The arguments are those of `dualenc.data.open_corpus`.
+
     Args:
         table: the rows; its `skips` counts bad ones.
         main_column: images, texts, or lists of texts, whose ids then are `ID#0`, `ID#1`, …
-        modality: what it holds.
-        title_column: joined in front of a text.
-        label_column: classes of images.
-        id_column: ids; by default the row's number.
-        columns: of the table, to keep for filters.
         what: names a text in errors.
     """
     column = Column(table, main_column, modality, lists=modality == "text")
@@ -236,37 +223,50 @@ def table_corpus(
         table.skip_rows(f"no image in column {main_column!r}", rows[~filled], "fill it in or remove the row")
     else:
         table.skip_rows(f"empty {what}", rows[~filled], "fill it in or remove it")
-    names = _names(table, id_column, rows if column.is_list else None)
-    position: dict[str, int] = {}  # of each id's value
-    for i in np.flatnonzero(filled).tolist():
-        name = names[i]
+    names = row_ids(table, id_column)
+    if column.is_list:
+        # 0, 1, 2, … within each row: the rows ascend.
+        place = np.arange(len(rows)) - np.searchsorted(rows, rows, side="left")
+        names = [None if names[row] is None else f"{names[row]}#{k}" for row, k in zip(rows, place)]
+    named = ((position, names[position]) for position in np.flatnonzero(filled).tolist())
+    ids, kept = distinct_ids(named, table.skips, lambda position: table.where(int(rows[position])), what)
+    corpus = Corpus(ids, Picked(Texts(column, titles) if modality == "text" else ColumnImages(table, column), kept))
+    corpus.modality = modality
+    if columns:
+        corpus.columns = metadata_columns(table, columns, rows[kept])
+    if label_column is not None:
+        labels = labels_of_column(table, label_column)
+        corpus.labels = labels.numbers[kept]
+        corpus.class_names = labels.names
+    return corpus
+
+
+def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
+    """The id of each row in a column, None where it has none; without a column the row's number."""
+    if id_column is None:
+        return [str(row) for row in range(len(table))]
+    values = Column(table, id_column, "text").values(np.arange(len(table))).tolist()
+    return [None if value is None else str(value) for value in values]
+
+
+def distinct_ids(
+    named: Iterable[tuple[int, str | None]], skips: Skips, where: Callable[[int], str], what: str
+) -> tuple[list[str], np.ndarray]:
+    """The ids (n,) of some positions and their positions (n,); `skips` counts missing and repeated ids.
+
+    Args:
+        named: positions with their ids.
+        where: the place of a position, for messages.
+        what: names an item in messages.
+    """
+    position_of: dict[str, int] = {}
+    for position, name in named:
         if name is None:
-            table.skips.bad(f"{what} without an id", table.where(int(rows[i])), "give it one")
-        elif name in position:
-            table.skips.bad(f"{what} with an id used before", table.where(int(rows[i])), f"{name!r} is a duplicate")
-        else:
-            position[name] = i
-    table.skips.demand(len(position), what)
-    kept = np.array(list(position.values()), dtype=np.int64)
-    items = Picked(Texts(column, titles) if modality == "text" else ColumnImages(table, column), kept)
-    further = metadata_columns(table, columns, rows[kept]) if columns else None
-    if label_column is None:
-        return Corpus(list(position), items, modality, columns=further)
-    labels = labels_of_column(table, label_column).take(kept)
-    return Corpus(list(position), items, modality, labels=labels.numbers, class_names=labels.names, columns=further)
-
-
-def _names(table: DataTable, id_column: str | None, list_rows: np.ndarray | None) -> list[str | None]:
-    """The id of each value; `list_rows` are the rows of values in lists, which are numbered within each row."""
-    names: list[str | None] = [str(row) for row in range(len(table))]
-    if id_column is not None:
-        values = Column(table, id_column, "text").values(np.arange(len(table))).tolist()
-        names = [None if value is None else str(value) for value in values]
-    if list_rows is None:
-        return names
-    # 0, 1, 2, … within each row: the rows ascend.
-    place = np.arange(len(list_rows)) - np.searchsorted(list_rows, list_rows, side="left")
-    return [None if names[row] is None else f"{names[row]}#{k}" for row, k in zip(list_rows, place)]
+            skips.bad(f"{what} without an id", where(position), "give it one")
+        elif position_of.setdefault(name, position) != position:
+            skips.bad(f"{what} with an id used before", where(position), f"{name!r} is a duplicate")
+    skips.demand(len(position_of), what)
+    return list(position_of), np.array(list(position_of.values()), dtype=np.int64)
 
 
 def corpora(pairs: PairDataset) -> tuple[Corpus, Corpus]:

@@ -67,10 +67,10 @@ class Embeddings:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Embeddings:
-        """Map a folder of embeddings into memory.
+        """Map a folder of embeddings into memory, as `embed` or `dualenc embed` wrote it.
 
         Args:
-            folder: as `embed` or `dualenc embed` wrote it.
+            folder: the folder.
             verify: read every file and compare its SHA-256 with meta.json (about 1.5 GB a second on each core).
                 Otherwise sizes are compared, and 64 MiB are read at most, the smallest files first.
 
@@ -101,10 +101,7 @@ class Embeddings:
         return rows_of(self.ids, ids)
 
     def first(self, dim: int) -> Embeddings:
-        """The first components of each vector only, scaled to length one again if the vectors had it.
-
-        Args:
-            dim: how many components.
+        """The first `dim` components of each vector, scaled to length one again if the vectors had it.
 
         Raises:
             DualencError: the vectors are shorter.
@@ -127,11 +124,7 @@ class Embeddings:
         yield from zip(starts, [*starts[1:], len(self)])
 
     def record_batches(self, rows: int = 16384) -> Iterator[pa.RecordBatch]:
-        """All items in order: id, vector as stored, text if texts are kept, and the user's columns.
-
-        Args:
-            rows: the most rows of a batch.
-        """
+        """All items in order, at most `rows` in a batch: id, vector as stored, text if kept, and the user's columns."""
         for start, stop in self._ranges(rows):
             texts = None if self.snippets is None else self.snippets[start:stop]
             columns = None if self.columns is None else self.columns.slice(start, stop - start)
@@ -139,13 +132,7 @@ class Embeddings:
 
 
 class FirstComponents:
-    """The first d components of a matrix (N, D), taken when its rows are.
-
-    Args:
-        vectors: the matrix, an array or `ShardedVectors`.
-        dim: d.
-        are_unit: whether rows are scaled to length one; zero stays zero.
-    """
+    """The first `dim` components of a matrix (N, D), taken when its rows are; scaled to length one if `are_unit`."""
 
     def __init__(self, vectors: Array, dim: int, are_unit: bool) -> None:
         self.vectors, self.are_unit = vectors, are_unit
@@ -253,12 +240,11 @@ def read_head(folder: Path, wanted: str, versions: tuple[int, int], other: str, 
     Raises:
         DualencError: the file is missing, malformed, of another format or of another version.
     """
-    meta = read_json_object(folder / "meta.json")
-    if meta.get("format") != wanted:
+    path = folder / "meta.json"
+    if read_json_object(path).get("format") != wanted:
         raise DualencError(f"{folder}: {other}")
-    found = meta.get("version")
-    if type(found) is not int:
-        raise DualencError(f"{folder / 'meta.json'}: its version is {str(found)[:40]!r}, not a number; {mend}")
+    meta = read_json_object(path, {"version": int})
+    found = meta["version"]
     if found > versions[1]:
         raise DualencError(f"{folder}: written by a newer dualenc (format {found}); update dualenc to read it")
     if found < versions[0]:

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -19,6 +19,9 @@ from PIL import Image
 from dualenc.errors import BadSample
 from dualenc.reading import open_regular
 from dualenc.types import Items, Modality
+
+if TYPE_CHECKING:
+    from dualenc.data.remote import RemoteFile
 
 MAX_TEXTS = 1 << 21
 """Sets of more texts are sampled."""
@@ -38,8 +41,7 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
 
     Vectors, and up to 2,097,152 texts or 65,536 images, are read in full. Of more, a fixed random sample (262,144
     texts, 4,096 images) is read; of the others only metadata count: the length of a text in a table, the name, size and
-    modification time of an image file. Files in tars count with their place in the tar and the
-    tar's own checksum (`file_identity`). An item that cannot be read counts as such.
+    modification time of an image file. Files in tars count with their place in the tar and the tar's `file_identity`.
 
     Args:
         items: N raw items. A collection may have a method `identities(rows, read) -> sequence of bytes` that
@@ -50,12 +52,11 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
         max_read, sampled, block = MAX_IMAGES, SAMPLED_IMAGES, _IMAGE_BLOCK
     else:
         max_read, sampled, block = MAX_TEXTS, SAMPLED_TEXTS, _TEXT_BLOCK
-    all_rows = np.arange(len(items))
-    passes = [(all_rows, True)]
+    passes = [(np.arange(len(items)), True)]
     if len(items) > max_read and modality != "vector":
         # The seed is fixed: every process and every run looks at the same sample.
         sample = np.unique(np.random.default_rng(0).integers(len(items), size=sampled))
-        passes = [(all_rows, False), (sample, True)]
+        passes = [(np.arange(len(items)), False), (sample, True)]
     digest = hashlib.blake2b(f"{len(items)} {modality}".encode(), digest_size=16)
     for rows, read in passes:
         for start in range(0, len(rows), block):
@@ -77,18 +78,17 @@ def identities(items: Items, rows: np.ndarray, read: bool) -> Sequence[bytes]:
         except BadSample:
             result.append(b"unreadable")
             continue
-        if isinstance(item, Image.Image):
-            result.append(f"{item.mode} {item.size} ".encode() + item.tobytes())
-        else:
-            result.append(_bytes(item))
+        result.append(contents(item))
     return result
 
 
-def file_identity(path: Path, read: bool = True) -> bytes:
-    """Size and contents of a file; size and modification time if it is not read.
+def file_identity(path: Path | RemoteFile, read: bool = True) -> bytes:
+    """Size and contents of a file; size and modification time if it is not read; of a remote one size and version.
 
     A file above 64 MiB is not read in full but in 64 pieces spread over it, and its modification time counts too.
     """
+    if not isinstance(path, Path):
+        return path.identity()
     try:
         with open_regular(path) as stream:
             status = path.stat()
@@ -109,17 +109,16 @@ def file_identity(path: Path, read: bool = True) -> bytes:
         return b"unreadable"
 
 
-def digest_of(*parts: str | bytes | np.ndarray | Iterable[str]) -> str:
-    """Checksum of strings, bytes, arrays and lists of strings, in hexadecimal."""
+def digest_of(*parts: str | bytes | np.ndarray | Iterable[str] | None) -> str:
+    """Checksum of strings, bytes, arrays and lists of strings, in hexadecimal; None is left out."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
+        if part is None:
+            continue
+        values: Iterable[Any] = [part] if isinstance(part, (str, bytes)) else part
         if isinstance(part, np.ndarray):
-            values = [f"{part.dtype.str}{part.shape}".encode(), np.ascontiguousarray(part).tobytes()]
-        elif isinstance(part, (str, bytes)):
-            values = [_bytes(part)]
-        else:
-            values = [_bytes(entry) for entry in part]
-        _add(digest, values)
+            values = [f"{part.dtype.str}{part.shape}", part]
+        _add(digest, [contents(value) for value in values])
     return digest.hexdigest()
 
 
@@ -144,7 +143,10 @@ def _add(digest: hashlib.blake2b, values: Sequence[bytes]) -> None:
     digest.update(b"".join(values))
 
 
-def _bytes(value: Any) -> bytes:
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    return value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")
+def contents(item: Any) -> bytes:
+    """A text, vector, image or some bytes as bytes, equal for equal items."""
+    if isinstance(item, Image.Image):
+        return f"{item.mode} {item.size} ".encode() + item.tobytes()
+    if isinstance(item, np.ndarray):
+        return item.tobytes()
+    return item if isinstance(item, bytes) else str(item).encode(errors="surrogatepass")

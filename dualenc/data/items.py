@@ -34,12 +34,9 @@ _BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 
 
 class Texts(Sequence[str]):
-    """N strings of a column, decoded when they are asked for.
+    """N strings of a column, mapped from files and decoded when they are asked for.
 
-    Args:
-        strings: mapped from files.
-        path: of the file or folder, for error messages.
-        mend: how to repair it, for error messages.
+    Errors name the file or folder `path`, and how to repair it, `mend`.
 
     Raises:
         DualencError: offsets that point outside the data, or a missing string.
@@ -50,8 +47,10 @@ class Texts(Sequence[str]):
         self.path = path
         self.mend = mend
         # Offsets are checked here, so that no other memory is ever read; strings only when they are decoded.
-        self.as_bytes = pa.chunked_array([chunk.view(_BYTES[chunk.type]) for chunk in strings.chunks])
         with _damage_reported(path, mend):
+            if strings.type not in _BYTES:
+                raise ValueError(f"{strings.type} instead of strings")
+            self.as_bytes = pa.chunked_array([chunk.view(_BYTES[strings.type]) for chunk in strings.chunks])
             self.as_bytes.validate(full=True)
             if strings.null_count:
                 raise ValueError("a string is missing")
@@ -84,14 +83,7 @@ class Texts(Sequence[str]):
 
 
 class Ids(Texts):
-    """N distinct ids and their rows.
-
-    Args:
-        strings: mapped from files.
-        path: of the file or folder, for error messages.
-        mend: how to repair it, for error messages.
-        order_path: file with the rows in the order of the ids.
-    """
+    """N distinct ids and their rows: `Texts`, and a file with the rows in the order of the ids."""
 
     def __init__(self, strings: pa.ChunkedArray, path: Path, mend: str, order_path: Path) -> None:
         super().__init__(strings, path, mend)
@@ -141,12 +133,7 @@ def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
 
 
 class ItemTable:
-    """N items in Arrow files.
-
-    Args:
-        paths: the files, in the order of the rows.
-        count: N.
-        mend: how to repair them, for error messages.
+    """N = `count` items in Arrow files `paths`; `mend` tells in error messages how to repair them.
 
     Attributes:
         batches: all record batches.
@@ -161,23 +148,18 @@ class ItemTable:
     def __init__(self, paths: Sequence[Path], count: int, mend: str) -> None:
         where = paths[0] if len(paths) == 1 else paths[0].parent
         self.batches = [batch for path in paths for batch in read_batches(path, mend)]
-        try:
+        with _damage_reported(where, mend):
+            # Files with different columns are an error of Arrow's.
             table = pa.Table.from_batches(self.batches, self.batches[0].schema.remove_metadata())
-        except pa.ArrowException:
-            raise DualencError(f"{where}: its files have different columns; {mend}") from None
-        names = table.schema.names
-        if len(set(names)) < len(names) or "id" not in names:
-            raise DualencError(f"{where}: has no column of ids, or two columns of one name; {mend}")
-        for name in {"id", "text"} & set(names):
-            if table.schema.field(name).type not in _BYTES:
-                raise DualencError(f"{where}: its column {name} holds {table.schema.field(name).type}; {mend}")
-        if len(table) != count:
-            raise DualencError(f"{where}: has {len(table)} rows instead of {count}; {mend}")
+            names = table.schema.names
+            if len(set(names)) < len(names) or "id" not in names:
+                raise ValueError("it has no column of ids, or two columns of one name")
+            if len(table) != count:
+                raise ValueError(f"it has {len(table)} rows instead of {count}")
+            columns = table.drop_columns([name for name in ("id", "vector", "text") if name in names])
+            columns.validate(full=True)
         self.ids = Ids(table.column("id"), where, mend, paths[0].with_name(ORDER))
         self.texts = Texts(table.column("text"), where, mend) if "text" in names else None
-        columns = table.drop_columns([name for name in ("id", "vector", "text") if name in names])
-        with _damage_reported(where, mend):
-            columns.validate(full=True)
         self.columns = columns if columns.column_names else None
 
 
@@ -253,14 +235,7 @@ def write_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
 def write_items(
     folder: Path, ids: Iterable[str], texts: Iterable[str] | None = None, columns: pa.Table | None = None
 ) -> None:
-    """Write items.arrow and order.npy; the ids have passed `check_ids`.
-
-    Args:
-        folder: where.
-        ids: (N,), at least one.
-        texts: (N,), or None.
-        columns: (N,) rows of the user's columns, or None.
-    """
+    """Write items.arrow and order.npy: ids (N,), at least one, that have passed `check_ids`, and texts and columns."""
     count = 0
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -289,20 +264,14 @@ def check_ids(ids: Sequence[str]) -> None:
     """
     if isinstance(ids, Ids):
         return
-    blocks = []
-    for start in range(0, len(ids), BATCH_ROWS):
-        block = ids[start : start + BATCH_ROWS]
-        for row, name in enumerate(block, start):
-            if not isinstance(name, str):
-                raise DualencError(f"id {name!r} at row {row} is {type(name).__name__}, not a text; give str(id)")
-            if "\n" in name:
-                raise DualencError(f"id {name!r} at row {row} contains a line break; give it another id")
-            if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
-                raise DualencError(f"id {name!r} at row {row} is not valid Unicode; rename it")
-        blocks.append(pa.array(block, pa.large_string()))
-    if not blocks:
-        return
-    names = pa.concat_arrays(blocks)
+    for row, name in enumerate(ids):
+        if not isinstance(name, str):
+            raise DualencError(f"id {name!r} at row {row} is {type(name).__name__}, not a text; give str(id)")
+        if "\n" in name:
+            raise DualencError(f"id {name!r} at row {row} contains a line break; give it another id")
+        if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
+            raise DualencError(f"id {name!r} at row {row} is not valid Unicode; rename it")
+    names = pa.array(ids, pa.large_string())
     order = pc.array_sort_indices(names)  # stable: of duplicates the first row comes first
     ordered = names.take(order)
     again = pc.index(pc.equal(ordered[1:], ordered[:-1]), True).as_py()

@@ -51,15 +51,10 @@ def table_of_lines(
     limit: int | None = None,
     reshape: Reshape | None = None,
 ) -> Dataset:
-    """Read columns of line-based files of one format; the arguments are those of `dualenc.data.tables.open_table`.
+    """Read columns of line-based files of one format, and the file number and line of each row.
 
-    Returns:
-        The columns, as strings ("value"), lists of strings ("list"; a single text is a list of one), lists of numbers
-        ("vector") or lists of those ("vectors"; a single one is a list of one), and the file number and line of each
-        row. The cache keeps the counts of `skips` too.
-
-    Raises:
-        DualencError: an unreadable file, a column that no record has, a cache that is damaged or cannot be written.
+    The arguments are those of `dualenc.data.tables.open_table`. A single value in a column of lists is a list of one.
+    The cache keeps the counts of `skips` too.
     """
     fields = [(name, _TYPES[kind]) for name, kind in columns.items()]
     schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
@@ -178,14 +173,29 @@ def _kind_of_value(value: Any) -> ColumnKind | None:
     """The kind of column that a value suggests; None for null and for lists of whole numbers, which fit several."""
     if not isinstance(value, list):
         return None if value is None else "value"
-    nested = all(isinstance(entry, (list, NoneType)) for entry in value) and any(value)
-    lists = [value]
-    if nested:
-        lists = [entry or [] for entry in value]
-    # Exact types: True is an instance of int, and no number of a vector.
-    types = {type(number) for entry in lists for number in entry}
-    if types <= {int, NoneType}:
-        return None
-    if types <= {int, float, NoneType}:
-        return "vectors" if nested else "vector"
-    return "list"
+    try:
+        kind = pa.infer_type([value])
+    except pa.ArrowException:  # values of several types
+        return "list"
+    inner = _innermost(kind)
+    return None if pa.types.is_integer(inner) or pa.types.is_null(inner) else kind_of_type(kind)
+
+
+def kind_of_type(kind: pa.DataType) -> ColumnKind:
+    """How a column of an Arrow type is read: lists of floating-point numbers are vectors, all other lists are lists."""
+    if not is_list(kind):
+        return "value"
+    if not pa.types.is_floating(_innermost(kind)):
+        return "list"
+    return "vectors" if is_list(kind.value_type) else "vector"
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether values of an Arrow type are lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _innermost(kind: pa.DataType) -> pa.DataType:
+    while is_list(kind):
+        kind = kind.value_type
+    return kind

@@ -9,25 +9,22 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from tqdm import tqdm
 
 from dualenc.data.skips import Skips
+from dualenc.data.urls import file_format
 from dualenc.errors import DualencError
 from dualenc.reading import open_regular
 
 LINE_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 
 Numbered = tuple[int, dict[str, Any]]
-
-
-def file_format(path: Path) -> str:
-    """The suffix that decides how a file is read, in lower case and without `.gz`."""
-    return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
 
 
 MAX_LINE_BYTES = 64 << 20
@@ -37,55 +34,46 @@ MAX_LIST_BYTES = 1 << 30
 
 
 def read_records(path: Path, skips: Skips, quotes: bool = True) -> Iterator[Numbered]:
-    """Yield (line number from 1, record) for each record of a file, decompressed on the fly.
+    """Yield (line number from 1, record) for each record of a file of `LINE_FORMATS`, decompressed on the fly.
+
+    A .json file holds a list of records or one record per line; a .txt file one text per line, as {"text": …}.
 
     Args:
-        path: a .jsonl, .ndjson, .json, .csv, .tsv or .txt file, or one of these with .gz. A .json file holds a
-            list of records or one record per line; a .txt file one text per line, as {"text": …}.
+        path: the file, also with .gz.
         skips: counts malformed lines, and lines above 64 MiB.
         quotes: whether `"` encloses fields of csv and tsv files; False takes every character as it is.
 
     Raises:
-        DualencError: the file is missing, no regular file, of another format, not UTF-8, a broken gzip file, or a csv
-            file that names a column twice.
+        DualencError: the file is missing, no regular file, not UTF-8, broken, or names a column twice.
         BadSample: a malformed line, under on_error="raise".
     """
     suffix = file_format(path)
-    if suffix not in LINE_FORMATS:
-        raise DualencError(f"{path}: unknown format {suffix!r}; give one of {', '.join(LINE_FORMATS)}")
-    with open_stream(path) as stream:
+    with _open(path) as stream:
         if suffix in (".jsonl", ".ndjson"):
             yield from _json_lines(path, stream, skips)
         elif suffix == ".json":
             yield from _json_records(path, stream, skips)
         elif suffix == ".txt":
             for number, line in _text_lines(path, stream, skips):
-                # Blank lines separate and are no samples.
-                if line.strip():
-                    yield number, {"text": line}
+                yield number, {"text": line}
         else:
             yield from _separated(path, stream, skips, "," if suffix == ".csv" else "\t", quotes)
 
 
-def read_text_lines(path: Path, skips: Skips) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, line without its end) for each line of a text file, blank ones too.
+def read_texts(path: Path, skips: Skips) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 1, line without its end) for each line of a text file that is not blank.
 
     Raises:
         DualencError: the file is missing or no regular file.
         BadSample: a line that is not UTF-8 or above 64 MiB, under on_error="raise".
     """
-    with open_stream(path) as stream:
+    with _open(path) as stream:
         yield from _text_lines(path, stream, skips)
 
 
 @contextmanager
-def open_stream(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, decompressed, with a progress bar that appears after two seconds.
-
-    Raises:
-        DualencError: the file is missing or no regular file; or, of the reading in the block: not UTF-8, malformed
-            csv, a broken gzip file, an error of the disk.
-    """
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, decompressed, with a progress bar; errors of opening and reading become one line."""
     try:
         with open_regular(path) as raw:
             size = os.fstat(raw.fileno()).st_size
@@ -132,17 +120,19 @@ def _byte_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[in
         # The rest of the line is read in pieces that are dropped.
         while line and not line.endswith(b"\n"):
             line = stream.readline(MAX_LINE_BYTES)
-        reason = f"line above {MAX_LINE_BYTES >> 20} MiB"
-        skips.bad(reason, f"{path}:{number}", "write one record on each line")
+        skips.bad(f"line above {MAX_LINE_BYTES >> 20} MiB", f"{path}:{number}", "write one record on each line")
 
 
 def _text_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[tuple[int, str]]:
     for number, line in _byte_lines(path, stream, skips):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            yield number, text.removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
             skips.bad("line that is not UTF-8 text", f"{path}:{number}", f"{error.reason}; convert the file to UTF-8")
+            continue
+        # Blank lines separate and are no samples.
+        if text.strip():
+            yield number, text.removesuffix("\n").removesuffix("\r")
 
 
 def _json_lines(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Numbered]:
@@ -184,7 +174,7 @@ def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Number
         raise DualencError(f"{path}: a JSON list above {MAX_LIST_BYTES >> 20} MiB; write one record on each line")
     try:
         records = json.loads(data)
-    # `open_stream` explains it.
+    # `_open` explains it.
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:
@@ -197,41 +187,36 @@ def _json_records(path: Path, stream: BinaryIO, skips: Skips) -> Iterator[Number
             skips.bad("not a JSON object", f"{path} record {number}", 'write a list of {"column": value, …}')
 
 
-class _Lines:
-    """Lines of a text stream for the csv module, which reads on after an error for a line that is too long."""
+def check_distinct(where: str, columns: Sequence[str]) -> None:
+    """Insist that no two columns have one name."""
+    duplicate = next((name for i, name in enumerate(columns) if name in columns[:i]), None)
+    if duplicate is not None:
+        raise DualencError(f"{where}: two columns are called {duplicate!r}; rename one of them")
 
-    def __init__(self, text: io.TextIOWrapper) -> None:
-        self.text = text
 
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> str:
-        line = self.text.readline(MAX_LINE_BYTES + 1)
-        if not line:
-            raise StopIteration
-        if len(line) > MAX_LINE_BYTES:
-            while line and not line.endswith(("\n", "\r")):
-                line = self.text.readline(MAX_LINE_BYTES)
-            raise csv.Error(f"line above {MAX_LINE_BYTES >> 20} MiB")
-        return line
+def _csv_line(text: io.TextIOWrapper) -> str:
+    line = text.readline(MAX_LINE_BYTES + 1)
+    if len(line) > MAX_LINE_BYTES:
+        while line and not line.endswith(("\n", "\r")):
+            line = text.readline(MAX_LINE_BYTES)
+        raise csv.Error(f"line above {MAX_LINE_BYTES >> 20} MiB")
+    return line
 
 
 def _separated(path: Path, stream: BinaryIO, skips: Skips, delimiter: str, quotes: bool) -> Iterator[Numbered]:
     # The default refuses documents longer than 131,072 characters.
     csv.field_size_limit(MAX_LINE_BYTES)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    quoting = {"quoting": csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE}
-    rows = csv.reader(_Lines(text), delimiter=delimiter, strict=True, **quoting)  # type: ignore[arg-type]
+    # Not a generator, which ends with the first error: the csv module reads on after a line that is too long.
+    lines = iter(partial(_csv_line, text), "")
+    rows = csv.reader(lines, delimiter=delimiter, strict=True, quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE)
     header = next(rows, None)
     if header is None:
         raise DualencError(f"{path}: empty file; its first line must name the columns")
     # The csv module reads UTF-16 as text with NUL characters, without an error.
     if any("\0" in name for name in header):
         raise DualencError(f"{path}:1: NUL characters in the header, as in UTF-16; convert the file to UTF-8")
-    duplicate = next((name for i, name in enumerate(header) if name.strip() and name in header[:i]), None)
-    if duplicate is not None:
-        raise DualencError(f"{path}:1: two columns are called {duplicate!r}; rename one of them")
+    check_distinct(f"{path}:1", [name for name in header if name.strip()])
     while True:
         before = rows.line_num
         try:

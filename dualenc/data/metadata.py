@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from dualenc.data.line_tables import LINE
+from dualenc.data.tables import DataTable
 from dualenc.errors import DualencError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from dualenc.data.tables import DataTable
 
 RESERVED = ("id", "vector", "text", "snippet", "score")
 """Columns that dualenc or an engine adds itself."""
@@ -42,27 +40,14 @@ def check_column_names(names: Sequence[str]) -> None:
 
 
 def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -> pa.Table:
-    """The values of some columns, as texts, whole numbers, numbers or truth values.
+    """The values of some columns in some rows (N,), as large_string, int64, double or bool.
 
     Of lines every value arrives as a text: a column of nothing but numbers is one of numbers. Dates become texts in
     ISO's order. What is empty or NaN is missing.
 
-    Args:
-        table: the rows; all the columns have been read.
-        names: of the columns.
-        rows: (N,) the row of each item.
-
-    Returns:
-        (N,) rows with a column of type large_string, int64, double or bool for each name.
-
     Raises:
         DualencError: a name that `check_column_names` refuses, or a column of lists, records or bytes.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    from dualenc.data.tables import LINE
-
     check_column_names(names)
     columns: dict[str, pa.ChunkedArray] = {}
     for name in names:
@@ -88,8 +73,6 @@ def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -
 
 def _read_as_looks(values: pa.Array) -> pa.Array:
     """Texts as what they all look like: truth values, whole numbers, numbers, or texts."""
-    import pyarrow.compute as pc
-
     for kind, pattern in _LOOKS.items():
         if pc.all(pc.match_substring_regex(values, pattern)).as_py():
             return values.cast(kind)

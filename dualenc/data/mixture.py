@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -47,8 +47,7 @@ class Mixture(PairDataset):
         sizes: (K,) how many pairs each source has.
 
     Raises:
-        DualencError: no source, a name that is none of the sources, a weight that is not above 0, or sources whose
-            items are of different kinds.
+        DualencError: no source, a name that is no source's, a weight that is not above 0, or items of different kinds.
     """
 
     def __init__(
@@ -62,20 +61,20 @@ class Mixture(PairDataset):
     ) -> None:
         if not sources:
             raise DualencError("Mixture: sources is empty; name at least one")
-        if batches not in get_args(SourceBatches):
-            raise DualencError(f"Mixture: batches is {batches!r}; choose mixed or one_source")
         self.sources = dict(sources)
         self.batches = batches
         left = dict(left_prompts or {})
         right = dict(right_prompts or {})
-        arguments = {"weights": weights or {}, "left_prompts": left, "right_prompts": right}
-        for argument, values in arguments.items():
-            _check_names(argument, values, self.sources)
-        self.source_weights = {name: _weight(name, (weights or {}).get(name, 1.0)) for name in self.sources}
-        _check_sources(self.sources, {"left": left, "right": right})
-        self.prompts = {
-            name: (left.get(name, ""), right.get(name, "")) for name in self.sources if name in left or name in right
-        }
+        self.source_weights = {**dict.fromkeys(self.sources, 1.0), **(weights or {})}
+        _check_names("weights", self.source_weights, self.sources)
+        for name, weight in self.source_weights.items():
+            if not 0 < weight < sys.float_info.max:
+                raise DualencError(f"Mixture: the weight of {name} is {weight}; it must be a number above 0")
+        _check_sources(self.sources)
+        _check_prompts("left", left, self.sources)
+        _check_prompts("right", right, self.sources)
+        prompted = [name for name in self.sources if name in left or name in right]
+        self.prompts = {name: (left.get(name, ""), right.get(name, "")) for name in prompted}
         parts = list(self.sources.values())
         self.views = parts[0].views
         self.skipped = sum(part.skipped for part in parts)
@@ -113,9 +112,7 @@ class Mixture(PairDataset):
         """(N,) the mean number of times that each item of a side occurs in an epoch's pairs."""
         # In proportion to the weights, because pairs come that often.
         weights = np.repeat(list(self.source_weights.values()), self.sizes)
-        if side == "left":
-            return np.bincount(self.left_id, weights=weights, minlength=self.num_left)
-        return np.bincount(self.right_id, weights=weights, minlength=self.num_right)
+        return np.bincount(self.item_ids(side), weights=weights, minlength=len(self.items(side)))
 
     def describe(self) -> list[str]:
         """Each source in words."""
@@ -137,72 +134,48 @@ class Mixture(PairDataset):
         return {**checksums, **weights, **prompts, "sources": ", ".join(self.sources), "batches": self.batches}
 
 
-def _weight(name: str, given: Any) -> float:
-    """The weight of a source, which must be a number above 0."""
-    try:
-        weight = float(given)
-        text = f"{weight:g}"
-    except (TypeError, ValueError, OverflowError):
-        weight = math.nan
-        text = repr(given)[:40]
-    if not 0 < weight < math.inf:
-        raise DualencError(f"Mixture: the weight of {name} is {text}; it must be a number above 0")
-    return weight
+def _check_sources(sources: Mapping[str, PairDataset]) -> None:
+    """Insist that the sources can be trained on together."""
+    first_name, first = next(iter(sources.items()))
+    for name, pairs in sources.items():
+        if not re.fullmatch(r"[\w-]+", name):
+            raise DualencError(f"Mixture: {name!r} is no name of a source; take letters, digits, _ and -")
+        if isinstance(pairs, Mixture):
+            raise DualencError(f"Mixture: source {name} is a mixture itself; name its sources in this one")
+        if pairs.views != first.views:
+            views, others = (name, first_name) if pairs.views else (first_name, name)
+            raise DualencError(
+                f"Mixture: {views} is images alone, in two views each, and {others} is pairs; train on one kind"
+            )
+        for side in ("left", "right"):
+            kind, first_kind = (_kind(source, side) for source in (pairs, first))
+            if kind != first_kind:
+                raise DualencError(
+                    f"Mixture: the {side} side of {name} is {kind}, but that of {first_name} is {first_kind}; mix "
+                    "sources of one kind"
+                )
+
+
+def _kind(pairs: PairDataset, side: str) -> str:
+    dim = getattr(pairs, f"{side}_dim")
+    return getattr(pairs, f"{side}_modality") if dim is None else f"vectors of {dim} numbers"
 
 
 def _check_names(argument: str, values: Mapping[str, Any], sources: Mapping[str, PairDataset]) -> None:
     for name in values:
         if name not in sources:
+            known = ", ".join(sources)
+            raise DualencError(f"Mixture: {argument} names {name!r}, which is no source; there are {known}")
+
+
+def _check_prompts(side: Side, prompts: Mapping[str, str], sources: Mapping[str, PairDataset]) -> None:
+    _check_names(f"{side}_prompts", prompts, sources)
+    for name in prompts:
+        kind = getattr(sources[name], f"{side}_modality")
+        if kind != "text":
             raise DualencError(
-                f"Mixture: {argument} names {name!r}, which is no source; there are {', '.join(sources)}"
+                f"Mixture: {side}_prompts names {name}, whose {side} side is {kind}; prompts are for texts"
             )
-
-
-def _check_sources(sources: Mapping[str, PairDataset], prompts: Mapping[str, Mapping[str, str]]) -> None:
-    """Insist that the sources can be trained on together."""
-    first_name, first = next(iter(sources.items()))
-    for name, pairs in sources.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
-            raise DualencError(f"Mixture: {name!r} is no name of a source; take letters, digits, _ and -")
-        if isinstance(pairs, Mixture):
-            raise DualencError(f"Mixture: source {name} is a mixture itself; name its sources in this one")
-        if not isinstance(pairs, PairDataset):
-            raise DualencError(f"Mixture: source {name} is a {type(pairs).__name__}; give pairs, such as TablePairs")
-        if pairs.views != first.views:
-            names = (name, first_name) if pairs.views else (first_name, name)
-            raise DualencError(
-                f"Mixture: {names[0]} is images alone, in two views each, and {names[1]} is pairs; train on one kind"
-            )
-        for side in ("left", "right"):
-            _check_side(side, name, pairs, first_name, first)
-            _check_prompt(side, name, pairs, prompts[side])
-
-
-def _check_side(side: str, name: str, pairs: PairDataset, first_name: str, first: PairDataset) -> None:
-    """Insist that one side of a source is of the same kind and size as that of the first source."""
-    kind, first_kind = (getattr(source, f"{side}_modality") for source in (pairs, first))
-    if kind != first_kind:
-        raise DualencError(
-            f"Mixture: the {side} side of {name} is {kind}, but that of {first_name} is {first_kind}; mix "
-            "sources of one kind"
-        )
-    dim, first_dim = (getattr(source, f"{side}_dim") for source in (pairs, first))
-    if dim != first_dim:
-        raise DualencError(
-            f"Mixture: the {side} vectors of {name} have {dim} numbers, but those of {first_name} {first_dim}; "
-            "embed both with one model"
-        )
-
-
-def _check_prompt(side: str, name: str, pairs: PairDataset, prompts: Mapping[str, str]) -> None:
-    prompt = prompts.get(name, "")
-    if not isinstance(prompt, str):
-        raise DualencError(
-            f"Mixture: {side}_prompts gives {name} a {type(prompt).__name__}; give a text, or leave it out"
-        )
-    kind = getattr(pairs, f"{side}_modality")
-    if kind != "text" and name in prompts:
-        raise DualencError(f"Mixture: {side}_prompts names {name}, whose {side} side is {kind}; prompts are for texts")
 
 
 def _joined_negatives(parts: Sequence[PairDataset], starts: Sequence[int]) -> tuple[Ragged | None, np.ndarray | None]:
@@ -221,7 +194,5 @@ def _filled(parts: Sequence[np.ndarray | None], lengths: Sequence[int], missing:
     """One array after the other, with a value for those that are missing; None if all are."""
     if all(part is None for part in parts):
         return None
-    filled = []
-    for part, length in zip(parts, lengths):
-        filled.append(np.full(length, missing, np.float32) if part is None else part)
-    return np.concatenate(filled)
+    blank = (np.full(length, missing, np.float32) for length in lengths)
+    return np.concatenate([filler if part is None else part for part, filler in zip(parts, blank)])

@@ -147,9 +147,8 @@ class PairDataset:
         self.left_id = _checked_ids("left_id", left_id, len(left_items))
         self.right_id = _checked_ids("right_id", right_id, len(right_items))
         if len(self.left_id) != len(self.right_id):
-            raise DualencError(
-                f"left_id has {len(self.left_id)} rows but right_id has {len(self.right_id)}; give one of each per pair"
-            )
+            counts = f"left_id has {len(self.left_id)} rows but right_id has {len(self.right_id)}"
+            raise DualencError(f"{counts}; give one of each per pair")
         if not len(self.left_id):
             raise DualencError("no pairs: the data holds no row with a left and a right item")
         if negatives is not None and not isinstance(negatives, Ragged):
@@ -215,10 +214,17 @@ class PairDataset:
             pair = pair._replace(negative_scores=tuple(self.negative_scores[start:stop].tolist()))
         return pair
 
+    def items(self, side: Side) -> Items:
+        """The raw items of a side."""
+        return self.left_items if side == "left" else self.right_items
+
+    def item_ids(self, side: Side) -> np.ndarray:
+        """(M,) each pair's item of a side."""
+        return self.left_id if side == "left" else self.right_id
+
     def item(self, side: Side, item_id: int) -> Any:
         """The raw item of one side by its id; a `BadSample` if it cannot be read (an image that does not decode)."""
-        items = self.left_items if side == "left" else self.right_items
-        return items[int(item_id)]
+        return self.items(side)[int(item_id)]
 
     def identities(self) -> dict[str, str]:
         """Checksums, in hexadecimal, of the pairs' ids ("pairs"), "negatives", "left_items" and "right_items".
@@ -229,12 +235,9 @@ class PairDataset:
         # Views have one collection: it is read once.
         left = items_identity(self.left_items, self.left_modality)
         same = self.right_items is self.left_items and self.right_modality == self.left_modality
-        negatives = ""
-        if self.negatives is not None:
-            negatives = digest_of(*self.negatives, *_given(self.negative_scores))
         return {
-            "pairs": digest_of(self.left_id, self.right_id, *_given(self.weights, self.scores)),
-            "negatives": negatives,
+            "pairs": digest_of(self.left_id, self.right_id, self.weights, self.scores),
+            "negatives": "" if self.negatives is None else digest_of(*self.negatives, self.negative_scores),
             "left_items": left,
             "right_items": left if same else items_identity(self.right_items, self.right_modality),
         }
@@ -254,11 +257,8 @@ class PairDataset:
             (n, K) int64, ascending, padded with -1; K is the largest number of positives among `ids`.
         """
         if side not in self._positives:
-            if side == "left":
-                positives = Ragged.from_pairs(self.left_id, self.right_id, self.num_left)
-            else:
-                positives = Ragged.from_pairs(self.right_id, self.left_id, self.num_right)
-            self._positives[side] = positives
+            partners = self.item_ids("right" if side == "left" else "left")
+            self._positives[side] = Ragged.from_pairs(self.item_ids(side), partners, len(self.items(side)))
         return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
 
     def split(self, share: float, seed: int = 0) -> tuple[PairDataset, PairDataset]:
@@ -297,13 +297,7 @@ class PairDataset:
 
     def pair_counts(self, side: Side) -> np.ndarray:
         """(N,) the number of an epoch's pairs that each item of a side occurs in."""
-        if side == "left":
-            return np.bincount(self.left_id, minlength=self.num_left)
-        return np.bincount(self.right_id, minlength=self.num_right)
-
-
-def _given(*arrays: np.ndarray | None) -> list[np.ndarray]:
-    return [array for array in arrays if array is not None]
+        return np.bincount(self.item_ids(side), minlength=len(self.items(side)))
 
 
 def _checked_numbers(name: str, numbers: Sequence[float] | np.ndarray | None, count: int) -> np.ndarray | None:

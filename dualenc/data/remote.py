@@ -41,6 +41,7 @@ STALL_SECONDS = 30.0
 MAX_READ = 4 << 20
 """Bytes of one request when a file is read sequentially."""
 
+_CHANGED = "has changed since it was opened; run the same command again"
 _FIRST_READ = 64 << 10
 _MAX_GAP = 64 << 10  # a read that begins this close behind the previous one counts as sequential
 
@@ -58,9 +59,8 @@ def expand(url: str) -> list[str]:
     scheme = urlsplit(url).scheme
     if scheme in ("http", "https"):
         if "*" in urlsplit(url).path:
-            raise DualencError(
-                f"{display_name(url)}: files cannot be listed over {scheme}; write {{000..123}} for numbers"
-            )
+            name = display_name(url)
+            raise DualencError(f"{name}: files cannot be listed over {scheme}; write {{000..123}} for numbers")
         return urls
     if not any(character in url for character in "*?["):
         return urls
@@ -76,7 +76,6 @@ def expand(url: str) -> list[str]:
 
 def open_files(urls: Sequence[str]) -> list[RemoteFile]:
     """Open several URLs at a time: each one costs a request."""
-    # The requests wait for the server, so threads are enough.
     with ThreadPoolExecutor(max_workers=16) as threads:
         return list(threads.map(RemoteFile, urls))
 
@@ -105,17 +104,15 @@ class RemoteFile:
         self._version = _version(info)
         self._conditions = _conditions(url, info)
         self._reset()
-        self.stamp = self._version or self._checksum_of_ends()
+        self.stamp = self._version
+        if not self.stamp:
+            ends = self.read(0, _FIRST_READ) + self.read(max(0, self.size - _FIRST_READ), _FIRST_READ)
+            self.stamp = hashlib.sha256(ends).hexdigest()
 
     def _reset(self) -> None:
         self._file: BinaryIO | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
-
-    def _checksum_of_ends(self) -> str:
-        head = self.read(0, _FIRST_READ)
-        tail = self.read(max(0, self.size - _FIRST_READ), _FIRST_READ)
-        return hashlib.sha256(head + tail).hexdigest()
 
     def __str__(self) -> str:
         return display_name(self.url)
@@ -124,11 +121,6 @@ class RemoteFile:
     def name(self) -> str:
         """The last part of the URL's path."""
         return PurePosixPath(urlsplit(self.url).path).name
-
-    @property
-    def stem(self) -> str:
-        """The name without its suffix."""
-        return PurePosixPath(self.name).stem
 
     @cached_property
     def key(self) -> str:
@@ -143,8 +135,7 @@ class RemoteFile:
         """`size` bytes from `offset`, or fewer where the file ends.
 
         Raises:
-            DualencError: all attempts failed, the file has changed since it was opened, or the server sends whole
-                files only.
+            DualencError: all attempts failed, the file has changed, or the server sends whole files only.
         """
         # A forked child must not share its parent's connections and lock.
         if self._process != os.getpid():
@@ -156,11 +147,7 @@ class RemoteFile:
             return self._file.read(size)
 
     def open(self) -> BinaryIO:
-        """An open file for libraries that read files, for this process alone; each read is retried.
-
-        Raises:
-            DualencError: what `read` raises.
-        """
+        """An open file for libraries that read files, for this process alone; it raises what `read` raises."""
         # fsspec opens empty files over HTTP as streams that cannot seek.
         if not self.size:
             return io.BytesIO()
@@ -175,43 +162,29 @@ class RemoteFile:
             options["headers"] = self._conditions
         else:
             info = _info(self.url)
-            if (info.get("size"), _version(info)) != (self.size, self._version):
-                raise self._changed()
+            self._check_size(info.get("size") if _version(info) == self._version else None)
         if self.url.startswith("http"):
             # Saves a request; s3fs compares no ETags when it is given.
             options["size"] = self.size
         return _file_system(self.url).open(self.url, "rb", cache_type="none", **options)
 
     def _fetch(self, fetch: Callable[[int, int], bytes], start: int, end: int) -> bytes:
-        return _attempt(str(self), lambda: self._fetch_once(fetch, start, end))
-
-    def _fetch_once(self, fetch: Callable[[int, int], bytes], start: int, end: int) -> bytes:
-        try:
+        def fetch_once() -> bytes:
             data = fetch(start, end)
-        except Exception as error:
-            self._raise_if_changed(error)
-            raise
-        # A short answer is a broken connection, or another file.
-        if len(data) != end - start:
-            if _info(self.url).get("size") != self.size:
-                raise self._changed()
-            raise OSError(f"{len(data):,} of {end - start:,} bytes came")
-        return data
+            # A short answer is a broken connection, or another file.
+            if len(data) != end - start:
+                self._check_size(_info(self.url).get("size"))
+                raise OSError(f"{len(data):,} of {end - start:,} bytes came")
+            return data
 
-    def _raise_if_changed(self, error: Exception) -> None:
-        # s3fs turns the server's answer into an OSError.
-        if _status(error) == 412 or re.search("Precondition ?Failed", f"{error!r} {error.__cause__!r}"):
-            raise self._changed() from None
+        return _attempt(str(self), fetch_once)
 
-    def _changed(self) -> DualencError:
-        return DualencError(f"{self}: has changed since it was opened; run the same command again")
+    def _check_size(self, size: object) -> None:
+        if size != self.size:
+            raise DualencError(f"{self}: {_CHANGED}")
 
     def copy(self) -> Path:
-        """A copy of the whole file in the cache folder, fetched unless it is there.
-
-        Raises:
-            DualencError: what `read` raises, or the cache cannot be written.
-        """
+        """A copy of the whole file in the cache folder, fetched unless it is there; it raises what `read` raises."""
         name = re.sub(r"[^\w.-]", "_", self.name)[-100:] or "file"
         target = cache_folder() / "remote" / self.key / name
         if not target.is_file() or target.stat().st_size != self.size:
@@ -225,13 +198,8 @@ class RemoteFile:
     def _download(self, part: Path) -> None:
         options: dict[str, Any] = {"headers": self._conditions} if self._conditions else {}
         bar = {"desc": self.name, "unit": "B", "unit_scale": True, "delay": 2, "leave": False}
-        try:
-            _file_system(self.url).get_file(self.url, str(part), callback=TqdmCallback(bar), **options)
-        except Exception as error:
-            self._raise_if_changed(error)
-            raise
-        if part.stat().st_size != self.size:
-            raise self._changed()
+        _file_system(self.url).get_file(self.url, str(part), callback=TqdmCallback(bar), **options)
+        self._check_size(part.stat().st_size)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_file", "_process", "_lock")}
@@ -273,10 +241,8 @@ def _file_system(url: str) -> Any:
 
 @cache
 def _new_file_system(scheme: str, process: int) -> Any:
-    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-    if SCHEMES[scheme] == "aiohttp":
-        options["client_kwargs"] = _session_options()
-    return fsspec.filesystem(scheme, **options)
+    session = {"client_kwargs": _session_options()} if SCHEMES[scheme] == "aiohttp" else {}
+    return fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **session)
 
 
 def _session_options() -> dict[str, Any]:
@@ -374,6 +340,9 @@ def _permanent(error: Exception, reason: str) -> str | None:
     status = _status(error)
     # The packages that define them may be missing.
     kind = type(error).__name__
+    # s3fs turns the server's answer into an OSError.
+    if status == 412 or re.search("Precondition ?Failed", f"{error!r} {error.__cause__!r}"):
+        return _CHANGED
     if "support range requests" in str(error):
         return "the server sends whole files only; download it and give the file"
     if kind == "TooManyRedirects":

@@ -7,8 +7,8 @@ files of `RemoteFile`, and has no cheap access to single rows.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dualenc.data.columns import Picked
-from dualenc.data.corpus import Corpus
+from dualenc.data.corpus import Corpus, distinct_ids
+from dualenc.data.line_tables import check_columns
 from dualenc.data.remote import RemoteFile
 from dualenc.data.skips import Skips
-from dualenc.data.tables import check_columns
+from dualenc.data.tables import broken_parquet, open_parquet
 from dualenc.errors import BadSample, DualencError
 
 # Caches of the process rather than of `RemoteTexts`: connections survive no fork, and neither travels in a pickle.
@@ -27,22 +28,13 @@ from dualenc.errors import BadSample, DualencError
 
 @lru_cache(maxsize=1000)
 def _parquet(file: RemoteFile, process: int) -> pq.ParquetFile:
-    return _reading(file, lambda: pq.ParquetFile(file.open()))
+    return open_parquet(file)
 
 
 @lru_cache(maxsize=2)  # two, because the texts of a batch may lie on both sides of a border
 def _row_group(file: RemoteFile, process: int, group: int, columns: tuple[str, ...]) -> pa.Table:
-    return _reading(file, lambda: _parquet(file, process).read_row_group(group, list(columns)))
-
-
-def _reading(file: RemoteFile, action: Callable[[], Any]) -> Any:
-    try:
-        return action()
-    except DualencError:
-        raise
-    except Exception as error:  # pyarrow has several kinds for broken files
-        reason = " ".join(str(error).split())[:200]
-        raise DualencError(f"{file}: cannot be read as parquet ({reason}); mend the file") from None
+    with broken_parquet(file):
+        return _parquet(file, process).read_row_group(group, list(columns))
 
 
 class RemoteTexts:
@@ -62,35 +54,29 @@ class RemoteTexts:
     def __init__(self, files: Sequence[RemoteFile], column: str, title_column: str | None = None) -> None:
         self.files = list(files)
         self.columns = (column,) if title_column is None else (column, title_column)
-        self._groups: list[tuple[int, int]] = []  # file and row group
-        self._first_row: list[int] = []  # of each file
+        self._groups: list[tuple[int, int, int]] = []  # file, row group, and the first row of the file
         # Row groups of all files in one order, so that a row is found by binary search.
         starts = [0]
         for number, file in enumerate(self.files):
             parquet = _parquet(file, os.getpid())
-            self._check_types(file, parquet.schema_arrow)
-            self._first_row.append(starts[-1])
+            check_columns(str(file), parquet.schema_arrow.names, self.columns)
+            for name in self.columns:
+                kind = parquet.schema_arrow.field(name).type
+                if pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+                    raise DualencError(f"{file}: column {name!r} holds {kind}, where texts are needed; name another")
+            first_row = starts[-1]
             for group in range(parquet.num_row_groups):
-                self._groups.append((number, group))
+                self._groups.append((number, group, first_row))
                 starts.append(starts[-1] + parquet.metadata.row_group(group).num_rows)
         self._starts = np.array(starts)
-
-    def _check_types(self, file: RemoteFile, schema: pa.Schema) -> None:
-        check_columns(str(file), schema.names, self.columns)
-        for name in self.columns:
-            kind = schema.field(name).type
-            if pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-                raise DualencError(f"{file}: column {name!r} holds {kind}, where texts are needed; name another")
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> str:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
         number = self._group_of(index)
         row = int(index - self._starts[number])
-        file, group = self._groups[number]
+        file, group, _ = self._groups[number]
         table = _row_group(self.files[file], os.getpid(), group, self.columns)
         try:
             values = [table[name][row].as_py() for name in self.columns]
@@ -109,48 +95,37 @@ class RemoteTexts:
 
     def where(self, index: int) -> str:
         """The file of a row and its number in it."""
-        file, _ = self._groups[self._group_of(index)]
-        return f"{self.files[file]} row {index - self._first_row[file]}, column {self.columns[0]!r}"
+        file, _, first_row = self._groups[self._group_of(index)]
+        return f"{self.files[file]} row {index - first_row}, column {self.columns[0]!r}"
 
     def values(self, column: str) -> Iterator[Any]:
         """All values of a column such as ids, row group by row group."""
-        for number, group in self._groups:
+        for number, group, _ in self._groups:
             file = self.files[number]
             parquet = _parquet(file, os.getpid())
             check_columns(str(file), parquet.schema_arrow.names, [column])
-            table = _reading(file, partial(parquet.read_row_group, group, [column]))
-            yield from table[column].to_pylist()
+            with broken_parquet(file):
+                values = parquet.read_row_group(group, [column])[column]
+            yield from values.to_pylist()
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """Identities for `dualenc.data.identity`, without reading: each file's own, and the text's place in it."""
         title_column = self.columns[1] if len(self.columns) > 1 else None
-        columns = f"{self.columns[0]} {title_column}".encode()
-        file_identities = [b"%s %s" % (file.name.encode(), file.identity()) for file in self.files]
+        files = [f"{file.name} {file.identity().decode()}" for file in self.files]
         result = []
         for row in rows.tolist():
-            group = self._group_of(row)
-            file, group_in_file = self._groups[group]
+            number = self._group_of(row)
+            file, group, _ = self._groups[number]
             # The position within its file is stable when other files are added behind it.
-            place = row - int(self._starts[group])
-            result.append(b"%s %d %d %s" % (file_identities[file], group_in_file, place, columns))
+            place = f"{group} {row - self._starts[number]} {self.columns[0]} {title_column}"
+            result.append(f"{files[file]} {place}".encode())
         return result
 
 
 def remote_corpus(texts: RemoteTexts, id_column: str | None, skips: Skips, limit: int | None = None) -> Corpus:
-    """Remote texts as items to embed; their ids are those of a column, read at once, or the rows' numbers.
-
-    `skips` counts rows without an id and those with an id used before.
-    """
+    """Remote texts as items to embed; their ids are those of a column, read at once, or the rows' numbers."""
     rows = range(len(texts) if limit is None else min(limit, len(texts)))
-    first_row: dict[str, int] = {}
-    if id_column is None:
-        first_row = {str(row): row for row in rows}
-    else:
-        for row, value in zip(rows, texts.values(id_column)):
-            if value is None:
-                skips.bad("document without an id", texts.where(row), "give it one")
-            elif first_row.setdefault(str(value), row) != row:
-                skips.bad("document with an id used before", texts.where(row), f"{str(value)!r} is a duplicate")
-    skips.demand(len(first_row), "document")
-    positions = np.fromiter(first_row.values(), dtype=np.int64, count=len(first_row))
-    return Corpus(list(first_row), Picked(texts, positions), "text")
+    values = rows if id_column is None else texts.values(id_column)
+    named = ((row, None if value is None else str(value)) for row, value in zip(rows, values))
+    ids, positions = distinct_ids(named, skips, texts.where, "document")
+    return Corpus(ids, Picked(texts, positions), "text")

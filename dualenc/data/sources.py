@@ -4,31 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from dualenc.data.beir import BeirPairs, is_beir, read_corpus
 from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.images import IMAGE_SUFFIXES, ImageFiles, find_images
 from dualenc.data.labels import labels_of_folders
 from dualenc.data.line_tables import ColumnKind
-from dualenc.data.lines import file_format
 from dualenc.data.metadata import check_column_names
 from dualenc.data.pairs import PairDataset
 from dualenc.data.remote import RemoteFile
 from dualenc.data.remote_table import RemoteTexts, remote_corpus
 from dualenc.data.skips import Skips
-from dualenc.data.table_files import (
+from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
+from dualenc.data.tables import (
     ONLY_SPLIT,
     TABLE_FORMATS,
     check_whole,
     find_files,
+    first_of,
     has_one_split,
     is_saved,
     is_whole,
+    open_table,
+    peek_columns,
+    usual_column,
 )
-from dualenc.data.table_pairs import CAPTION_NAMES, IMAGE_NAMES, ImageFolderPairs, MinedPairs, TablePairs
-from dualenc.data.tables import open_table, peek_columns
-from dualenc.data.urls import display_name, is_url, url_suffix
+from dualenc.data.urls import display_name, file_format, is_url, url_suffix
 from dualenc.data.vectors import ID_NAMES, is_vectors, open_vectors, usual_ids
 from dualenc.data.webdataset import IMAGES, WebDatasetPairs, is_tars, tar_corpus
 from dualenc.errors import DualencError
@@ -88,9 +90,8 @@ def open_corpus(
         BadSample: an empty item, a missing or repeated id, a malformed line, under on_error="raise".
     """
     if is_url(path) and url_suffix(str(path)) == ".npy":
-        raise DualencError(
-            f"{display_name(path)}: .npy files are read from this machine only; download it and give the file"
-        )
+        name = display_name(path)
+        raise DualencError(f"{name}: .npy files are read from this machine only; download it and give the file")
     check_column_names(columns)
     # BEIR folders and embeddings may hold images too; their own files decide.
     image_folder = is_image_folder(path) and not (is_beir(path) or is_vectors(path))
@@ -102,86 +103,45 @@ def open_corpus(
         check_whole(path, split)
         return tar_corpus(path, "txt" if modality == "text" else IMAGES, on_error=on_error)
     if image_folder:
-        return _image_corpus(path)
+        names = find_images(path)
+        numbers, class_names = labels_of_folders(names) or (None, None)
+        return Corpus(names, ImageFiles(path, names), "image", labels=numbers, class_names=class_names)
     skips = Skips(path, on_error)
+    how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit}
     if is_beir(path):
         corpus = read_corpus(path, part, columns=columns, skips=skips)
     elif is_vectors(path):
         corpus = open_vectors(path, split=split, columns=columns, skips=skips)
     elif modality == "vector" or vector_column is not None:
-        corpus = open_vectors(
-            path,
-            vector_column,
-            id_column=id_column or usual_ids(path, split, subset),
-            split=split,
-            subset=subset,
-            limit=limit,
-            columns=columns,
-            skips=skips,
-        )
+        id_column = id_column or usual_ids(path, split, subset)
+        corpus = open_vectors(path, vector_column, id_column=id_column, columns=columns, skips=skips, **how)
     else:
-        named = _Named(text_column, title_column, image_column, id_column, label_column)
-        corpus = _table_corpus(path, named, modality, columns, split, subset, limit, allow_outside, skips)
+        kinds = peek_columns(path, split, subset)
+        main, modality = _main_column(display_name(path), kinds, modality, text_column, image_column)
+        # Titles belong to texts, classes to images.
+        if modality == "image":
+            title_column = None
+            label_column = label_column or first_of(kinds, ("label",), but=main)
+        else:
+            label_column = None
+            # Next to a text column that the user chose, a title is only joined when it is named too.
+            if text_column is None:
+                title_column = title_column or first_of(kinds, ("title",), but=main)
+        id_column = id_column or first_of(kinds, ID_NAMES, but=main)
+        # Whole remote texts are read by row groups on demand: such a corpus may exceed the disk.
+        remote_parquet = is_url(path) and url_suffix(str(path)) == ".parquet"
+        if remote_parquet and modality == "text" and kinds.get(main) == "value" and is_whole(split) and not columns:
+            files = [file for file in find_files(str(path), split) if isinstance(file, RemoteFile)]
+            corpus = remote_corpus(RemoteTexts(files, main, title_column), id_column, skips, limit)
+        else:
+            # A column may have two roles, such as text and filter.
+            others = [name for name in (title_column, label_column, id_column, *columns) if name is not None]
+            to_read: dict[str, ColumnKind] = {**dict.fromkeys(others, "value"), main: kinds.get(main, "value")}
+            table = open_table(path, to_read, skips, allow_outside=allow_outside, **how)
+            how = {"title_column": title_column, "label_column": label_column, "id_column": id_column}
+            corpus = table_corpus(table, main, modality, columns=columns, **how)
     corpus.skipped = skips.report()
     return corpus
-
-
-def _image_corpus(folder: str | Path) -> Corpus:
-    names = find_images(folder)
-    labels = labels_of_folders(names)
-    if labels is None:
-        return Corpus(names, ImageFiles(folder, names), "image")
-    return Corpus(names, ImageFiles(folder, names), "image", labels=labels.numbers, class_names=labels.names)
-
-
-class _Named(NamedTuple):
-    """Columns that the user named."""
-
-    text: str | None
-    title: str | None
-    image: str | None
-    id: str | None
-    label: str | None
-
-
-def _table_corpus(
-    path: str | Path,
-    named: _Named,
-    modality: Modality | None,
-    columns: Sequence[str],
-    split: str,
-    subset: str | None,
-    limit: int | None,
-    allow_outside: bool,
-    skips: Skips,
-) -> Corpus:
-    """The items of a table, in columns that the user named or of usual names."""
-    kinds = peek_columns(path, split, subset)
-    main, modality = _main_column(display_name(path), kinds, modality, named.text, named.image)
-    # Titles belong to texts, classes to images.
-    title = label = None
-    if modality == "text":
-        title = named.title
-        # Next to a text column that the user chose, a title is only joined when it is named too.
-        if named.text is None:
-            title = title or _first_of(kinds, ("title",), but=main)
-    else:
-        label = named.label or _first_of(kinds, ("label",), but=main)
-    id_column = named.id or _first_of(kinds, ID_NAMES, but=main)
-    # Whole remote texts are read by row groups on demand: such a corpus may exceed the disk.
-    remote_parquet = is_url(path) and url_suffix(str(path)) == ".parquet"
-    if remote_parquet and modality == "text" and kinds.get(main) == "value" and is_whole(split) and not columns:
-        files = [file for file in find_files(str(path), split) if isinstance(file, RemoteFile)]
-        return remote_corpus(RemoteTexts(files, main, title), id_column, skips, limit)
-    to_read: dict[str, ColumnKind] = {main: kinds.get(main, "value")}
-    # A column may have two roles, such as text and filter.
-    for name in (title, label, id_column, *columns):
-        if name is not None:
-            to_read.setdefault(name, "value")
-    table = open_table(path, to_read, skips, split=split, subset=subset, limit=limit, allow_outside=allow_outside)
-    return table_corpus(
-        table, main, modality, title_column=title, label_column=label, id_column=id_column, columns=columns
-    )
 
 
 def open_pairs(
@@ -198,19 +158,12 @@ def open_pairs(
 ) -> PairDataset:
     """Open training pairs: a BEIR folder, tars, a folder of images with captions, mined negatives, or a table.
 
-    A table's columns of lists of floating-point numbers are vectors.
+    A table's columns of lists of floating-point numbers are vectors. All other arguments are those of `open_corpus`.
 
     Args:
-        path: file, folder, glob, hub name, or URL (`dualenc.data.remote`) of files: tables or tars.
         left_column: of a table; by default `image` or `query` or another usual name.
         right_column: of a table; by default `captions`, `document` or another usual name.
-        split: of a BEIR folder, a folder of tables, a saved data set or a hub name; of tables a slice such as
-            train[:90%].
-        subset: configuration of a hub data set.
         deduplicate: equal texts of a table are the same item and share an id.
-        limit: read the first rows of a table only.
-        allow_outside: whether image paths may lead out of the table's folder; only for a table that you trust.
-        on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
 
     Raises:
         DualencError: nothing there, nothing usable, or no telling which columns to take.
@@ -227,24 +180,10 @@ def open_pairs(
     # Only without named columns: files of mined negatives may have further ones to train on.
     if left_column is None and right_column is None and {"pos", "positive_passages"} & kinds.keys():
         return MinedPairs(path, split=split, limit=limit, on_error=on_error)
-    left = left_column or _first_of(kinds, (*_SURELY_IMAGES, *_QUERIES, "file_name"))
-    right = right_column or _first_of(kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), but=left)
-    if left is None or right is None:
-        missing = "left_column" if left is None else "right_column"
-        raise DualencError(
-            f"{display_name(path)}: no telling which column is {missing}; name it (columns: {', '.join(kinds)})"
-        )
-    return TablePairs(
-        path,
-        left,
-        right,
-        split=split,
-        subset=subset,
-        deduplicate=deduplicate,
-        limit=limit,
-        allow_outside=allow_outside,
-        on_error=on_error,
-    )
+    left = left_column or usual_column(path, kinds, (*_SURELY_IMAGES, *_QUERIES, "file_name"), "left_column")
+    right = right_column or usual_column(path, kinds, (*CAPTION_NAMES[:2], *_DOCUMENTS), "right_column", but=left)
+    how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "allow_outside": allow_outside}
+    return TablePairs(path, left, right, deduplicate=deduplicate, on_error=on_error, **how)
 
 
 def usual_split(path: str | Path, default: str) -> str:
@@ -278,14 +217,10 @@ def _main_column(
     if image_column is not None:
         return image_column, "image"
     for names, kind in _MAIN:
-        name = _first_of(kinds, names)
+        name = first_of(kinds, names)
         if name is not None and modality in (kind, None):
             return name, kind
     if len(kinds) == 1:
         return next(iter(kinds)), modality or "text"
     argument = {"text": "text_column", "image": "image_column", None: "text_column or image_column"}[modality]
     raise DualencError(f"{source}: no telling which column to read; name {argument} (columns: {', '.join(kinds)})")
-
-
-def _first_of(kinds: dict[str, ColumnKind], names: tuple[str, ...], but: str | None = None) -> str | None:
-    return next((name for name in names if name in kinds and name != but), None)

@@ -16,11 +16,10 @@ from dualenc.data.corpus import Corpus, table_corpus
 from dualenc.data.images import ImageFiles, find_images
 from dualenc.data.labels import Labels, labels_of_folders
 from dualenc.data.line_tables import ColumnKind
-from dualenc.data.lines import read_text_lines
+from dualenc.data.lines import read_records
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
-from dualenc.data.table_files import TABLE_FORMATS
-from dualenc.data.tables import DataTable, open_table, peek_columns, peek_lines
+from dualenc.data.tables import TABLE_FORMATS, DataTable, open_table, peek_columns, peek_lines, usual_column
 from dualenc.data.urls import display_name
 from dualenc.data.vectors import is_vectors, open_vectors, usual_ids
 from dualenc.errors import DualencError
@@ -84,22 +83,14 @@ class TablePairs(ColumnPairs):
         # Lines carry no types: their first records decide how columns are read.
         kinds = peek_lines(path, split, quotes)
         for name, modality in ((left_column, left_modality), (right_column, right_modality)):
-            if modality == "vector" or (modality is None and kinds.get(name) in ("vector", "vectors")):
+            if (modality or kinds.get(name)) in ("vector", "vectors"):
                 columns[name] = "vector" if columns[name] == "value" else "vectors"
         if negative_column is not None:
             columns[negative_column] = columns[right_column]
         if weight_column is not None:
             columns[weight_column] = "value"
-        table = open_table(
-            path,
-            columns,
-            skips,
-            split=split,
-            subset=subset,
-            limit=limit,
-            quotes=quotes,
-            allow_outside=allow_outside,
-        )
+        how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "quotes": quotes}
+        table = open_table(path, columns, skips, allow_outside=allow_outside, **how)
         # An explicit root replaces the folder of the table, for its checks too.
         table.root = table.root if image_root is None else Path(image_root)
         super().__init__(
@@ -120,14 +111,10 @@ class MinedPairs(ColumnPairs):
 
     FlagEmbedding: `{"query": …, "pos": [text, …], "neg": [text, …]}`. Tevatron: `{"query": …, "positive_passages":
     [{"docid", "title", "text"}, …], "negative_passages": […]}`. A query with several positives makes one pair each.
-    Equal texts are the same item, wherever they occur.
+    Equal texts are the same item, wherever they occur. Vectors may take the place of the texts, as lists of numbers.
 
-    Vectors may take the place of the texts, as lists of numbers in the file; or the file holds ids of other vectors:
-
-        MinedPairs("mined.jsonl", queries="emb/queries", documents="emb/corpus")
-
-    Of Tevatron's lines, `query_id` and each `docid` are then read, so that one file serves for the texts and for their
-    embeddings; of `{"query", "pos", "neg"}`, these are ids.
+    With `queries` and `documents` the file holds ids of these vectors: `query_id` and each `docid` of Tevatron's lines,
+    so that one file serves for the texts and for their embeddings, or `query`, `pos` and `neg`.
 
     Args:
         path: a .jsonl file, or a glob of them.
@@ -161,21 +148,21 @@ class MinedPairs(ColumnPairs):
         scores: bool = False,
     ) -> None:
         if (queries is None) != (documents is None):
-            raise DualencError(
-                f"{display_name(path)}: queries and documents are given together; name the vectors of both"
-            )
+            name = display_name(path)
+            raise DualencError(f"{name}: queries and documents are given together; name the vectors of both")
         skips = Skips(path, on_error)
         left, right = (_vectors_by_id(source, skips) for source in (queries, documents))
         columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
-        # Of vectors the file holds the ids alone.
         reshape = _mined_with_titles if titles else _mined
+        modality: Modality = "text"
+        # Of vectors the file holds the ids alone.
         if left is not None:
             reshape = _mined_ids
-        modality: Modality = "text"
-        if left is None and peek_lines(path, split).get("query") == "vector":
-            columns, modality = {"query": "vector", "pos": "vectors", "neg": "vectors"}, "vector"
-        if scores:
-            columns |= {"pos_scores": "vector", "neg_scores": "vector"}
+        elif peek_lines(path, split).get("query") == "vector":
+            columns = {"query": "vector", "pos": "vectors", "neg": "vectors"}
+            modality = "vector"
+        score_columns = ("pos_scores", "neg_scores") if scores else None
+        columns |= dict.fromkeys(score_columns or (), "vector")
         optional = ("neg", "neg_scores")
         table = open_table(path, columns, skips, optional=optional, split=split, limit=limit, reshape=reshape)
         super().__init__(
@@ -187,7 +174,7 @@ class MinedPairs(ColumnPairs):
             right_modality=modality,
             left_vectors=left,
             right_vectors=right,
-            score_columns=("pos_scores", "neg_scores") if scores else None,
+            score_columns=score_columns,
             max_negatives=max_negatives,
         )
 
@@ -204,11 +191,11 @@ def _vectors_by_id(source: str | Path | None, skips: Skips) -> Corpus | None:
 
 def _mined(record: dict[str, Any]) -> dict[str, Any]:
     """Tevatron's nested passages as FlagEmbedding's lists of texts; the reading of columns checks the values."""
-    return _flat_passages(record, _passage_text)
+    return _flat_passages(record, lambda passage: _joined(passage.get("text")))
 
 
 def _mined_with_titles(record: dict[str, Any]) -> dict[str, Any]:
-    return _flat_passages(record, _passage_with_title)
+    return _flat_passages(record, lambda passage: _joined(passage.get("title"), passage.get("text")))
 
 
 def _mined_ids(record: dict[str, Any]) -> dict[str, Any]:
@@ -228,14 +215,6 @@ def _flat_passages(record: dict[str, Any], value_of: Callable[[dict[str, Any]], 
             flat[name] = [value_of(entry) if isinstance(entry, dict) else entry for entry in passages]
             flat[f"{name}_scores"] = [entry.get("score") if isinstance(entry, dict) else None for entry in passages]
     return flat
-
-
-def _passage_text(passage: dict[str, Any]) -> str:
-    return _joined(passage.get("text"))
-
-
-def _passage_with_title(passage: dict[str, Any]) -> str:
-    return _joined(passage.get("title"), passage.get("text"))
 
 
 def _joined(*parts: Any) -> str:
@@ -282,8 +261,9 @@ class ImageFolderPairs(ColumnPairs):
             image_column, caption_column = "image", "captions"
             table = _table_of_text_files(folder, names, Skips(path, on_error))
         else:
-            image_column = image_column or _first(file, IMAGE_NAMES, "image_column")
-            caption_column = caption_column or _first(file, CAPTION_NAMES, "caption_column")
+            known = peek_columns(file)
+            image_column = image_column or usual_column(file, known, IMAGE_NAMES, "image_column")
+            caption_column = caption_column or usual_column(file, known, CAPTION_NAMES, "caption_column")
             table = open_table(file, {image_column: "value", caption_column: "list"}, Skips(file, on_error))
             table.root = folder
             # Links among a folder's images are followed.
@@ -305,8 +285,7 @@ def _keep_rows_of_files(table: DataTable, image_column: str, names: set[str]) ->
     """Drop the rows whose image is not in the folder: found by name, so they lead nowhere else."""
     import datasets
 
-    column = Column(table, image_column, "text")
-    files = column.values(np.arange(len(column))).tolist()
+    files = Column(table, image_column, "text").values(np.arange(len(table))).tolist()
     found = np.array([not name or Path(name).as_posix() in names for name in files], dtype=bool)
     for row in np.flatnonzero(~found).tolist():
         table.skips.bad("image that is not in the folder", table.where(row), f"{files[row]!r} is not in {table.root}")
@@ -321,8 +300,8 @@ def _table_of_text_files(folder: Path, names: list[str], skips: Skips) -> DataTa
     rows = []
     for name in names:
         file = (folder / name).with_suffix(".txt")
-        lines = read_text_lines(file, skips) if file.is_file() else ()
-        captions = [line.strip() for _, line in lines if line.strip()]
+        records = read_records(file, skips) if file.is_file() else ()
+        captions = [record["text"].strip() for _, record in records]
         if captions:
             rows.append({"image": name, "captions": captions})
         else:
@@ -331,14 +310,6 @@ def _table_of_text_files(folder: Path, names: list[str], skips: Skips) -> DataTa
     # Explicit, because an empty first list has no type to infer.
     features = Features({"image": Value("string"), "captions": List(Value("string"))})
     return DataTable(str(folder), Dataset.from_list(rows, features=features), skips, folder, allow_outside=True)
-
-
-def _first(file: Path, names: tuple[str, ...], argument: str) -> str:
-    columns = peek_columns(file)
-    found = next((name for name in names if name in columns), None)
-    if found is None:
-        raise DualencError(f"{file}: none of the columns {', '.join(columns)} is known; name one by {argument}=")
-    return found
 
 
 class ImageViews(PairDataset):
@@ -403,16 +374,9 @@ class TableViews(ImageViews):
     ) -> None:
         label = label_column or "label"
         columns: dict[str, ColumnKind] = {image_column: "value", label: "value"}
-        table = open_table(
-            path,
-            columns,
-            Skips(path, on_error),
-            optional=() if label_column else (label,),
-            split=split,
-            subset=subset,
-            limit=limit,
-            allow_outside=allow_outside,
-        )
+        optional = () if label_column else (label,)
+        how: dict[str, Any] = {"split": split, "subset": subset, "limit": limit, "allow_outside": allow_outside}
+        table = open_table(path, columns, Skips(path, on_error), optional=optional, **how)
         corpus = table_corpus(table, image_column, "image", label_column=label if table.has(label) else None)
         labels = None if corpus.labels is None else Labels(corpus.labels, corpus.class_names or [])
         super().__init__(corpus.items, labels)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,28 +25,26 @@ from dualenc.data.line_tables import (
     ColumnKind,
     Reshape,
     check_columns,
+    kind_of_type,
     kinds_of_records,
     table_of_lines,
 )
-from dualenc.data.remote import RemoteFile
+from dualenc.data.lines import LINE_FORMATS, check_distinct
+from dualenc.data.remote import RemoteFile, expand, open_files
 from dualenc.data.skips import Skips
-from dualenc.data.table_files import (
-    ONLY_SPLIT,
-    TableFile,
-    find_files,
-    is_parquet,
-    is_saved,
-    is_whole,
-    local_copies,
-    select_split,
-    split_name,
-)
-from dualenc.data.urls import display_name, is_url
+from dualenc.data.urls import display_name, file_format, is_url, url_suffix
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+TableFile = Path | RemoteFile
+ONLY_SPLIT = "train"
+"""What `datasets` calls the rows of a file."""
+TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
+
+_FORMATS = ", ".join(TABLE_FORMATS)
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _BATCH_ROWS = 2000
 
 
@@ -104,19 +105,14 @@ def open_table(
     """Open a table wherever it is.
 
     Args:
-        source: a .jsonl, .json, .csv, .tsv, .txt or .parquet file, a glob of such files, a folder of them, a folder
-            written by `datasets.save_to_disk`, the name of a dataset on the Hugging Face hub, or a URL of such files
-            (`dualenc.data.remote`), which go into the cache folder; of parquet only the named columns.
+        source: as for `dualenc.data.TablePairs`, or a URL of files (`dualenc.data.remote`), which go into the cache
+            folder; of parquet only the named columns.
         columns: the columns to read, and whether each may hold a list; others are not read.
         skips: counts malformed lines.
         optional: columns of these that may be missing.
-        split: which split of a folder, saved dataset or hub name, or slices of it as `datasets` writes them, such as
-            train[:90%]; of a file the only one is train.
-        subset: configuration of a hub dataset.
+        split: as for `TablePairs`, like `subset`, `quotes` and `allow_outside`; of a file the only one is train.
         limit: read the first rows of that only.
-        quotes: whether `"` encloses fields of csv and tsv files.
         reshape: applied to each record of a line-based file before its columns are taken.
-        allow_outside: whether image paths may lead out of the table's folder.
 
     Raises:
         DualencError: no such file, column or split; a broken file.
@@ -156,10 +152,7 @@ def _root(source: str, files: Sequence[TableFile]) -> Path:
 
     if not files:
         return Path(source if is_saved(source) else config.HF_CACHE_HOME)
-    first = files[0]
-    if isinstance(first, RemoteFile):
-        return cache_folder() / "remote" / first.key
-    return first.parent
+    return cache_folder() / "remote" / files[0].key if isinstance(files[0], RemoteFile) else files[0].parent
 
 
 def peek_columns(source: str | Path, split: str = "train", subset: str | None = None) -> dict[str, ColumnKind]:
@@ -173,16 +166,31 @@ def peek_columns(source: str | Path, split: str = "train", subset: str | None = 
     """
     files = find_files(str(source), split)
     if files and not is_parquet(files[0]):
-        (file,) = local_copies(files[:1])
-        skips = Skips(file)
-        kinds = kinds_of_records(file, skips)
+        skips = Skips(source)
+        kinds = kinds_of_records(local_copies(files[:1])[0], skips)
         skips.demand(len(kinds), "record")
         return kinds
     if files:
         schema = _footer(files[0]).schema.to_arrow_schema()
     else:
         schema = _from_datasets(str(source), subset, split).data.schema
-    return {column.name: _kind_of_type(column.type) for column in schema}
+    return {column.name: kind_of_type(column.type) for column in schema}
+
+
+def first_of(columns: Iterable[str], names: Iterable[str], but: str | None = None) -> str | None:
+    """The first of some usual names that a column has, except one."""
+    return next((name for name in names if name in columns and name != but), None)
+
+
+def usual_column(
+    source: object, columns: Iterable[str], names: Iterable[str], argument: str, but: str | None = None
+) -> str:
+    """The `first_of` some usual names, for an argument that the user left out; a `DualencError` if there is none."""
+    found = first_of(columns, names, but)
+    if found is None:
+        there = ", ".join(columns)
+        raise DualencError(f"{display_name(source)}: no telling which column is {argument}; name it (columns: {there})")
+    return found
 
 
 def peek_lines(source: str | Path, split: str = "train", quotes: bool = True) -> dict[str, ColumnKind]:
@@ -194,16 +202,7 @@ def peek_lines(source: str | Path, split: str = "train", quotes: bool = True) ->
     files = find_files(str(source), split)
     if not files or is_parquet(files[0]):
         return {}
-    (file,) = local_copies(files[:1])
-    return kinds_of_records(file, Skips(file), quotes)
-
-
-def _kind_of_type(kind: pa.DataType) -> ColumnKind:
-    if "list" not in str(kind).partition("<")[0]:
-        return "value"
-    if pa.types.is_floating(kind.value_type):
-        return "vector"
-    return "vectors" if _kind_of_type(kind.value_type) == "vector" else "list"
+    return kinds_of_records(local_copies(files[:1])[0], Skips(source), quotes)
 
 
 def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
@@ -215,8 +214,8 @@ def _from_datasets(source: str, subset: str | None, split: str) -> Dataset:
         try:
             loaded = datasets.load_from_disk(source)
         except Exception as error:
-            reason = f"saved data set cannot be read ({first_line(error)}); save it again"
-            raise DualencError(f"{source}: {reason}") from None
+            reason = f"saved data set cannot be read ({first_line(error)})"
+            raise DualencError(f"{source}: {reason}; save it again") from None
         return select_split(loaded if isinstance(loaded, dict) else {ONLY_SPLIT: loaded}, split, source)
     try:
         return datasets.load_dataset(source, subset, split=split)
@@ -255,32 +254,150 @@ def _parquet_batches(
 ) -> Iterator[pa.RecordBatch]:
     with tqdm(desc=files[0].name, unit=" rows", delay=2, leave=False) as bar:
         for file, footer in zip(files, footers):
-            try:
-                with _open_parquet(file, footer) as parquet:
-                    # One row group at a time: pyarrow keeps what it has buffered of all that it is asked for.
-                    for group in range(parquet.num_row_groups):
-                        for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=schema.names):
-                            bar.update(len(batch))
-                            yield from pa.Table.from_batches([batch]).select(schema.names).cast(schema).to_batches()
-            except DualencError:
-                raise
-            except (pa.ArrowException, OSError, ValueError) as error:  # broken pages, files that differ
-                raise DualencError(f"{file}: cannot be read ({first_line(error)}); fetch it again") from None
+            with broken_parquet(file), open_parquet(file, footer) as parquet:
+                # One row group at a time: pyarrow keeps what it has buffered of all that it is asked for.
+                for group in range(parquet.num_row_groups):
+                    for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=schema.names):
+                        bar.update(len(batch))
+                        yield from pa.Table.from_batches([batch]).select(schema.names).cast(schema).to_batches()
 
 
-def _open_parquet(file: TableFile, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
-    return pq.ParquetFile(file.open() if isinstance(file, RemoteFile) else file, metadata=footer)
+@contextmanager
+def broken_parquet(file: TableFile) -> Iterator[None]:
+    """Report what pyarrow raises of broken files and pages, and of files that differ, in one line."""
+    try:
+        yield
+    except DualencError:
+        raise
+    except Exception as error:  # pyarrow has several kinds
+        reason = f"not a readable parquet file ({first_line(error)[:200]})"
+        raise DualencError(f"{file}: {reason}; fetch it again") from None
+
+
+def open_parquet(file: TableFile, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
+    """Open a parquet file; a remote one costs a request for its footer, unless that is given."""
+    with broken_parquet(file):
+        return pq.ParquetFile(file.open() if isinstance(file, RemoteFile) else file, metadata=footer)
 
 
 def _footer(file: TableFile) -> pq.FileMetaData:
-    """The schema and row groups of a parquet file, which cost a request of a remote one."""
-    try:
-        with _open_parquet(file) as parquet:
-            footer = parquet.metadata
-            names = footer.schema.to_arrow_schema().names
-    except (pa.ArrowException, OSError) as error:
-        raise DualencError(f"{file}: not a readable parquet file ({first_line(error)}); fetch it again") from None
-    duplicate = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if duplicate is not None:
-        raise DualencError(f"{file}: two columns are called {duplicate!r}; rename one of them")
+    """The schema and row groups of a parquet file."""
+    with broken_parquet(file), open_parquet(file) as parquet:
+        footer = parquet.metadata
+        names = footer.schema.to_arrow_schema().names
+    check_distinct(str(file), names)
     return footer
+
+
+def find_files(source: str, split: str) -> list[TableFile]:
+    """The table files that a path, glob, folder or URL stands for, sorted; none of a saved data set or a hub name.
+
+    Of a folder, the files named SPLIT.*, SPLIT-* or SPLIT_* in it or in its `data` folder, as the hub lays them out;
+    everything else is one split, train.
+
+    Raises:
+        DualencError: nothing matches, the formats differ, or there is no such split.
+    """
+    # Refused rather than ignored: another split of the same file would be the training data again.
+    if has_one_split(source) and split_name(split) != ONLY_SPLIT:
+        raise DualencError(f"{display_name(source)}: no split {split!r}; there are: {ONLY_SPLIT}")
+    if is_url(source):
+        urls = expand(source)
+        _check_one_format(source, {url_suffix(url) for url in urls})
+        return [*open_files(urls)]
+    path = Path(source)
+    if is_saved(path):
+        return []
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        files = _files_of_split(path, split)
+    elif any(character in source for character in "*?["):
+        files = sorted(Path(match) for match in glob.glob(source, recursive=True) if Path(match).is_file())
+    # A name with a table's suffix is a file that is missing, not a data set of the hub.
+    elif _HUB_NAME.fullmatch(source) and file_format(path) not in TABLE_FORMATS:
+        return []
+    else:
+        files = []
+    if not files:
+        raise DualencError(f"{source}: no such file; give a file, folder or glob of {_FORMATS}")
+    _check_one_format(source, {file_format(file) for file in files})
+    return [*files]
+
+
+def _check_one_format(source: str, formats: set[str]) -> None:
+    if len(formats) > 1 or not formats <= set(TABLE_FORMATS):
+        found = ", ".join(sorted(formats)) or "no suffix"
+        one = f"give files of one format among {_FORMATS}, or .tar files"
+        raise DualencError(f"{display_name(source)}: no table of one format ({found}); {one}")
+
+
+def _files_of_split(folder: Path, split: str) -> list[Path]:
+    # The hub keeps the files of a data set in `data`.
+    folders = [parent for parent in (folder, folder / "data") if parent.is_dir()]
+    tables = [file for parent in folders for file in parent.iterdir() if file.is_file()]
+    split_of = {file: re.split(r"[._-]", file.name)[0] for file in sorted(tables) if file_format(file) in TABLE_FORMATS}
+    files = [file for file, name in split_of.items() if name == split_name(split)]
+    if split_of and not files:
+        raise DualencError(f"{folder}: no split {split!r}; there are: {', '.join(sorted(set(split_of.values())))}")
+    return files
+
+
+def has_one_split(source: str | Path) -> bool:
+    """Whether a source has one split only: files by name, glob or URL, or a saved data set without splits."""
+    path = Path(source)
+    if is_url(source) or path.is_file() or (path / "state.json").is_file():
+        return True
+    return not path.is_dir() and any(character in str(source) for character in "*?[")
+
+
+def split_name(split: str) -> str:
+    """The one name in a split such as train[:10%]+train[90%:]; several different names unchanged."""
+    names = {part.partition("[")[0].strip() for part in split.split("+")}
+    return names.pop() if len(names) == 1 else split
+
+
+def is_whole(split: str) -> bool:
+    """Whether a split is a name without slices."""
+    return split_name(split) == split
+
+
+def check_whole(source: str | Path, split: str) -> None:
+    """Refuse splits and slices of sources that have neither: tars and vectors."""
+    if split != ONLY_SPLIT:
+        raise DualencError(
+            f"{display_name(source)}: no split {split!r}, for it has neither splits nor slices; leave it out"
+        )
+
+
+def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Dataset:
+    """The rows of a split, or of slices of splits in the syntax of `datasets`."""
+    from datasets import ReadInstruction, concatenate_datasets
+
+    if split in splits:
+        return splits[split]
+    try:
+        parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+    except (ValueError, AssertionError) as error:
+        there = f"{', '.join(splits)}, and slices such as train[:90%] ({first_line(error).rstrip('.')})"
+        raise DualencError(f"{source}: no split {split!r}; there are: {there}") from None
+    slices = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts if part.from_ < part.to]
+    if not slices:
+        sizes = ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
+        raise DualencError(f"{source}: split {split!r} has no rows (of {sizes}); widen the slice")
+    return concatenate_datasets(slices)
+
+
+def is_saved(source: str | Path) -> bool:
+    """Whether `datasets.save_to_disk` wrote this folder."""
+    return any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def is_parquet(file: TableFile) -> bool:
+    """Whether a table file is in Parquet format."""
+    return file_format(Path(file.name)) == ".parquet"
+
+
+def local_copies(files: Sequence[TableFile]) -> list[Path]:
+    """The files on this machine, remote ones as copies in the cache folder."""
+    return [file.copy() if isinstance(file, RemoteFile) else file for file in files]

@@ -7,6 +7,7 @@ import re
 import tarfile
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -76,22 +77,10 @@ class Tars:
         return {**self.__dict__, "_open": {}}
 
 
-def tar_identity(tar: Tar) -> bytes:
-    """Checksum of a tar: of a remote one its size and version."""
-    return tar.identity() if isinstance(tar, RemoteFile) else file_identity(tar)
-
-
 def index_tar(tar: Tar, skips: Skips, index_folder: Path | None = None) -> pa.Table:
     """The samples of one tar, from its index if that is up to date; otherwise the tar is scanned once.
 
-    Args:
-        tar: an uncompressed tar.
-        skips: counts broken members.
-        index_folder: where indexes are kept; by default next to the tar, or in the cache folder if that cannot be
-            written to or the tar is remote.
-
-    Returns:
-        Columns `sample`, and the lists `extension`, `offset` and `size` of its files; a row per sample.
+    `skips` counts broken members. A row per sample: its name, and lists of its files' extensions, offsets and sizes.
     """
     size, stamp, places = _places_of_index(tar, index_folder)
     for place in places:
@@ -104,12 +93,9 @@ def index_tar(tar: Tar, skips: Skips, index_folder: Path | None = None) -> pa.Ta
     if skips.total > before:
         return table
     for place in places:
-        try:
-            with atomic_path(place) as part:
-                pq.write_table(table, part)
+        with suppress(OSError, pa.ArrowException), atomic_path(place) as part:
+            pq.write_table(table, part)
             break
-        except (OSError, pa.ArrowException):
-            continue
     return table
 
 
@@ -141,11 +127,10 @@ def _read_index(place: Path, stamp: str, tar_size: int) -> pa.Table | None:
         table = pq.read_table(place)
         # The offsets of its lists come from the file too: unchecked, Arrow would read beyond its memory.
         table.validate(full=True)
-        starts = pc.list_flatten(table["offset"]).to_numpy()
-        sizes = pc.list_flatten(table["size"]).to_numpy()
-        lengths = [pc.list_value_length(table[name]).to_numpy() for name in ("extension", "offset", "size")]
     except (pa.ArrowException, OSError, ValueError):
         return None
+    starts, sizes = (pc.list_flatten(table[name]).to_numpy() for name in ("offset", "size"))
+    lengths = [pc.list_value_length(table[name]).to_numpy() for name in ("extension", "offset", "size")]
     same_lengths = all(np.array_equal(lengths[0], other) for other in lengths[1:])
     if not same_lengths or table["sample"].null_count or len(starts) != len(sizes):
         return None
@@ -213,7 +198,7 @@ class _Scan:
         kinds = pa.array(list(self.extensions), pa.string())
         files = np.frombuffer(self.files, dtype=np.int64).reshape(-1, 4)
         _, first = np.unique(files[:, 0] * max(1, len(kinds)) + files[:, 1], return_index=True)
-        for row, extension in files[np.setdiff1d(np.arange(len(files)), first), :2].tolist():
+        for row, extension in np.delete(files, first, axis=0)[:, :2].tolist():
             place = f"{self.tar}: {names[row]}.{kinds[extension]}"
             self.skips.bad("duplicate file in a tar", place, "remove one of them")
         # Of duplicates the first one counts, as it does for tar readers that scan.
@@ -230,21 +215,15 @@ class _Scan:
 def _scan(tar: Tar, skips: Skips) -> pa.Table:
     """The index of a tar; `skips` counts what is no plain file of a sample."""
     scan = _Scan(tar, skips)
-    try:
-        with _open(tar) as stream:
+    with tar.open() if isinstance(tar, RemoteFile) else open_regular(tar) as stream:
+        try:
             scan.read(stream)
-    except DualencError:
-        raise
-    except Exception as error:  # tarfile raises many kinds on broken headers
-        if isinstance(error, tarfile.ReadError):
-            with _open(tar) as stream:
-                compressed = stream.read(6).startswith(_COMPRESSED)
-            if compressed:
+        except DualencError:
+            raise
+        except Exception as error:  # tarfile raises many kinds on broken headers
+            stream.seek(0)
+            if isinstance(error, tarfile.ReadError) and stream.read(6).startswith(_COMPRESSED):
                 raise DualencError(f"{tar}: a compressed tar cannot be read at random; decompress it first") from None
-        reason = " ".join(str(error).split()) or type(error).__name__
-        skips.bad("truncated or broken tar", str(tar), f"{reason}; fetch it again")
+            reason = " ".join(str(error).split()) or type(error).__name__
+            skips.bad("truncated or broken tar", str(tar), f"{reason}; fetch it again")
     return scan.table()
-
-
-def _open(tar: Tar) -> BinaryIO:
-    return tar.open() if isinstance(tar, RemoteFile) else open_regular(tar)

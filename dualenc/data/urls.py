@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import PurePosixPath
+from pathlib import PurePath, PurePosixPath
 from urllib.parse import SplitResult, urlsplit
 
 from dualenc.errors import DualencError
@@ -37,11 +37,14 @@ def split_url(url: str) -> SplitResult:
         raise DualencError(f"{display_name(url)}: cannot be read as a URL ({error}); mend it") from None
 
 
+def file_format(path: PurePath) -> str:
+    """The suffix that decides how a file is read, in lower case and without `.gz`."""
+    return PurePath(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
+
+
 def url_suffix(url: str) -> str:
-    """The suffix of the file that a URL names, in lower case and without `.gz`."""
-    path = PurePosixPath(split_url(url).path)
-    name = path.stem if path.suffix.lower() == ".gz" else path.name
-    return PurePosixPath(name).suffix.lower()
+    """The `file_format` of the file that a URL names."""
+    return file_format(PurePosixPath(split_url(url).path))
 
 
 def check_url(url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dualenc.data.columns import Column, Picked, number_distinct
-from dualenc.data.corpus import Corpus
+from dualenc.data.columns import Picked, list_lengths, number_distinct
+from dualenc.data.corpus import Corpus, distinct_ids, row_ids
 from dualenc.data.embeddings import Array, Embeddings, ShardedVectors, is_embeddings
-from dualenc.data.line_tables import ColumnKind, check_columns
+from dualenc.data.line_tables import ColumnKind, check_columns, is_list
 from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import PairDataset
 from dualenc.data.skips import Skips
-from dualenc.data.table_files import check_whole
-from dualenc.data.tables import DataTable, open_table, peek_columns
-from dualenc.data.urls import display_name
+from dualenc.data.tables import DataTable, check_whole, first_of, open_table, peek_columns, usual_column
 from dualenc.errors import DualencError
 from dualenc.types import Items, OnError
 
@@ -97,17 +96,16 @@ class VectorPairs(PairDataset):
         lefts = open_vectors(left, left_column, **how)
         rights = open_vectors(left if right is None else right, right_column, **how)
         row_of = {name: row for row, name in enumerate(rights.ids)}
-        paired = np.array([name in row_of for name in lefts.ids], dtype=bool)
-        for alone, side in ((~paired, "left"), (~np.isin(np.array(rights.ids), np.array(lefts.ids)), "right")):
-            if alone.any():
-                name = (lefts if side == "left" else rights).ids[int(np.argmax(alone))]
+        for side, ids, partners in (("left", lefts.ids, row_of), ("right", rights.ids, set(lefts.ids))):
+            alone = [name for name in ids if name not in partners]
+            if alone:
                 reason = f"{side} vector without a partner of the same id"
-                skips.bad(reason, f"id {name!r}", "give it one or remove it", int(alone.sum()))
-        left_rows = np.flatnonzero(paired)
+                skips.bad(reason, f"id {alone[0]!r}", "give it one or remove it", len(alone))
+        left_rows = np.array([row for row, name in enumerate(lefts.ids) if name in row_of], dtype=np.int64)
         right_rows = np.array([row_of[lefts.ids[row]] for row in left_rows], dtype=np.int64)
         skips.demand(len(left_rows), "pair")
-        left_first, left_id = _number(lefts.items, left_rows, deduplicate)
-        right_first, right_id = _number(rights.items, right_rows, deduplicate)
+        left_first, left_id = number_distinct(lefts.items if deduplicate else None, left_rows)
+        right_first, right_id = number_distinct(rights.items if deduplicate else None, right_rows)
         super().__init__(
             Picked(lefts.items, left_first),
             Picked(rights.items, right_first),
@@ -117,24 +115,6 @@ class VectorPairs(PairDataset):
             right_modality="vector",
         )
         self.skipped = skips.report()
-
-
-class VectorKeys:
-    """Vectors as strings that are equal for equal vectors."""
-
-    def __init__(self, items: Items) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> str:
-        return str(self.items[index].tobytes().hex())
-
-
-def _number(items: Items, rows: np.ndarray, deduplicate: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Row of each distinct item, and the number of the item at each of `rows` (n,)."""
-    return number_distinct(VectorKeys(items), rows) if deduplicate else (rows, np.arange(len(rows)))
 
 
 def is_vectors(path: str | Path) -> bool:
@@ -155,64 +135,50 @@ def open_vectors(
     columns: Sequence[str] = (),
     skips: Skips,
 ) -> Corpus:
-    """Open vectors to train on or to embed; those that are not finite or zero are told to `skips` and left out.
+    """Open vectors to train on or to embed, without those that are not finite or zero; `skips` counts them.
 
-    Args:
-        source: a folder of embeddings, a .npy file of shape (N, D), or a table.
-        column: of a table, lists of numbers; by default `vector` or another usual name.
-        id_column: ids of a table's rows; by default they are numbered.
-        split: of a folder of tables, a saved data set or a hub name.
-        subset: configuration of a hub data set.
-        limit: read the first rows of a table only.
-        columns: further columns of a table, or of a folder of embeddings that has kept them, to keep for filters.
-        skips: is told of bad vectors.
+    The arguments are those of `VectorPairs`; `columns` of a table, or of a folder of embeddings that has kept them, are
+    kept for filters.
 
     Raises:
         DualencError: no such file or column, something else than vectors, nothing usable.
         BadSample: a bad vector, under on_error="raise".
     """
-    ids: list[str | None]
-    where: Callable[[int], str] = f"{source} row {{}}".format
-    table: DataTable | None = None
-    known: pa.Table | None = None
-    if Path(source).suffix == ".npy" or is_vectors(source):
+    where: Callable[[int], str]
+    if is_vectors(source):
         check_whole(source, split)
-        opened = None if Path(source).suffix == ".npy" else Embeddings.open(source)
-        matrix = load_npy(Path(source)) if opened is None else opened.vectors
-        known = None if opened is None else opened.columns
-        check_columns(str(source), [] if known is None else known.column_names, columns)
-        ids = list(map(str, range(len(matrix)))) if opened is None else list(opened.ids)
-        vectors: Items = VectorItems(matrix)
-        faults = matrix_faults(matrix)
+        opened = _open_npy(Path(source)) if Path(source).suffix == ".npy" else Embeddings.open(source)
+        kept_columns = pa.table({}) if opened.columns is None else opened.columns
+        check_columns(str(source), kept_columns.column_names, columns)
+        ids: Sequence[str | None] = list(opened.ids)  # much faster than one by one
+        vectors: Items = VectorItems(opened.vectors)
+        faults = matrix_faults(opened.vectors)
+        where = partial("{} row {}".format, source)
+        columns_of = kept_columns.select(columns).take
     else:
         column = column or _usual_column(str(source), split, subset)
-        wanted: dict[str, ColumnKind] = {column: "vector", **({} if id_column is None else {id_column: "value"})}
-        wanted = {**dict.fromkeys(columns, "value"), **wanted}
+        named = [*columns, *([] if id_column is None else [id_column])]
+        wanted: dict[str, ColumnKind] = {**dict.fromkeys(named, "value"), column: "vector"}
         table = open_table(source, wanted, skips, split=split, subset=subset, limit=limit)
         found = VectorColumn(table, column)
         if found.is_list:
             raise DualencError(f"{source}: column {column!r} holds lists of vectors; name one with one in each row")
-        vectors, faults, where = found.items, found.faults, table.where
-        ids = list(map(str, range(len(table))))
-        if id_column is not None:
-            names = Column(table, id_column, "text").values(np.arange(len(table))).tolist()
-            ids = [None if name is None else str(name) for name in names]
+        ids = row_ids(table, id_column)
+        vectors = found.items
+        faults = found.faults
+        where = table.where
+        columns_of = partial(metadata_columns, table, columns)
     for reason, (bad, mend) in faults.items():
         if bad.any():
             skips.bad(reason, where(int(np.argmax(bad))), mend, int(bad.sum()))
-    first: dict[str, int] = {}  # of each id
-    for row in np.flatnonzero(usable(faults, len(ids))).tolist():
-        name = ids[row]
-        if name is None:
-            skips.bad("vector without an id", where(row), "give it one")
-        elif first.setdefault(name, row) != row:
-            skips.bad("vector with an id used before", where(row), f"{name!r} stands twice")
-    skips.demand(len(first), "vector")
-    kept = np.array(list(first.values()))
-    further = known.select(columns).take(kept) if columns and known is not None else None
-    if columns and table is not None:
-        further = metadata_columns(table, columns, kept)
-    return Corpus(list(first), Picked(vectors, kept), "vector", columns=further)
+    rows = np.flatnonzero(usable(faults, len(ids))).tolist()
+    names, kept = distinct_ids(((row, ids[row]) for row in rows), skips, where, "vector")
+    return Corpus(names, Picked(vectors, kept), "vector", columns=columns_of(kept) if columns else None)
+
+
+def _open_npy(path: Path) -> Embeddings:
+    matrix = load_npy(path)
+    return Embeddings(list(map(str, range(len(matrix)))), matrix)
 
 
 class VectorColumn:
@@ -236,18 +202,15 @@ class VectorColumn:
     def __init__(self, table: DataTable, name: str, dim: int | None = None) -> None:
         array = table.dataset.data.column(name)
         self.rows = np.arange(len(array))
-        self.is_list = _is_list(array.type) and _is_list(array.type.value_type)
+        self.is_list = is_list(array.type) and is_list(array.type.value_type)
         if self.is_list:
-            self.rows = np.repeat(self.rows, pc.fill_null(pc.list_value_length(array), 0).to_numpy())
+            self.rows = np.repeat(self.rows, list_lengths(array))
             array = pc.list_flatten(array)
-        kind = array.type.value_type if _is_list(array.type) else pa.null()
+        kind = array.type.value_type if is_list(array.type) else pa.null()
         if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
-            held = table.dataset.data.column(name).type
-            raise DualencError(
-                f"{table.source}: column {name!r} holds {held}, where vectors are needed; name a column of lists of "
-                "numbers"
-            )
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
+            held = f"column {name!r} holds {table.dataset.data.column(name).type}"
+            raise DualencError(f"{table.source}: {held}, where vectors are needed; name a column of lists of numbers")
+        lengths = list_lengths(array)
         if dim is None:
             dim = max(1, int(np.bincount(lengths[lengths > 0], minlength=2).argmax()))  # 1 if there is no vector at all
         fits = lengths == dim
@@ -271,19 +234,6 @@ class VectorColumn:
             self.faults[reason] = mask, mend
 
 
-def holds_vectors(table: DataTable, name: str) -> bool:
-    """Whether a column is one of lists of floating-point numbers, or of lists of such lists."""
-    kind = inner = table.dataset.data.schema.field(name).type
-    while _is_list(inner):
-        inner = inner.value_type
-    return kind != inner and pa.types.is_floating(inner)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    types = pa.types
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-
-
 def matrix_faults(matrix: Array) -> Faults:
     """Which rows of a matrix (n, D) are not finite or zero."""
     blocks = (np.asarray(matrix[at : at + _BLOCK], dtype=np.float64) for at in range(0, len(matrix), _BLOCK))
@@ -302,16 +252,12 @@ def usable(faults: Faults, count: int) -> np.ndarray:
 def _usual_column(source: str, split: str, subset: str | None) -> str:
     kinds = peek_columns(source, split, subset)
     lists = [name for name, kind in kinds.items() if kind == "vector"]
-    found = next((name for name in VECTOR_NAMES if name in kinds), lists[0] if len(lists) == 1 else None)
-    if found is None:
-        told = f"no telling which column holds vectors; name it (columns: {', '.join(kinds)})"
-        raise DualencError(f"{display_name(source)}: {told}")
-    return found
+    return usual_column(source, kinds, [*VECTOR_NAMES, *(lists if len(lists) == 1 else ())], "the vectors")
 
 
 def usual_ids(source: str | Path, split: str = "train", subset: str | None = None) -> str | None:
     """The column of a table that holds ids, if it has one of a usual name."""
-    return next((name for name in ID_NAMES if name in peek_columns(source, split, subset)), None)
+    return first_of(peek_columns(source, split, subset), ID_NAMES)
 
 
 def load_npy(path: Path) -> np.ndarray:
@@ -323,12 +269,12 @@ def load_npy(path: Path) -> np.ndarray:
     if not path.is_file():
         raise DualencError(f"{path}: no such file; give a .npy file of shape (N, D)")
     try:
-        matrix = np.load(path, mmap_mode="r", allow_pickle=False)
+        matrix: np.ndarray = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # numpy's own, and those of the tokenizer behind it
         raise DualencError(f"{path}: no readable .npy file ({' '.join(str(error).split())[:120]})") from None
-    if isinstance(matrix, np.ndarray) and matrix.ndim == 1:
+    if matrix.ndim == 1:
         matrix = matrix[None]
-    if not isinstance(matrix, np.ndarray) or matrix.ndim != 2 or not matrix.size or matrix.dtype.kind not in "fiu":
-        found = f"{matrix.dtype} of shape {matrix.shape}" if isinstance(matrix, np.ndarray) else "an archive"
+    if matrix.ndim != 2 or not matrix.size or matrix.dtype.kind not in "fiu":
+        found = f"{matrix.dtype} of shape {matrix.shape}"
         raise DualencError(f"{path}: holds {found}, where numbers of shape (N, D) are needed")
     return matrix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import pyarrow.compute as pc
 
 from dualenc.data.columns import Picked, number_distinct
 from dualenc.data.corpus import Corpus
+from dualenc.data.identity import file_identity
 from dualenc.data.images import IMAGE_SUFFIXES
 from dualenc.data.lines import MAX_LINE_BYTES
 from dualenc.data.pairs import PairDataset
 from dualenc.data.remote import expand, open_files
 from dualenc.data.skips import Skips
-from dualenc.data.tar_index import Tar, Tars, index_tar, tar_identity
+from dualenc.data.tar_index import Tar, Tars, index_tar
 from dualenc.data.urls import is_url, url_suffix
 from dualenc.decoding import MAX_BYTES, decode_image
 from dualenc.errors import BadSample, DualencError
@@ -115,7 +117,7 @@ def tar_corpus(path: str | Path, member: str = IMAGES, *, on_error: OnError = "s
     names = [files.name(row) for row in rows.tolist()]
     # Samples of different tars may have the same name.
     if len(set(names)) < len(names):
-        names = [f"{files.tars.paths[files.tar[row]].stem}/{name}" for row, name in zip(rows, names, strict=True)]
+        names = [f"{Path(files.tars.paths[files.tar[row]].name).stem}/{name}" for row, name in zip(rows, names)]
     corpus = Corpus(names, Picked(files, rows), files.modality)
     corpus.skipped = skips.report()
     return corpus
@@ -139,9 +141,9 @@ def _find_tars(path: str | Path | list[str]) -> list[Tar]:
         return [tar for part in path for tar in _find_tars(part)]
     if is_url(path):
         return [*open_files(expand(str(path)))]
+    if Path(path).is_file():
+        return [Path(path)]
     pattern = str(Path(path) / "*.tar") if Path(path).is_dir() else str(path)
-    if Path(pattern).is_file():
-        return [Path(pattern)]
     return [*sorted(map(Path, glob.glob(pattern, recursive=True)))]
 
 
@@ -167,10 +169,10 @@ class _Files:
         for extension in reversed(by_preference):
             places = np.flatnonzero(names == extension.lstrip("."))
             chosen[row[places]] = places
+        # A further value for samples without a file, whose place is -1.
         self.offset, self.size = (
-            _values_or_missing(pc.list_flatten(shards.table[name]).to_numpy(), chosen) for name in ("offset", "size")
+            np.append(pc.list_flatten(shards.table[name]).to_numpy(), -1)[chosen] for name in ("offset", "size")
         )
-        self._tar_identities: list[bytes] | None = None
 
     def usable(self, side: str, skips: Skips, among: np.ndarray | None = None) -> np.ndarray:
         """Which samples have a file that is not empty; `skips` counts the others."""
@@ -216,21 +218,14 @@ class _Files:
 
     def identities(self, rows: np.ndarray, read: bool) -> list[bytes]:
         """Identities for `dualenc.data.identity`: the tar's own, and the file's place in it."""
-        if self._tar_identities is None:
-            self._tar_identities = [tar_identity(tar) for tar in self.tars.paths]
-        names = [path.name.encode(errors="surrogateescape") for path in self.tars.paths]
-        places = zip(*(part[rows].tolist() for part in (self.tar, self.offset, self.size)), strict=True)
-        return [
-            b"%s %s %d %d %s" % (names[tar], self._tar_identities[tar], offset, size, self.spec.encode())
-            for tar, offset, size in places
-        ]
+        places = zip(*(part[rows].tolist() for part in (self.tar, self.offset, self.size)))
+        spec = self.spec.encode()
+        return [b"%s %d %d %s" % (self._tar_identities[tar], offset, size, spec) for tar, offset, size in places]
 
-
-def _values_or_missing(values: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """The values at some places; -1 for the place -1."""
-    if not len(values):
-        return np.full(len(places), -1)
-    return np.where(places >= 0, values[places], -1)
+    @cached_property
+    def _tar_identities(self) -> list[bytes]:
+        """Name and checksum of each tar."""
+        return [tar.name.encode(errors="surrogateescape") + b" " + file_identity(tar) for tar in self.tars.paths]
 
 
 def is_tars(path: str | Path) -> bool:

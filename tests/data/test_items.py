@@ -157,8 +157,8 @@ def test_a_missing_id_is_reported(tmp_path: Path) -> None:
     ("batch", "message"),
     [
         ({"name": ["a", "b"]}, "has no column of ids"),
-        ({"id": [1, 2]}, "its column id holds int64"),
-        ({"id": ["a", "b"], "text": [1, 2]}, "its column text holds int64"),
+        ({"id": [1, 2]}, "int64 instead of strings"),
+        ({"id": ["a", "b"], "text": [1, 2]}, "int64 instead of strings"),
         ({"id": ["a"]}, "has 1 rows instead of 2"),
     ],
 )

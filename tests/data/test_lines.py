@@ -105,7 +105,6 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.xml", b"<a>", "unknown format '.xml'"),
         ("x.csv", b"", "its first line must name the columns"),
         ("x.csv", b"a\n\xff\xfe\n", "not UTF-8"),
         ("x.json", b'[{"a": 1},]', "malformed JSON"),

@@ -180,7 +180,7 @@ def test_images_have_no_snippet() -> None:
     ("arguments", "message"),
     [
         ({"ids": ["a"], "items": ["x", "y"]}, "ids has 1 rows but there are 2 items"),
-        ({"ids": ["a", "b", "a"], "items": ["x", "y", "z"]}, "'a' is a duplicate (again at row 2)"),
+        ({"ids": ["a", "b", "a"], "items": ["x", "y", "z"]}, "'a' is a duplicate (2 times)"),
         ({"ids": ["a"], "items": ["x"], "labels": [0, 1]}, "labels has 2 rows for 1 items"),
         ({"ids": ["a"], "items": ["x"], "labels": [2], "class_names": ["c", "d"]}, "class 2 has no name"),
     ],

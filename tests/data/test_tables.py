@@ -184,7 +184,7 @@ def test_a_missing_column_names_the_nearest(tmp_path: Path) -> None:
 def test_files_of_several_formats_are_no_table(tmp_path: Path) -> None:
     write_csv(tmp_path / "train.csv", ["query"], [["a"]])
     write_jsonl(tmp_path / "train.jsonl", [{"query": "a"}])
-    with pytest.raises(DualencError, match=r"cannot be read as one table \(\.csv, \.jsonl\)"):
+    with pytest.raises(DualencError, match=r"no table of one format \(\.csv, \.jsonl\)"):
         read(tmp_path)
 
 
@@ -203,7 +203,7 @@ def test_damaged_parquet_pages_are_told(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4:2000] = bytes(1996)
     path.write_bytes(data)
-    with pytest.raises(DualencError, match=r"train\.parquet: cannot be read"):
+    with pytest.raises(DualencError, match=r"train\.parquet: not a readable parquet file"):
         read(path, {"query": "value"})
 
 

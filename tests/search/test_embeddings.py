@@ -409,8 +409,8 @@ def test_a_table_of_pickled_objects_is_never_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (item_batch(ids(833), None, None, vectors(833, 5)), "files have different columns"),
-        (item_batch(ids(833), None, None, vectors(833).astype(np.float16)), "files have different columns"),
+        (item_batch(ids(833), None, None, vectors(833, 5)), "Schema at index 2 was different"),
+        (item_batch(ids(833), None, None, vectors(833).astype(np.float16)), "Schema at index 2 was different"),
         (item_batch(ids(833), None, None, None), "holds null instead of float32 vectors"),
         (item_batch(ids(832), ["text"] * 832, None, vectors(832)), "has 2499 rows instead of 2500"),
         (item_batch(ids(833), ["text"] * 833, None, vectors(833)).drop_columns(["id"]), "has no column of ids"),
