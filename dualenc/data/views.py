@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from PIL import Image
@@ -19,6 +20,32 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from dualenc.errors import DualencError
+
+CHANGES = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
+"""The colour jitter's changes; a change's kind is its index here."""
+
+BRIGHTNESS = 0
+CONTRAST = 1
+HUE = 3
+
+
+class Draws(NamedTuple):
+    """All random numbers of one view."""
+
+    box: tuple[int, int, int, int]
+    """Top, left, height and width of the crop in pixels."""
+
+    flip: bool
+    """Whether left and right are exchanged."""
+
+    changes: list[tuple[int, float]]
+    """Kind and factor of each change of colour in the order of application; empty without jitter."""
+
+    grey: bool
+    """Whether colours are removed."""
+
+    sigma: float | None
+    """Standard deviation of the blur in pixels; None without blur."""
 
 
 class SimCLR:
@@ -51,20 +78,34 @@ class SimCLR:
 
     def __call__(self, image: Image.Image, seed: int) -> Tensor:
         """A random view of an RGB image: pixels (3, size, size) in [0, 1], float32."""
-        draw = random.Random(seed).random
-        top, left, height, width = crop_box(image.height, image.width, self.min_area, draw)
+        draws = self.draw(image.height, image.width, seed)
         size = [self.size, self.size]
-        view = F.resized_crop(image, top, left, height, width, size, InterpolationMode.BICUBIC)
-        if draw() < 0.5:
+        view = F.resized_crop(image, *draws.box, size, InterpolationMode.BICUBIC)
+        if draws.flip:
             view = F.horizontal_flip(view)
-        if draw() < 0.8:
-            view = jitter(view, self.strength, draw)
-        if draw() < 0.2:
+        view = jitter(view, draws.changes)
+        if draws.grey:
             view = F.rgb_to_grayscale(view, 3)
         pixels = F.pil_to_tensor(view).float().div_(255)
-        if draw() < self.blur:
-            pixels = gaussian_blur(pixels, sigma=0.1 + 1.9 * draw(), kernel=max(self.size // 20 * 2 + 1, 3))
+        if draws.sigma is not None:
+            pixels = gaussian_blur(pixels, draws.sigma, self.kernel)
         return pixels
+
+    @property
+    def kernel(self) -> int:
+        """Length of the blur's kernel: the odd number nearest to a tenth of the size, at least 3."""
+        return max(self.size // 20 * 2 + 1, 3)
+
+    def draw(self, height: int, width: int, seed: int) -> Draws:
+        """What the view of an image of `height` and `width` with this seed is made of."""
+        draw = random.Random(seed).random
+        # The order of these lines is part of what a seed means: stored seeds must give the same views.
+        box = crop_box(height, width, self.min_area, draw)
+        flip = draw() < 0.5
+        changes = draw_jitter(self.strength, draw) if draw() < 0.8 else []
+        grey = draw() < 0.2
+        sigma = 0.1 + 1.9 * draw() if draw() < self.blur else None
+        return Draws(box, flip, changes, grey, sigma)
 
 
 def crop_box(height: int, width: int, min_area: float, draw: Callable[[], float]) -> tuple[int, int, int, int]:
@@ -86,19 +127,21 @@ def crop_box(height: int, width: int, min_area: float, draw: Callable[[], float]
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def jitter(image: Image.Image, strength: float, draw: Callable[[], float]) -> Image.Image:
-    """Change brightness, contrast, saturation and hue in random order, by up to 0.8, 0.8, 0.8 and 0.2 × strength."""
+def draw_jitter(strength: float, draw: Callable[[], float]) -> list[tuple[int, float]]:
+    """Changes of brightness, contrast, saturation and hue in random order, by up to 0.8, 0.8, 0.8 and 0.2 × strength.
+
+    Each is an index into `CHANGES` and the factor, or for hue the share of the colour circle.
+    """
     reach = 0.8 * strength
     factors = [max(0.0, 1 - reach) + draw() * (1 + reach - max(0.0, 1 - reach)) for _ in range(3)]
     hue = 0.2 * strength * (2 * draw() - 1)
-    changes = [
-        lambda view: F.adjust_brightness(view, factors[0]),
-        lambda view: F.adjust_contrast(view, factors[1]),
-        lambda view: F.adjust_saturation(view, factors[2]),
-        lambda view: F.adjust_hue(view, hue),
-    ]
-    for change in sorted(changes, key=lambda _: draw()):
-        image = change(image)
+    return sorted(enumerate([*factors, hue]), key=lambda _: draw())
+
+
+def jitter(image: Image.Image, changes: Sequence[tuple[int, float]]) -> Image.Image:
+    """Apply the changes that `draw_jitter` drew, in their order."""
+    for kind, factor in changes:
+        image = CHANGES[kind](image, factor)
     return image
 
 
@@ -108,12 +151,19 @@ def gaussian_blur(pixels: Tensor, sigma: float, kernel: int) -> Tensor:
     `sigma` is in pixels, `kernel` the odd length of the kernel, at most 2·min(H, W) − 1. The same numbers as
     torchvision's `gaussian_blur`, whose two-dimensional convolution is six times slower at 224 pixels.
     """
-    offsets = torch.arange(kernel) - kernel // 2
-    weights = torch.softmax(-0.5 * (offsets / sigma) ** 2, dim=0)
-    matrices = []
-    for length in pixels.shape[-2:]:
-        # Row `i` holds the weights of all positions in the blurred value at `i`, reflected at the borders.
-        source = (torch.arange(length)[:, None] + offsets).abs()
-        source = torch.where(source >= length, 2 * (length - 1) - source, source)
-        matrices.append(torch.zeros(length, length).scatter_add_(1, source, weights.expand(length, kernel)))
-    return matrices[0] @ pixels @ matrices[1].T
+    sigmas = torch.tensor([sigma])
+    rows = blur_matrices(pixels.shape[-2], sigmas, kernel)[0]
+    columns = blur_matrices(pixels.shape[-1], sigmas, kernel)[0]
+    return rows @ pixels @ columns.T
+
+
+def blur_matrices(length: int, sigma: Tensor, kernel: int) -> Tensor:
+    """Matrices (n, length, length) that blur one axis of n samples, whose standard deviations are `sigma` (n,)."""
+    offsets = torch.arange(kernel, device=sigma.device) - kernel // 2
+    weights = torch.softmax(-0.5 * (offsets / sigma[:, None]) ** 2, dim=1)  # (n, kernel)
+    # Row `i` holds the weights of all positions in the blurred value at `i`, reflected at the borders.
+    source = (torch.arange(length, device=sigma.device)[:, None] + offsets).abs()
+    source = torch.where(source >= length, 2 * (length - 1) - source, source)
+    shape = (len(sigma), length, kernel)
+    matrices = torch.zeros(len(sigma), length, length, device=sigma.device)
+    return matrices.scatter_add_(2, source.expand(shape), weights[:, None].expand(shape))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from dualenc.data.views import SimCLR, crop_box, gaussian_blur, jitter
+from dualenc.data.views import SimCLR, crop_box, draw_jitter, gaussian_blur, jitter
 from dualenc.errors import DualencError
 
 SEEDS = st.integers(0, 2**63 - 1)
@@ -105,7 +105,8 @@ def test_crops_follow_torchvisions_law_and_stay_inside() -> None:
 
 def test_jitter_of_strength_zero_changes_nothing() -> None:
     image = noise(9, 9)
-    change = np.abs(np.asarray(jitter(image, 0.0, random.Random(0).random)).astype(int) - np.asarray(image))
+    changes = draw_jitter(0.0, random.Random(0).random)
+    change = np.abs(np.asarray(jitter(image, changes)).astype(int) - np.asarray(image))
     assert change.mean() < 1  # hue goes through eight-bit HSV and back
     assert change.max() <= 8
 
