@@ -1,4 +1,4 @@
-"""SimCLR's random views: pure functions of image and seed, run per image in a data loader.
+"""SimCLR's random views: pure functions of image and seed, run per image in a data loader or per batch on a GPU.
 
 The operations are torchvision.transforms.v2's functional ones; random numbers come from a generator seeded for each
 call, so no global state is read or changed and a view does not depend on workers, order or restarts. v2's own random
@@ -27,6 +27,9 @@ CHANGES = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust
 BRIGHTNESS = 0
 CONTRAST = 1
 HUE = 3
+
+NO_BLUR = 1e-3
+"""A standard deviation in pixels so small that the blur's matrix is exactly the identity."""
 
 
 class Draws(NamedTuple):
@@ -90,6 +93,71 @@ class SimCLR:
         if draws.sigma is not None:
             pixels = gaussian_blur(pixels, draws.sigma, self.kernel)
         return pixels
+
+    def batch(self, images: Tensor, seeds: Sequence[int]) -> Tensor:
+        """Views of n images of one size, made on their device: the same crops and changes as image by image.
+
+        Values differ from those of `__call__` by rounding only: Pillow cuts off fractions of 1/255 after each change.
+        For GPUs: on one CPU thread it takes 0.22 ms per image at 32 pixels and 22 at 224, `__call__` 0.27 and 4.4.
+
+        Args:
+            images: (n, 3, H, W) uint8, on any device.
+            seeds: n integers.
+
+        Returns:
+            Pixels (n, 3, size, size) in [0, 1], float32, on the device of the images.
+
+        Raises:
+            DualencError: the images have another type or shape, or there are not as many seeds.
+        """
+        if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != 3 or len(images) != len(seeds):
+            raise DualencError(
+                f"SimCLR.batch: images are {images.dtype} {tuple(images.shape)} with {len(seeds)} seeds; give uint8 "
+                "(n, 3, H, W) and n seeds"
+            )
+        height, width = images.shape[-2:]
+        drawn = self.draw_batch(height, width, seeds)
+        if images.is_cuda:
+            drawn = drawn.pin_memory()
+        return self.render(images, drawn.to(images.device, non_blocking=True))
+
+    def draw_batch(self, height: int, width: int, seeds: Sequence[int]) -> Tensor:
+        """What `draw` gives for n seeds, for `render`: (n, 15) float32, on the CPU."""
+        rows = []
+        for seed in seeds:
+            draws = self.draw(height, width, seed)
+            # Without jitter: four times the brightness, times 1.
+            changes = draws.changes or [(BRIGHTNESS, 1.0)] * 4
+            kinds = [kind for kind, _ in changes]
+            factors = [factor for _, factor in changes]
+            sigma = NO_BLUR if draws.sigma is None else draws.sigma
+            rows.append([*draws.box, draws.flip, *kinds, *factors, draws.grey, sigma])
+        return torch.tensor(rows, dtype=torch.float32).reshape(-1, 15)
+
+    def render(self, images: Tensor, drawn: Tensor) -> Tensor:
+        """The views that `draw_batch` drew: a pure function on the device, which a CUDA graph can capture.
+
+        Args:
+            images: (n, 3, H, W) uint8.
+            drawn: (n, 15) float32, on the device of the images.
+
+        Returns:
+            Pixels (n, 3, size, size) in [0, 1], float32.
+        """
+        box, flip, kinds, factors, grey, sigma = drawn.split([4, 1, 4, 4, 1, 1], dim=1)
+        top, left, height, width = box[:, :, None].unbind(1)  # (n, 1) each
+        # Half precision would round the pixels to eight bits and worse.
+        with torch.autocast(images.device.type, enabled=False):
+            rows = resize_matrices(images.shape[-2], self.size, top, height, torch.zeros_like(flip))
+            columns = resize_matrices(images.shape[-1], self.size, left, width, flip)
+            pixels = multiply_axes(rows, images / 255, columns)
+            for kind, factor in zip(kinds.split(1, dim=1), factors.split(1, dim=1), strict=True):
+                pixels = change_colours(pixels, kind[:, :, None, None], factor[:, :, None, None])
+            pixels = torch.where(grey[:, :, None, None] > 0, to_grey(pixels), pixels)
+            if self.blur > 0:
+                blurs = blur_matrices(self.size, sigma.squeeze(1), self.kernel)
+                pixels = multiply_axes(blurs, pixels, blurs)
+            return pixels
 
     @property
     def kernel(self) -> int:
@@ -167,3 +235,67 @@ def blur_matrices(length: int, sigma: Tensor, kernel: int) -> Tensor:
     shape = (len(sigma), length, kernel)
     matrices = torch.zeros(len(sigma), length, length, device=sigma.device)
     return matrices.scatter_add_(2, source.expand(shape), weights[:, None].expand(shape))
+
+
+def multiply_axes(rows: Tensor, pixels: Tensor, columns: Tensor) -> Tensor:
+    """Resample pixels (n, 3, H, W) by the matrices rows (n, h, H) and columns (n, w, W): (n, 3, h, w) in [0, 1].
+
+    As in Pillow, the horizontal axis comes first, and values saturate after each.
+    """
+    pixels = torch.einsum("nchw,nxw->nchx", pixels, columns).clamp_(0, 1)
+    return torch.matmul(rows[:, None], pixels).clamp_(0, 1)
+
+
+def resize_matrices(length: int, size: int, start: Tensor, extent: Tensor, reverse: Tensor) -> Tensor:
+    """Matrices (n, size, length) that crop one axis of n images and resize it with Pillow's antialiased bicubic kernel.
+
+    Args:
+        length: pixels of the axis.
+        size: pixels after resizing.
+        start: (n, 1), first pixel of the crop.
+        extent: (n, 1), pixels of the crop.
+        reverse: (n, 1), 1 to reverse the order of the resized pixels, else 0.
+    """
+    pixel = torch.arange(length, device=start.device)
+    position = torch.arange(size, device=start.device)
+    position = torch.where(reverse > 0, size - 1 - position, position)  # (n, size)
+    scale = extent / size
+    centre = start + (position + 0.5) * scale  # (n, size)
+    # In units of the kernel, which is as wide as four pixels of the smaller of the two images; it is 0 from 2 on.
+    distance = (pixel + 0.5 - centre[:, :, None]).abs() / scale.clamp(min=1)[:, :, None]  # (n, size, length)
+    distance = distance.clamp(max=2)
+    near = (1.5 * distance - 2.5) * distance**2 + 1
+    far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
+    inside = (pixel >= start) & (pixel < start + extent)  # (n, length)
+    weights = torch.where(distance < 1, near, far) * inside[:, None]
+    return weights / weights.sum(2, keepdim=True)
+
+
+def change_colours(pixels: Tensor, kind: Tensor, factor: Tensor) -> Tensor:
+    """One of `CHANGES` for each sample of pixels (n, 3, H, W) in [0, 1]; kind and factor are (n, 1, 1, 1)."""
+    grey = to_grey(pixels)
+    mean = grey.mean((1, 2, 3), keepdim=True)
+    # Brightness blends with black, contrast with the mean grey, saturation with each pixel's grey.
+    other = torch.where(kind == CONTRAST, mean, grey * (kind != BRIGHTNESS))  # (n, 1, H, W)
+    blended = torch.lerp(other, pixels, factor).clamp_(0, 1)
+    return torch.where(kind == HUE, turn_hue(pixels, factor), blended)
+
+
+def to_grey(pixels: Tensor) -> Tensor:
+    """The luma (n, 1, H, W) of pixels (n, 3, H, W)."""
+    red, green, blue = pixels.split(1, dim=1)
+    return 0.2989 * red + 0.587 * green + 0.114 * blue
+
+
+def turn_hue(pixels: Tensor, turn: Tensor) -> Tensor:
+    """Turn the hue of pixels (n, 3, H, W) by a share `turn` (n, 1, 1, 1) of the colour circle; V and S of HSV stay."""
+    red, green, blue = pixels.split(1, dim=1)
+    value = pixels.amax(1, keepdim=True)
+    chroma = value - pixels.amin(1, keepdim=True)  # V·S
+    # The hue in sixths of the circle, times the chroma.
+    hue = torch.where(green == value, blue - red + 2 * chroma, red - green + 4 * chroma)
+    hue = torch.where(red == value, green - blue, hue)
+    hue = hue / torch.where(chroma > 0, chroma, 1) + 6 * turn
+    # A channel falls from V to V − V·S and rises again around the circle; red, green and blue start at 5, 3 and 1.
+    phase = (hue + torch.arange(5, 0, -2, device=pixels.device)[:, None, None]).remainder(6)  # (n, 3, H, W)
+    return value - chroma * torch.minimum(phase, 4 - phase).clamp_(0, 1)
