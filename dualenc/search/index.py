@@ -35,7 +35,7 @@ from dualenc.search.build import (
     tune,
 )
 from dualenc.search.filtered import search_among
-from dualenc.search.hits import Hit
+from dualenc.search.hits import Hit, as_hit
 from dualenc.search.kinds import choose_factory
 from dualenc.search.parts import (
     LISTS,
@@ -46,6 +46,7 @@ from dualenc.search.parts import (
     open_alone,
     open_merged,
 )
+from dualenc.search.where import column_kinds
 from dualenc.types import Metric
 
 FORMAT = "dualenc index"
@@ -64,6 +65,10 @@ class Index:
     """FAISS index with the ids of its N rows and its metadata.
 
     Create one with `Index.build` or `Index.open`.
+
+    Attributes:
+        column_kinds: types of the columns by name.
+        has_snippets: whether there are texts to show.
 
     Args:
         faiss_index: its row `i` is `ids[i]`.
@@ -85,7 +90,9 @@ class Index:
         self.ids: Sequence[str] = ids if isinstance(ids, Ids) else list(ids)
         self.meta = dict(meta)
         self.snippets = snippets
+        self.has_snippets = snippets is not None
         self.columns = columns
+        self.column_kinds = column_kinds(columns)
         if not isinstance(self.ids, Ids):
             # One more entry, so that FAISS's row -1 ("nothing found") reads as no id.
             self._id_of_row = np.array([*self.ids, ""], dtype=object)
@@ -269,7 +276,8 @@ class Index:
 
     def hit(self, row: int, score: float) -> Hit:
         """The hit of a row, with its text and columns."""
-        return Hit(self.ids[row], score, self.snippet(row), self.columns_of(row))
+        columns = {} if self.columns is None else self.columns.slice(row, 1).to_pylist()[0]
+        return as_hit(self.ids[row], score, None if self.snippets is None else self.snippets[row], columns)
 
     def search_ids(
         self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
@@ -332,16 +340,6 @@ class Index:
             raise Unsupported(
                 f"an index of kind {kind} gives no vectors back ({reason(error)}); search by text"
             ) from None
-
-    def snippet(self, row: int) -> str:
-        """The text to show with a row; "" if none was stored."""
-        return "" if self.snippets is None else self.snippets[row]
-
-    def columns_of(self, row: int) -> dict[str, Any]:
-        """The values of a row's columns by name, without missing values."""
-        if self.columns is None:
-            return {}
-        return {name: value for name, value in self.columns.slice(row, 1).to_pylist()[0].items() if value is not None}
 
 
 class _Tuning(NamedTuple):

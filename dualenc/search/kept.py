@@ -18,8 +18,7 @@ from dualenc.data.items import ITEMS, ORDER, ItemTable, check_ids, write_items
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, is_folder_of, locked, write_json
 from dualenc.reading import read_json_object
-from dualenc.search.engines import EngineIndex, is_engine
-from dualenc.search.engines.index import read_engine_meta
+from dualenc.search.engines.index import is_engine, read_engine_meta
 from dualenc.search.index import Index, check_unchanged, rows_in
 
 FOLDER = "texts"
@@ -33,7 +32,7 @@ class KeptTexts:
 
     Args:
         folder: the index's folder.
-        checksum: `checksum_of` the index.
+        checksum: `items_checksum` of the index.
 
     Raises:
         DualencError: the folder has no texts, or they are of another index or version, or damaged.
@@ -75,11 +74,6 @@ def has_texts(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / FOLDER / "meta.json").is_file()
 
 
-def checksum_of(index: Index | EngineIndex) -> str:
-    """Identifies the items of an index or of a pushed collection."""
-    return index.about.fingerprint if isinstance(index, EngineIndex) else index.items_checksum
-
-
 def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
     """Add a text store to the folder of an index or of a pushed collection.
 
@@ -104,7 +98,7 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
             rows: Sequence[int] = range(len(corpus))
         else:
             index = Index.open(folder)
-            checksum = checksum_of(index)
+            checksum = index.items_checksum
             ids = index.ids
             rows = rows_in(corpus, index, folder)
         check_ids(ids)

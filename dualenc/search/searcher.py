@@ -19,10 +19,10 @@ from dualenc.search.engines import EngineIndex, is_engine
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.hits import Hit
 from dualenc.search.index import Index
-from dualenc.search.kept import KeptTexts, checksum_of, has_texts
+from dualenc.search.kept import KeptTexts, has_texts
 from dualenc.search.lexical import AGAIN, Lexical, has_lexical
 from dualenc.search.rerank import Rescore, rerank
-from dualenc.search.where import Condition, Kinds, column_kinds, meets, parse_conditions
+from dualenc.search.where import Condition, meets, parse_conditions
 from dualenc.types import Inputs, Modality, Side
 
 
@@ -126,13 +126,12 @@ class Searcher:
             index = Index.open(folder)
         # A parameter that does not apply is refused now, not at every query.
         if nprobe is not None or ef_search is not None:
-            dim = index.about.dim if isinstance(index, EngineIndex) else index.dim
-            index.search(np.eye(1, dim, dtype=np.float32), 1, nprobe=nprobe, ef_search=ef_search)
+            index.search(np.eye(1, index.dim, dtype=np.float32), 1, nprobe=nprobe, ef_search=ef_search)
         texts = None
         if judge is not None:
             if index.meta.get("modality") == "image":
                 raise DualencError(f"{folder}: holds images, and a cross-encoder reads texts; leave reranking out")
-            texts = KeptTexts(folder, checksum_of(index))
+            texts = KeptTexts(folder, index.items_checksum)
         lexical = None
         if hybrid and isinstance(index, EngineIndex):
             raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
@@ -156,24 +155,12 @@ class Searcher:
         if self.texts is not None or not has_texts(self.folder):
             return self.texts
         try:
-            return KeptTexts(self.folder, checksum_of(self.index))
+            return KeptTexts(self.folder, self.index.items_checksum)
         except DualencError:
             return None
 
     def __len__(self) -> int:
         return len(self.index)
-
-    @property
-    def columns(self) -> Kinds:
-        """Types of the columns that results can be filtered by, by name."""
-        if isinstance(self.index, EngineIndex):
-            return self.index.about.columns
-        return column_kinds(self.index.columns)
-
-    @property
-    def has_snippets(self) -> bool:
-        """Whether texts to show with the ids are stored."""
-        return self.index.about.has_snippets if isinstance(self.index, EngineIndex) else self.index.snippets is not None
 
     @property
     def takes(self) -> tuple[Modality, ...]:
@@ -209,18 +196,18 @@ class Searcher:
             DualencError: a condition that cannot be parsed, an index without columns, or an engine.
         """
         if words and isinstance(self.index, EngineIndex):
-            language = self.index.engine.filter_language
+            language = self.index.filter_language
             raise DualencError(f"{self.folder}: an engine filters in its own language ({language}); give --filter")
-        if words and not self.columns:
+        if words and not self.index.column_kinds:
             raise DualencError(
                 f"{self.folder}: keeps no columns for --where; embed with --columns, and index or push that"
             )
-        return tuple(parse_conditions(words, self.columns))
+        return tuple(parse_conditions(words, self.index.column_kinds))
 
     @property
     def filter_language(self) -> str:
         """The language of `Query.filter`: "SQL" or "JSON"; "" for a FAISS index."""
-        return self.index.engine.filter_language if isinstance(self.index, EngineIndex) else ""
+        return self.index.filter_language if isinstance(self.index, EngineIndex) else ""
 
     def check_filter(self, filter: str) -> None:
         """Validate an untrusted filter; error messages contain no path."""
@@ -228,7 +215,7 @@ class Searcher:
             return
         if not isinstance(self.index, EngineIndex):
             raise DualencError("only an engine takes a filter; give where")
-        self.index.engine.check_filter(filter)
+        self.index.check_filter(filter)
 
     @torch.inference_mode()
     def encode(self, side: Side, inputs: Inputs) -> np.ndarray:
@@ -246,8 +233,8 @@ class Searcher:
         ]
         encoded = torch.cat(parts)
         # The index may contain the first components only.
-        if self._dim < encoded.shape[1]:
-            encoded = unit_norm(encoded[:, : self._dim])
+        if self.index.dim < encoded.shape[1]:
+            encoded = unit_norm(encoded[:, : self.index.dim])
         vectors = encoded.cpu()[torch.argsort(torch.cat(chunks))].numpy()
         if not np.isfinite(vectors).all():
             raise DualencError("the model gives vectors that are not finite; check its weights")
@@ -321,7 +308,7 @@ class Searcher:
 
     def _vectors(self, queries: Sequence[Query]) -> np.ndarray:
         """The vector of each query (Q, D); queries of one side are encoded together."""
-        vectors = np.zeros((len(queries), self._dim), np.float32)
+        vectors = np.zeros((len(queries), self.index.dim), np.float32)
         sides: tuple[Side, Side] = ("left", "right")
         for side in sides:
             raw = [n for n, query in enumerate(queries) if query.item is not None and query.side == side]
@@ -331,15 +318,10 @@ class Searcher:
             if prepared:
                 parts = [queries[n].inputs or {} for n in prepared]
                 vectors[prepared] = self.encode(side, {name: torch.cat([p[name] for p in parts]) for name in parts[0]})
-        store = self.index.engine if isinstance(self.index, EngineIndex) else self.index
         for number, query in enumerate(queries):
             if query.ids:
-                vectors[number] = store.vectors(query.ids).mean(axis=0)
+                vectors[number] = self.index.vectors(query.ids).mean(axis=0)
         return vectors
-
-    @property
-    def _dim(self) -> int:
-        return self.index.about.dim if isinstance(self.index, EngineIndex) else self.index.dim
 
     def _nearest(self, vectors: np.ndarray, k: int, filter: str, kept: np.ndarray | None) -> list[list[Hit]]:
         """The k nearest items of each query vector."""

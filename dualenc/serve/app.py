@@ -169,7 +169,7 @@ async def info(serving: Serving) -> dict[str, Any]:
         "name": searcher.folder.resolve().name,
         "vectors": len(searcher),
         "takes": list(searcher.takes),
-        "columns": dict(searcher.columns),
+        "columns": dict(searcher.index.column_kinds),
         "filter": searcher.filter_language,
         "images": service.pictures is not None,
         "texts": await asyncio.to_thread(lambda: searcher.whole_texts is not None),
@@ -219,7 +219,7 @@ async def _query(
     """The query that a request means."""
     if (request.text is not None) + bool(request.ids) + (image is not None) != 1:
         raise HTTPException(400, "search with one of text, image and ids")
-    if request.where and not searcher.columns:
+    if request.where and not searcher.index.column_kinds:
         raise HTTPException(400, "the index keeps no columns to filter by; leave conditions out")
     if request.where and searcher.filter_language:
         raise HTTPException(

@@ -63,7 +63,7 @@ def check(folder: Path, expected: dict[str, np.ndarray]) -> None:
     for name in (names[0], names[-1]):
         row = int(index.ids.rows([name])[0])  # type: ignore[attr-defined]
         assert index.ids[row] == name
-        assert index.snippet(row) == (f"snippet of {name}" if name.startswith("new") else f"text {name[4:]}")
+        assert index.hit(row, 0).snippet == (f"snippet of {name}" if name.startswith("new") else f"text {name[4:]}")
     plain = faiss.read_index(str(folder / "index.faiss"))
     if options:
         faiss.ParameterSpace().set_index_parameter(plain, "nprobe", 16)
@@ -93,7 +93,7 @@ def test_appended_removed_and_appended_again(tmp_path: Path, factory: str, merge
     meta = append(folder, more(["doc 0", "new 7"])).meta
     expected |= {"doc 0": vectors[COUNT], "new 7": vectors[COUNT + 1]}
     index = Index.open(folder)
-    assert index.snippet(int(index.ids.rows(["doc 0"])[0])) == "snippet of doc 0"  # type: ignore[attr-defined]
+    assert index.hit(int(index.ids.rows(["doc 0"])[0]), 0).snippet == "snippet of doc 0"  # type: ignore[attr-defined]
     assert (meta["appended"], meta["removed"]) == (MORE + 2, len(set(gone)))
     assert "recall_at_10" not in meta
     assert meta["when_built"]["recall_at_10"] > 0

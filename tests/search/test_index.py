@@ -105,7 +105,7 @@ def test_saved_and_opened(tmp_path: Path) -> None:
     assert opened.meta.items() >= built.meta.items()
     assert opened.meta["model"] == "models/m"
     assert opened.meta["side"] == "right"
-    assert opened.snippet(1999) == "text 1999"
+    assert opened.hit(1999, 0).snippet == "text 1999"
     for ours, theirs in zip(built.search_ids(clustered(5)), opened.search_ids(clustered(5))):
         np.testing.assert_array_equal(ours, theirs)
 
