@@ -13,8 +13,8 @@ import numpy as np
 from faiss.contrib.exhaustive_search import knn_ground_truth
 from tqdm.auto import tqdm
 
+from dualenc.data.embeddings import Embeddings
 from dualenc.errors import DualencError
-from dualenc.search.embeddings import Embeddings
 from dualenc.types import Metric
 
 METRICS = ("cosine", "ip")

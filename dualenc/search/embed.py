@@ -24,11 +24,12 @@ from tqdm.auto import tqdm
 
 from dualenc import distributed
 from dualenc.data import Corpus
+from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import MAX_IMAGES, digest_of, identities, texts_checksum
 from dualenc.encoders.dual import Prepare, Tower, chunk_rows, placeholder, take, unit_norm
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import removed_if_refused
-from dualenc.search.embeddings import Embeddings, EmbeddingWriter, Skipped, shard_ranges, skipped_entries
+from dualenc.search.embeddings import EmbeddingWriter, Skipped, shard_ranges, skipped_entries
 from dualenc.types import Inputs, OnError, Output
 
 TOKENS_PER_WINDOW = 2**21

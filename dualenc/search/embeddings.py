@@ -22,40 +22,13 @@ import pyarrow as pa
 
 from dualenc import distributed
 from dualenc.checksums import checksums, sizes
-from dualenc.data.embeddings import (
-    AGAIN,
-    FORMAT,
-    FORMAT_VERSION,
-    Array,
-    Embeddings,
-    ShardedVectors,
-    are_embeddings,
-    is_embeddings,
-    read_head,
-    read_meta,
-    read_shard,
-    shard_path,
-)
+from dualenc.data.embeddings import AGAIN, FORMAT, FORMAT_VERSION, Embeddings, read_meta, read_shard, shard_path
 from dualenc.data.identity import sum_checksums
 from dualenc.data.items import ORDER, ItemTable, check_ids, item_batch, write_batches, write_order
 from dualenc.errors import DiskFull, DualencError
 from dualenc.files import recover_inside, remove, write_json
 from dualenc.full_disk import explain_full_disk
 from dualenc.search.locks import claimed
-
-__all__ = [
-    "Array",
-    "EmbeddingWriter",
-    "Embeddings",
-    "ShardedVectors",
-    "Skipped",
-    "are_embeddings",
-    "check_ids",
-    "is_embeddings",
-    "read_head",
-    "shard_ranges",
-    "skipped_entries",
-]
 
 MAX_SHARD_ROWS = 16384
 MIN_SHARD_ROWS = 1024

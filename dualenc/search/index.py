@@ -93,9 +93,6 @@ class Index:
         self.has_snippets = snippets is not None
         self.columns = columns
         self.column_kinds = column_kinds(columns)
-        if not isinstance(self.ids, Ids):
-            # One more entry, so that FAISS's row -1 ("nothing found") reads as no id.
-            self._id_of_row = np.array([*self.ids, ""], dtype=object)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -119,7 +116,6 @@ class Index:
         nprobe: int | None = None,
         ef_search: int | None = None,
         train_rows: int | None = None,
-        threads: int | None = None,
         seed: int = 0,
         memory: int | None = None,
         folder: str | os.PathLike[str] | None = None,
@@ -142,7 +138,6 @@ class Index:
             nprobe: lists that an IVF index visits.
             ef_search: candidates that an HNSW index keeps.
             train_rows: vectors to train on; by default 64 per inverted list, at least 65,536.
-            threads: FAISS's threads from now on; by default as many as it finds.
             seed: of the samples for training and for queries.
             memory: bytes for building and searching the index; by default the machine's memory.
             folder: where to save the index, too.
@@ -150,16 +145,10 @@ class Index:
 
         Raises:
             DualencError: a factory string that is unknown or does not fit (with FAISS's reason), no vectors, vectors
-                that are not finite, or not of length one where their meta says so, duplicate ids, a number out of
-                range, or a search parameter that the index does not have.
+                that are not finite, or not of length one where their meta says so, duplicate ids, or a search
+                parameter that the index does not have.
         """
         embeddings = _checked_embeddings(vectors, ids)
-        _check_at_least(1, nprobe=nprobe, ef_search=ef_search, train_rows=train_rows, threads=threads)
-        _check_at_least(0, recall_queries=recall_queries, seed=seed)
-        if not 0 <= target_recall <= 1:
-            raise DualencError(f"target_recall is {target_recall}; give a number from 0 to 1")
-        if threads is not None:
-            faiss.omp_set_num_threads(threads)
         database = Database(embeddings, metric)
         chosen = factory
         if factory == "auto":
@@ -270,30 +259,14 @@ class Index:
         """
         scores, rows = self.search_rows(queries, k, kept=kept, nprobe=nprobe, ef_search=ef_search)
         return [
-            [self.hit(row, score) for row, score in zip(*hits, strict=True) if row >= 0]
-            for hits in zip(rows.tolist(), scores.tolist(), strict=True)
+            [self.hit(row, score) for row, score in zip(*hits) if row >= 0]
+            for hits in zip(rows.tolist(), scores.tolist())
         ]
 
     def hit(self, row: int, score: float) -> Hit:
         """The hit of a row, with its text and columns."""
         columns = {} if self.columns is None else self.columns.slice(row, 1).to_pylist()[0]
         return as_hit(self.ids[row], score, None if self.snippets is None else self.snippets[row], columns)
-
-    def search_ids(
-        self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Search as `search` does, for arrays.
-
-        Returns:
-            Scores (Q, k) float32, best first, and ids (Q, k) strings; where fewer than k are found, -inf and "".
-        """
-        scores, rows = self.search_rows(queries, k, nprobe=nprobe, ef_search=ef_search)
-        scores[rows < 0] = -np.inf
-        return scores, self.ids_at(rows)
-
-    def ids_at(self, rows: np.ndarray) -> np.ndarray:
-        """The ids of rows of any shape, as an array of strings; "" for a row of -1."""
-        return self.ids.take(rows) if isinstance(self.ids, Ids) else self._id_of_row[rows]
 
     def search_rows(
         self,
@@ -310,7 +283,6 @@ class Index:
         """
         if k < 1:
             raise DualencError(f"k is {k}; ask for at least 1 result")
-        _check_at_least(1, nprobe=nprobe, ef_search=ef_search)
         if nprobe is not None:
             set_parameter(self.faiss, "nprobe", nprobe)
         if ef_search is not None:
@@ -544,9 +516,3 @@ def _refuse_changed(folder: str | os.PathLike[str], which: str = "") -> NoReturn
     raise DualencError(
         f"{folder}: the text {which}in the data is not what was embedded; embed and index the data again"
     )
-
-
-def _check_at_least(minimum: int, **numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and number < minimum:
-            raise DualencError(f"{name} is {number}; give at least {minimum}")

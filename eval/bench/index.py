@@ -24,9 +24,10 @@ import numpy as np
 from common import in_turn, quietest_clock
 from jsonargparse import auto_cli
 
+from dualenc.data.embeddings import Embeddings
 from dualenc.search import Index
 from dualenc.search.build import new_index, set_parameter, training_rows
-from dualenc.search.embeddings import Embeddings, EmbeddingWriter
+from dualenc.search.embeddings import EmbeddingWriter
 
 FACTORIES = ["Flat", "IVF256,Flat", "HNSW16", "IVF256,PQ16x4"]
 MIN_ROUNDS, MAX_ROUNDS = 5, 50
