@@ -6,7 +6,6 @@ on disk are copied by a merge; the codes of appended vectors are in memory. Chan
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import shutil
@@ -60,8 +59,11 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
             meta["texts_checksum"] = texts_checksum
         with atomic_folder(folder, is_index, "index") as part:
             part.mkdir()
-            with _explain_refusal(folder):
+            try:
                 changed = _appended(index, Database(embeddings, index.meta["metric"]), Path(folder), part)
+            except (RuntimeError, MemoryError) as error:
+                remedy = f"{reason(error)}; build the index again"
+                raise DualencError(f"{folder}: FAISS cannot take the vectors: {remedy}") from None
             ids = itertools.chain(index.ids, embeddings.ids)
             write_contents(part, Path(folder), changed, ids, snippets, columns, meta)
         return Index.open(folder)
@@ -113,8 +115,6 @@ def _check_addition(index: Index, embeddings: Embeddings, folder: str | os.PathL
             raise DualencError(
                 f"{folder}: has vectors of {name} {expected}, not {str(theirs)[:12]}; embed the data with its model"
             )
-    if not len(embeddings):
-        raise DualencError("no vectors to append; give at least one")
     check_ids(embeddings.ids)
     present = np.flatnonzero(rows_of(index.ids, embeddings.ids) >= 0)
     if len(present):
@@ -196,15 +196,6 @@ def _changed_meta(index: Index, change: str, count: int) -> dict[str, Any]:
     if measured:
         meta["when_built"] = measured
     return meta
-
-
-@contextlib.contextmanager
-def _explain_refusal(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Report FAISS's reason in one line if it cannot add vectors."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        raise DualencError(f"{folder}: FAISS cannot take the vectors: {reason(error)}; build the index again") from None
 
 
 def _empty(base: Any) -> Any:

@@ -88,17 +88,15 @@ def embed(
 
     Raises:
         BadSample: an unusable item under on_error="raise".
-        DualencError: different modalities, a batch_size below 1, vectors that are not finite, every item skipped,
+        DualencError: different modalities, vectors that are not finite, every item skipped,
             `out` holds something else, or another worker saw other data.
     """
     if corpus.modality != tower.modality:
         raise DualencError(f"the data is {corpus.modality}, but this side of the model encodes {tower.modality}")
     if not len(corpus):
         raise DualencError("the data holds no items; give at least one to embed")
-    if batch_size < 1:
-        raise DualencError(f"batch_size is {batch_size}; give at least 1")
-    if num_workers is not None and num_workers < 0:
-        raise DualencError(f"num_workers is {num_workers}; give 0 or more")
+    if batch_size < 1 or (num_workers is not None and num_workers < 0):
+        raise DualencError(f"batch_size is {batch_size} and num_workers is {num_workers}; give at least 1 and 0")
     encoder = _Encoder(tower, corpus, batch_size, output, dim, autocast, num_workers, on_error)
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     identity = {**(identity or {}), "output": output}

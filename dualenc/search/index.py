@@ -281,13 +281,11 @@ class Index:
 
         With `kept` (N,) bool, only those rows are searched (`dualenc.search.filtered`).
         """
-        if k < 1:
-            raise DualencError(f"k is {k}; ask for at least 1 result")
+        ready = as_queries(queries, self.dim, self.meta["metric"], k)
         if nprobe is not None:
             set_parameter(self.faiss, "nprobe", nprobe)
         if ef_search is not None:
             set_parameter(self.faiss, "efSearch", ef_search)
-        ready = as_queries(queries, self.dim, self.meta["metric"])
         return self.faiss.search(ready, k) if kept is None else search_among(self.faiss, ready, k, kept)
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
@@ -333,8 +331,6 @@ def _checked_embeddings(vectors: Embeddings | np.ndarray, ids: Sequence[str] | N
             found = f"{vectors.dtype} of shape {vectors.shape}"
             raise DualencError(f"vectors are {found}; give numbers as a matrix (N, D)")
         vectors = Embeddings([str(row) for row in range(len(vectors))] if ids is None else ids, vectors)
-    if not len(vectors):
-        raise DualencError("no vectors to index; give at least one")
     check_ids(vectors.ids)
     return vectors
 

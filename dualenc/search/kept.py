@@ -42,9 +42,7 @@ class KeptTexts:
         self.folder = Path(folder) / FOLDER
         if not self.folder.is_dir():
             raise DualencError(f"{folder}: keeps no texts for a cross-encoder to read; {AGAIN}")
-        meta = read_json_object(self.folder / "meta.json", {"version": int, "count": int, "of": str, "files": dict})
-        if meta["version"] != FORMAT_VERSION:
-            raise DualencError(f"{self.folder}: written by another version of dualenc; {AGAIN}")
+        meta = read_json_object(self.folder / "meta.json", {"count": int, "of": str, "files": dict})
         if meta["of"] != checksum:
             raise DualencError(f"{self.folder}: is of other texts than the index; {AGAIN}")
         verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, whole=False)

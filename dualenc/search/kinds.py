@@ -166,10 +166,10 @@ def parse_bytes(text: str, name: str = "memory", least: int = MIN_MEMORY) -> int
         DualencError: not a size, or below `least`.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", text, re.IGNORECASE)
-    if found is None:
-        raise DualencError(f"{name} is {text!r}; give a size such as 2GiB or 500MB")
-    base = 1000 if found[3].upper() == "B" and found[2] else 1024
-    size = int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
+    size = 0
+    if found is not None:
+        base = 1000 if found[3].upper() == "B" and found[2] else 1024
+        size = int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
     if size < least:
-        raise DualencError(f"{name} is {text!r}; give at least {least / 2**20:g}MiB")
+        raise DualencError(f"{name} is {text!r}; give a size such as 2GiB or 500MB, at least {least / 2**20:g}MiB")
     return size

@@ -33,7 +33,7 @@ from dualenc.data.corpus import corpora
 from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import digest_of, identities
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, remove, removed_if_refused, save_array, write_json
+from dualenc.files import atomic_path, check_file_target, remove, removed_if_refused, save_array, write_json
 from dualenc.reading import open_regular, read_json
 from dualenc.search.build import new_index
 from dualenc.search.exact import exact_search
@@ -86,6 +86,7 @@ class Rule:
     def __post_init__(self) -> None:
         # Of numbers beyond float32 a comparison with scores has no use.
         largest = float(np.finfo(np.float32).max)
+        limits: dict[str, tuple[float, float]]
         limits = {"num_negatives": (1, largest), "first_rank": (1, self.last_rank), "percentile": (0, 100)}
         limits |= {"relative": (0, largest), "margin": (0, largest), "max_score": (-largest, largest)}
         limits |= {"seed": (0, largest)}
@@ -287,8 +288,7 @@ def check_mined(path: str | os.PathLike[str]) -> None:
         DualencError: it is a folder, or holds something else.
     """
     path = Path(path)
-    if path.is_dir():
-        raise DualencError(f"{path}: is a folder; name a file to write, such as {path / 'mined.jsonl'}")
+    check_file_target(path)
     if not path.exists():
         return
     with open_regular(path) as stream:
@@ -306,10 +306,10 @@ def _check_modalities(left: Corpus, right: Corpus, rescore: Rescore | None, form
     modalities = (left.modality, right.modality)
     if "image" in modalities:
         raise DualencError(f"{left.modality} and {right.modality}: rows hold texts or ids of vectors; mine on texts")
-    if rescore is not None and modalities != ("text", "text"):
-        raise DualencError("a cross-encoder reads texts, and the data holds vectors; leave it out")
-    if form == "sentence-transformers" and modalities != ("text", "text"):
-        raise DualencError("sentence-transformers trains on texts, and the data holds vectors; choose another form")
+    needs_texts = rescore is not None or form == "sentence-transformers"
+    if needs_texts and modalities != ("text", "text"):
+        reader = "a cross-encoder reads" if rescore is not None else "the form sentence-transformers is for"
+        raise DualencError(f"{reader} texts, and the data holds vectors; leave it out")
 
 
 class _Exclusions:

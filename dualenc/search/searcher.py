@@ -276,13 +276,12 @@ class Searcher:
 
     def _reranked(self, queries: list[Query], results: list[list[Hit]]) -> list[list[Hit]]:
         """The results of each query in the order and with the scores of the cross-encoder."""
-        if self.judge is None or self.texts is None:
-            raise DualencError(f"{self.folder}: was opened without a cross-encoder; name one to rerank")
-        pairs: list[list[tuple[str, str]]] = []
-        for query, hits in zip(queries, results):
-            if not isinstance(query.item, str):
-                raise DualencError("a cross-encoder reads texts; search with a text, or without reranking")
-            pairs.append([(query.item, text) for text in self.texts.of([hit.id for hit in hits])])
+        if self.judge is None or self.texts is None or not all(isinstance(query.item, str) for query in queries):
+            raise DualencError("reranking needs a text and a cross-encoder; search with both, or without reranking")
+        pairs = [
+            [(query.item, text) for text in self.texts.of([hit.id for hit in hits])]
+            for query, hits in zip(queries, results)
+        ]
         return [
             [hits[place]._replace(score=score) for place, score in zip(order.tolist(), scores.tolist())]
             for hits, (order, scores) in zip(results, rerank(self.judge, pairs))
@@ -296,10 +295,8 @@ class Searcher:
 
     def _fused(self, query: Query, hits: list[Hit], depth: int, kept: np.ndarray | None) -> list[Hit]:
         """Hybrid search: the fusion of a vector's results with those of BM25."""
-        if not isinstance(query.item, str) or not isinstance(self.index, Index):
-            raise DualencError("hybrid search needs a text; leave it out to search with anything else")
-        if self.lexical is None:
-            raise DualencError(f"{self.folder}: has no BM25 beside its vectors; {AGAIN}")
+        if not isinstance(query.item, str) or not isinstance(self.index, Index) or self.lexical is None:
+            raise DualencError(f"{self.folder}: hybrid search needs a text, and BM25 beside the vectors; {AGAIN}")
         lexical_hits = [self.index.hit(row, score) for row, score in self.lexical.search(query.item, depth, kept)]
         hit_of = {hit.id: hit for hit in (*lexical_hits, *hits)}
         rankings = [[(hit.id, hit.score) for hit in ranking] for ranking in (hits, lexical_hits)]

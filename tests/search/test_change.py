@@ -131,7 +131,7 @@ def test_mistakes_change_nothing(tmp_path: Path, merged: bool) -> None:
         (more(["twice", "twice"]), "'twice' is a duplicate"),
         (wide, "has vectors of dimension 16, not 17; embed the data with its model"),
         (more(["other"], model_checksum="b"), "has vectors of model_checksum a, not b"),
-        (Embeddings([], np.zeros((0, 16), np.float32)), "no vectors to append"),
+        (Embeddings([], np.zeros((0, 16), np.float32)), "there are no vectors"),
         (broken, "the vector of 'nan' is not finite"),
     ]:
         with pytest.raises(DualencError, match=message) as error:

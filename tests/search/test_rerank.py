@@ -146,10 +146,10 @@ def test_mistakes(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         add_texts(made / "index", Corpus(["x"], ["fox"]))
     with pytest.raises(DualencError, match="its data holds vectors"):
         add_texts(made / "index", Corpus(["d0"], [np.zeros(3)], "vector"))
-    with pytest.raises(DualencError, match="opened without a cross-encoder"):
+    with pytest.raises(DualencError, match="needs a text and a cross-encoder"):
         Searcher.open(made / "index").search([Query("left", "fox", rerank=10)])
     searcher = Searcher.open(made / "index", judge=lambda texts: np.zeros(len(texts)))
-    with pytest.raises(DualencError, match="a cross-encoder reads texts; search with a text"):
+    with pytest.raises(DualencError, match="needs a text and a cross-encoder"):
         searcher.search([Query(ids=("d1",), rerank=10)])
     assert searcher.texts is not None
     with pytest.raises(DualencError, match="has no text of 'nobody'"):

@@ -154,14 +154,12 @@ class EngineIndex:
             DualencError: another dimension than the collection's, queries that are not finite, k below 1, or an
                 engine that does not answer.
         """
-        if k < 1:
-            raise DualencError(f"k is {k}; ask for at least 1 result")
         given = {name: value for name, value in settings.items() if value is not None}
         names = ["id"]
         if with_columns:
             names += [*(["text"] if self.has_snippets else []), *self.column_kinds]
         results = []
-        for vector in as_queries(queries, self.dim, self.about.metric):
+        for vector in as_queries(queries, self.dim, self.about.metric, k):
             with self.engine.one_line_errors():
                 found = self.engine.query(self.about, vector, k, filter, names, given)
             results.append([as_hit(row.pop("id"), score, row.pop("text", None), row) for row, score in found])
@@ -209,6 +207,8 @@ class EngineIndex:
             rows: (Q,) row of each query among the embeddings, which is not to find itself; None: they are others.
             found: (Q,) at least k + 1 results per query, if the engine was already asked.
         """
+        if not len(embeddings):
+            return None
         # Half precision leaves unit vectors a little off, and engines scale them again: so does this exact search.
         rescaled = Embeddings(embeddings.ids, embeddings.vectors, {**embeddings.meta, "normalized": False})
         database = Database(rescaled, self.about.metric)
@@ -259,8 +259,6 @@ def push(
         DualencError: a collection that holds something else, vectors that are not finite, duplicate ids, or an
             engine that does not answer.
     """
-    if not len(embeddings):
-        raise DualencError("no vectors to push; give at least one")
     check_ids(embeddings.ids)
     if embeddings.columns is not None:
         check_column_names(embeddings.columns.column_names)
