@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,8 +67,7 @@ class Searcher:
         lexical: BM25 index over its texts, if opened with one.
         judge: the cross-encoder for reranking, if opened with one.
         texts: the texts that the cross-encoder reads.
-        nprobe: lists that an IVF index visits; None for the index's own setting.
-        ef_search: candidates that an HNSW index keeps; None for the index's own setting.
+        settings: `nprobe` and `ef_search` of all searches, as the index's `search` takes them.
     """
 
     folder: Path
@@ -77,8 +76,7 @@ class Searcher:
     lexical: Lexical | None = None
     judge: Rescore | None = None
     texts: KeptTexts | None = None
-    nprobe: int | None = None
-    ef_search: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def side(self) -> Side:
@@ -95,9 +93,8 @@ class Searcher:
         before: Searcher | None = None,
         hybrid: bool | None = None,
         judge: Rescore | None = None,
-        nprobe: int | None = None,
-        ef_search: int | None = None,
         qdrant_path: str | None = None,
+        **settings: Any,
     ) -> Searcher:
         """Open an index, or the engine that a folder records, and the model that made it.
 
@@ -108,9 +105,8 @@ class Searcher:
             before: an earlier searcher, whose model is shared if the index was made with the same weights.
             hybrid: open the BM25 index, too; None opens it if it exists.
             judge: a cross-encoder (`open_cross_encoder`) for `Query.rerank`; its texts are opened, too.
-            nprobe: lists that an IVF index visits.
-            ef_search: candidates that an HNSW index keeps.
             qdrant_path: the store of an embedded Qdrant, see `EngineIndex.open`.
+            settings: `nprobe` and `ef_search`, as the index's `search` takes them.
 
         Raises:
             DualencError: no index, no model, no BM25 or texts where they are needed, a search parameter that the index
@@ -125,8 +121,8 @@ class Searcher:
         else:
             index = Index.open(folder)
         # A parameter that does not apply is refused now, not at every query.
-        if nprobe is not None or ef_search is not None:
-            index.search(np.eye(1, index.dim, dtype=np.float32), 1, nprobe=nprobe, ef_search=ef_search)
+        if any(value is not None for value in settings.values()):
+            index.search(np.eye(1, index.dim, dtype=np.float32), 1, **settings)
         texts = None
         if judge is not None:
             if index.meta.get("modality") == "image":
@@ -147,7 +143,7 @@ class Searcher:
                 raise DualencError(
                     f"{folder}: was built with other weights than the model has now; build the index again"
                 )
-        return cls(folder, index, encoder, lexical, judge, texts, nprobe, ef_search)
+        return cls(folder, index, encoder, lexical, judge, texts, settings)
 
     @cached_property
     def whole_texts(self) -> KeptTexts | None:
@@ -322,10 +318,9 @@ class Searcher:
 
     def _nearest(self, vectors: np.ndarray, k: int, filter: str, kept: np.ndarray | None) -> list[list[Hit]]:
         """The k nearest items of each query vector."""
-        index = self.index
-        if isinstance(index, EngineIndex):
-            return index.search(vectors, k, filter, nprobe=self.nprobe, ef_search=self.ef_search)
-        return index.search(vectors, k, kept=kept, nprobe=self.nprobe, ef_search=self.ef_search)
+        if isinstance(self.index, EngineIndex):
+            return self.index.search(vectors, k, filter, **self.settings)
+        return self.index.search(vectors, k, kept=kept, **self.settings)
 
 
 def _even_chunks(inputs: Inputs) -> list[torch.Tensor]:

@@ -30,42 +30,27 @@ again with the original vectors."""
 KEY = "QDRANT_API_KEY"
 """Environment variable with the key of a Qdrant server."""
 _COLLECTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+"""Names that every engine takes."""
 Found = list[tuple[dict[str, Any], float]]
 """Stored items, each as its values by name and its score, best first."""
 
 
 @dataclass(frozen=True)
 class CollectionInfo:
-    """Description of a collection, stored inside it when it is created.
+    """Description of a collection of N vectors of size D, stored inside it when it is created."""
 
-    Attributes:
-        fingerprint: checksum over the files of the embeddings.
-        count: N, the number of vectors once all have arrived.
-        dim: D.
-        metric: "cosine" or "ip".
-        dtype: "float16" or "float32", of the stored vectors.
-        quantization: compression of the searched vectors.
-        columns: the kind of each of the user's columns, by name.
-        has_snippets: whether each id has a text to show.
-    """
-
-    fingerprint: str
-    count: int
-    dim: int
+    fingerprint: str  # checksum over the files of the embeddings
+    count: int  # N, once all have arrived
+    dim: int  # D
     metric: Metric
-    dtype: str
-    quantization: Quantization
-    columns: dict[str, Kind]
-    has_snippets: bool
+    dtype: str  # "float16" or "float32", of the stored vectors
+    quantization: Quantization  # of the searched vectors
+    columns: dict[str, Kind]  # the user's, by name
+    has_snippets: bool  # whether each id has a text to show
 
     @classmethod
     def from_dict(cls, values: Any, source: str) -> CollectionInfo:
-        """From untrusted JSON.
-
-        Raises:
-            DualencError: an entry is missing or has the wrong type.
-        """
-        # All other entries are strings.
+        """From untrusted JSON, whose entries are checked; all but these are strings."""
         types = {"count": int, "dim": int, "columns": dict, "has_snippets": bool}
         names = [field.name for field in fields(cls)]
         if not isinstance(values, dict) or any(not isinstance(values.get(n), types.get(n, str)) for n in names):
@@ -74,22 +59,16 @@ class CollectionInfo:
 
 
 class Connection:
-    """The place of a collection, and errors that name it in one line.
+    """The place of a collection: a name at a URL or in a folder, and errors that name both in one line."""
 
-    Attributes:
-        kind: name of the engine, and of the extra that installs its client.
-        target: URL, or the path of a folder.
-        collection: its name in there.
-        place: both, for messages.
-        is_remote: whether the target is a URL.
-    """
-
-    kind = ""
+    kind = ""  # of the engine, and of the extra that installs its client
 
     def __init__(self, target: str, collection: str) -> None:
-        self.target = target
+        if not _COLLECTION.fullmatch(collection):
+            raise DualencError(f"--collection is {collection[:40]!r}; give a name of letters, digits, - and _")
+        self.target = target if "://" in target else os.path.abspath(os.path.expanduser(target))
         self.collection = collection
-        self.place = f"{target} collection {collection!r}"
+        self.place = f"{self.target} collection {collection!r}"
         self.is_remote = "://" in target
 
     def import_client(self, module: str) -> ModuleType:
@@ -137,24 +116,18 @@ def is_server(target: str) -> bool:
     return target.startswith(("http://", "https://"))
 
 
-def check_target(kind: str, target: str, collection: str) -> str:
-    """Refuse unusable targets, and collection names that not every engine takes; returns a folder's absolute path."""
-    if not _COLLECTION.fullmatch(collection):
-        raise DualencError(f"--collection is {collection[:40]!r}; give a name of letters, digits, - and _")
-    # A path may look like the second, but a server without its scheme is the likelier mistake.
-    if kind == "qdrant" and not is_server(target) and re.match(r"\w+://|[\w.-]+:[0-9]+(/|$)", target):
-        url = f"http://{target.rpartition('://')[2]}"
-        raise DualencError(f"{target}: no URL of a Qdrant server; write {url}, or ./{target} for a folder")
-    return target if "://" in target else os.path.abspath(os.path.expanduser(target))
-
-
 def qdrant_place(target: str) -> dict[str, Any]:
     """The arguments of Qdrant's client: a server with its key, or a folder, whose files are trusted, with a note.
 
     Raises:
         DualencError: a URL with credentials, because URLs are saved and shown, or a folder of something else.
     """
+    # A path may look like the second, but a server without its scheme is the likelier mistake.
+    if not is_server(target) and re.match(r"\w+://|[\w.-]+:[0-9]+(/|$)", target):
+        url = f"http://{target.rpartition('://')[2]}"
+        raise DualencError(f"{target}: no URL of a Qdrant server; write {url}, or ./{target} for a folder")
     if not is_server(target):
+        target = os.path.abspath(os.path.expanduser(target))
         check_folder_target(target, _is_qdrant, "Qdrant collections")
         if _is_qdrant(Path(target)):
             warning = "Qdrant's embedded mode unpickles what it holds, which can run code; open only what you trust"

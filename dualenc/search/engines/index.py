@@ -19,7 +19,7 @@ from dualenc.errors import DualencError, UnknownId
 from dualenc.files import check_folder_target, is_folder_of, write_json
 from dualenc.reading import read_json_object
 from dualenc.search.build import Database, as_queries, exact_probe, share_found
-from dualenc.search.engines.connection import CollectionInfo, Quantization, check_target, is_server
+from dualenc.search.engines.connection import CollectionInfo, Quantization, is_server
 from dualenc.search.engines.lance import Lance
 from dualenc.search.engines.qdrant import Qdrant
 from dualenc.search.hits import Hit, as_hit
@@ -43,7 +43,7 @@ def open_engine(kind: str, target: str, collection: str) -> Engine:
     Raises:
         DualencError: a name that not every engine takes, the engine's package is missing, or the target is unusable.
     """
-    return ENGINES[kind](check_target(kind, target, collection), collection)
+    return ENGINES[kind](target, collection)
 
 
 def is_engine(folder: str | os.PathLike[str]) -> bool:
@@ -118,18 +118,15 @@ class EngineIndex:
                 changed, or an embedded Qdrant that the caller does not name.
         """
         about, meta = read_engine_meta(folder)
-        target = meta["target"]
-        is_embedded = meta["engine"] == "qdrant" and not is_server(target)
-        if qdrant_path is not None and not is_embedded:
+        is_embedded = meta["engine"] == "qdrant" and not is_server(meta["target"])
+        if is_embedded and qdrant_path is None:
+            raise DualencError(
+                f"{folder}: names an embedded Qdrant, whose files can run code; if you trust them, say where they "
+                "are with --qdrant-path, or push to LanceDB"
+            )
+        if not is_embedded and qdrant_path is not None:
             raise DualencError(f"{folder}: names no embedded Qdrant; leave --qdrant-path out")
-        if is_embedded:
-            if qdrant_path is None:
-                raise DualencError(
-                    f"{folder}: names an embedded Qdrant, whose files can run code; if you trust them, say where they "
-                    "are with --qdrant-path, or push to LanceDB"
-                )
-            target = qdrant_path
-        engine = open_engine(meta["engine"], target, meta["collection"])
+        engine = open_engine(meta["engine"], qdrant_path or meta["target"], meta["collection"])
         with engine.one_line_errors():
             found = engine.info()
         if found != about:
@@ -233,7 +230,6 @@ def push(
     replace: bool = False,
     batch_size: int | None = None,
     recall_queries: int = 200,
-    seed: int = 0,
     progress: bool = False,
 ) -> tuple[EngineIndex, int]:
     """Send the vectors, ids, texts and columns that the collection does not hold yet.
@@ -249,7 +245,6 @@ def push(
         replace: first remove a collection that holds other embeddings, has other settings, or is incomplete.
         batch_size: vectors sent at once; by default what suits the engine and the dimension.
         recall_queries: how many of the vectors to measure recall@10 with; 0 measures nothing.
-        seed: of their choice.
         progress: show a bar.
 
     Returns:
@@ -274,8 +269,8 @@ def push(
         has_snippets=embeddings.snippets is not None,
     )
     with engine.one_line_errors():
-        _prepare(embeddings, engine, info, replace)
-        sent = _send(database, engine, batch_size or engine.batch_rows, progress)
+        stored = _prepare(embeddings, engine, info, replace)
+        _send(database, engine, stored, batch_size or engine.batch_rows, progress)
         if engine.num_stored(embeddings.ids) != len(embeddings):
             raise DualencError(f"{engine.place}: holds other rows than were pushed; push again with --replace")
         engine.finish(info)
@@ -283,22 +278,24 @@ def push(
     meta = {key: embeddings.meta[key] for key in KEPT if key in embeddings.meta}
     meta |= {"engine": engine.kind, "target": engine.target, "collection": engine.collection, **vars(info)}
     index = EngineIndex(engine, info, meta)
-    sample = database.sample(recall_queries, seed)
+    sample = database.sample(recall_queries, seed=0)
     recall = index.recall(embeddings, database.rows(sample), rows=sample)
     if recall is not None:
         index.meta |= {"recall_at_10": round(recall, 4), "recall_queries": len(sample)}
-    return index, sent
+    return index, len(embeddings) - stored
 
 
-def _prepare(embeddings: Embeddings, engine: Engine, info: CollectionInfo, replace: bool) -> None:
-    """Create the collection, or check that the existing one is the same; what others made is never removed."""
+def _prepare(embeddings: Embeddings, engine: Engine, info: CollectionInfo, replace: bool) -> int:
+    """Create the collection, or check that the existing one is the same; what others made is never removed.
+
+    Returns how many of the first rows are stored: an interrupted push of the same embeddings is resumed.
+    """
     found = engine.info()
     problem = ""
     if found == info:
         stored = engine.num_stored(embeddings.ids)
-        # An interrupted push of the same embeddings is resumed.
         if stored == len(embeddings) or (stored >= 0 and not replace):
-            return
+            return stored
         problem = "duplicates or other rows"
     elif found is not None:
         name = next(name for name, value in vars(info).items() if getattr(found, name) != value)
@@ -308,12 +305,12 @@ def _prepare(embeddings: Embeddings, engine: Engine, info: CollectionInfo, repla
         remedy = "push with --replace to remove it first, or name another --collection"
         raise DualencError(f"{engine.place}: holds {problem}; {remedy}")
     engine.create(info, next(embeddings.record_batches(1)).schema)
+    return 0
 
 
-def _send(database: Database, engine: Engine, rows: int, progress: bool) -> int:
-    """Send the rows that are not stored yet; returns how many."""
+def _send(database: Database, engine: Engine, stored: int, rows: int, progress: bool) -> None:
+    """Send all rows behind those that are stored."""
     embeddings = database.embeddings
-    stored = engine.num_stored(embeddings.ids)
     start = 0
     with tqdm(total=len(embeddings), desc="push", unit=" vectors", disable=not progress) as bar:
         for batch in embeddings.record_batches(rows):
@@ -328,7 +325,6 @@ def _send(database: Database, engine: Engine, rows: int, progress: bool) -> int:
                 engine.add(batch.slice(first - start).set_column(place, "vector", column))
             start = stop
             bar.update(len(batch))
-    return max(0, len(embeddings) - stored)
 
 
 def fingerprint_of(embeddings: Embeddings) -> str:

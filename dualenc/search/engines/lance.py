@@ -36,7 +36,7 @@ class Lance(Connection):
     def __init__(self, target: str, collection: str) -> None:
         super().__init__(target, collection)
         if not self.is_remote:
-            check_folder_target(target, lambda folder: any(folder.glob("*.lance")), "LanceDB tables")
+            check_folder_target(self.target, lambda folder: any(folder.glob("*.lance")), "LanceDB tables")
         # Otherwise every new table prints notes for LanceDB's developers.
         os.environ.setdefault("LANCE_LOG", "error")
         self.lancedb = self.import_client("lancedb")
