@@ -149,21 +149,10 @@ def search_by_torch(
     document_block: int,
     device: torch.device,
 ) -> Found:
-    """The same as `_search_by_faiss`, on a device.
+    """The same as `_search_by_faiss`, on a device, with about 25 bytes there for each pair of a query and a document.
 
     A score and the precedence among equals are packed into one integer, so that topk orders ties, too, and the host
     waits for the device only once, after the last block.
-
-    Args:
-        queries: blocks of (B, D).
-        documents: (N, D).
-        k: at most N.
-        precedence: (N,) rank of each document among equal scores, a permutation.
-        document_block: documents at once; with B queries about 25 bytes for each pair are needed.
-        device: where to work.
-
-    Raises:
-        DualencError: an embedding is not finite.
     """
     column_of = np.empty_like(precedence)
     column_of[precedence] = np.arange(len(precedence))

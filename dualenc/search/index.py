@@ -385,25 +385,12 @@ def is_index(folder: str | os.PathLike[str]) -> bool:
 
 
 def check_target(folder: str | os.PathLike[str]) -> None:
-    """Check that a folder can be written: it is new, empty, or an index to replace.
-
-    Raises:
-        DualencError: it holds something else.
-    """
+    """Refuse a folder that is not new, not empty, and no index to replace."""
     check_folder_target(folder, is_index, "index")
 
 
 def check_kept(path: Path, meta: Mapping[str, Any], mend: str) -> None:
-    """Validate the entries of a meta.json that were kept from its embeddings.
-
-    Args:
-        path: the file, for error messages.
-        meta: its entries.
-        mend: how to repair it, for error messages.
-
-    Raises:
-        DualencError: an entry with a value that it cannot have.
-    """
+    """Refuse values that the entries of a meta.json which were kept from its embeddings cannot have."""
     allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
     for name, values in allowed.items():
         if name in meta and meta[name] not in values:
@@ -422,16 +409,13 @@ def write_contents(
     columns: pa.Table | None,
     meta: dict[str, Any],
 ) -> None:
-    """Write the files of an index.
+    """Write the files of an index of N vectors.
 
     Args:
         part: folder to write to; it may contain lists on disk already.
         folder: its final name, where plain FAISS will look for lists on disk.
-        index: FAISS index of N vectors.
-        ids: (N,) ids.
-        snippets: (N,) texts to show with the ids, or None.
-        columns: (N,) rows of columns, or None.
-        meta: entries of meta.json.
+        index: FAISS index.
+        ids, snippets, columns, meta: as `Index` has them.
     """
     lists = lists_of(index)
     if lists is None:

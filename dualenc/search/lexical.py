@@ -40,7 +40,8 @@ class Lexical:
     """
 
     def __init__(self, scorer: Any, count: int) -> None:
-        self.scorer, self.count = scorer, count
+        self.scorer = scorer
+        self.count = count
 
     @classmethod
     def build(cls, texts: Iterable[str]) -> Lexical:

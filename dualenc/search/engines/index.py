@@ -30,11 +30,9 @@ from dualenc.types import Metric
 Engine = Lance | Qdrant
 ENGINES: dict[str, type[Lance] | type[Qdrant]] = {"qdrant": Qdrant, "lancedb": Lance}
 FORMAT = "dualenc engine"
-FORMAT_VERSION = 2
-"""Version 1 kept texts in a column "snippet"."""
+FORMAT_VERSION = 2  # version 1 kept texts in a column "snippet"
 AGAIN = "run `dualenc push` again"
-MAX_FILTER_CHARACTERS = 2000
-"""Of a filter that arrives over HTTP."""
+MAX_FILTER_CHARACTERS = 2000  # of a filter that arrives over HTTP
 
 
 def open_engine(kind: str, target: str, collection: str) -> Engine:

@@ -40,26 +40,19 @@ class Lance(Connection):
         # Otherwise every new table prints notes for LanceDB's developers.
         os.environ.setdefault("LANCE_LOG", "error")
         self.lancedb = self.import_client("lancedb")
-        self._table: Any = None
-
-    @property
-    def table(self) -> Any:
-        """The table, which must exist."""
-        if self._table is None and self.info() is None:
-            raise DualencError(f"{self.place}: the table is gone; push the embeddings again")
-        return self._table
+        self.table: Any = None
 
     def info(self) -> CollectionInfo | None:
-        """The stored description; None without a table."""
+        """Open the table; returns its stored description, None without a table."""
         if not self.is_remote and not Path(self.target).is_dir():
             return None
         try:
-            self._table = self.lancedb.connect(self.target).open_table(self.collection)
+            self.table = self.lancedb.connect(self.target).open_table(self.collection)
         except ValueError as error:
             if "not found" in str(error):
                 return None
             raise
-        stored = (self._table.schema.metadata or {}).get(b"dualenc", b"null")
+        stored = (self.table.schema.metadata or {}).get(b"dualenc", b"null")
         return CollectionInfo.from_dict(json.loads(stored), self.place)
 
     def create(self, info: CollectionInfo, schema: pa.Schema) -> None:
@@ -67,7 +60,7 @@ class Lance(Connection):
         described = with_short_strings(schema).with_metadata({"dualenc": json.dumps(vars(info))})
         database = self.lancedb.connect(self.target)
         database.drop_table(self.collection, ignore_missing=True)
-        self._table = database.create_table(self.collection, schema=described)
+        self.table = database.create_table(self.collection, schema=described)
 
     def num_stored(self, ids: Sequence[str]) -> int:
         """How many of the first of `ids` are stored; -1 if other rows or duplicates are."""

@@ -39,8 +39,7 @@ def export_parquet(embeddings: Embeddings, folder: str | os.PathLike[str], *, re
     """
     folder = Path(folder)
     path = folder / ABOUT
-    about = {"fingerprint": fingerprint_of(embeddings), "count": len(embeddings), "dim": embeddings.dim}
-    about["rows_per_file"] = ROWS_PER_FILE
+    about = {"fingerprint": fingerprint_of(embeddings), "count": len(embeddings), "rows_per_file": ROWS_PER_FILE}
     check_folder_target(folder, lambda _: path.is_file(), "export of embeddings")
     if path.exists() and (found := read_json_object(path)) != about:
         if not replace:

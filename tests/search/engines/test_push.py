@@ -208,6 +208,7 @@ def test_a_killed_push_is_resumed_by_another_process(tmp_path: Path, kind: str) 
     run = subprocess.run([sys.executable, "-c", KILLED, kind, str(tmp_path / "data")], capture_output=True, check=False)
     assert run.returncode == -9, run.stderr
     engine = open_engine(kind, str(tmp_path / "data"), "items")
+    assert engine.info() is not None
     assert engine.num_stored(embeddings().ids) == 36
     index, sent = push(embeddings(), engine)
     assert sent == NUM - 36
