@@ -127,17 +127,10 @@ def as_queries(queries: np.ndarray, dim: int, metric: Metric, k: int = 1) -> np.
 
 
 def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = None) -> Any:
-    """Create an empty FAISS index; cosine is the inner product of normalized vectors.
-
-    Args:
-        dim: D.
-        factory: a FAISS factory string.
-        metric: "cosine" or "ip".
-        num_vectors: N, if known; an index with more lists than vectors is refused.
+    """Create an empty FAISS index for N vectors of size D; cosine is the inner product of normalized vectors.
 
     Raises:
-        DualencError: a factory string that FAISS does not accept, or not for this dimension or number of vectors
-            (with FAISS's reason).
+        DualencError: a factory string that FAISS does not accept, or not for this N and D (with FAISS's reason).
     """
     if metric not in METRICS:
         raise DualencError(f"metric is {metric!r}: choose one of {', '.join(METRICS)}")
@@ -171,10 +164,7 @@ def check_factory(factory: str, num_vectors: int | None = None) -> None:
 
     Args:
         factory: a FAISS factory string, or "auto".
-        num_vectors: N, if known.
-
-    Raises:
-        DualencError: a factory string beyond these limits.
+        num_vectors: N, if known; more lists than vectors are refused.
     """
     # By their length first: Python refuses to convert thousands of digits.
     numbers = re.findall(r"\d+", factory)
@@ -270,11 +260,7 @@ def share_found(found: np.ndarray, database: Database, probe: Probe) -> float:
 
 
 def set_parameter(index: Any, name: str, value: int) -> None:
-    """Set a search parameter such as "nprobe" or "efSearch", also inside pre-transformed and refined indexes.
-
-    Raises:
-        DualencError: the index has no such parameter, or the value is too large for it.
-    """
+    """Set "nprobe" or "efSearch", also inside pre-transformed and refined indexes, which must have it."""
     ivf = faiss.try_extract_index_ivf(index)
     maximum = int(ivf.nlist) if name == "nprobe" and ivf is not None else MAX_PARAMETER
     if not 1 <= value <= maximum:
@@ -305,7 +291,7 @@ def parameter_values(index: Any) -> dict[str, list[int]]:
 
 
 class _Trial(NamedTuple):
-    """A setting of the search parameters with its recall and time."""
+    """Search parameters with their recall and time."""
 
     setting: dict[str, int]
     recall: float

@@ -34,11 +34,8 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
     """Append vectors with new ids to an index.
 
     Args:
-        folder: of the index.
+        folder: of the index, which is opened again and returned.
         embeddings: n vectors of the same dimension, made by the same model as those of the index.
-
-    Returns:
-        The changed index.
 
     Raises:
         DualencError: another dimension or model, an id that the index already has, or a column of another type.
@@ -73,11 +70,8 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
     """Remove vectors from an index, with their ids, snippets and columns.
 
     Args:
-        folder: of the index.
+        folder: of the index, which is opened again and returned.
         ids: to remove; duplicates are ignored.
-
-    Returns:
-        The changed index.
 
     Raises:
         DualencError: an id that the index does not have, no vector would be left, or FAISS cannot remove vectors from

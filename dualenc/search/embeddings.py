@@ -314,14 +314,7 @@ class EmbeddingWriter:
         return item_batch(ids, texts, columns, vectors)
 
     def finish(self) -> Embeddings:
-        """Write the order of the ids and the final meta.json, after all shards.
-
-        Returns:
-            The embeddings, memory-mapped.
-
-        Raises:
-            DualencError: every item was skipped.
-        """
+        """Write the order of the ids and the final meta.json, after all shards, of which one has a vector."""
         paths = [shard_path(self.folder, number) for number in range(len(self.ranges))]
         notes = [self._note(number) for number in range(len(paths))]
         skipped = [entry for note in notes for entry in note["skipped"]]
@@ -350,11 +343,7 @@ class EmbeddingWriter:
         write_json(self.folder / "meta.json", self._meta(**state))
 
     def _note(self, number: int, batch: pa.RecordBatch | None = None) -> dict[str, Any]:
-        """The provenance of a shard: contents, sha256, skipped.
-
-        Raises:
-            DualencError: the shard is damaged.
-        """
+        """The provenance of a shard: contents, sha256, skipped."""
         path = shard_path(self.folder, number)
         batch = batch or read_shard(path, self.dim, self.dtype)[0]
         try:

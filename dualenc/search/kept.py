@@ -56,11 +56,7 @@ class KeptTexts:
         return len(self.ids)
 
     def of(self, ids: Sequence[str]) -> list[str]:
-        """The texts of n ids.
-
-        Raises:
-            DualencError: an id without a text.
-        """
+        """The texts of n ids, all of which must have one."""
         rows = self.ids.rows(ids).tolist()
         if -1 in rows:
             raise DualencError(f"{self.folder}: has no text of {ids[rows.index(-1)][:80]!r}; {AGAIN}")

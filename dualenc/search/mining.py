@@ -117,11 +117,11 @@ class Rule:
         return min(limits)
 
     def choose(self, allowed: np.ndarray, query: int) -> np.ndarray:
-        """Choose among candidates that are sorted by score; returns their positions, ascending.
+        """Ascending positions of the negatives among candidates sorted by score.
 
         Args:
             allowed: (L,) bool, which candidates can be negatives.
-            query: number of the query, which seeds its random sample.
+            query: seeds the random sample.
         """
         places = np.flatnonzero(allowed)
         if self.pick == "random" and len(places) > self.num_negatives:
