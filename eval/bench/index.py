@@ -103,7 +103,10 @@ def measure(
     assert abs(recalls["dualenc"] - recalls["faiss"]) < 0.02, recalls
     # As it was built, in memory, and as it is opened, mapped.
     for what, index in (("search", ours), ("opened", Index.open(folder / "index"))):
-        searches = {"dualenc": functools.partial(index.search_ids, queries, k), "faiss": lambda: raw.search(queries, k)}
+        searches = {
+            "dualenc": functools.partial(index.search_rows, queries, k),
+            "faiss": lambda: raw.search(queries, k),
+        }
         report(what, searches, max(MIN_ROUNDS, min(rounds, MAX_ROUNDS)))
     settings = ", ".join(f"{k}={v}" for k, v in ours.meta["search_parameters"].items()) or "nothing to tune"
     shown = ", ".join(f"{name} {value:.4f}" for name, value in recalls.items())
