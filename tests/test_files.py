@@ -24,12 +24,13 @@ import torch
 from filelock import FileLock
 
 from dualenc import files
+from dualenc.data.embeddings import Embeddings
 from dualenc.errors import DiskFull, DualencError
 from dualenc.files import atomic_folder, atomic_path, recover, recover_inside, removed_if_refused
 from dualenc.full_disk import explain_full_disk
 from dualenc.reading import read_json, read_json_object
 from dualenc.search import Index
-from dualenc.search.embeddings import Embeddings, EmbeddingWriter
+from dualenc.search.embeddings import EmbeddingWriter
 
 FORK = multiprocessing.get_context("fork")
 

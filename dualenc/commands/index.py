@@ -98,9 +98,9 @@ def _check_build(
     source: str, data: str | None, out: str, build: BuildOptions, items: SourceOptions, append: bool
 ) -> None:
     """Refuse what would fail after the embedding, which may take hours."""
+    from dualenc.data.embeddings import is_embeddings
     from dualenc.search import is_index
     from dualenc.search.build import MAX_PARAMETER, check_factory
-    from dualenc.search.embeddings import is_embeddings
     from dualenc.search.index import check_target
     from dualenc.search.kinds import parse_bytes
 
@@ -200,8 +200,8 @@ def _add_texts(folder: str, data: str | None, items: SourceOptions, *, bm25: boo
 
 def _verify(folder: str) -> None:
     """Open an index or embeddings with every file read and compared."""
+    from dualenc.data.embeddings import is_embeddings
     from dualenc.search import Embeddings, Index
-    from dualenc.search.embeddings import is_embeddings
 
     opened: Index | Embeddings
     opened = Embeddings.open(folder, verify=True) if is_embeddings(folder) else Index.open(folder, verify=True)

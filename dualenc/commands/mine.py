@@ -103,8 +103,8 @@ def mine(
 
 def _check(rule: RuleOptions, target: Path, kept: Path, plot: str | None, factory: str, batch_size: int) -> None:
     """Refuse options and output places that would fail after hours of work."""
+    from dualenc.data.embeddings import are_embeddings
     from dualenc.search.build import check_factory
-    from dualenc.search.embeddings import are_embeddings
     from dualenc.search.mining import check_mined
 
     check_range(1, MAX_ITEMS, num_negatives=rule.num_negatives, last_rank=rule.last_rank, batch_size=batch_size)

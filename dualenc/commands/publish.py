@@ -149,7 +149,7 @@ def push_data(
         revision: branch to upload to; main by default.
         message: of the commit.
     """
-    from dualenc.search.embeddings import Embeddings
+    from dualenc.data.embeddings import Embeddings
 
     # Refuses unfinished embeddings and other folders.
     Embeddings.open(embeddings)

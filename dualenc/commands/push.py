@@ -70,7 +70,7 @@ def push(
 
 
 def _export(embeddings: str, target: str, replace: bool) -> None:
-    from dualenc.search.embeddings import Embeddings
+    from dualenc.data.embeddings import Embeddings
     from dualenc.search.engines.parquet import export_parquet
 
     opened = Embeddings.open(embeddings)
@@ -82,10 +82,10 @@ def _push(
     embeddings: str, target: str, to: str, folder: Path, collection: str | None, settings: dict[str, Any]
 ) -> None:
     from dualenc.commands.checks import check_writable
-    from dualenc.search.embeddings import Embeddings
+    from dualenc.data.embeddings import Embeddings
+    from dualenc.search.engines.connection import is_server
     from dualenc.search.engines.index import check_engine_target, open_engine
-    from dualenc.search.engines.push import push as push_embeddings
-    from dualenc.search.engines.targets import is_server
+    from dualenc.search.engines.index import push as push_embeddings
 
     if folder.resolve() == Path(target).resolve():
         raise DualencError(f"{folder}: TARGET and --out are the same folder; name another --out")

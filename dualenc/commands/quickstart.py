@@ -359,10 +359,6 @@ def _search(model: DualEncoder, folder: Path) -> None:
 
     index = Index.open(folder / "index")
     queries = model.encode_query(list(SEARCHES))
-    scores, rows = index.search_rows(queries, 3)
-    for query, best, found in zip(SEARCHES, scores, rows, strict=True):
-        hits = [
-            {"score": float(score), "id": index.ids[row], "text": index.snippet(row).removeprefix(index.ids[row])[:80]}
-            for score, row in zip(best, found, strict=True)
-        ]
+    for query, found in zip(SEARCHES, index.search(queries, 3), strict=True):
+        hits = [{"score": hit.score, "id": hit.id, "text": hit.snippet.removeprefix(hit.id)[:80]} for hit in found]
         print_table(Table(f"Search: {query}", hits))

@@ -67,7 +67,7 @@ def search(
     hits = searcher.search([asked])[0]
     if isinstance(searcher.index, EngineIndex):
         searcher.index.engine.close()
-    columns = searcher.columns
+    columns = searcher.index.column_kinds
     results: list[dict[str, Any]] = [
         {"rank": rank, "id": hit.id, "score": round(hit.score, 6), "snippet": hit.snippet}
         | {name: hit.columns.get(name) for name in columns}
@@ -82,7 +82,7 @@ def search(
     for row in results:
         # Tables write numbers with separators, and a year is no quantity.
         row.update({name: str(row[name]) for name in columns if row[name] is not None})
-    names = ("rank", "id", "score", *columns, *(["snippet"] if searcher.has_snippets else []))
+    names = ("rank", "id", "score", *columns, *(["snippet"] if searcher.index.has_snippets else []))
     print_table(Table(query, [{name: row[name] for name in names} for row in results]))
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualenc import distributed
+from dualenc.data.embeddings import Embeddings, is_embeddings
 from dualenc.data.identity import digest_of
 from dualenc.files import check_folder_target, remove
 from dualenc.reading import read_json_object
 from dualenc.search.embed import embed, tower_checksum
-from dualenc.search.embeddings import Embeddings, is_embeddings
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus

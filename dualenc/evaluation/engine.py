@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dualenc.data.embeddings import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search.embed import tower_checksum
-from dualenc.search.embeddings import Embeddings
-from dualenc.search.engines.index import EngineIndex, embeddings_that_match
-from dualenc.search.engines.push import fingerprint_of
+from dualenc.search.engines.index import EngineIndex, fingerprint_of
 from dualenc.search.hits import Hit
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class EvaluatedEngine:
         self.index = index
         self.filter = filter
         self.system = f"{index.engine.kind} {index.engine.collection}"
-        self.embeddings = embeddings_that_match(index, embeddings, filter)
+        self.embeddings = index.matching(embeddings, filter)
         self.measured: dict[str, Any] = {}
 
     def run(self, queries: Embeddings, depth: int) -> dict[str, dict[str, float]]:
@@ -52,7 +51,7 @@ class EvaluatedEngine:
         self.measured = {"engine": self.system, "metric": about.metric, "quantization": about.quantization}
         self.measured |= {"documents": len(self.embeddings), "queries": len(vectors)}
         for k in RECALL_AT:
-            recall = self.index.recall(self.embeddings, vectors, k, filter=self.filter, found=found)
+            recall = self.index.recall(self.embeddings, vectors, k, found=found)
             self.measured[f"recall@{k} of exact"] = recall
         median, p95 = np.percentile(seconds, [50, 95]) * 1000
         self.measured |= {"ms per query (p50)": round(median, 2), "ms (p95)": round(p95, 2)}

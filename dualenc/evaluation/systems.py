@@ -20,7 +20,7 @@ from dualenc.search.rerank import rerank as rerank_pairs
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus, RetrievalSet
-    from dualenc.search.embeddings import Embeddings
+    from dualenc.data.embeddings import Embeddings
 
 BM25 = "BM25"
 HYBRID = "hybrid"

@@ -13,8 +13,8 @@ import numpy as np
 from faiss.contrib.exhaustive_search import knn_ground_truth
 from tqdm.auto import tqdm
 
+from dualenc.data.embeddings import Embeddings
 from dualenc.errors import DualencError
-from dualenc.search.embeddings import Embeddings
 from dualenc.types import Metric
 
 METRICS = ("cosine", "ip")
@@ -32,9 +32,11 @@ PATIENCE = 3
 """Steps of a search parameter without gain that end its search."""
 
 MAX_FACTORY_NUMBER = 2**24
-MAX_LINKS = 1024
-MAX_BITS = 16
-MAX_DIMENSIONS = 2**16
+FACTORY_LIMITS = {
+    "links of a vector": (r"(?:HNSW|NSG)(\d+)", 2, 1024),
+    "bits of a code": (r"(?:PQ|RQ|LSQ|IMI|Residual)\w*?\d+x(\d+)", 1, 16),
+    "dimensions": (r"(?:PCA[WR]*|RR|ITQ|OPQ\d+_|Pad)(\d+)", 1, 2**16),
+}
 """Limits of a factory string: anything beyond is a typing error, or exhausts the machine."""
 MAX_PARAMETER = 2**24
 """An HNSW search thread keeps 8 bytes for each of `efSearch` candidates."""
@@ -47,6 +49,8 @@ class Database:
     """
 
     def __init__(self, embeddings: Embeddings, metric: Metric) -> None:
+        if not len(embeddings):
+            raise DualencError("there are no vectors; give at least one")
         self.embeddings = embeddings
         self.metric = metric
         self.are_unit = bool(embeddings.meta.get("normalized"))
@@ -110,8 +114,10 @@ def ready(
     return vectors / np.sqrt(np.where(squares == 0, 1, squares))[:, None]
 
 
-def as_queries(queries: np.ndarray, dim: int, metric: Metric) -> np.ndarray:
-    """Check queries, and convert them to (Q, D) contiguous float32, normalized for "cosine"."""
+def as_queries(queries: np.ndarray, dim: int, metric: Metric, k: int = 1) -> np.ndarray:
+    """Check queries for k results, and convert them to (Q, D) contiguous float32, normalized for "cosine"."""
+    if k < 1:
+        raise DualencError(f"k is {k}; ask for at least 1 result")
     queries = np.ascontiguousarray(np.atleast_2d(np.asarray(queries)), dtype=np.float32)
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise DualencError(
@@ -121,17 +127,10 @@ def as_queries(queries: np.ndarray, dim: int, metric: Metric) -> np.ndarray:
 
 
 def new_index(dim: int, factory: str, metric: Metric, num_vectors: int | None = None) -> Any:
-    """Create an empty FAISS index; cosine is the inner product of normalized vectors.
-
-    Args:
-        dim: D.
-        factory: a FAISS factory string.
-        metric: "cosine" or "ip".
-        num_vectors: N, if known; an index with more lists than vectors is refused.
+    """Create an empty FAISS index for N vectors of size D; cosine is the inner product of normalized vectors.
 
     Raises:
-        DualencError: a factory string that FAISS does not accept, or not for this dimension or number of vectors
-            (with FAISS's reason).
+        DualencError: a factory string that FAISS does not accept, or not for this N and D (with FAISS's reason).
     """
     if metric not in METRICS:
         raise DualencError(f"metric is {metric!r}: choose one of {', '.join(METRICS)}")
@@ -165,24 +164,16 @@ def check_factory(factory: str, num_vectors: int | None = None) -> None:
 
     Args:
         factory: a FAISS factory string, or "auto".
-        num_vectors: N, if known.
-
-    Raises:
-        DualencError: a factory string beyond these limits.
+        num_vectors: N, if known; more lists than vectors are refused.
     """
     # By their length first: Python refuses to convert thousands of digits.
     numbers = re.findall(r"\d+", factory)
     if any(len(number) > 9 or not 1 <= int(number) <= MAX_FACTORY_NUMBER for number in numbers):
         raise _unfit(factory, f"has a number that is not between 1 and {MAX_FACTORY_NUMBER:,}")
-    for name, links in re.findall(r"(HNSW|NSG)(\d+)", factory):
-        if not 2 <= int(links) <= MAX_LINKS:
-            raise _unfit(factory, f"gives each vector {links} links; {name} takes 2 to {MAX_LINKS}")
-    for bits in re.findall(r"(?:PQ|RQ|LSQ|IMI|Residual)\w*?\d+x(\d+)", factory):
-        if int(bits) > MAX_BITS:
-            raise _unfit(factory, f"has codes of {bits} bits; at most {MAX_BITS} can be trained")
-    for size in re.findall(r"(?:PCA[WR]*|RR|ITQ|OPQ\d+_|Pad)(\d+)", factory):
-        if int(size) > MAX_DIMENSIONS:
-            raise _unfit(factory, f"makes vectors of dimension {size}; at most {MAX_DIMENSIONS} are allowed")
+    for what, (pattern, lowest, highest) in FACTORY_LIMITS.items():
+        for number in re.findall(pattern, factory):
+            if not lowest <= int(number) <= highest:
+                raise _unfit(factory, f"has {number} {what}, which may be {lowest} to {highest:,}")
     for lists in re.findall(r"IVF(\d+)", factory):
         if num_vectors is not None and int(lists) > num_vectors:
             raise _unfit(factory, f"has {lists} lists for {num_vectors} vectors")
@@ -269,11 +260,7 @@ def share_found(found: np.ndarray, database: Database, probe: Probe) -> float:
 
 
 def set_parameter(index: Any, name: str, value: int) -> None:
-    """Set a search parameter such as "nprobe" or "efSearch", also inside pre-transformed and refined indexes.
-
-    Raises:
-        DualencError: the index has no such parameter, or the value is too large for it.
-    """
+    """Set "nprobe" or "efSearch", also inside pre-transformed and refined indexes, which must have it."""
     ivf = faiss.try_extract_index_ivf(index)
     maximum = int(ivf.nlist) if name == "nprobe" and ivf is not None else MAX_PARAMETER
     if not 1 <= value <= maximum:
@@ -304,7 +291,7 @@ def parameter_values(index: Any) -> dict[str, list[int]]:
 
 
 class _Trial(NamedTuple):
-    """A setting of the search parameters with its recall and time."""
+    """Search parameters with their recall and time."""
 
     setting: dict[str, int]
     recall: float

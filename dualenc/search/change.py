@@ -6,7 +6,6 @@ on disk are copied by a merge; the codes of appended vectors are in memory. Chan
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import shutil
@@ -35,11 +34,8 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
     """Append vectors with new ids to an index.
 
     Args:
-        folder: of the index.
+        folder: of the index, which is opened again and returned.
         embeddings: n vectors of the same dimension, made by the same model as those of the index.
-
-    Returns:
-        The changed index.
 
     Raises:
         DualencError: another dimension or model, an id that the index already has, or a column of another type.
@@ -60,8 +56,11 @@ def append(folder: str | os.PathLike[str], embeddings: Embeddings) -> Index:
             meta["texts_checksum"] = texts_checksum
         with atomic_folder(folder, is_index, "index") as part:
             part.mkdir()
-            with _explain_refusal(folder):
+            try:
                 changed = _appended(index, Database(embeddings, index.meta["metric"]), Path(folder), part)
+            except (RuntimeError, MemoryError) as error:
+                remedy = f"{reason(error)}; build the index again"
+                raise DualencError(f"{folder}: FAISS cannot take the vectors: {remedy}") from None
             ids = itertools.chain(index.ids, embeddings.ids)
             write_contents(part, Path(folder), changed, ids, snippets, columns, meta)
         return Index.open(folder)
@@ -71,11 +70,8 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
     """Remove vectors from an index, with their ids, snippets and columns.
 
     Args:
-        folder: of the index.
+        folder: of the index, which is opened again and returned.
         ids: to remove; duplicates are ignored.
-
-    Returns:
-        The changed index.
 
     Raises:
         DualencError: an id that the index does not have, no vector would be left, or FAISS cannot remove vectors from
@@ -113,8 +109,6 @@ def _check_addition(index: Index, embeddings: Embeddings, folder: str | os.PathL
             raise DualencError(
                 f"{folder}: has vectors of {name} {expected}, not {str(theirs)[:12]}; embed the data with its model"
             )
-    if not len(embeddings):
-        raise DualencError("no vectors to append; give at least one")
     check_ids(embeddings.ids)
     present = np.flatnonzero(rows_of(index.ids, embeddings.ids) >= 0)
     if len(present):
@@ -196,15 +190,6 @@ def _changed_meta(index: Index, change: str, count: int) -> dict[str, Any]:
     if measured:
         meta["when_built"] = measured
     return meta
-
-
-@contextlib.contextmanager
-def _explain_refusal(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Report FAISS's reason in one line if it cannot add vectors."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        raise DualencError(f"{folder}: FAISS cannot take the vectors: {reason(error)}; build the index again") from None
 
 
 def _empty(base: Any) -> Any:

@@ -24,11 +24,12 @@ from tqdm.auto import tqdm
 
 from dualenc import distributed
 from dualenc.data import Corpus
+from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import MAX_IMAGES, digest_of, identities, texts_checksum
 from dualenc.encoders.dual import Prepare, Tower, chunk_rows, placeholder, take, unit_norm
 from dualenc.errors import BadSample, DualencError
 from dualenc.files import removed_if_refused
-from dualenc.search.embeddings import Embeddings, EmbeddingWriter, Skipped, shard_ranges, skipped_entries
+from dualenc.search.embeddings import EmbeddingWriter, Skipped, shard_ranges, skipped_entries
 from dualenc.types import Inputs, OnError, Output
 
 TOKENS_PER_WINDOW = 2**21
@@ -87,17 +88,15 @@ def embed(
 
     Raises:
         BadSample: an unusable item under on_error="raise".
-        DualencError: different modalities, a batch_size below 1, vectors that are not finite, every item skipped,
+        DualencError: different modalities, vectors that are not finite, every item skipped,
             `out` holds something else, or another worker saw other data.
     """
     if corpus.modality != tower.modality:
         raise DualencError(f"the data is {corpus.modality}, but this side of the model encodes {tower.modality}")
     if not len(corpus):
         raise DualencError("the data holds no items; give at least one to embed")
-    if batch_size < 1:
-        raise DualencError(f"batch_size is {batch_size}; give at least 1")
-    if num_workers is not None and num_workers < 0:
-        raise DualencError(f"num_workers is {num_workers}; give 0 or more")
+    if batch_size < 1 or (num_workers is not None and num_workers < 0):
+        raise DualencError(f"batch_size is {batch_size} and num_workers is {num_workers}; give at least 1 and 0")
     encoder = _Encoder(tower, corpus, batch_size, output, dim, autocast, num_workers, on_error)
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     identity = {**(identity or {}), "output": output}

@@ -22,40 +22,13 @@ import pyarrow as pa
 
 from dualenc import distributed
 from dualenc.checksums import checksums, sizes
-from dualenc.data.embeddings import (
-    AGAIN,
-    FORMAT,
-    FORMAT_VERSION,
-    Array,
-    Embeddings,
-    ShardedVectors,
-    are_embeddings,
-    is_embeddings,
-    read_head,
-    read_meta,
-    read_shard,
-    shard_path,
-)
+from dualenc.data.embeddings import AGAIN, FORMAT, FORMAT_VERSION, Embeddings, read_meta, read_shard, shard_path
 from dualenc.data.identity import sum_checksums
 from dualenc.data.items import ORDER, ItemTable, check_ids, item_batch, write_batches, write_order
 from dualenc.errors import DiskFull, DualencError
 from dualenc.files import recover_inside, remove, write_json
 from dualenc.full_disk import explain_full_disk
 from dualenc.search.locks import claimed
-
-__all__ = [
-    "Array",
-    "EmbeddingWriter",
-    "Embeddings",
-    "ShardedVectors",
-    "Skipped",
-    "are_embeddings",
-    "check_ids",
-    "is_embeddings",
-    "read_head",
-    "shard_ranges",
-    "skipped_entries",
-]
 
 MAX_SHARD_ROWS = 16384
 MIN_SHARD_ROWS = 1024
@@ -169,11 +142,7 @@ class EmbeddingWriter:
         return True
 
     def _is_complete(self) -> bool:
-        """Whether the folder is finished, according to its meta.json.
-
-        Raises:
-            DualencError: it is one of other embeddings.
-        """
+        """Whether the folder is finished, according to its meta.json, which must be of the same embeddings."""
         meta = read_meta(self.folder)
         for key, value in self.identity.items():
             if meta.get(key) != value:
@@ -183,10 +152,6 @@ class EmbeddingWriter:
                     "choose another folder or remove it"
                 )
         return bool(meta["complete"])
-
-    def _completed_by_another(self) -> bool:
-        """Whether the folder has been finished since this worker began."""
-        return self._is_complete() and self._meta_stamp() != self._initial_stamp
 
     def _meta_stamp(self) -> tuple[int, int]:
         """Identifies a version of meta.json, which is replaced atomically."""
@@ -242,7 +207,8 @@ class EmbeddingWriter:
                 wait = MIN_WAIT
                 continue
             with self._claimed("finish") as is_mine:
-                if is_mine and self._completed_by_another():
+                # Finished since this worker began, by another one.
+                if is_mine and self._is_complete() and self._meta_stamp() != self._initial_stamp:
                     self._check_own()
                     self._remove_locks()
                     return Embeddings.open(self.folder)
@@ -311,12 +277,7 @@ class EmbeddingWriter:
             "read the same data, and run the same command again"
         )
 
-    def write(
-        self,
-        number: int,
-        vectors: np.ndarray,
-        skipped: Skipped = (),  # type: ignore[assignment]
-    ) -> None:
+    def write(self, number: int, vectors: np.ndarray, skipped: Sequence[tuple[int, str]] = ()) -> None:
         """Write one shard.
 
         Args:
@@ -353,21 +314,14 @@ class EmbeddingWriter:
         return item_batch(ids, texts, columns, vectors)
 
     def finish(self) -> Embeddings:
-        """Write the order of the ids and the final meta.json, after all shards.
-
-        Returns:
-            The embeddings, memory-mapped.
-
-        Raises:
-            DualencError: every item was skipped.
-        """
-        notes = [self._note(number) for number in range(len(self.ranges))]
+        """Write the order of the ids and the final meta.json, after all shards, of which one has a vector."""
+        paths = [shard_path(self.folder, number) for number in range(len(self.ranges))]
+        notes = [self._note(number) for number in range(len(paths))]
         skipped = [entry for note in notes for entry in note["skipped"]]
         shard_rows = [len(rows) - len(note["skipped"]) for rows, note in zip(self.ranges, notes)]
         if not sum(shard_rows):
             why = skipped[0][1] if skipped else "there are none"
             raise DualencError(f"{self.folder}: none of {len(self.ids)} items could be used; first: {why}")
-        paths = [shard_path(self.folder, number) for number in range(len(self.ranges))]
         write_order(ItemTable(paths, sum(shard_rows), AGAIN).ids, self.folder / ORDER)
         files = checksums(self.folder, [path.name for path in paths] + [ORDER])
         entries = {"shard_rows": shard_rows, **skipped_entries(self.ids, skipped), "sizes": sizes(self.folder, files)}
@@ -377,7 +331,7 @@ class EmbeddingWriter:
         self._remove_locks()
         return Embeddings.open(self.folder)
 
-    def _kept(self, number: int, skipped: Skipped) -> Sequence[int]:
+    def _kept(self, number: int, skipped: Sequence[tuple[int, str]]) -> Sequence[int]:
         """The rows of a shard with a vector."""
         bad = {row for row, _ in skipped}
         return [row for row in self.ranges[number] if row not in bad] if bad else self.ranges[number]
@@ -389,11 +343,7 @@ class EmbeddingWriter:
         write_json(self.folder / "meta.json", self._meta(**state))
 
     def _note(self, number: int, batch: pa.RecordBatch | None = None) -> dict[str, Any]:
-        """The provenance of a shard: contents, sha256, skipped.
-
-        Raises:
-            DualencError: the shard is damaged.
-        """
+        """The provenance of a shard: contents, sha256, skipped."""
         path = shard_path(self.folder, number)
         batch = batch or read_shard(path, self.dim, self.dtype)[0]
         try:

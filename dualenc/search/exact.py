@@ -62,7 +62,11 @@ def exact_search(
     Raises:
         DualencError: the shapes do not fit, there is no document, or an embedding is not finite.
     """
-    _check_shapes(queries, documents, k)
+    num_ids = len(documents) if document_ids is None else len(document_ids)
+    is_comparable = len(queries.shape) == 2 and queries.shape[1:] == documents.shape[1:]
+    if not is_comparable or not num_ids or num_ids != len(documents) or k < 1:
+        found = f"queries {queries.shape}, documents {documents.shape} with {num_ids} ids, k={k}"
+        raise DualencError(f"{found}; give matrices of one dimension, an id for each document, and k of at least 1")
     k = min(k, len(documents))
     precedence = _precedence(len(documents), document_ids)
     device = torch.device(device)
@@ -79,24 +83,10 @@ def exact_search(
     return np.concatenate(scores), np.concatenate(columns)
 
 
-def _check_shapes(queries: Vectors, documents: Vectors, k: int) -> None:
-    if len(queries.shape) != 2 or len(documents.shape) != 2 or queries.shape[1] != documents.shape[1]:
-        raise DualencError(
-            f"embeddings of shapes {queries.shape} and {documents.shape} cannot be compared; "
-            "both must be matrices of the same dimension"
-        )
-    if len(documents) == 0:
-        raise DualencError("there is no document to search")
-    if k < 1:
-        raise DualencError(f"k={k}: ask for one document or more")
-
-
 def _precedence(num_documents: int, document_ids: Sequence[str] | None) -> npt.NDArray[np.int64]:
     """(N,) rank of each document among equal scores: the highest id, or column, first."""
     if document_ids is None:
         return np.arange(num_documents)[::-1]
-    if len(document_ids) != num_documents:
-        raise DualencError(f"{len(document_ids)} document ids for {num_documents} embeddings; give one each")
     # Read once: the ids may be on disk.
     names = list(document_ids)
     precedence = np.empty(num_documents, np.int64)
@@ -159,21 +149,10 @@ def search_by_torch(
     document_block: int,
     device: torch.device,
 ) -> Found:
-    """The same as `_search_by_faiss`, on a device.
+    """The same as `_search_by_faiss`, on a device, with about 25 bytes there for each pair of a query and a document.
 
     A score and the precedence among equals are packed into one integer, so that topk orders ties, too, and the host
     waits for the device only once, after the last block.
-
-    Args:
-        queries: blocks of (B, D).
-        documents: (N, D).
-        k: at most N.
-        precedence: (N,) rank of each document among equal scores, a permutation.
-        document_block: documents at once; with B queries about 25 bytes for each pair are needed.
-        device: where to work.
-
-    Raises:
-        DualencError: an embedding is not finite.
     """
     column_of = np.empty_like(precedence)
     column_of[precedence] = np.arange(len(precedence))

@@ -40,11 +40,11 @@ def fuse(
     Raises:
         DualencError: an unknown method, or weights that are negative, all zero, or not one for each ranking.
     """
-    if how not in get_args(Fusion):
-        raise DualencError(f"fusion is {how!r}; choose one of {', '.join(get_args(Fusion))}")
     weights = [1 / len(rankings)] * len(rankings) if weights is None else list(weights)
-    if len(weights) != len(rankings) or not all(w >= 0 for w in weights) or not 0 < sum(weights) < float("inf"):
-        raise DualencError(f"weights are {weights} for {len(rankings)} rankings; give each 0 or more, and not all 0")
+    are_good = len(weights) == len(rankings) and all(w >= 0 for w in weights) and 0 < sum(weights) < float("inf")
+    if how not in get_args(Fusion) or not are_good:
+        found = f"fusion is {how!r} and weights are {weights} for {len(rankings)} rankings"
+        raise DualencError(f"{found}; give {' or '.join(get_args(Fusion))}, and weights of 0 or more, not all 0")
     fused: dict[str, float] = {}
     for ranking, weight in zip(rankings, weights):
         if how == "rrf":

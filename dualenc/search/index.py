@@ -35,7 +35,7 @@ from dualenc.search.build import (
     tune,
 )
 from dualenc.search.filtered import search_among
-from dualenc.search.hits import Hit
+from dualenc.search.hits import Hit, as_hit
 from dualenc.search.kinds import choose_factory
 from dualenc.search.parts import (
     LISTS,
@@ -46,6 +46,7 @@ from dualenc.search.parts import (
     open_alone,
     open_merged,
 )
+from dualenc.search.where import column_kinds
 from dualenc.types import Metric
 
 FORMAT = "dualenc index"
@@ -64,6 +65,10 @@ class Index:
     """FAISS index with the ids of its N rows and its metadata.
 
     Create one with `Index.build` or `Index.open`.
+
+    Attributes:
+        column_kinds: types of the columns by name.
+        has_snippets: whether there are texts to show.
 
     Args:
         faiss_index: its row `i` is `ids[i]`.
@@ -85,10 +90,9 @@ class Index:
         self.ids: Sequence[str] = ids if isinstance(ids, Ids) else list(ids)
         self.meta = dict(meta)
         self.snippets = snippets
+        self.has_snippets = snippets is not None
         self.columns = columns
-        if not isinstance(self.ids, Ids):
-            # One more entry, so that FAISS's row -1 ("nothing found") reads as no id.
-            self._id_of_row = np.array([*self.ids, ""], dtype=object)
+        self.column_kinds = column_kinds(columns)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -112,7 +116,6 @@ class Index:
         nprobe: int | None = None,
         ef_search: int | None = None,
         train_rows: int | None = None,
-        threads: int | None = None,
         seed: int = 0,
         memory: int | None = None,
         folder: str | os.PathLike[str] | None = None,
@@ -135,7 +138,6 @@ class Index:
             nprobe: lists that an IVF index visits.
             ef_search: candidates that an HNSW index keeps.
             train_rows: vectors to train on; by default 64 per inverted list, at least 65,536.
-            threads: FAISS's threads from now on; by default as many as it finds.
             seed: of the samples for training and for queries.
             memory: bytes for building and searching the index; by default the machine's memory.
             folder: where to save the index, too.
@@ -143,16 +145,10 @@ class Index:
 
         Raises:
             DualencError: a factory string that is unknown or does not fit (with FAISS's reason), no vectors, vectors
-                that are not finite, or not of length one where their meta says so, duplicate ids, a number out of
-                range, or a search parameter that the index does not have.
+                that are not finite, or not of length one where their meta says so, duplicate ids, or a search
+                parameter that the index does not have.
         """
         embeddings = _checked_embeddings(vectors, ids)
-        _check_at_least(1, nprobe=nprobe, ef_search=ef_search, train_rows=train_rows, threads=threads)
-        _check_at_least(0, recall_queries=recall_queries, seed=seed)
-        if not 0 <= target_recall <= 1:
-            raise DualencError(f"target_recall is {target_recall}; give a number from 0 to 1")
-        if threads is not None:
-            faiss.omp_set_num_threads(threads)
         database = Database(embeddings, metric)
         chosen = factory
         if factory == "auto":
@@ -263,29 +259,14 @@ class Index:
         """
         scores, rows = self.search_rows(queries, k, kept=kept, nprobe=nprobe, ef_search=ef_search)
         return [
-            [self.hit(row, score) for row, score in zip(*hits, strict=True) if row >= 0]
-            for hits in zip(rows.tolist(), scores.tolist(), strict=True)
+            [self.hit(row, score) for row, score in zip(*hits) if row >= 0]
+            for hits in zip(rows.tolist(), scores.tolist())
         ]
 
     def hit(self, row: int, score: float) -> Hit:
         """The hit of a row, with its text and columns."""
-        return Hit(self.ids[row], score, self.snippet(row), self.columns_of(row))
-
-    def search_ids(
-        self, queries: np.ndarray, k: int = 10, *, nprobe: int | None = None, ef_search: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Search as `search` does, for arrays.
-
-        Returns:
-            Scores (Q, k) float32, best first, and ids (Q, k) strings; where fewer than k are found, -inf and "".
-        """
-        scores, rows = self.search_rows(queries, k, nprobe=nprobe, ef_search=ef_search)
-        scores[rows < 0] = -np.inf
-        return scores, self.ids_at(rows)
-
-    def ids_at(self, rows: np.ndarray) -> np.ndarray:
-        """The ids of rows of any shape, as an array of strings; "" for a row of -1."""
-        return self.ids.take(rows) if isinstance(self.ids, Ids) else self._id_of_row[rows]
+        columns = {} if self.columns is None else self.columns.slice(row, 1).to_pylist()[0]
+        return as_hit(self.ids[row], score, None if self.snippets is None else self.snippets[row], columns)
 
     def search_rows(
         self,
@@ -300,14 +281,11 @@ class Index:
 
         With `kept` (N,) bool, only those rows are searched (`dualenc.search.filtered`).
         """
-        if k < 1:
-            raise DualencError(f"k is {k}; ask for at least 1 result")
-        _check_at_least(1, nprobe=nprobe, ef_search=ef_search)
+        ready = as_queries(queries, self.dim, self.meta["metric"], k)
         if nprobe is not None:
             set_parameter(self.faiss, "nprobe", nprobe)
         if ef_search is not None:
             set_parameter(self.faiss, "efSearch", ef_search)
-        ready = as_queries(queries, self.dim, self.meta["metric"])
         return self.faiss.search(ready, k) if kept is None else search_among(self.faiss, ready, k, kept)
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
@@ -333,16 +311,6 @@ class Index:
                 f"an index of kind {kind} gives no vectors back ({reason(error)}); search by text"
             ) from None
 
-    def snippet(self, row: int) -> str:
-        """The text to show with a row; "" if none was stored."""
-        return "" if self.snippets is None else self.snippets[row]
-
-    def columns_of(self, row: int) -> dict[str, Any]:
-        """The values of a row's columns by name, without missing values."""
-        if self.columns is None:
-            return {}
-        return {name: value for name, value in self.columns.slice(row, 1).to_pylist()[0].items() if value is not None}
-
 
 class _Tuning(NamedTuple):
     """How to tune and measure an index: the arguments of `Index.build` with these names."""
@@ -363,8 +331,6 @@ def _checked_embeddings(vectors: Embeddings | np.ndarray, ids: Sequence[str] | N
             found = f"{vectors.dtype} of shape {vectors.shape}"
             raise DualencError(f"vectors are {found}; give numbers as a matrix (N, D)")
         vectors = Embeddings([str(row) for row in range(len(vectors))] if ids is None else ids, vectors)
-    if not len(vectors):
-        raise DualencError("no vectors to index; give at least one")
     check_ids(vectors.ids)
     return vectors
 
@@ -419,25 +385,12 @@ def is_index(folder: str | os.PathLike[str]) -> bool:
 
 
 def check_target(folder: str | os.PathLike[str]) -> None:
-    """Check that a folder can be written: it is new, empty, or an index to replace.
-
-    Raises:
-        DualencError: it holds something else.
-    """
+    """Refuse a folder that is not new, not empty, and no index to replace."""
     check_folder_target(folder, is_index, "index")
 
 
 def check_kept(path: Path, meta: Mapping[str, Any], mend: str) -> None:
-    """Validate the entries of a meta.json that were kept from its embeddings.
-
-    Args:
-        path: the file, for error messages.
-        meta: its entries.
-        mend: how to repair it, for error messages.
-
-    Raises:
-        DualencError: an entry with a value that it cannot have.
-    """
+    """Refuse values that the entries of a meta.json which were kept from its embeddings cannot have."""
     allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
     for name, values in allowed.items():
         if name in meta and meta[name] not in values:
@@ -456,16 +409,13 @@ def write_contents(
     columns: pa.Table | None,
     meta: dict[str, Any],
 ) -> None:
-    """Write the files of an index.
+    """Write the files of an index of N vectors.
 
     Args:
         part: folder to write to; it may contain lists on disk already.
         folder: its final name, where plain FAISS will look for lists on disk.
-        index: FAISS index of N vectors.
-        ids: (N,) ids.
-        snippets: (N,) texts to show with the ids, or None.
-        columns: (N,) rows of columns, or None.
-        meta: entries of meta.json.
+        index: FAISS index.
+        ids, snippets, columns, meta: as `Index` has them.
     """
     lists = lists_of(index)
     if lists is None:
@@ -546,9 +496,3 @@ def _refuse_changed(folder: str | os.PathLike[str], which: str = "") -> NoReturn
     raise DualencError(
         f"{folder}: the text {which}in the data is not what was embedded; embed and index the data again"
     )
-
-
-def _check_at_least(minimum: int, **numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and number < minimum:
-            raise DualencError(f"{name} is {number}; give at least {minimum}")

@@ -18,8 +18,7 @@ from dualenc.data.items import ITEMS, ORDER, ItemTable, check_ids, write_items
 from dualenc.errors import DualencError
 from dualenc.files import atomic_folder, is_folder_of, locked, write_json
 from dualenc.reading import read_json_object
-from dualenc.search.engines import EngineIndex, is_engine
-from dualenc.search.engines.index import read_engine_meta
+from dualenc.search.engines.index import is_engine, read_engine_meta
 from dualenc.search.index import Index, check_unchanged, rows_in
 
 FOLDER = "texts"
@@ -33,7 +32,7 @@ class KeptTexts:
 
     Args:
         folder: the index's folder.
-        checksum: `checksum_of` the index.
+        checksum: `items_checksum` of the index.
 
     Raises:
         DualencError: the folder has no texts, or they are of another index or version, or damaged.
@@ -43,9 +42,7 @@ class KeptTexts:
         self.folder = Path(folder) / FOLDER
         if not self.folder.is_dir():
             raise DualencError(f"{folder}: keeps no texts for a cross-encoder to read; {AGAIN}")
-        meta = read_json_object(self.folder / "meta.json", {"version": int, "count": int, "of": str, "files": dict})
-        if meta["version"] != FORMAT_VERSION:
-            raise DualencError(f"{self.folder}: written by another version of dualenc; {AGAIN}")
+        meta = read_json_object(self.folder / "meta.json", {"count": int, "of": str, "files": dict})
         if meta["of"] != checksum:
             raise DualencError(f"{self.folder}: is of other texts than the index; {AGAIN}")
         verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, whole=False)
@@ -59,11 +56,7 @@ class KeptTexts:
         return len(self.ids)
 
     def of(self, ids: Sequence[str]) -> list[str]:
-        """The texts of n ids.
-
-        Raises:
-            DualencError: an id without a text.
-        """
+        """The texts of n ids, all of which must have one."""
         rows = self.ids.rows(ids).tolist()
         if -1 in rows:
             raise DualencError(f"{self.folder}: has no text of {ids[rows.index(-1)][:80]!r}; {AGAIN}")
@@ -73,11 +66,6 @@ class KeptTexts:
 def has_texts(folder: str | os.PathLike[str]) -> bool:
     """Whether the folder of an index or of a pushed collection keeps whole texts."""
     return (Path(folder) / FOLDER / "meta.json").is_file()
-
-
-def checksum_of(index: Index | EngineIndex) -> str:
-    """Identifies the items of an index or of a pushed collection."""
-    return index.about.fingerprint if isinstance(index, EngineIndex) else index.items_checksum
 
 
 def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
@@ -104,7 +92,7 @@ def add_texts(folder: str | os.PathLike[str], corpus: Corpus) -> int:
             rows: Sequence[int] = range(len(corpus))
         else:
             index = Index.open(folder)
-            checksum = checksum_of(index)
+            checksum = index.items_checksum
             ids = index.ids
             rows = rows_in(corpus, index, folder)
         check_ids(ids)

@@ -74,17 +74,8 @@ KINDS = (
 def choose_factory(num_vectors: int, dim: int, memory: int | None = None, target_recall: float = 0.95) -> str:
     """FAISS factory choice for "auto": the first type that fits, or else the one that needs least memory.
 
-    ===============  ============================================  ===================  =========  ====================
-    type             factory                                       bytes in memory      recall@10  used up to, unless
-                                                                   per vector           up to      `memory` is given
-    ===============  ============================================  ===================  =========  ====================
-    Flat             `Flat`                                        4 D                  1          N·D = 2²⁵ (always)
-    HNSW             `HNSW32`                                      4 D + 288            0.995      N·D = 2²⁸ (always)
-    IVF              `IVF{n},Flat`                                 4 D + 8              1          N·D = 2³⁰
-    IVF-SQ           `IVF{n}_HNSW32,SQ8`                           D + 8                0.97
-    IVF-PQ, refined  `IVF{n}_HNSW32,PQ{m},Refine(SQfp16)`          m + 8, m about D/4   0.99
-    RaBitQ, refined  `IVF{n}_HNSW32,RaBitQ,Refine(SQfp16)`         D/8 + 16             0.97
-    ===============  ============================================  ===================  =========  ====================
+    The types are those of `KINDS`; docs/search.md shows them as a table. Without `memory` a type is used up to its
+    `max_values`, Flat and HNSW also with it.
 
     HNSW is considered for targets of 0.98 and more, where IVF visits many lists. The half-precision vectors for
     refinement stay on disk, 2 D bytes each. n is the power of two nearest to 4√N, at most 2¹⁷, fewer where a list would
@@ -166,10 +157,10 @@ def parse_bytes(text: str, name: str = "memory", least: int = MIN_MEMORY) -> int
         DualencError: not a size, or below `least`.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", text, re.IGNORECASE)
-    if found is None:
-        raise DualencError(f"{name} is {text!r}; give a size such as 2GiB or 500MB")
-    base = 1000 if found[3].upper() == "B" and found[2] else 1024
-    size = int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
+    size = 0
+    if found is not None:
+        base = 1000 if found[3].upper() == "B" and found[2] else 1024
+        size = int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
     if size < least:
-        raise DualencError(f"{name} is {text!r}; give at least {least / 2**20:g}MiB")
+        raise DualencError(f"{name} is {text!r}; give a size such as 2GiB or 500MB, at least {least / 2**20:g}MiB")
     return size

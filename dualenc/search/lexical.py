@@ -40,7 +40,8 @@ class Lexical:
     """
 
     def __init__(self, scorer: Any, count: int) -> None:
-        self.scorer, self.count = scorer, count
+        self.scorer = scorer
+        self.count = count
 
     @classmethod
     def build(cls, texts: Iterable[str]) -> Lexical:
@@ -65,11 +66,7 @@ class Lexical:
 
     @classmethod
     def open(cls, index: str | os.PathLike[str], ids: str) -> Lexical:
-        """Open the folder inside that of an index; arrays are memory-mapped.
-
-        Args:
-            index: the index's folder.
-            ids: checksum of its file of ids.
+        """Open the folder inside that of an index with the checksum `ids`; arrays are memory-mapped.
 
         Raises:
             DualencError: it does not exist, is of other texts, or is damaged.

@@ -16,14 +16,9 @@ WAIT_SECONDS = 0.05
 
 @contextmanager
 def claimed(path: Path, wait: bool = False) -> Iterator[bool]:
-    """File lock: held until the end of the context or the death of this process.
+    """File lock, held until the end of the context or the death of this process; the empty file stays.
 
-    Args:
-        path: the lock file; it is empty, and stays.
-        wait: wait for the worker that holds the lock.
-
-    Yields:
-        Whether this worker holds the lock, which it always does with `wait`.
+    Yields whether this worker holds the lock; with `wait` it waits until it does.
 
     Raises:
         FileNotFoundError: the folder is gone.

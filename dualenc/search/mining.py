@@ -3,11 +3,11 @@
 For each query: search the nearest documents, drop known positives and their copies, keep a window of ranks, and drop
 candidates that score too close to the positive as likely relevant (Moreira et al. 2024, arXiv 2407.15831).
 
-    WORK/positives-00000.npy    scores of a block of known pairs
-    WORK/rows-00000.jsonl       lines of a block of queries
-    WORK/rows-00000.json        counts of that block; written last: with it the block is finished
-    WORK/index                  a FAISS index, unless the search is exact
-    WORK/settings.json          a digest of everything that the rows depend on
+    .OUT.mining/positives-00000.npy    scores of a block of known pairs
+    .OUT.mining/rows-00000.jsonl       lines of a block of queries
+    .OUT.mining/rows-00000.json        counts of that block; written last: with it the block is finished
+    .OUT.mining/index                  a FAISS index, unless the search is exact
+    .OUT.mining/settings.json          a digest of everything that the rows depend on
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dualenc.data.corpus import corpora
 from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import digest_of, identities
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, remove, removed_if_refused, save_array, write_json
+from dualenc.files import atomic_path, check_file_target, remove, removed_if_refused, save_array, write_json
 from dualenc.reading import open_regular, read_json
 from dualenc.search.build import new_index
 from dualenc.search.exact import exact_search
@@ -84,21 +84,16 @@ class Rule:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_negatives < 1:
-            raise DualencError(f"num_negatives is {self.num_negatives}; ask for at least 1")
-        if not 1 <= self.first_rank <= self.last_rank:
-            ranks = f"{self.first_rank} to {self.last_rank}"
-            raise DualencError(f"ranks {ranks} are no window; give first_rank from 1 and last_rank not below it")
-        if self.percentile is not None and not 0 <= self.percentile <= 100:
-            raise DualencError(f"percentile is {self.percentile}; give a number from 0 to 100")
-        for name in ("relative", "margin"):
+        # Of numbers beyond float32 a comparison with scores has no use.
+        largest = float(np.finfo(np.float32).max)
+        limits: dict[str, tuple[float, float]]
+        limits = {"num_negatives": (1, largest), "first_rank": (1, self.last_rank), "percentile": (0, 100)}
+        limits |= {"relative": (0, largest), "margin": (0, largest), "max_score": (-largest, largest)}
+        limits |= {"seed": (0, largest)}
+        for name, (lowest, highest) in limits.items():
             value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise DualencError(f"{name} is {value}; give 0 or more, or null for no such limit")
-        if self.max_score is not None and not math.isfinite(self.max_score):
-            raise DualencError(f"max_score is {self.max_score}; give a number, or null for no such limit")
-        if self.seed < 0:
-            raise DualencError(f"seed is {self.seed}; give 0 or more")
+            if value is not None and not lowest <= value <= highest:
+                raise DualencError(f"{name} is {value}; give a number from {lowest:g} to {highest:g}")
 
     def ceiling(self, positives: np.ndarray, all_positives: np.ndarray | None = None) -> float:
         """The maximum score of a query's negatives.
@@ -122,11 +117,11 @@ class Rule:
         return min(limits)
 
     def choose(self, allowed: np.ndarray, query: int) -> np.ndarray:
-        """Choose among candidates that are sorted by score; returns their positions, ascending.
+        """Ascending positions of the negatives among candidates sorted by score.
 
         Args:
             allowed: (L,) bool, which candidates can be negatives.
-            query: number of the query, which seeds its random sample.
+            query: seeds the random sample.
         """
         places = np.flatnonzero(allowed)
         if self.pick == "random" and len(places) > self.num_negatives:
@@ -210,7 +205,6 @@ def mine(
     rescored_by: str = "",
     form: Form = "flagembedding",
     factory: str = "exact",
-    work: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Report:
     """Mine hard negatives: write each query with its positives, its negatives and all scores, one JSON object a line.
@@ -238,7 +232,6 @@ def mine(
         rescored_by: identifies the cross-encoder, so that work is not resumed with another one.
         form: "flagembedding" for the first format, "tevatron" for the second, "sentence-transformers" for the third.
         factory: "exact", or a FAISS factory string, including "auto", to search an index.
-        work: folder for unfinished work, removed at the end; by default beside `out`.
         progress: show a bar.
 
     Returns:
@@ -259,7 +252,7 @@ def mine(
     if factory not in ("exact", "auto"):
         new_index(documents.dim, factory, metric, len(documents))
     target = Path(out)
-    folder = target.with_name(f".{target.name}.mining") if work is None else Path(work)
+    folder = target.with_name(f".{target.name}.mining")
     # Vectors are identified by the checksums of their files, or by their values.
     vectors = [source.meta.get("files") or digest_of(*source.blocks()) for source in (queries, documents)]
     settings: dict[str, Any] = {"rule": asdict(rule), "form": form, "factory": factory, "rescored_by": rescored_by}
@@ -295,8 +288,7 @@ def check_mined(path: str | os.PathLike[str]) -> None:
         DualencError: it is a folder, or holds something else.
     """
     path = Path(path)
-    if path.is_dir():
-        raise DualencError(f"{path}: is a folder; name a file to write, such as {path / 'mined.jsonl'}")
+    check_file_target(path)
     if not path.exists():
         return
     with open_regular(path) as stream:
@@ -314,10 +306,10 @@ def _check_modalities(left: Corpus, right: Corpus, rescore: Rescore | None, form
     modalities = (left.modality, right.modality)
     if "image" in modalities:
         raise DualencError(f"{left.modality} and {right.modality}: rows hold texts or ids of vectors; mine on texts")
-    if rescore is not None and modalities != ("text", "text"):
-        raise DualencError("a cross-encoder reads texts, and the data holds vectors; leave it out")
-    if form == "sentence-transformers" and modalities != ("text", "text"):
-        raise DualencError("sentence-transformers trains on texts, and the data holds vectors; choose another form")
+    needs_texts = rescore is not None or form == "sentence-transformers"
+    if needs_texts and modalities != ("text", "text"):
+        reader = "a cross-encoder reads" if rescore is not None else "the form sentence-transformers is for"
+        raise DualencError(f"{reader} texts, and the data holds vectors; leave it out")
 
 
 class _Exclusions:

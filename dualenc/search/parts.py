@@ -186,11 +186,10 @@ def open_merged(path: Path) -> Any:
     """
     named = _named_lists(path)
     lists = os.path.realpath(path.with_name(LISTS))
-    if os.path.basename(named) != LISTS:
-        raise DualencError(f"{path}: {ELSEWHERE.format(named)}")
-    # A link to a file elsewhere.
-    if os.path.dirname(lists) != os.path.realpath(path.parent):
-        raise DualencError(f"{path}: {ELSEWHERE.format(lists)}")
+    is_named = os.path.basename(named) == LISTS
+    # Of that name there may be a link to a file elsewhere.
+    if not is_named or os.path.dirname(lists) != os.path.realpath(path.parent):
+        raise DualencError(f"{path}: {ELSEWHERE.format(lists if is_named else named)}")
     if os.path.realpath(named) == lists:
         return faiss.read_index(str(path), READ)
     with quiet():

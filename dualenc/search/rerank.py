@@ -77,15 +77,12 @@ def rerank(rescore: Rescore, candidates: Sequence[Sequence[tuple[str, str]]]) ->
     """Rerank the candidates of several queries in one call of a cross-encoder.
 
     Args:
-        rescore: the cross-encoder.
+        rescore: the cross-encoder; its scores must be finite.
         candidates: for each query, any number of pairs of its text and a document's.
 
     Returns:
         For each query the positions of its candidates, best first, and their scores in that order, float32; equal
         scores keep their order.
-
-    Raises:
-        DualencError: a score is not finite.
     """
     scores = finite_scores(rescore([pair for pairs in candidates for pair in pairs]))
     ranked = []
@@ -96,11 +93,7 @@ def rerank(rescore: Rescore, candidates: Sequence[Sequence[tuple[str, str]]]) ->
 
 
 def finite_scores(scores: np.ndarray) -> np.ndarray:
-    """Check scores and convert them to float32.
-
-    Raises:
-        DualencError: a score is not finite.
-    """
+    """Refuse scores that are not finite, and convert them to float32."""
     if not np.isfinite(scores).all():
         raise DualencError(
             "a score is not finite; check the weights of the model, and of the cross-encoder if one is given"

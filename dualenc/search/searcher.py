@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ from dualenc.search.engines import EngineIndex, is_engine
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.hits import Hit
 from dualenc.search.index import Index
-from dualenc.search.kept import KeptTexts, checksum_of, has_texts
+from dualenc.search.kept import KeptTexts, has_texts
 from dualenc.search.lexical import Lexical, has_lexical
 from dualenc.search.rerank import Rescore, rerank
-from dualenc.search.where import Condition, Kinds, column_kinds, meets, parse_conditions
+from dualenc.search.where import Condition, meets, parse_conditions
 from dualenc.types import Inputs, Modality, Side
 
 
@@ -67,8 +67,7 @@ class Searcher:
         lexical: BM25 index over its texts, if opened with one.
         judge: the cross-encoder for reranking, if opened with one.
         texts: the texts that the cross-encoder reads.
-        nprobe: lists that an IVF index visits; None for the index's own setting.
-        ef_search: candidates that an HNSW index keeps; None for the index's own setting.
+        settings: `nprobe` and `ef_search` of all searches, as the index's `search` takes them.
     """
 
     folder: Path
@@ -77,8 +76,7 @@ class Searcher:
     lexical: Lexical | None = None
     judge: Rescore | None = None
     texts: KeptTexts | None = None
-    nprobe: int | None = None
-    ef_search: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def side(self) -> Side:
@@ -95,9 +93,8 @@ class Searcher:
         before: Searcher | None = None,
         hybrid: bool | None = None,
         judge: Rescore | None = None,
-        nprobe: int | None = None,
-        ef_search: int | None = None,
         qdrant_path: str | None = None,
+        **settings: Any,
     ) -> Searcher:
         """Open an index, or the engine that a folder records, and the model that made it.
 
@@ -108,9 +105,8 @@ class Searcher:
             before: an earlier searcher, whose model is shared if the index was made with the same weights.
             hybrid: open the BM25 index, too; None opens it if it exists.
             judge: a cross-encoder (`open_cross_encoder`) for `Query.rerank`; its texts are opened, too.
-            nprobe: lists that an IVF index visits.
-            ef_search: candidates that an HNSW index keeps.
             qdrant_path: the store of an embedded Qdrant, see `EngineIndex.open`.
+            settings: `nprobe` and `ef_search`, as the index's `search` takes them.
 
         Raises:
             DualencError: no index, no model, no BM25 or texts where they are needed, a search parameter that the index
@@ -125,14 +121,13 @@ class Searcher:
         else:
             index = Index.open(folder)
         # A parameter that does not apply is refused now, not at every query.
-        if nprobe is not None or ef_search is not None:
-            dim = index.about.dim if isinstance(index, EngineIndex) else index.dim
-            index.search(np.eye(1, dim, dtype=np.float32), 1, nprobe=nprobe, ef_search=ef_search)
+        if any(value is not None for value in settings.values()):
+            index.search(np.eye(1, index.dim, dtype=np.float32), 1, **settings)
         texts = None
         if judge is not None:
             if index.meta.get("modality") == "image":
                 raise DualencError(f"{folder}: holds images, and a cross-encoder reads texts; leave reranking out")
-            texts = KeptTexts(folder, checksum_of(index))
+            texts = KeptTexts(folder, index.items_checksum)
         lexical = None
         if hybrid and isinstance(index, EngineIndex):
             raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
@@ -148,7 +143,7 @@ class Searcher:
                 raise DualencError(
                     f"{folder}: was built with other weights than the model has now; build the index again"
                 )
-        return cls(folder, index, encoder, lexical, judge, texts, nprobe, ef_search)
+        return cls(folder, index, encoder, lexical, judge, texts, settings)
 
     @cached_property
     def whole_texts(self) -> KeptTexts | None:
@@ -156,24 +151,12 @@ class Searcher:
         if self.texts is not None or not has_texts(self.folder):
             return self.texts
         try:
-            return KeptTexts(self.folder, checksum_of(self.index))
+            return KeptTexts(self.folder, self.index.items_checksum)
         except DualencError:
             return None
 
     def __len__(self) -> int:
         return len(self.index)
-
-    @property
-    def columns(self) -> Kinds:
-        """Types of the columns that results can be filtered by, by name."""
-        if isinstance(self.index, EngineIndex):
-            return self.index.about.columns
-        return column_kinds(self.index.columns)
-
-    @property
-    def has_snippets(self) -> bool:
-        """Whether texts to show with the ids are stored."""
-        return self.index.about.has_snippets if isinstance(self.index, EngineIndex) else self.index.snippets is not None
 
     @property
     def takes(self) -> tuple[Modality, ...]:
@@ -210,14 +193,14 @@ class Searcher:
         """
         if words and self.filter_language:
             raise Unsupported(f"this engine filters in its own language ({self.filter_language}); give a filter")
-        if words and not self.columns:
+        if words and not self.index.column_kinds:
             raise Unsupported("the index was built without --columns to filter by; leave conditions out")
-        return tuple(parse_conditions(words, self.columns))
+        return tuple(parse_conditions(words, self.index.column_kinds))
 
     @property
     def filter_language(self) -> str:
         """The language of `Query.filter`: "SQL" or "JSON"; "" for a FAISS index."""
-        return self.index.engine.filter_language if isinstance(self.index, EngineIndex) else ""
+        return self.index.filter_language if isinstance(self.index, EngineIndex) else ""
 
     def check(self, query: Query) -> None:
         """Refuse a query that this index cannot answer; error messages contain no path, as a server passes them on.
@@ -238,7 +221,7 @@ class Searcher:
     def check_filter(self, filter: str) -> None:
         """Refuse an untrusted filter that could harm the engine; error messages contain no path."""
         if filter and isinstance(self.index, EngineIndex):
-            self.index.engine.check_filter(filter)
+            self.index.check_filter(filter)
 
     @torch.inference_mode()
     def encode(self, side: Side, inputs: Inputs) -> np.ndarray:
@@ -256,8 +239,8 @@ class Searcher:
         ]
         encoded = torch.cat(parts)
         # The index may contain the first components only.
-        if self._dim < encoded.shape[1]:
-            encoded = unit_norm(encoded[:, : self._dim])
+        if self.index.dim < encoded.shape[1]:
+            encoded = unit_norm(encoded[:, : self.index.dim])
         vectors = encoded.cpu()[torch.argsort(torch.cat(chunks))].numpy()
         if not np.isfinite(vectors).all():
             raise DualencError("the model gives vectors that are not finite; check its weights")
@@ -330,7 +313,7 @@ class Searcher:
 
     def _vectors(self, queries: Sequence[Query]) -> np.ndarray:
         """The vector of each query (Q, D); queries of one side are encoded together."""
-        vectors = np.zeros((len(queries), self._dim), np.float32)
+        vectors = np.zeros((len(queries), self.index.dim), np.float32)
         sides: tuple[Side, Side] = ("left", "right")
         for side in sides:
             raw = [n for n, query in enumerate(queries) if query.item is not None and query.side == side]
@@ -340,22 +323,16 @@ class Searcher:
             if prepared:
                 parts = [queries[n].inputs or {} for n in prepared]
                 vectors[prepared] = self.encode(side, {name: torch.cat([p[name] for p in parts]) for name in parts[0]})
-        store = self.index.engine if isinstance(self.index, EngineIndex) else self.index
         for number, query in enumerate(queries):
             if query.ids:
-                vectors[number] = store.vectors(query.ids).mean(axis=0)
+                vectors[number] = self.index.vectors(query.ids).mean(axis=0)
         return vectors
-
-    @property
-    def _dim(self) -> int:
-        return self.index.about.dim if isinstance(self.index, EngineIndex) else self.index.dim
 
     def _nearest(self, vectors: np.ndarray, k: int, filter: str, kept: np.ndarray | None) -> list[list[Hit]]:
         """The k nearest items of each query vector."""
-        index = self.index
-        if isinstance(index, EngineIndex):
-            return index.search(vectors, k, filter, nprobe=self.nprobe, ef_search=self.ef_search)
-        return index.search(vectors, k, kept=kept, nprobe=self.nprobe, ef_search=self.ef_search)
+        if isinstance(self.index, EngineIndex):
+            return self.index.search(vectors, k, filter, **self.settings)
+        return self.index.search(vectors, k, kept=kept, **self.settings)
 
 
 def _even_chunks(inputs: Inputs) -> list[torch.Tensor]:

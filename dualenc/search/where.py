@@ -62,20 +62,12 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
 
 
 def named_columns(words: Sequence[str]) -> list[str]:
-    """Names of the columns that conditions mention, without duplicates.
-
-    Raises:
-        DualencError: not a condition.
-    """
+    """Names of the columns that conditions mention, without duplicates."""
     return list(dict.fromkeys(name for name, _, _ in _split(words)))
 
 
 def rows_that_meet(words: Sequence[str], columns: pa.Table | None) -> np.ndarray:
-    """Parse conditions and evaluate them on a table: (N,) bool, the rows that meet all of them.
-
-    Raises:
-        DualencError: what `parse_conditions` raises.
-    """
+    """Parse conditions and evaluate them on a table: (N,) bool, the rows that meet all of them."""
     conditions = parse_conditions(words, column_kinds(columns))
     return np.ones(0, dtype=bool) if columns is None else meets(conditions, columns)
 

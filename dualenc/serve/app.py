@@ -160,7 +160,7 @@ async def info(service: HasService, settings: HasSettings) -> dict[str, Any]:
         "name": searcher.folder.resolve().name,
         "vectors": len(searcher),
         "takes": list(searcher.takes),
-        "columns": dict(searcher.columns),
+        "columns": dict(searcher.index.column_kinds),
         "filter": searcher.filter_language,
         "images": service.pictures is not None,
         "texts": await asyncio.to_thread(lambda: searcher.whole_texts is not None),

@@ -17,6 +17,7 @@ import numpy as np
 
 from dualenc.data.beir import read_beir
 from dualenc.data.corpus import Corpus, RetrievalSet, held_out, used_items
+from dualenc.data.embeddings import Embeddings
 from dualenc.data.pairs import PairDataset
 from dualenc.data.table_pairs import ImageViews
 from dualenc.encoders.dual import DualEncoder
@@ -25,7 +26,6 @@ from dualenc.evaluation.image_text import both_ways_ranks, both_ways_recall
 from dualenc.evaluation.metrics import CUTOFFS
 from dualenc.evaluation.retrieval import HEADLINES, Result, retrieve
 from dualenc.search.embed import embed
-from dualenc.search.embeddings import Embeddings
 from dualenc.search.where import named_columns, rows_that_meet
 from dualenc.types import Modality, OnError, Output, Side
 

@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from dualenc import distributed
 from dualenc.data.corpus import corpora
+from dualenc.data.embeddings import Embeddings
 from dualenc.data.identity import digest_of
 from dualenc.data.pairs import Pair, PairDataset
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import BadSample, DualencError
 from dualenc.objectives import GuideVectors
-from dualenc.search.embeddings import Embeddings
 from dualenc.seeds import derive_seed
 from dualenc.training.encoding import PlainEncoding
 from dualenc.training.signals import forgive_one_sigterm

@@ -48,7 +48,8 @@ def main(
         rows = np.flatnonzero(kept)
         exact[share] = rows[faiss.knn(query_vectors, database[rows], 10, faiss.METRIC_INNER_PRODUCT)[1]]
     for factory in factories:
-        index = Index.build(database, factory=factory, threads=1)
+        faiss.omp_set_num_threads(1)
+        index = Index.build(database, factory=factory)
         print(f"{factory} {index.meta['search_parameters']}")
         for share, kept in masks.items():
             begin, found = time.process_time(), []

@@ -24,9 +24,10 @@ import numpy as np
 from common import in_turn, quietest_clock
 from jsonargparse import auto_cli
 
+from dualenc.data.embeddings import Embeddings
 from dualenc.search import Index
 from dualenc.search.build import new_index, set_parameter, training_rows
-from dualenc.search.embeddings import Embeddings, EmbeddingWriter
+from dualenc.search.embeddings import EmbeddingWriter
 
 FACTORIES = ["Flat", "IVF256,Flat", "HNSW16", "IVF256,PQ16x4"]
 MIN_ROUNDS, MAX_ROUNDS = 5, 50
@@ -102,7 +103,10 @@ def measure(
     assert abs(recalls["dualenc"] - recalls["faiss"]) < 0.02, recalls
     # As it was built, in memory, and as it is opened, mapped.
     for what, index in (("search", ours), ("opened", Index.open(folder / "index"))):
-        searches = {"dualenc": functools.partial(index.search_ids, queries, k), "faiss": lambda: raw.search(queries, k)}
+        searches = {
+            "dualenc": functools.partial(index.search_rows, queries, k),
+            "faiss": lambda: raw.search(queries, k),
+        }
         report(what, searches, max(MIN_ROUNDS, min(rounds, MAX_ROUNDS)))
     settings = ", ".join(f"{k}={v}" for k, v in ours.meta["search_parameters"].items()) or "nothing to tune"
     shown = ", ".join(f"{name} {value:.4f}" for name, value in recalls.items())

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dualenc.cli import main
+from dualenc.data.embeddings import Embeddings
 from dualenc.evaluation.runs import read_per_query
-from dualenc.search.embeddings import Embeddings
 from tests.commands.image_models import replace_images
 from tests.commands.toy import write_beir, write_captioned
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dualenc.cli import main
+from dualenc.data.embeddings import Embeddings
 from dualenc.evaluation.runs import read_per_query
-from dualenc.search.embeddings import Embeddings
 from tests.commands.image_models import pad_images, replace_images
 from tests.commands.toy import COLOURS, write_captioned, write_classes
 

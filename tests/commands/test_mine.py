@@ -109,7 +109,7 @@ def test_mistakes_are_told(
     assert failure(capsys, *words, "--last-rank", 0).startswith("--last-rank is 0")
     assert failure(capsys, *words, "--percentile", 101) == "percentile is 101.0; give a number from 0 to 100"
     assert failure(capsys, *words, "--plot", "x.docx").endswith("name such a file")
-    assert "is a folder; name a file" in failure(capsys, "mine", toy_text, beir, "--out", tmp_path)
+    assert "is a folder, and a file is written here" in failure(capsys, "mine", toy_text, beir, "--out", tmp_path)
     assert "no cross-encoder that sentence-transformers reads" in failure(capsys, *words, "--cross-encoder", toy_clip)
     assert "this task needs kind query-document or vector" in failure(capsys, "mine", toy_clip, *words[2:])
     assert "no split 'dev'; there are: train" in failure(capsys, *words, "--split", "dev")

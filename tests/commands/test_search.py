@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from dualenc.data.embeddings import Embeddings
 from dualenc.encoders import load_model
 from dualenc.search import Index, kinds
-from dualenc.search.embeddings import Embeddings, EmbeddingWriter
+from dualenc.search.embeddings import EmbeddingWriter
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 

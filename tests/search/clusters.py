@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+
+from dualenc.search import Index
 
 
 def clustered(num_vectors: int, dim: int = 16, seed: int = 0, unit: bool = True) -> np.ndarray:
@@ -18,3 +22,10 @@ def clustered(num_vectors: int, dim: int = 16, seed: int = 0, unit: bool = True)
 def exact_rows(database: np.ndarray, queries: np.ndarray, k: int) -> np.ndarray:
     """(Q, k) rows of the largest inner products, in float64."""
     return np.argsort(-(queries.astype(np.float64) @ database.astype(np.float64).T), axis=1, kind="stable")[:, :k]
+
+
+def search_ids(index: Index, queries: np.ndarray, k: int = 10, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Scores (Q, k) and ids (Q, k); where fewer than k are found, -inf and ""."""
+    scores, rows = index.search_rows(queries, k, **options)
+    ids = np.array([*index.ids, ""], dtype=object)
+    return np.where(rows < 0, -np.inf, scores), ids[rows]

@@ -19,7 +19,7 @@ from dualenc.reading import read_json
 from dualenc.search import Embeddings, Index, parts
 from dualenc.search.change import append, remove
 from dualenc.search.parts import lists_of
-from tests.search.clusters import clustered
+from tests.search.clusters import clustered, search_ids
 from tests.search.test_index import on_disk
 
 COUNT, MORE = 3000, 400
@@ -54,7 +54,7 @@ def check(folder: Path, expected: dict[str, np.ndarray]) -> None:
     if "Refine" in index.meta["factory"]:
         index.faiss.k_factor = 50
     queries = np.stack([expected[name] for name in names])
-    found = index.search_ids(queries, 3, **options)[1]
+    found = search_ids(index, queries, 3, **options)[1]
     assert np.mean([name in line for name, line in zip(names, found)]) > 0.97
     if index.meta["factory"] == "Flat":
         assert found[:, 0].tolist() == names
@@ -63,7 +63,7 @@ def check(folder: Path, expected: dict[str, np.ndarray]) -> None:
     for name in (names[0], names[-1]):
         row = int(index.ids.rows([name])[0])  # type: ignore[attr-defined]
         assert index.ids[row] == name
-        assert index.snippet(row) == (f"snippet of {name}" if name.startswith("new") else f"text {name[4:]}")
+        assert index.hit(row, 0).snippet == (f"snippet of {name}" if name.startswith("new") else f"text {name[4:]}")
     plain = faiss.read_index(str(folder / "index.faiss"))
     if options:
         faiss.ParameterSpace().set_index_parameter(plain, "nprobe", 16)
@@ -79,7 +79,7 @@ def test_appended_removed_and_appended_again(tmp_path: Path, factory: str, merge
     vectors = clustered(COUNT + MORE)
     expected = {f"doc {row}": vectors[row] for row in range(COUNT)}
     opened = Index.open(folder)
-    before = opened.search_ids(vectors[:5])[1]
+    before = search_ids(opened, vectors[:5])[1]
 
     append(folder, more())
     expected |= {f"new {row}": vectors[COUNT + row] for row in range(MORE)}
@@ -93,12 +93,12 @@ def test_appended_removed_and_appended_again(tmp_path: Path, factory: str, merge
     meta = append(folder, more(["doc 0", "new 7"])).meta
     expected |= {"doc 0": vectors[COUNT], "new 7": vectors[COUNT + 1]}
     index = Index.open(folder)
-    assert index.snippet(int(index.ids.rows(["doc 0"])[0])) == "snippet of doc 0"  # type: ignore[attr-defined]
+    assert index.hit(int(index.ids.rows(["doc 0"])[0]), 0).snippet == "snippet of doc 0"  # type: ignore[attr-defined]
     assert (meta["appended"], meta["removed"]) == (MORE + 2, len(set(gone)))
     assert "recall_at_10" not in meta
     assert meta["when_built"]["recall_at_10"] > 0
     assert sorted(os.listdir(tmp_path)) == [".index.lock", f"emb{COUNT}", "index"]
-    assert (opened.search_ids(vectors[:5])[1] == before).all(), "who has the old one open goes on with it"
+    assert (search_ids(opened, vectors[:5])[1] == before).all(), "who has the old one open goes on with it"
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_mistakes_change_nothing(tmp_path: Path, merged: bool) -> None:
         (more(["twice", "twice"]), "'twice' is a duplicate"),
         (wide, "has vectors of dimension 16, not 17; embed the data with its model"),
         (more(["other"], model_checksum="b"), "has vectors of model_checksum a, not b"),
-        (Embeddings([], np.zeros((0, 16), np.float32)), "no vectors to append"),
+        (Embeddings([], np.zeros((0, 16), np.float32)), "there are no vectors"),
         (broken, "the vector of 'nan' is not finite"),
     ]:
         with pytest.raises(DualencError, match=message) as error:
@@ -211,11 +211,11 @@ def test_lists_outside_the_folder_are_not_opened(tmp_path: Path, factory: str, f
 
 def test_lists_that_were_moved_or_linked_with_their_folder_are_found(tmp_path: Path) -> None:
     folder = built(tmp_path, "IVF16,SQ8,Refine(SQfp16)", True)
-    expected = Index.open(folder).search_ids(clustered(5), 3)[1]
+    expected = search_ids(Index.open(folder), clustered(5), 3)[1]
     (tmp_path / "link").symlink_to(folder)
-    np.testing.assert_array_equal(Index.open(tmp_path / "link").search_ids(clustered(5), 3)[1], expected)
+    np.testing.assert_array_equal(search_ids(Index.open(tmp_path / "link"), clustered(5), 3)[1], expected)
     shutil.copytree(folder, tmp_path / "copy")
-    np.testing.assert_array_equal(Index.open(tmp_path / "copy").search_ids(clustered(5), 3)[1], expected)
+    np.testing.assert_array_equal(search_ids(Index.open(tmp_path / "copy"), clustered(5), 3)[1], expected)
 
 
 @pytest.mark.slow

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from pyarrow import dataset
 
 from dualenc.checksums import checksums, sizes
+from dualenc.data.embeddings import Embeddings, ShardedVectors, is_embeddings
 from dualenc.data.items import item_batch, read_batches, write_batches
 from dualenc.data.sources import open_corpus
 from dualenc.errors import DiskFull, DualencError
-from dualenc.search.embeddings import Embeddings, EmbeddingWriter, ShardedVectors, is_embeddings, shard_ranges
+from dualenc.search.embeddings import EmbeddingWriter, shard_ranges
 
 NUM_ITEMS, DIM = 2500, 3
 IDENTITY = {"side": "right", "model_checksum": "abc"}

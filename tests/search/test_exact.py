@@ -146,10 +146,10 @@ def test_settings_of_the_training_around_it_are_kept_and_do_not_count(precision:
 @pytest.mark.parametrize(
     ("queries", "documents", "options", "message"),
     [
-        (np.ones((1, 2)), np.ones((1, 3)), {}, "same dimension"),
-        (np.ones((1, 2)), np.ones((0, 2)), {}, "no document"),
+        (np.ones((1, 2)), np.ones((1, 3)), {}, "one dimension"),
+        (np.ones((1, 2)), np.ones((0, 2)), {}, "with 0 ids"),
         (np.ones((1, 2)), np.ones((2, 2)), {"k": 0}, "k=0"),
-        (np.ones((1, 2)), np.ones((2, 2)), {"document_ids": ["a"]}, "1 document ids for 2"),
+        (np.ones((1, 2)), np.ones((2, 2)), {"document_ids": ["a"]}, "with 1 ids"),
         (np.full((1, 2), np.nan), np.ones((2, 2)), {}, "of a query is not finite"),
         (np.ones((1, 2)), np.array([[1, np.inf]]), {}, "of a document is not finite"),
     ],

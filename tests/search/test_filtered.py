@@ -101,7 +101,7 @@ WHERES = (["year>=2004"], ["lang=en,de", "open=false"], ["lang!=en"], ["weight<3
 @pytest.mark.parametrize("hybrid", [None, "rrf", "weighted"])
 def test_conditions_hold_before_the_search(made: Path, where: list[str], hybrid: Any) -> None:
     searcher = Searcher.open(made / "index")
-    assert searcher.columns == KINDS
+    assert searcher.index.column_kinds == KINDS
     frame = pd.DataFrame(documents(), columns=["_id", *KINDS])
     frame["lang"] = frame["lang"].astype(object).where(frame["lang"].notna(), None)
     kept = np.flatnonzero(met_by_pandas(frame, where))
@@ -160,7 +160,7 @@ def test_columns_follow_what_is_appended_and_removed(made: Path, tmp_path: Path)
         expected = documents()[number]
         columns = {"year": expected["year"]} if number < 20 else {}
         columns |= {"lang": expected["lang"]} if number < 40 and expected["lang"] else {}
-        assert index.columns_of(row) == columns
+        assert index.hit(row, 0).columns == columns
     assert len(index) == len(index.columns) == 57
     other = part(range(1), whole.columns.select(["year"]).rename_columns(["lang"]))
     with pytest.raises(DualencError, match="column 'lang' holds text values in the index and integer values in what"):

@@ -50,5 +50,5 @@ def test_mistakes() -> None:
     for weights in ([1.0], [-1.0, 2.0], [0.0, 0.0], [float("nan"), 1.0]):
         with pytest.raises(DualencError, match="weights are"):
             fuse([[], []], weights=weights)
-    with pytest.raises(DualencError, match="choose one of rrf, weighted"):
+    with pytest.raises(DualencError, match="give rrf or weighted"):
         fuse([[]], "max")  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from dualenc.errors import DualencError
 from dualenc.search import Embeddings, Index, parts
 from dualenc.search.build import new_index
 from dualenc.search.parts import bytes_per_vector, can_be_merged, claimed, lists_of, quiet
-from tests.search.clusters import clustered, exact_rows
+from tests.search.clusters import clustered, exact_rows, search_ids
 from tests.search.test_index import on_disk
 
 COUNT = 6000
@@ -63,7 +63,7 @@ def test_the_same_results_as_an_index_filled_in_memory(tmp_path: Path, embedding
         assert (found[1] == expected[1]).mean() > 0.99, "but for ties"
     plain = faiss.read_index(str(tmp_path / "index" / "index.faiss"))
     np.testing.assert_array_equal(plain.search(queries, 10)[1], ours.search_rows(queries)[1])
-    assert ours.search_ids(queries[:1], 1)[1][0, 0] == f"doc {expected[1][0, 0]}"
+    assert search_ids(ours, queries[:1], 1)[1][0, 0] == f"doc {expected[1][0, 0]}"
 
 
 @pytest.mark.slow
@@ -72,15 +72,15 @@ def test_a_folder_that_was_moved_or_copied(
 ) -> None:
     factory = "IVF16,SQ8,Refine(SQfp16)"
     built = Index.build(embeddings, None, factory, folder=tmp_path / "index", memory=MEMORY)
-    expected = built.search_ids(clustered(9))
+    expected = search_ids(built, clustered(9))
     shutil.copytree(tmp_path / "index", tmp_path / "copied")
     (tmp_path / "index").rename(tmp_path / "moved")
     for name in ("moved", "copied"):
         opened = Index.open(tmp_path / name)
         assert lists_of(opened.faiss).filename == str(tmp_path / name / "lists.ivfdata")
-        np.testing.assert_array_equal(opened.search_ids(clustered(9))[1], expected[1])
+        np.testing.assert_array_equal(search_ids(opened, clustered(9))[1], expected[1])
         opened.save(tmp_path / "saved")
-        np.testing.assert_array_equal(Index.open(tmp_path / "saved").search_ids(clustered(9))[1], expected[1])
+        np.testing.assert_array_equal(search_ids(Index.open(tmp_path / "saved"), clustered(9))[1], expected[1])
     assert capfd.readouterr().out == "", "FAISS says on the standard output where it looks"
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualenc.data.embeddings import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search import build
 from dualenc.search.build import Database, exact_probe, latency, parameter_values, recall, set_parameter, tune
-from dualenc.search.embeddings import Embeddings
 from tests.search.clusters import clustered, exact_rows
 
 

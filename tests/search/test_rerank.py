@@ -17,7 +17,7 @@ from sentence_transformers import CrossEncoder
 from dualenc.data import Corpus
 from dualenc.errors import DualencError
 from dualenc.search import Index
-from dualenc.search.kept import KeptTexts, add_texts, checksum_of
+from dualenc.search.kept import KeptTexts, add_texts
 from dualenc.search.rerank import open_cross_encoder, rerank
 from dualenc.search.searcher import Query, Searcher
 from tests.commands import toy
@@ -94,7 +94,7 @@ def test_the_whole_text_is_read_and_not_its_snippet(made: Path, tmp_path: Path) 
     (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run("index", made / "model", tmp_path / "docs.jsonl", "--out", tmp_path / "index", "--texts")
     index = Index.open(tmp_path / "index")
-    assert KeptTexts(tmp_path / "index", checksum_of(index)).of(["fox", "long"]) == ["fox", LONG]
+    assert KeptTexts(tmp_path / "index", index.items_checksum).of(["fox", "long"]) == ["fox", LONG]
     read: list[tuple[str, str]] = []
 
     def judge(pairs: list[tuple[str, str]]) -> np.ndarray:

@@ -17,9 +17,9 @@ import pytest
 from filelock import FileLock
 
 from dualenc.data import Corpus
+from dualenc.data.embeddings import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search.embed import embed
-from dualenc.search.embeddings import Embeddings
 from dualenc.search.locks import claimed
 from tests.fake_towers import LetterTower, corpus, texts
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dualenc.data.embeddings import Embeddings
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, recover_inside, remove, write_json
+from dualenc.files import atomic_path, check_folder_target, recover_inside, write_json
 from dualenc.reading import read_json_object
-from dualenc.search.embeddings import Embeddings
-from dualenc.search.engines.collection import with_short_strings
-from dualenc.search.engines.push import fingerprint_of
+from dualenc.search.engines.connection import with_short_strings
+from dualenc.search.engines.index import fingerprint_of
 
 ABOUT = "_dualenc.json"
 """Spark, Arrow and others pass over files whose names begin with an underscore."""
@@ -39,7 +38,19 @@ def export_parquet(embeddings: Embeddings, folder: str | os.PathLike[str], *, re
         DiskFull: what was written so far stays.
     """
     folder = Path(folder)
-    _prepare(embeddings, folder, replace)
+    path = folder / ABOUT
+    about = {"fingerprint": fingerprint_of(embeddings), "count": len(embeddings), "rows_per_file": ROWS_PER_FILE}
+    check_folder_target(folder, lambda _: path.is_file(), "export of embeddings")
+    if path.exists() and (found := read_json_object(path)) != about:
+        if not replace:
+            what = f"{found.get('count')} vectors of other embeddings"
+            raise DualencError(f"{folder}: holds {what}; push with --replace to remove them, or to another folder")
+        for old in (*folder.glob("part-*.parquet"), path):
+            old.unlink()
+    recover_inside(folder)
+    if not path.exists():
+        write_json(path, about)
+
     written = 0
     total = 0
     for number, batch in enumerate(embeddings.record_batches(ROWS_PER_FILE)):
@@ -54,27 +65,3 @@ def export_parquet(embeddings: Embeddings, folder: str | os.PathLike[str], *, re
             pq.write_table(pa.table(batch).cast(schema), part)
         written += 1
     return written, total
-
-
-def _prepare(embeddings: Embeddings, folder: Path, replace: bool) -> None:
-    """Refuse a folder with anything else, and describe the embeddings in it."""
-    about: dict[str, Any] = {
-        "fingerprint": fingerprint_of(embeddings),
-        "count": len(embeddings),
-        "dim": embeddings.dim,
-        "rows_per_file": ROWS_PER_FILE,
-    }
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        if not (folder / ABOUT).is_file():
-            raise DualencError(f"{folder}: exists and holds no export of embeddings; choose a new or empty folder")
-        found = read_json_object(folder / ABOUT)
-        if found != about:
-            if not replace:
-                what = f"{found.get('count')} vectors of other embeddings"
-                raise DualencError(f"{folder}: holds {what}; push with --replace to remove them, or to another folder")
-            for path in folder.glob("part-*.parquet"):
-                remove(path)
-            remove(folder / ABOUT)
-    recover_inside(folder)
-    if not (folder / ABOUT).exists():
-        write_json(folder / ABOUT, about)

@@ -25,7 +25,6 @@ from dualenc.errors import DualencError, UnknownId
 from dualenc.search import Embeddings
 from dualenc.search.embeddings import EmbeddingWriter
 from dualenc.search.engines import Engine, EngineIndex, open_engine, push
-from dualenc.search.engines.index import embeddings_that_match
 from dualenc.search.engines.parquet import export_parquet
 from dualenc.search.engines.qdrant import Qdrant
 from tests.search.engines.made import KINDS, LANGUAGES
@@ -75,7 +74,7 @@ def opened(kind: str, folder: Path) -> Iterator[Engine]:
     engine = open_engine(*(on_server if kind == "server" else (kind, str(folder / "data"), "items")))
     yield engine
     if kind == "server":
-        engine.drop()
+        engine.client.delete_collection(engine.collection)
     engine.close()
 
 
@@ -137,8 +136,9 @@ def test_a_filter_in_the_language_of_the_engine(filled: EngineIndex) -> None:
     query = vectors(1, seed=100)[0]
     best = met[np.argsort(-(vectors()[met] @ query), kind="stable")][:4]
     assert [hit.id for hit in filled.search(query, 4, text)[0]] == [embeddings().ids[row] for row in best]
-    matching = embeddings_that_match(filled, embeddings(), text)
-    assert filled.recall(matching, vectors(3, seed=1), filter=text) == 1.0
+    matching = filled.matching(embeddings(), text)
+    asked = vectors(3, seed=1)
+    assert filled.recall(matching, asked, found=filled.search(asked, 11, text)) == 1.0
 
 
 @pytest.mark.slow
@@ -208,6 +208,7 @@ def test_a_killed_push_is_resumed_by_another_process(tmp_path: Path, kind: str) 
     run = subprocess.run([sys.executable, "-c", KILLED, kind, str(tmp_path / "data")], capture_output=True, check=False)
     assert run.returncode == -9, run.stderr
     engine = open_engine(kind, str(tmp_path / "data"), "items")
+    assert engine.info() is not None
     assert engine.num_stored(embeddings().ids) == 36
     index, sent = push(embeddings(), engine)
     assert sent == NUM - 36
@@ -220,7 +221,7 @@ def test_rows_that_two_processes_have_appended_are_noticed(tmp_path: Path) -> No
     engine = open_engine("lancedb", str(tmp_path / "data"), "items")
     push(embeddings(), engine)
     engine.add(next(embeddings().record_batches(20)))
-    with pytest.raises(DualencError, match="holds duplicates or other rows; push again with --replace"):
+    with pytest.raises(DualencError, match="holds duplicates or other rows; push with --replace"):
         push(embeddings(), engine)
     assert push(embeddings(), engine, replace=True)[1] == NUM
 
@@ -281,10 +282,10 @@ def test_wrong_queries_are_refused(filled: EngineIndex, queries: np.ndarray, k: 
 def test_vectors_of_known_ids_come_back(filled: EngineIndex) -> None:
     given = embeddings()
     wanted = [given.ids[row] for row in (17, 3, 40)]
-    stored = filled.engine.vectors(wanted)
+    stored = filled.vectors(wanted)
     np.testing.assert_allclose(stored, given.vectors[[17, 3, 40]], atol=1e-5)
     with pytest.raises(UnknownId, match="has no item \"nobody' OR '1'='1\""):
-        filled.engine.vectors([wanted[0], "nobody' OR '1'='1"])
+        filled.vectors([wanted[0], "nobody' OR '1'='1"])
 
 
 def test_collections_of_others_are_never_touched(tmp_path: Path) -> None:
@@ -324,7 +325,7 @@ def test_unusable_targets_are_refused(tmp_path: Path, kind: str) -> None:
         ("qdrant", "http://user:word@127.0.0.1:9", "carries a key or query; set QDRANT_API_KEY"),
         ("qdrant", "http://127.0.0.1:9?api_key=word", "carries a key or query"),
         ("qdrant", "http://127.0.0.1:port", "is no URL"),
-        ("lancedb", "db://mine", "hosted service is not supported"),
+        ("lancedb", "db://mine", "LanceDB says api_key is required"),
     ],
 )
 def test_unreachable_servers_are_reported_without_credentials(
@@ -396,7 +397,7 @@ def test_refusals_of_a_server_are_one_line(
     failing: Qdrant, monkeypatch: pytest.MonkeyPatch, statuses: list[int], message: str, requests: int
 ) -> None:
     monkeypatch.setattr(Failing, "statuses", statuses)
-    with pytest.raises(DualencError, match=message) as error:
+    with pytest.raises(DualencError, match=message) as error, failing.one_line_errors():
         failing.add(next(embeddings().record_batches(1)))
     assert "\n" not in str(error.value)
     assert "s3cret" not in str(error.value)
