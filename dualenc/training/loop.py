@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dualenc import distributed
 from dualenc.batching.selector import BatchSelector
+from dualenc.data.decoded import DecodedImages
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.batchnorm import waits_for_others
@@ -86,6 +87,7 @@ class Loop:
         self.model = model
         self.pairs = pairs
         self.objective = objective
+        self.decodes_once = any(isinstance(items, DecodedImages) for items in (pairs.left_items, pairs.right_items))
         self.device = torch.device(accelerator.device.type, accelerator.device.index)
         self.output = Path(settings.output)
 
@@ -168,9 +170,10 @@ class Loop:
             self.model.left.prepare,
             self.model.right.prepare,
             seed=settings.seed,
-            num_workers=settings.num_workers,
+            # Workers could not augment on a GPU; nor could what is there be pinned.
+            num_workers=0 if self.decodes_once else settings.num_workers,
             on_error=settings.on_error,
-            pin_memory=self.device.type == "cuda",
+            pin_memory=self.device.type == "cuda" and not self.decodes_once,
             guide=guide,
         )
         return guide
@@ -206,6 +209,9 @@ class Loop:
         described["trainer"] = {name: value for name, value in settings.items() if name not in free}
         # What "auto" means depends on the machine.
         described["trainer"]["mixed_precision"] = self.accelerator.mixed_precision
+        described["trainer"].pop("data_on_device", None)
+        if self.decodes_once:
+            described["trainer"]["data_on_device"] = True
         return described
 
     def run(self, resume: bool) -> dict[str, float]:
