@@ -10,14 +10,17 @@ from typing import NamedTuple
 from dualenc import distributed
 from dualenc.commands.checks import MAX_SEED, check_range
 from dualenc.commands.evaluation import RESULT, Evaluation, display_name
+from dualenc.encoders.dual import SIDES
 from dualenc.errors import DualencError
 from dualenc.evaluation import plots
 from dualenc.evaluation.convergence import SimilarityHistogram
+from dualenc.evaluation.images import random_rows
 from dualenc.evaluation.ledger import Ledger
-from dualenc.evaluation.pair_sets import Augmentation, measure_model, open_set, prepare_set
+from dualenc.evaluation.pair_sets import Augmentation, PairSet, measure_model, open_set
 from dualenc.evaluation.report import Figure, Table
 from dualenc.evaluation.run_models import find_models, load_models
 from dualenc.reading import read_json_object
+from dualenc.types import Inputs, Side
 
 CURVES = {
     "loss": "Exact global loss",
@@ -70,7 +73,7 @@ def convergence(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     check_range(2, math.inf, pairs=pairs)
-    check_range(1e-4, 1e4, temperature=temperature)
+    check_range(1e-3, 1e4, temperature=temperature)
     check_range(0, MAX_SEED, seed=seed)
     evaluation = Evaluation("convergence", run, data, out, device)
     names = _distinct_names([run, *more])
@@ -98,10 +101,12 @@ def convergence(
     own = {key: places[key] for key in ledger.missing(places)}
     for folder in dict.fromkeys(folder for folder, _ in own.values()):
         keys = {model: key for key, (owner, model) in own.items() if owner == folder}
-        finite = None
+        finite = PairSet(sets[folder], random_rows(len(sets[folder]), pairs), augmentation, seed)
+        chunks: dict[Side, list[Inputs]] = {}
         for place, model in load_models(list(keys), evaluation.device):
-            finite = finite or prepare_set(model, sets[folder], pairs, augmentation, seed)
-            ledger.add({keys[place]: measure_model(model, *finite, temperature)})
+            # Prepared once for all models of a run.
+            chunks = chunks or {side: list(finite.inputs(model, side)) for side in SIDES}
+            ledger.add({keys[place]: measure_model(model, finite, chunks, temperature)})
     measured = ledger.all_values()
     if distributed.is_main():
         curves: dict[str, list[Measurement]] = {name: [] for name in folders}

@@ -27,7 +27,7 @@ from dualenc.evaluation.objectives import (
     measure,
     softmax_shares,
 )
-from dualenc.evaluation.pair_sets import embed_pairs, open_set
+from dualenc.evaluation.pair_sets import PairSet, embed_pairs, open_set
 from dualenc.evaluation.report import Figure, Table
 from dualenc.evaluation.run_models import trained_temperature
 from dualenc.search.embed import tower_checksum
@@ -97,7 +97,7 @@ def objectives(
         raise DualencError(f"{data}: holds {len(items)} pairs, fewer than a batch of {batch_size}; lower --batch-size")
     # In whole batches: a rest would make a smaller one.
     rows = random_rows(len(items), min(pairs, len(items)) // batch_size * batch_size)
-    frozen = embed_pairs(encoder, items, rows, seed)
+    frozen = embed_pairs(encoder, PairSet(items, rows, seed=seed))
     settings: dict[str, Any] = {"warm_up": warm_up, "bound": BOUND, "max_epochs": max_epochs, "seed": seed}
     signature = {"batch_size": batch_size, "temperature": temperature, "pairs": len(frozen), **settings}
     if distributed.is_main():

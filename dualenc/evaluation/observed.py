@@ -40,15 +40,10 @@ class Observed:
     texts: Mapping[str, str] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
-        """The same for JSON: 50 bins, and four decimals."""
+        """The same for JSON: 50 bins, and scores of four decimals."""
         plain: dict[str, Any] = {}
         if self.similarities is not None:
-            plain["similarities"] = {
-                "positives": _coarse(self.similarities.positives),
-                "negatives": _coarse(self.similarities.negatives),
-                "positive_mean": round(self.similarities.positive_mean, 4),
-                "negative_mean": round(self.similarities.negative_mean, 4),
-            }
+            plain["similarities"] = self.similarities.merged(_NUM_BINS).to_plain()
         if self.scores:
             scores = {query: round(score, 4) for query, score in self.scores.items()}
             plain["queries"] = {"metric": self.metric, "scores": scores, "texts": dict(self.texts)}
@@ -65,29 +60,13 @@ class Observed:
             queries = plain.get("queries", {})
             histogram = None
             if plain.get("similarities") is not None:
-                histogram = _read_histogram(plain["similarities"])
+                histogram = SimilarityHistogram.from_plain(plain["similarities"])
             scores = {str(query): float(score) for query, score in queries.get("scores", {}).items()}
             texts = {str(query): str(text) for query, text in queries.get("texts", {}).items()}
             return cls(histogram, str(queries.get("metric", "")), scores, texts)
         # Whatever untrusted JSON of another shape raises.
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise DualencError(f"no record of an evaluation ({error}); train again, or remove the file") from error
-
-
-def _coarse(counts: npt.NDArray[np.int64]) -> list[int]:
-    """Counts of 100 bins merged into 50."""
-    sums: list[int] = counts.reshape(_NUM_BINS, -1).sum(axis=1).tolist()
-    return sums
-
-
-def _read_histogram(plain: Mapping[str, Any]) -> SimilarityHistogram:
-    positives, negatives = (np.array(plain[name], np.int64) for name in ("positives", "negatives"))
-    means = (float(plain["positive_mean"]), float(plain["negative_mean"]))
-    if positives.shape != negatives.shape or positives.ndim != 1 or not np.isfinite(means).all():
-        raise ValueError("histograms of different shapes")
-    if any(counts.min(initial=0) < 0 or not counts.sum() for counts in (positives, negatives)):
-        raise ValueError("an empty histogram")
-    return SimilarityHistogram(np.linspace(-1, 1, len(positives) + 1), positives, negatives, *means)
 
 
 def observed_queries(metric: str, scores: Mapping[str, float], texts: Mapping[str, str]) -> dict[str, Any]:
@@ -134,13 +113,10 @@ def observed_pairs(
 
 
 def observed_labels(features: npt.NDArray[Any], labels: npt.NDArray[np.integer]) -> SimilarityHistogram | None:
-    """Cosines of up to 1,000 images (N, D), at equal distances, of equal and of different label (N,); None without such
-    pairs."""
+    """Cosines of up to 1,000 images (N, D) of equal and of different label (N,); None without such pairs."""
     rows = np.linspace(0, len(labels) - 1, min(len(labels), MAX_PAIRS)).round().astype(np.int64)
-    # Labels from 0 without gaps, whatever numbers the data has.
-    classes = np.unique(labels[rows], return_inverse=True)[1]
     try:
-        return label_similarities(features[rows], classes)
+        return label_similarities(features[rows], labels[rows])
     except DualencError:
         return None
 
@@ -162,16 +138,14 @@ def joined(parts: Mapping[str, Observed]) -> Observed:
 
 
 def _added(histograms: Sequence[SimilarityHistogram | None]) -> SimilarityHistogram | None:
-    """The sum of histograms with equal edges; None without any."""
+    """The sum of histograms of as many bins; None without any."""
     found = [histogram for histogram in histograms if histogram is not None]
     if not found:
         return None
-    positives = [histogram.positives.sum() for histogram in found]
-    negatives = [histogram.negatives.sum() for histogram in found]
+    positives, negatives = (np.array([getattr(one, name) for one in found]) for name in ("positives", "negatives"))
     return SimilarityHistogram(
-        found[0].edges,
-        np.sum([histogram.positives for histogram in found], axis=0),
-        np.sum([histogram.negatives for histogram in found], axis=0),
-        float(np.average([histogram.positive_mean for histogram in found], weights=positives)),
-        float(np.average([histogram.negative_mean for histogram in found], weights=negatives)),
+        positives.sum(axis=0),
+        negatives.sum(axis=0),
+        float(np.average([histogram.positive_mean for histogram in found], weights=positives.sum(axis=1))),
+        float(np.average([histogram.negative_mean for histogram in found], weights=negatives.sum(axis=1))),
     )
