@@ -92,60 +92,8 @@ class RankingOptions:
     rerank_top: int = 100
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """A search engine to ask beside exact search.
-
-    Args:
-        engine: folder that `dualenc push` wrote for the documents: ask that engine, too, and compare with exact search.
-        qdrant_path: the folder of Qdrant's embedded mode, if ENGINE was pushed there; its files can run code, so name
-            only one that you trust.
-        where: search only documents that meet this: year>=2020, lang=en,de, lang!=en; may be repeated. Judgements of
-            others, and queries without a relevant document among them, are left out. The columns are fields of
-            corpus.jsonl or what embeddings have kept (`--columns`).
-        filter: the same with an engine, in its own language: SQL for LanceDB (year >= 2020 AND lang = 'en'), JSON for
-            Qdrant ({"must": [{"key": "year", "range": {"gte": 2020}}]}).
-    """
-
-    engine: str | None = None
-    qdrant_path: str | None = None
-    where: list[str] | None = None
-    filter: str = ""
-
-
-@dataclass(frozen=True)
-class RuleOptions:
-    """Which documents are hard negatives.
-
-    Args:
-        num_negatives: for each query at most.
-        first_rank: first rank to take, counted from 1 without known positives; 11 skips the first ten.
-        last_rank: last rank to take.
-        relative: a negative scores at most this share of its positive's score; null for no such limit.
-        margin: a negative scores at least so much less than its positive.
-        max_score: no negative scores more.
-        percentile: no negative scores more than this percentile (0 to 100) of the scores of all known pairs.
-        against: which score counts where a query has several positives.
-        pick: the best of what is left, or a random sample of it.
-        seed: of the random samples.
-    """
-
-    num_negatives: int = 8
-    first_rank: int = 1
-    last_rank: int = 100
-    relative: float | None = 0.95
-    margin: float | None = None
-    max_score: float | None = None
-    percentile: float | None = None
-    against: Literal["lowest", "mean", "highest"] = "mean"
-    pick: Literal["top", "random"] = "top"
-    seed: int = 0
-
-
 # Frozen, and thus fit to be default arguments.
 SOURCE = SourceOptions()
 BUILD = BuildOptions()
 SEARCH = SearchOptions()
 RANKING = RankingOptions()
-ENGINE = EngineOptions()
-RULE = RuleOptions()

@@ -101,7 +101,7 @@ def _remedy(num_conditions: int, filter: str) -> str:
 
 def _open(index: str, query: str, k: int, ranking: RankingOptions, options: SearchOptions) -> Searcher:
     """Open an index with the models that the query needs, after checking the options."""
-    from dualenc.commands.evaluation import start_processes
+    from dualenc.evaluation.output import start_processes
     from dualenc.search.build import MAX_PARAMETER
     from dualenc.search.rerank import open_cross_encoder
     from dualenc.search.searcher import Searcher

@@ -22,7 +22,6 @@ def embed_into(
     folder: Path,
     tower: Tower,
     corpus: Corpus,
-    batch_size: int,
     *,
     side: Side | None = None,
     model: str = "",
@@ -36,7 +35,6 @@ def embed_into(
         folder: where to.
         tower: the model's side.
         corpus: what to embed.
-        batch_size: items per forward pass.
         side: for models with two.
         model: what the user calls it, for the record.
         how: further arguments of `dualenc.search.embed.embed`.
@@ -51,4 +49,4 @@ def embed_into(
             remove(folder)
     distributed.barrier()
     how |= {"identity": identity, "notes": {"model": model} if model else None}
-    return embed(tower, corpus, folder, batch_size=batch_size, progress=distributed.is_main(), **how)
+    return embed(tower, corpus, folder, progress=distributed.is_main(), **how)

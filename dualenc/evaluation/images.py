@@ -68,7 +68,7 @@ def labelled_features(
     tower: Tower, corpus: Corpus, labels: np.ndarray, folder: Path, batch_size: int, num_workers: int
 ) -> Labelled:
     """Features to fit probes on or test them with; kept in `folder`, from which an interrupted run resumes."""
-    embeddings = embed_into(folder, tower, corpus, batch_size, output="features", num_workers=num_workers)
+    embeddings = embed_into(folder, tower, corpus, batch_size=batch_size, output="features", num_workers=num_workers)
     row_of = {name: row for row, name in enumerate(corpus.ids)}
     rows = np.array([row_of[name] for name in embeddings.ids])
     return Labelled(Picked(corpus.items, rows), np.asarray(embeddings.vectors, np.float32), labels[rows])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,21 +18,21 @@ from dualenc.evaluation.objectives import FrozenPairs
 from dualenc.training.loader import augmentation_seeds
 from dualenc.types import Inputs, Side
 
-Augmentation = Literal["simclr", "model"]
+if TYPE_CHECKING:
+    from dualenc.evaluation.options import Augmentation, ColumnOptions
+
 CHUNK = 64
 """Items prepared and encoded at once."""
 
 
-def open_set(
-    model: DualEncoder, data: str, split: str, left_column: str | None, right_column: str | None
-) -> Corpus | PairDataset:
+def open_set(model: DualEncoder, data: str, split: str, columns: ColumnOptions) -> Corpus | PairDataset:
     """Open the items to measure a model on: images for models of kind image, pairs for all others."""
     found: Corpus | PairDataset
     if model.kind == "image":
         found = open_corpus(data, modality="image", split=split)
         modalities: tuple[str, ...] = (found.modality,)
     else:
-        found = open_pairs(data, left_column, right_column, split=split)
+        found = open_pairs(data, **vars(columns), split=split)
         modalities = (found.left_modality, found.right_modality)
     for side, modality in zip(SIDES, modalities):
         takes = model.tower(side).modality

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dualenc.cli import main
-from dualenc.commands import convergence as evaluate_convergence
+from dualenc.evaluation.tasks import convergence as evaluate_convergence
 from dualenc.data import ImageFolderViews
 from dualenc.data.views import SimCLR
 from dualenc.encoders import load_model
