@@ -10,24 +10,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualenc.errors import DualencError
-from dualenc.evaluation.retrieval import first_documents
+from dualenc.evaluation.probe import unit_rows
+from dualenc.evaluation.retrieval import as_run, first_documents
 from dualenc.search.exact import DOCUMENT_BLOCK, exact_search
 from dualenc.types import Vectors
 
 Code = Literal["float32", "int8", "binary"]
+Found = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
+"""(Q, k) scores and rows of documents."""
 
 RESCORED = 4
 """Candidates per result that a search with codes finds; they are scored again with the vectors."""
 
 
 class Size(NamedTuple):
-    """Storage of vectors.
+    """Storage of vectors: their first components as float32, a byte each (int8), or their signs (binary).
 
-    Attributes:
-        dim: number of first components.
-        code: "float32"; "int8", a byte per component; "binary", its sign.
-        rescored: whether vectors in float32 on disk order the best candidates again.
+    With `rescored`, vectors in float32 on disk order the best candidates again.
     """
 
     dim: int
@@ -66,16 +65,8 @@ def halvings(dim: int, smallest: int = 32) -> list[int]:
 
 
 def first_components(vectors: Vectors, dim: int) -> npt.NDArray[np.float32]:
-    """The first d components of vectors (N, D), scaled to length one; zero stays zero.
-
-    Raises:
-        DualencError: there are not so many.
-    """
-    if not 1 <= dim <= vectors.shape[1]:
-        raise DualencError(f"dim is {dim}: give 1 to {vectors.shape[1]}, the size of the vectors")
-    first = np.ascontiguousarray(vectors[:, :dim], np.float32)
-    lengths = np.sqrt(np.einsum("nd,nd->n", first, first))
-    return np.asarray(first / np.where(lengths == 0, 1, lengths)[:, None], np.float32)
+    """The first d components of vectors (N, D), scaled to length one; zero stays zero."""
+    return unit_rows(vectors[:, :dim])
 
 
 def compressed_run(
@@ -107,9 +98,6 @@ def compressed_run(
 
     Returns:
         Score of each retrieved document by query id.
-
-    Raises:
-        DualencError: there are fewer components than asked for.
     """
     short = first_components(np.asarray(queries), size.dim)
     prefixes = _Prefixes(documents, size.dim)
@@ -120,18 +108,13 @@ def compressed_run(
     candidates = min(candidates, len(prefixes))
     if size.code == "float32":
         scores, columns = exact_search(short, prefixes.all(), candidates, document_ids=document_ids, device=device)
-    elif size.code == "int8":
-        scores, columns = _search_bytes(short, prefixes, candidates)
     else:
-        scores, columns = _search_bits(short, prefixes, candidates)
+        search = _search_bytes if size.code == "int8" else _search_bits
+        scores, columns = search(short, prefixes, candidates)
     if size.rescored:
         for row, found in enumerate(columns):
             scores[row] = prefixes.rows(found) @ short[row]
-    run = {
-        query: {document_ids[column]: float(score) for column, score in zip(found, values)}
-        for query, found, values in zip(query_ids, columns.tolist(), scores.tolist(), strict=True)
-    }
-    return first_documents(run, depth, keep_self_matches=keep_self_matches)
+    return first_documents(as_run(query_ids, document_ids, scores, columns), depth, keep_self_matches=keep_self_matches)
 
 
 class _Prefixes:
@@ -154,21 +137,17 @@ class _Prefixes:
         return np.concatenate([self.rows(block) for block in self.blocks()])
 
 
-def _search_bytes(
-    queries: npt.NDArray[np.float32], documents: _Prefixes, k: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+def _search_bytes(queries: npt.NDArray[np.float32], documents: _Prefixes, k: int) -> Found:
     index = faiss.IndexScalarQuantizer(documents.dim, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
     # The ranges of QT_8bit are minima and maxima over all documents.
     index.train(documents.all())
     for block in documents.blocks():
         index.add(documents.rows(block))
-    scores, columns = index.search(queries, k)
-    return scores, columns
+    found: Found = index.search(queries, k)
+    return found
 
 
-def _search_bits(
-    queries: npt.NDArray[np.float32], documents: _Prefixes, k: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+def _search_bits(queries: npt.NDArray[np.float32], documents: _Prefixes, k: int) -> Found:
     # Packed bits fill whole bytes; the padding is equal in all vectors.
     index = faiss.IndexBinaryFlat(8 * -(-documents.dim // 8))
     for block in documents.blocks():

@@ -31,19 +31,14 @@ if TYPE_CHECKING:
 
 
 class Table(NamedTuple):
-    """Rows of named values.
-
-    Attributes:
-        caption: What the numbers are, in a few words.
-        rows: One mapping of column name to value each; the columns are those of all rows, in order of appearance.
-    """
+    """Rows of named values; the columns are those of all rows, in order of appearance."""
 
     caption: str
     rows: Sequence[Mapping[str, object]]
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns, each once, in order of first appearance."""
+        """Names of the columns."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def cells(self) -> list[list[str]]:
@@ -77,11 +72,10 @@ def print_table(table: Table) -> None:
     drawn.collapse_padding = True
     cells = [[printable(cell) for cell in row] for row in table.cells()]
     for name, values in zip(table.columns, zip(*cells)):
-        numeric = table.is_numeric(name)
-        if numeric:
-            drawn.add_column(printable(name), justify="right", overflow="fold", min_width=max(map(len, values)))
-        else:
-            drawn.add_column(printable(name), justify="left", overflow="fold")
+        drawn.add_column(printable(name), overflow="fold")
+        if table.is_numeric(name):
+            drawn.columns[-1].justify = "right"
+            drawn.columns[-1].min_width = max(map(len, values))
     for row in cells:
         drawn.add_row(*row)
     # A pipe or a log file has no width of its own; rich would assume 80 columns.
@@ -97,14 +91,7 @@ class Figure(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A query or a retrieved item in a gallery.
-
-    Attributes:
-        text: The text, a caption or a label; long texts are cut.
-        image: The picture, shown as a thumbnail.
-        note: A few words with it, such as the id, the score or a metric.
-        relevant: Whether it is a right answer; None where this has no meaning.
-    """
+    """A query or a retrieved item in a gallery, with a note such as its score, and whether it is a right answer."""
 
     text: str = ""
     image: Image.Image | None = None
@@ -142,9 +129,7 @@ def write_report(
         path: The file to write, replaced as a whole.
         title: Heading of the page.
         facts: What was evaluated on what, by name, shown under the heading.
-        tables: First on the page.
-        figures: Plots below them.
-        galleries: Groups of queries with their results, last.
+        tables, figures, galleries: Shown in this order.
         figures_first: Plots above the tables.
     """
     # Untrusted texts are shown without control characters; HTML in them is escaped.
@@ -284,27 +269,23 @@ _PAGE = """<!doctype html>
 
 
 ShowItem = Callable[[int], Item]
+SHOWN_QUERIES = 5
+SHOWN_RESULTS = 5
 
 
 def retrieval_galleries(
     result: Result,
     show_query: Callable[[str], str],
     show_document: Callable[[str], str],
-    *,
-    metric: str = "ndcg@10",
-    entries: int = 5,
-    documents: int = 5,
 ) -> list[Gallery]:
-    """The best and the worst queries of a run, with the documents found and the first relevant one that was missed.
+    """The best and the worst queries by nDCG@10, with the documents found and the first relevant one that was missed.
 
     Args:
         result: A scored run.
         show_query: Text of a query by id.
-        show_document: Text of a document by id, "" if it is not in the corpus.
-        metric: Orders the queries.
-        entries: Queries in each gallery, fewer if there are not twice as many.
-        documents: Retrieved documents shown for each query.
+        show_document: Text of a document by id.
     """
+    metric = "ndcg@10"
 
     def entry(query: str) -> Entry:
         found = result.run.get(query, {})
@@ -312,18 +293,18 @@ def retrieval_galleries(
         rank_of = {document: rank for rank, document in enumerate(ranked(found), start=1)}
         items = [
             Item(show_document(name), note=f"{rank}. {name} · {found[name]:.3f}", relevant=grades.get(name, 0) > 0)
-            for name, rank in islice(rank_of.items(), documents)
+            for name, rank in islice(rank_of.items(), SHOWN_RESULTS)
         ]
         # The first relevant document is shown even where it was ranked far below.
         relevant = [name for name, grade in grades.items() if grade > 0]
         first = min(relevant, key=lambda name: rank_of.get(name, len(rank_of) + 1), default=None)
-        if first is not None and rank_of.get(first, documents + 1) > documents:
+        if first is not None and rank_of.get(first, SHOWN_RESULTS + 1) > SHOWN_RESULTS:
             position = f"rank {rank_of[first]}" if first in rank_of else f"not in the first {len(rank_of)}"
             items.append(Item(show_document(first), note=f"relevant, missed: {first} · {position}", relevant=True))
         score = result.per_query[query][metric]
         return Entry(Item(show_query(query), note=f"query {query} · {metric} {score:.3f}"), items)
 
-    best, worst = best_and_worst(result.per_query, metric, entries)
+    best, worst = best_and_worst(result.per_query, metric, SHOWN_QUERIES)
     source = f"{result.dataset}, {result.system}, by {metric}"
     return [
         Gallery(f"Best queries ({source})", [entry(query) for query in best]),
@@ -348,9 +329,6 @@ def rank_galleries(
     positives: Sequence[Sequence[int]],
     show_query: ShowItem,
     show_candidate: ShowItem,
-    *,
-    entries: int = 5,
-    results: int = 5,
 ) -> list[Gallery]:
     """The best and the worst queries of a rank evaluation, such as image to text, with the nearest candidates.
 
@@ -362,15 +340,13 @@ def rank_galleries(
         positives: For each query the columns that are right.
         show_query: What to show for a query by row.
         show_candidate: What to show for a candidate by column.
-        entries: Queries in each gallery.
-        results: Candidates shown for each query.
     """
     scores = {str(row): {"rank": -float(rank)} for row, rank in enumerate(ranks)}
-    best, worst = best_and_worst(scores, "rank", entries)
+    best, worst = best_and_worst(scores, "rank", SHOWN_QUERIES)
 
     def entry(row: int) -> Entry:
         similarity = candidates @ queries[row]
-        nearest = np.argsort(-similarity, kind="stable")[:results].tolist()
+        nearest = np.argsort(-similarity, kind="stable")[:SHOWN_RESULTS].tolist()
         right = set(positives[row])
         items = [
             show_candidate(column)._replace(note=f"{similarity[column]:.3f}", relevant=column in right)
