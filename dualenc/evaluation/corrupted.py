@@ -255,7 +255,7 @@ def mean_corruption_error(errors: Errors, baseline: Errors | None = None) -> flo
 def robustness_rows(
     errors: Errors, corruptions: Sequence[str], severities: Sequence[int]
 ) -> list[dict[str, str | float]]:
-    """Rows of a table from (K, S) error rates: accuracies of each corruption and their mean, and a last row of means."""
+    """Table rows from (K, S) error rates: accuracies of each corruption and their mean, and a last row of means."""
     rows: list[dict[str, str | float]] = []
     for name, row in zip([*corruptions, "mean"], [*(1 - errors), (1 - errors).mean(axis=0)]):
         cells = {f"severity {severity}": float(value) for severity, value in zip(severities, row)}

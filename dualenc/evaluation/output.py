@@ -67,7 +67,7 @@ class Evaluation:
         from dualenc.search.embed import tower_checksum
 
         self.weights = sorted({tower_checksum(tower) for tower in towers})
-        if not _evaluated_weights(self.folder) <= set(self.weights):
+        if not evaluated_weights(self.folder) <= set(self.weights):
             remedy = "choose another --out, or remove the folder"
             raise DualencError(
                 f"{self.folder}: holds an evaluation of other weights than {self.model} has now; {remedy}"
@@ -105,7 +105,7 @@ def _is_unfinished(folder: Path) -> bool:
     return all(name in UNFINISHED or name.startswith(".") for name in os.listdir(folder))
 
 
-def _evaluated_weights(folder: Path) -> set[str]:
+def evaluated_weights(folder: Path) -> set[str]:
     """Checksums of the towers whose results or unfinished work a folder holds."""
     if (folder / RESULT).is_file():
         recorded = read_json_object(folder / RESULT).get("weights")
