@@ -12,12 +12,10 @@ import torch
 
 from dualenc.evaluation.probe import unit_rows
 from dualenc.evaluation.retrieval import as_run, first_documents
-from dualenc.search.exact import DOCUMENT_BLOCK, exact_search
+from dualenc.search.exact import exact_search
 from dualenc.types import Vectors
 
 Code = Literal["float32", "int8", "binary"]
-Found = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
-"""(Q, k) scores and rows of documents."""
 
 RESCORED = 4
 """Candidates per result that a search with codes finds; they are scored again with the vectors."""
@@ -99,61 +97,29 @@ def compressed_run(
     Returns:
         Score of each retrieved document by query id.
     """
-    short = first_components(np.asarray(queries), size.dim)
-    prefixes = _Prefixes(documents, size.dim)
+    short = first_components(queries, size.dim)
+    stored = first_components(documents, size.dim)
     # One more than the depth takes the place of a self-match.
-    candidates = depth + 1
-    if size.rescored:
-        candidates *= RESCORED
-    candidates = min(candidates, len(prefixes))
+    candidates = (depth + 1) * (RESCORED if size.rescored else 1)
+    candidates = min(candidates, len(stored))
     if size.code == "float32":
-        scores, columns = exact_search(short, prefixes.all(), candidates, document_ids=document_ids, device=device)
+        scores, columns = exact_search(short, stored, candidates, document_ids=document_ids, device=device)
+    elif size.code == "int8":
+        index = faiss.IndexScalarQuantizer(size.dim, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
+        index.train(stored)
+        index.add(stored)
+        scores, columns = index.search(short, candidates)
     else:
-        search = _search_bytes if size.code == "int8" else _search_bits
-        scores, columns = search(short, prefixes, candidates)
+        # Packed bits fill whole bytes; the padding is equal in all vectors.
+        index = faiss.IndexBinaryFlat(8 * -(-size.dim // 8))
+        index.add(np.packbits(stored > 0, axis=1))
+        distances, columns = index.search(np.packbits(short > 0, axis=1), candidates)
+        scores = np.asarray(-distances / size.dim, np.float32)
     if size.rescored:
         for row, found in enumerate(columns):
-            scores[row] = prefixes.rows(found) @ short[row]
-    return first_documents(as_run(query_ids, document_ids, scores, columns), depth, keep_self_matches=keep_self_matches)
-
-
-class _Prefixes:
-    """The first components of documents (N, D), a block at a time."""
-
-    def __init__(self, documents: Vectors, dim: int) -> None:
-        self.documents = documents
-        self.dim = dim
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def rows(self, rows: npt.NDArray[np.int64] | slice) -> npt.NDArray[np.float32]:
-        return first_components(np.asarray(self.documents[rows]), self.dim)
-
-    def blocks(self) -> list[slice]:
-        return [slice(start, start + DOCUMENT_BLOCK) for start in range(0, len(self), DOCUMENT_BLOCK)]
-
-    def all(self) -> npt.NDArray[np.float32]:
-        return np.concatenate([self.rows(block) for block in self.blocks()])
-
-
-def _search_bytes(queries: npt.NDArray[np.float32], documents: _Prefixes, k: int) -> Found:
-    index = faiss.IndexScalarQuantizer(documents.dim, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
-    # The ranges of QT_8bit are minima and maxima over all documents.
-    index.train(documents.all())
-    for block in documents.blocks():
-        index.add(documents.rows(block))
-    found: Found = index.search(queries, k)
-    return found
-
-
-def _search_bits(queries: npt.NDArray[np.float32], documents: _Prefixes, k: int) -> Found:
-    # Packed bits fill whole bytes; the padding is equal in all vectors.
-    index = faiss.IndexBinaryFlat(8 * -(-documents.dim // 8))
-    for block in documents.blocks():
-        index.add(np.packbits(documents.rows(block) > 0, axis=1))
-    distances, columns = index.search(np.packbits(queries > 0, axis=1), k)
-    return np.asarray(-distances / documents.dim, np.float32), columns
+            scores[row] = stored[found] @ short[row]
+    run = as_run(query_ids, document_ids, scores, columns)
+    return first_documents(run, depth, keep_self_matches=keep_self_matches)
 
 
 def size_rows(results: dict[Size, dict[str, float]], metrics: Sequence[str]) -> list[dict[str, object]]:

@@ -59,7 +59,7 @@ MAX_COMPARED_STEPS = 64
 
 @dataclass
 class FrozenPairs:
-    """Frozen embeddings and the pairs between them; counts the items that an objective requests by id.
+    """Frozen embeddings and the pairs between them.
 
     Attributes:
         left, right: (N, D) unit-norm embeddings of the items, by id; N may differ between the sides.
@@ -67,7 +67,7 @@ class FrozenPairs:
         left_positives, right_positives: (M, K) ids known to be positive with the pair's left or right item, padded
             with -1.
         views: left and right are two views of one image.
-        num_encoded: items requested by id since this was last set to 0.
+        num_encoded: items that the last step requested by id.
     """
 
     left: Tensor
@@ -157,7 +157,7 @@ class Bias(NamedTuple):
 
     @property
     def value(self) -> float:
-        """The distance itself; 0 where noise makes its square negative."""
+        """The bias; 0 where noise makes its square negative."""
         return math.sqrt(max(0.0, self.squared))
 
     @property
@@ -234,6 +234,13 @@ class Measured:
         """Mean error of a step."""
         return statistics.mean(self.step_errors)
 
+    @property
+    def step_error_error(self) -> float:
+        """Standard error of `step_error`."""
+        if len(self.step_errors) < 2:
+            return 0.0
+        return statistics.stdev(self.step_errors) / math.sqrt(len(self.step_errors))
+
     def to_plain(self) -> dict[str, Any]:
         """For JSON, without the loss and the duration of every step."""
         return {**vars(self), "bias": list(self.bias), "values": [], "seconds": []}
@@ -242,13 +249,6 @@ class Measured:
     def from_plain(cls, plain: dict[str, Any]) -> Measured:
         """Restore from `to_plain()`."""
         return cls(**{**plain, "bias": Bias(*plain["bias"])})
-
-    @property
-    def step_error_error(self) -> float:
-        """Standard error of `step_error`."""
-        if len(self.step_errors) < 2:
-            return 0.0
-        return statistics.stdev(self.step_errors) / math.sqrt(len(self.step_errors))
 
 
 @dataclass
@@ -317,9 +317,7 @@ def measure(
     error is above the bound. A slowly changing state, such as a chain that hardly moves, is noise of its run, not bias.
 
     Args:
-        frozen: M pairs.
-        kind: the objective, as `frozen.build` takes it.
-        temperature: τ.
+        frozen, kind, temperature: the pairs, and the objective as `frozen.build` takes it.
         batch_size: B.
         warm_up: epochs of each run before measurement, in which averages and chains settle.
         bound: standard error of the bias at which to stop.
@@ -407,19 +405,18 @@ def advice(found: dict[str, Measured], batch_size: int) -> str:
         bias = measured[name].bias
         return round(bias.value, 2) if bias.is_significant else 0.0, measured[name].step_error
 
+    def missed(name: str, below: str) -> str:
+        bias = measured[name].bias
+        return f"{bias.value:.0%}" if bias.is_significant else f"{below} {bias.limit:.0%}"
+
     parts = []
     if "InfoNCE" in measured:
-        parts.append(f"InfoNCE misses {_bias_in_words(measured['InfoNCE'].bias, 'less than')} of the gradient")
+        parts.append(f"InfoNCE misses {missed('InfoNCE', 'less than')} of the gradient")
     others = [name for name in measured if name != "InfoNCE"]
     without_encodes = [name for name in others if not measured[name].encodes]
     nearest = [min(names, key=rank) for names in (without_encodes, others) if names]
     for name in dict.fromkeys(nearest):
-        cost = "without extra encodes"
-        if measured[name].encodes:
-            cost = f"for {measured[name].encodes:.1f} extra encodes per pair"
-        parts.append(f"{name} {_bias_in_words(measured[name].bias, 'below')} {cost}")
+        encodes = measured[name].encodes
+        cost = f"for {encodes:.1f} extra encodes per pair" if encodes else "without extra encodes"
+        parts.append(f"{name} {missed(name, 'below')} {cost}")
     return f"at B={batch_size} " + "; ".join(parts)
-
-
-def _bias_in_words(bias: Bias, below: str) -> str:
-    return f"{bias.value:.0%}" if bias.is_significant else f"{below} {bias.limit:.0%}"

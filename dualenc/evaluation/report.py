@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+SHOWN_QUERIES = 5
+SHOWN_RESULTS = 5
+
+
 class Table(NamedTuple):
     """Rows of named values; the columns are those of all rows, in order of appearance."""
 
@@ -135,7 +140,7 @@ def write_report(
     # Untrusted texts are shown without control characters; HTML in them is escaped.
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
     environment.filters.update(snippet=snippet, thumbnail=thumbnail)
-    page = environment.from_string(_PAGE).render(
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=title,
         facts={name: as_text(value) for name, value in (facts or {}).items()},
         tables=[(table, ["number" if table.is_numeric(name) else "" for name in table.columns]) for table in tables],
@@ -175,102 +180,7 @@ def _data_uri(media_type: str, content: bytes) -> str:
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
 
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-  body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; margin: 0 auto; padding: 1.5rem;
-         max-width: 72rem; }
-  h1 { font-size: 1.6rem; margin: 0 0 .5rem; }
-  h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; }
-  dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: 0; color: #57606a; }
-  dd { margin: 0; overflow-wrap: anywhere; }
-  .scroll { overflow: auto; max-height: 32rem; }
-  table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-  th, td { padding: .3rem .8rem; border-bottom: 1px solid #d8dee4; text-align: left; }
-  th { border-bottom: 2px solid #8c959f; }
-  .number { text-align: right; white-space: nowrap; }
-  figure { display: inline-block; margin: 0 1rem 1rem 0; max-width: 100%; vertical-align: top; }
-  figure img { width: 34rem; max-width: 100%; display: block; }
-  figcaption { color: #57606a; max-width: 34rem; }
-  .entry { border: 1px solid #d8dee4; border-radius: .5rem; padding: .75rem 1rem; margin: 0 0 1rem; }
-  .query { font-weight: 600; }
-  .results { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .5rem;
-             margin: .5rem 0 0; padding: 0; list-style: none; }
-  .results li { border-left: 4px solid #d8dee4; padding: 0 .6rem;
-                font-size: .85rem; overflow-wrap: anywhere; }
-  .results li.right { border-color: #009e73; background: #f0faf6; }
-  .results li.wrong { border-color: #d55e00; }
-  .note { color: #57606a; font-weight: 400; font-size: .85rem; }
-</style>
-</head>
-<body>
-{% macro show(item) %}
-{% if item.image is not none %}<img src="{{ item.image | thumbnail }}" alt="{{ item.text | snippet(80) }}">
-{% endif %}
-<div class="note">{{ item.note }}{% if item.relevant %} ✓{% elif item.relevant is false %} ✗{% endif %}</div>
-<div>{{ item.text | snippet }}</div>
-{% endmacro %}
-<h1>{{ title }}</h1>
-<dl>
-{% for name, value in (facts or {}).items() %}
-  <dt>{{ name }}</dt><dd>{{ value }}</dd>
-{% endfor %}
-</dl>
-{% macro show_tables() %}
-{% for table, alignments in tables %}
-<h2>{{ table.caption }}</h2>
-<div class="scroll"><table>
-<thead>
-<tr>{% for name in table.columns %}<th class="{{ alignments[loop.index0] }}">{{ name }}</th>{% endfor %}</tr>
-</thead>
-<tbody>
-{% for cells in table.cells() %}
-<tr>{% for cell in cells %}<td class="{{ alignments[loop.index0] }}">{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</tbody>
-</table></div>
-{% endfor %}
-{% endmacro %}
-{% macro show_figures() %}
-{% if figures %}
-<h2>Plots</h2>
-{% for caption, uri in figures %}
-<figure><img src="{{ uri }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption></figure>
-{% endfor %}
-{% endif %}
-{% endmacro %}
-{% if figures_first %}
-{{ show_figures() }}
-{{ show_tables() }}
-{% else %}
-{{ show_tables() }}
-{{ show_figures() }}
-{% endif %}
-{% for gallery in galleries %}
-<h2>{{ gallery.caption }}</h2>
-{% for entry in gallery.entries %}
-<div class="entry">
-<div class="query">{{ show(entry.query) }}</div>
-<ol class="results">
-{% for item in entry.results %}
-<li class="{{ 'right' if item.relevant else 'wrong' if item.relevant is false else '' }}">{{ show(item) }}</li>
-{% endfor %}
-</ol>
-</div>
-{% endfor %}
-{% endfor %}
-</body>
-</html>
-"""
-
-
 ShowItem = Callable[[int], Item]
-SHOWN_QUERIES = 5
-SHOWN_RESULTS = 5
 
 
 def retrieval_galleries(

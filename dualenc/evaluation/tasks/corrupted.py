@@ -67,11 +67,9 @@ def evaluate(model: str, data: str, given: ImageOptions, options: CorruptionOpti
         simclr_prepare(tower.prepare) if options.augmentation == "simclr" else tower.prepare,
         source,
         images,
-        given.limit,
         evaluation.folder / "finished",
         {**facts, **contents_of(tower, source, images)},
-        given.seed,
-        given.num_workers,
+        given,
     )
     found = Findings()
     add_versions(found, setup, options.severity)
