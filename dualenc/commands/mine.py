@@ -121,11 +121,7 @@ def _check(rule: Rule, target: Path, kept: Path, plot: str | None, factory: str,
 
 
 def _show(report: Report, plot: str | None, needs_all: bool) -> None:
-    """Print the histogram of scores and the counts, and save the plot if one is wanted.
-
-    Args:
-        needs_all: whether queries with some of the negatives only have no row.
-    """
+    """Print the histogram of scores and the counts, and save the plot; `needs_all`: rows have all their negatives."""
     from dualenc.evaluation import plots
     from dualenc.evaluation.report import Table, print_table
 

@@ -55,18 +55,10 @@ def search(
     if filter and not searcher.filter_language:
         raise DualencError(f"{index}: only an engine takes --filter; give --where to filter an index")
     side = searcher.query_side(_modality(query, searcher.takes))
+    item = _item(query, searcher.encoder.tower(side).modality)
     top = 0 if ranking.rerank is None else ranking.rerank_top
-    asked = Query(
-        side,
-        _item(query, searcher.encoder.tower(side).modality),
-        k=k,
-        where=conditions,
-        filter=filter,
-        hybrid=ranking.hybrid,
-        weight=ranking.weight,
-        rerank=top,
-    )
-    hits = searcher.search([asked])[0]
+    fusion: dict[str, Any] = {"hybrid": ranking.hybrid, "weight": ranking.weight}
+    hits = searcher.search([Query(side, item, k=k, where=conditions, filter=filter, rerank=top, **fusion)])[0]
     if isinstance(searcher.index, EngineIndex):
         searcher.index.engine.close()
     columns = searcher.columns

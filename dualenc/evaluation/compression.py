@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import faiss
 import numpy as np
@@ -85,10 +85,8 @@ def compressed_run(
     takes the best 4·depth by the codes and orders them by the inner product of queries and documents in float32.
 
     Args:
-        query_ids: (Q,) ids.
-        queries: (Q, D) unit embeddings.
-        document_ids: (N,) ids.
-        documents: (N, D) unit embeddings; may be memory-mapped.
+        query_ids, queries: (Q,) ids and (Q, D) unit embeddings.
+        document_ids, documents: (N,) ids and (N, D) unit embeddings; may be memory-mapped.
         size: storage of the documents; queries lose the same components.
         depth: how many documents to keep for each query.
         keep_self_matches: keep a document whose id is the query's; otherwise one more takes its place.
@@ -111,9 +109,9 @@ def compressed_run(
         scores, columns = index.search(short, candidates)
     else:
         # Packed bits fill whole bytes; the padding is equal in all vectors.
-        index = faiss.IndexBinaryFlat(8 * -(-size.dim // 8))
-        index.add(np.packbits(stored > 0, axis=1))
-        distances, columns = index.search(np.packbits(short > 0, axis=1), candidates)
+        signs: Any = faiss.IndexBinaryFlat(8 * -(-size.dim // 8))
+        signs.add(np.packbits(stored > 0, axis=1))
+        distances, columns = signs.search(np.packbits(short > 0, axis=1), candidates)
         scores = np.asarray(-distances / size.dim, np.float32)
     if size.rescored:
         for row, found in enumerate(columns):

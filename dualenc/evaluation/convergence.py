@@ -30,8 +30,7 @@ def alignment(left: Vectors, right: Vectors, power: float = 2) -> float:
     """Mean of ‖x − y‖^α over positive pairs of unit vectors (Wang & Isola 2020, Eq. 7); 0 is perfect.
 
     Args:
-        left: (M, D) embeddings; scaled to unit norm here.
-        right: (M, D) embedding of the positive of each.
+        left, right: (M, D) embeddings of the pairs; scaled to unit norm here.
         power: α.
     """
     difference = unit_rows(left, "left embeddings") - unit_rows(right, "right embeddings")
@@ -139,10 +138,9 @@ def pair_similarities(
     """Cosines of row i of `left` with row i of `right` (positives) and with every other row (negatives).
 
     Args:
-        left: (M, D) embeddings; scaled to unit norm here.
-        right: (M, D) embedding of the positive of each.
-        left_id: (M,) ids: items of one id are never negatives of each other's partners. By default all rows differ.
-        right_id: (M,) ids of the right side, in the same way.
+        left, right: (M, D) embeddings of the pairs; scaled to unit norm here.
+        left_id, right_id: (M,) ids: items of one id are never negatives of each other's partners. By default all rows
+            differ.
         left_positives: (M, K) right ids that are positive with each left item, padded with −1.
 
     Raises:

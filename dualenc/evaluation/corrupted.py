@@ -264,16 +264,10 @@ def robustness_rows(
 
 
 def read_baseline(path: str | os.PathLike[str], corruptions: Sequence[str], severities: Sequence[int]) -> Errors:
-    """Baseline errors (K, S): those of another model under the same corruptions and severities.
-
-    Args:
-        path: metrics.json of its evaluation: errors by corruption and severity.
-        corruptions: K names.
-        severities: S numbers.
+    """Errors (K, S) of another model under K corruptions at S severities, from the metrics.json of its evaluation.
 
     Raises:
-        DualencError: the file lacks such an error or holds none at all, one is no rate, or all under a corruption are
-            0: they cannot be divided by.
+        DualencError: the file lacks such an error, or all under a corruption are 0: they cannot be divided by.
     """
     robustness = read_json_object(path).get("robustness")
     errors = robustness.get("errors") if isinstance(robustness, dict) else None

@@ -39,10 +39,8 @@ def match_captions(
     """Match pairs of image and text with embeddings; a pair that lost a side to a bad sample is left out.
 
     Args:
-        left_id: Image id of each pair.
-        right_id: Text id of each pair.
-        image_ids: Id of each row of the image embeddings.
-        text_ids: Id of each row of the text embeddings.
+        left_id, right_id: (M,) image and text id of each pair.
+        image_ids, text_ids: id of each row of the embeddings.
 
     Raises:
         DualencError: no pair is left.

@@ -68,10 +68,8 @@ class Evaluation:
 
         self.weights = sorted({tower_checksum(tower) for tower in towers})
         if not evaluated_weights(self.folder) <= set(self.weights):
-            remedy = "choose another --out, or remove the folder"
-            raise DualencError(
-                f"{self.folder}: holds an evaluation of other weights than {self.model} has now; {remedy}"
-            )
+            problem = f"holds an evaluation of other weights than {self.model} has now"
+            raise DualencError(f"{self.folder}: {problem}; choose another --out, or remove the folder")
 
     def conclude(
         self,

@@ -51,8 +51,7 @@ def knn_predict(
     A neighbour at cosine s votes exp(s/τ); equal votes go to the lower class, as in scikit-learn.
 
     Args:
-        train: (N, D) features of the training images; scaled to unit norm here.
-        train_labels: (N,) class numbers from 0.
+        train, train_labels: (N, D) features, scaled to unit norm here, and (N,) class numbers from 0.
         test: (A, D) features to classify.
         k: Number of neighbours; 1 is the nearest-neighbour classifier.
         temperature: τ of the vote; None gives every neighbour one vote.
@@ -121,10 +120,8 @@ def linear_probe(
     of equal ones) is fit on all of them. The test images choose nothing.
 
     Args:
-        train: (N, D) features.
-        train_labels: (N,) class numbers.
-        test: (A, D) features, if there are any to test with.
-        test_labels: (A,) class numbers.
+        train, train_labels: (N, D) features and (N,) class numbers.
+        test, test_labels: (A, D) features and (A,) class numbers, if there are any to test with.
         l2: The λ to try, of λ/2·‖W‖² added to the mean cross-entropy.
         max_iterations: Of L-BFGS, for each λ.
         seed: Of the split for validation.
@@ -168,8 +165,7 @@ def fit_linear(
     """Fit standardisation and classifier to minimise mean cross-entropy + λ/2·‖W‖².
 
     Args:
-        features: (N, D).
-        labels: (N,) class numbers; two classes at least.
+        features, labels: (N, D), and (N,) class numbers of two classes at least.
         l2: λ > 0.
         max_iterations: Of L-BFGS.
         standardised_by: (N', D) features whose mean and deviation are used; by default `features`.
@@ -209,10 +205,8 @@ def few_shot(
     Vectors are standardised by the statistics of all training images, which use no label.
 
     Args:
-        train: (N, D) features to draw from.
-        train_labels: (N,) class numbers.
-        test: (A, D) features.
-        test_labels: (A,) class numbers.
+        train, train_labels: (N, D) features to draw from, and (N,) class numbers.
+        test, test_labels: (A, D) features and (A,) class numbers.
         shots: How many images of each class.
         draws: Number of draws of the images.
         l2: λ of λ/2·‖W‖² added to the mean cross-entropy.
@@ -262,10 +256,8 @@ def sgd_probe(
     Args:
         batches: `batches(epoch)` gives that epoch's (features (B, D), labels (B,)): of freshly augmented images
             through the frozen encoder, or `feature_batches` of features computed once.
-        num_features: D.
-        num_classes: C.
-        steps_per_epoch: Number of batches in an epoch.
-        epochs: Passes over the training images.
+        num_features, num_classes: D and C.
+        steps_per_epoch, epochs: Number of batches in an epoch, and of passes over the training images.
         learning_rate: At the start.
         device: Where the classifier is trained.
 

@@ -190,10 +190,7 @@ def retrieval_galleries(
 ) -> list[Gallery]:
     """The best and the worst queries by nDCG@10, with the documents found and the first relevant one that was missed.
 
-    Args:
-        result: A scored run.
-        show_query: Text of a query by id.
-        show_document: Text of a document by id.
+    `show_query` and `show_document` give the texts by id.
     """
     metric = "ndcg@10"
 
@@ -245,11 +242,9 @@ def rank_galleries(
     Args:
         what: Names the direction in the captions.
         ranks: (A,) rank of each query's best right answer.
-        queries: (A, D) embeddings.
-        candidates: (N, D) embeddings.
+        queries, candidates: (A, D) and (N, D) embeddings.
         positives: For each query the columns that are right.
-        show_query: What to show for a query by row.
-        show_candidate: What to show for a candidate by column.
+        show_query, show_candidate: What to show for a row, and for a column.
     """
     scores = {str(row): {"rank": -float(rank)} for row, rank in enumerate(ranks)}
     best, worst = best_and_worst(scores, "rank", SHOWN_QUERIES)
@@ -264,7 +259,5 @@ def rank_galleries(
         ]
         return Entry(show_query(row)._replace(note=f"right answer at rank {ranks[row]}"), items)
 
-    return [
-        Gallery(f"{what}: best", [entry(int(row)) for row in best]),
-        Gallery(f"{what}: worst", [entry(int(row)) for row in worst]),
-    ]
+    parts = {"best": best, "worst": worst}
+    return [Gallery(f"{what}: {kind}", [entry(int(row)) for row in rows]) for kind, rows in parts.items()]

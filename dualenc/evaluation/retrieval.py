@@ -31,10 +31,8 @@ def retrieve(
     """The best documents of each query by exact search.
 
     Args:
-        query_ids: (Q,) ids.
-        queries: (Q, D) embeddings.
-        document_ids: (N,) ids.
-        documents: (N, D) embeddings; may be memory-mapped.
+        query_ids, queries: (Q,) ids and (Q, D) embeddings.
+        document_ids, documents: (N,) ids and (N, D) embeddings; may be memory-mapped.
         depth: How many documents to keep for each query.
         keep_self_matches: Keep a document whose id is the query's; otherwise one more takes its place.
         device: Where to search, as in `exact_search`.
@@ -82,10 +80,8 @@ def bm25_run(
     scores are ordered by descending document id, as trec_eval does.
 
     Args:
-        query_ids: (Q,) ids.
-        queries: (Q,) texts.
-        document_ids: (N,) ids.
-        documents: (N,) texts.
+        query_ids, queries: (Q,) ids and texts.
+        document_ids, documents: (N,) ids and texts.
         k: How many documents to retrieve for each query.
 
     Raises:
@@ -122,15 +118,12 @@ class Result:
     """Scores of one system on one collection.
 
     Args:
-        system: Name of the model or method.
-        dataset: Name of the collection.
+        system, dataset: Names of the model or method, and of the collection.
         run: Score of each retrieved document by query id.
         qrels: Judgements.
         num_documents: Size of the corpus.
-        keep_self_matches: Keep a retrieved document whose id is the query's; by default it is removed.
-
-    Attributes:
-        run: The run as it is scored, self-matches removed: trec_eval finds the same numbers in its file.
+        keep_self_matches: Keep a retrieved document whose id is the query's; by default it is removed, so that
+            trec_eval finds the same numbers in the file of the run.
 
     Raises:
         DualencError: the judgements are empty, or a score is not finite.
