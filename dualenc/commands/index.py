@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.commands.checks import MAX_ITEMS, check_range
 from dualenc.commands.embed import embed
-from dualenc.commands.options import BUILD, SOURCE, BuildOptions, SourceOptions
+from dualenc.commands.options import BUILD, SOURCE, BuildOptions, EmbedOptions, SourceOptions
 from dualenc.errors import DualencError
 from dualenc.files import remove as remove_path
 from dualenc.reading import open_regular, read_json_object
@@ -82,8 +82,8 @@ def index(
         # Hidden beside the index unless the user wants to keep them. The hidden folder outlives a failed build: a
         # factory string that FAISS refuses does not cost the embedding.
         folder = Path(embeddings or Path(out).with_name(f".{Path(out).name}.embeddings"))
-        dim = None if embeddings else build.dim
-        embed(source, data, out=str(folder), side=side, source=items, batch_size=batch_size, dim=dim, device=device)
+        options = EmbedOptions(batch_size=batch_size, dim=None if embeddings else build.dim)
+        embed(source, data, out=str(folder), side=side, source=items, options=options, device=device)
     if not distributed.is_main():
         return None
     _build(folder, out, build, append)

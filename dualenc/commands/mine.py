@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dualenc.commands.checks import MAX_ITEMS, MAX_SEED, check_range, check_writable
 from dualenc.errors import DualencError
+from dualenc.evaluation.options import ColumnOptions
 from dualenc.files import check_file_target, check_folder_target
 from dualenc.hard_negatives import Rule
 from dualenc.terminal import printable
@@ -28,8 +29,7 @@ def mine(
     embeddings: str | None = None,
     plot: str | None = None,
     split: str = "train",
-    left_column: str | None = None,
-    right_column: str | None = None,
+    columns: ColumnOptions,
     batch_size: int = 32,
     dtype: Literal["float16", "float32"] = "float32",
     device: str | None = None,
@@ -55,8 +55,6 @@ def mine(
         embeddings: folder to keep the embeddings in; by default OUT-embeddings.
         plot: file for a histogram of the scores, such as scores.svg or scores.png.
         split: of a BEIR folder or a data set that has several.
-        left_column: of a table, with the queries, where it has no usual name.
-        right_column: of a table, with the documents, where it has no usual name.
         batch_size: items per forward pass, of the cross-encoder too.
         dtype: precision of the stored vectors.
         device: such as cpu or cuda:0; by default a GPU if there is one.
@@ -72,7 +70,7 @@ def mine(
     kept = Path(embeddings or Path(out).with_name(f"{Path(out).name}-embeddings"))
     _check(rule, Path(out), kept, plot, factory, batch_size)
     device_to_use = start_processes(device)
-    pairs = open_pairs(data, left_column, right_column, split=split)
+    pairs = open_pairs(data, **vars(columns), split=split)
     left, right = corpora(pairs)
     if "image" in (left.modality, right.modality):
         raise DualencError(f"{data}: holds images, and rows of mined negatives hold texts; give texts or vectors")

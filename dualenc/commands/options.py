@@ -28,6 +28,29 @@ class SourceOptions:
 
 
 @dataclass(frozen=True)
+class EmbedOptions:
+    """How items are embedded.
+
+    Args:
+        batch_size: items per forward pass.
+        dtype: precision of the stored vectors.
+        output: embedding for unit vectors, features for what probes use.
+        dim: keep only so many of the first components, as models trained with `dims` allow; by default all.
+        autocast: run the model in this precision.
+        num_workers: processes that decode images.
+        on_error: skip (and count) bad samples, or raise at the first one.
+    """
+
+    batch_size: int = 32
+    dtype: Literal["float16", "float32"] = "float32"
+    output: Literal["embedding", "features"] = "embedding"
+    dim: int | None = None
+    autocast: Literal["bfloat16", "float16"] | None = None
+    num_workers: int | None = None
+    on_error: Literal["skip", "raise"] = "skip"
+
+
+@dataclass(frozen=True)
 class BuildOptions:
     """The kind of an index, and how its quality is measured.
 

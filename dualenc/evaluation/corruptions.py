@@ -49,13 +49,7 @@ class Images(Protocol):
 
 
 class CorruptedImages:
-    """Corrupted versions of the same N images, made or read one at a time.
-
-    Attributes:
-        corruptions: Their names.
-        labels: (N,) class numbers, where they are known.
-        class_names: Name of each class number, where they are known.
-    """
+    """Corrupted versions of the same N images, made or read one at a time; (N,) labels and class names where known."""
 
     corruptions: tuple[str, ...]
     labels: npt.NDArray[np.int64] | None = None
@@ -95,8 +89,7 @@ class GeneratedCorruptions(CleanImages):
         images: The N clean images, RGB, each at least 32 × 32.
         corruptions: Names from `ALL`; all 19 by default.
         seed: Of the noise.
-        labels: (N,) class numbers, where there are any.
-        class_names: Name of each class number.
+        labels, class_names: (N,) class numbers, and the name of each, where there are any.
 
     Raises:
         DualencError: unknown corruption, or the library is not installed.
@@ -159,22 +152,19 @@ def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int 
     return np.where(np.isfinite(values), values, image).astype(np.uint8)
 
 
-def check_corruptions(corruptions: Sequence[str]) -> None:
-    """Refuse unknown names; the error suggests the nearest."""
-    for name in corruptions:
-        if name not in ALL:
-            raise DualencError(f"unknown corruption {name}{nearest(name, ALL)}; choose from {', '.join(ALL)}")
+def _check_corruption(name: str) -> None:
+    if name not in ALL:
+        raise DualencError(f"unknown corruption {name}{nearest(name, ALL)}; choose from {', '.join(ALL)}")
 
 
 def _function(corruption: str) -> Callable[..., Any]:
-    check_corruptions([corruption])
+    _check_corruption(corruption)
     # An optional package, which imports numba.
     try:
         import imagecorruptions
     except ImportError:
-        raise DualencError(
-            "making corrupted images needs the package imagecorruptions-imaug: pip install 'dualenc[corruptions]'"
-        ) from None
+        needed = "making corrupted images needs the package imagecorruptions-imaug"
+        raise DualencError(f"{needed}: pip install 'dualenc[corruptions]'") from None
     return imagecorruptions.corruption_dict[corruption]
 
 
@@ -204,9 +194,6 @@ class CifarC(CorruptedImages):
     Args:
         path: The folder with `labels.npy` and the corruption files.
         corruptions: Names to read; all that are there by default.
-
-    Attributes:
-        files: Names of all files, relative to the folder.
 
     Raises:
         DualencError: a file is missing or damaged, or lengths differ.
@@ -249,9 +236,6 @@ class TinyImageNetC(CorruptedImages):
     Args:
         path: The folder of the corruption folders.
         corruptions: Names to read; all that are there by default.
-
-    Attributes:
-        files: Names of all files, relative to the folder.
 
     Raises:
         DualencError: a folder is missing or empty, or two folders do not hold the same images.
@@ -297,8 +281,8 @@ def _available(folder: Path, suffix: str) -> list[str]:
 
 def _choose(folder: Path, suffix: str, requested: Sequence[str]) -> tuple[str, ...]:
     available = _available(folder, suffix)
-    check_corruptions(requested)
     for name in requested:
+        _check_corruption(name)
         if name not in available:
             found = ", ".join(available) or "none"
             raise DualencError(f"{folder}/{name}{suffix}: no such file or folder; there are {found}")

@@ -31,13 +31,7 @@ def embed_into(
 
     Finished shards of an interrupted run are kept where the checksums of weights and items are the same.
 
-    Args:
-        folder: where to.
-        tower: the model's side.
-        corpus: what to embed.
-        side: for models with two.
-        model: what the user calls it, for the record.
-        how: further arguments of `dualenc.search.embed.embed`.
+    `side` and `model`, as the user calls it, are for the record; `how` are arguments of `dualenc.search.embed.embed`.
     """
     # Changed items under the same ids are noticed by `embed` itself.
     identity = ({} if side is None else {"side": side}) | {"ids": digest_of(corpus.ids)}

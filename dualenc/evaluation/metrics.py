@@ -90,8 +90,7 @@ def best_positive_ranks(
     positive goes before it, so that a collapsed encoder gets no credit.
 
     Args:
-        queries: (A, D) embeddings.
-        candidates: (N, D) embeddings.
+        queries, candidates: (A, D) and (N, D) embeddings.
         positives: For each query the candidates that are right answers, as columns 0…N−1; several captions
             of one image are several positives. Negative numbers are padding.
 
@@ -163,8 +162,7 @@ def paired_bootstrap(
     Tibshirani 1993, §16.4); it is never 0, the observed sample being one of those possible.
 
     Args:
-        a: (Q,) scores of run A.
-        b: (Q,) scores of run B on the same queries.
+        a, b: (Q,) scores of both runs on the same queries.
         samples: Number of resamples.
         confidence: Share of the resamples inside the interval.
         seed: Of the resampling; the same seed gives the same numbers.

@@ -29,8 +29,7 @@ class Observed:
 
     Attributes:
         similarities: of positive and of negative held-out pairs; None without pairs of either kind.
-        metric: name of the metric in `scores`; "" without any.
-        scores: up to 1,000 scores by query id; higher is better.
+        metric, scores: a metric by name, and up to 1,000 scores by query id; higher is better.
         texts: the best and the worst queries by id.
     """
 
@@ -70,12 +69,9 @@ class Observed:
 
 
 def observed_queries(metric: str, scores: Mapping[str, float], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of `Observed` for the scores of queries.
+    """Fields of `Observed` for a metric's scores by query id, of which the first 1,000 are kept.
 
-    Args:
-        metric: name of the metric.
-        scores: by query id; the first 1,000 are kept.
-        texts: by query id, looked up for the shown queries only; empty if the queries are no texts.
+    `texts` by query id are looked up for the shown queries only.
     """
     kept = dict(islice(scores.items(), MAX_QUERIES))
     best, worst = best_and_worst({query: {metric: score} for query, score in kept.items()}, metric, SHOWN)
@@ -89,8 +85,7 @@ def observed_pairs(
     """Cosines of up to 1,000 held-out pairs, at equal distances, and of their items with all others.
 
     Args:
-        left: (Q, D) embeddings.
-        right: (N, D) embeddings.
+        left, right: (Q, D) and (N, D) embeddings.
         positives: for each left item the rows of its right ones.
 
     Returns:
@@ -122,11 +117,7 @@ def observed_labels(features: npt.NDArray[Any], labels: npt.NDArray[np.integer])
 
 
 def joined(parts: Mapping[str, Observed]) -> Observed:
-    """The records of one evaluation on several collections as one, ids of queries as "COLLECTION/id".
-
-    Args:
-        parts: by the name of the collection; of each an equal share of the 1,000 scores is kept.
-    """
+    """Records on several collections as one, ids of queries as "COLLECTION/id", an equal share of scores of each."""
     share = max(1, MAX_QUERIES // len(parts))
     scores: dict[str, float] = {}
     texts: dict[str, str] = {}

@@ -12,7 +12,7 @@ import torch
 
 from dualenc.commands.checks import check_writable
 from dualenc.errors import DualencError
-from dualenc.evaluation.ledger import read_signature
+from dualenc.evaluation.ledger import read_part
 from dualenc.evaluation.report import Figure, Gallery, Table, print_table, write_report
 from dualenc.files import check_file_target, check_folder_target, write_json
 from dualenc.reading import read_json_object
@@ -112,7 +112,7 @@ def evaluated_weights(folder: Path) -> set[str]:
     paths = [path for pattern in KEPT_EMBEDDINGS for path in folder.glob(pattern)]
     checksums = {str(read_json_object(path).get("model_checksum")) for path in paths}
     for part in folder.glob("finished/**/part-*.ndjson"):
-        models = (read_signature(part) or {}).get("model", [])
+        models = (read_part(part)[0] or {}).get("model", [])
         checksums |= {models} if isinstance(models, str) else set(map(str, models))
     return checksums
 

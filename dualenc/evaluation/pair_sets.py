@@ -47,13 +47,9 @@ class PairSet:
     """Chosen pairs, of which every item is encoded once; of images, two augmentations of each are a pair.
 
     Args:
-        data: images, or pairs.
-        rows: (M,) numbers of the chosen ones.
+        data, rows: images or pairs, and (M,) numbers of the chosen ones.
         augmentation: of images: SimCLR's, or that of the model's training.
         seed: of the augmentations, which are the same for every model.
-
-    Attributes:
-        items: (N,) ids of the items of each side.
     """
 
     def __init__(

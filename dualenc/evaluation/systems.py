@@ -39,16 +39,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Systems:
-    """The systems to compare, and what they need.
-
-    Args:
-        model: the model's name in tables.
-        options: whether BM25 is asked, and how many documents are retrieved.
-        ranking: whether the model and BM25 are fused.
-        device: to search on.
-        rescore: a cross-encoder that scores the best documents again.
-        engine: a search engine to ask as well.
-    """
+    """The systems to compare: a model by its name in tables, BM25, both fused, a cross-encoder, a search engine."""
 
     model: str
     options: RetrievalOptions

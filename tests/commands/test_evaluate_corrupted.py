@@ -145,7 +145,7 @@ def test_mistakes_are_one_line(
     empty.write_text("{}")
     for given, message in [
         ((toy_text, data), "is of kind query-document and encodes no images"),
-        ((image_model, data, "--corruptions", "fogg"), "unknown corruption fogg; did you mean fog?"),
+        ((image_model, data, "--corruptions", "fogg"), "unknown corruption fogg (did you mean fog?)"),
         ((image_model, data, "--severity", "6"), "--severity is 6; it must lie between 1 and 5"),
         ((image_model, data, "--severities", "1,9", "--train", data), "--severity is 9"),
         ((image_model, flat), "image 0 is 20x20; corruptions need 32x32"),
