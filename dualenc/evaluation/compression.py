@@ -12,7 +12,7 @@ import torch
 
 from dualenc.evaluation.probe import unit_rows
 from dualenc.evaluation.retrieval import as_run, first_documents
-from dualenc.search.exact import exact_search
+from dualenc.search.exact import DOCUMENT_BLOCK, exact_search
 from dualenc.types import Vectors
 
 Code = Literal["float32", "int8", "binary"]
@@ -95,8 +95,10 @@ def compressed_run(
     Returns:
         Score of each retrieved document by query id.
     """
-    short = first_components(queries, size.dim)
-    stored = first_components(documents, size.dim)
+    short = first_components(np.asarray(queries), size.dim)
+    # Of memory-mapped documents only the first components are in memory.
+    blocks = [slice(start, start + DOCUMENT_BLOCK) for start in range(0, len(documents), DOCUMENT_BLOCK)]
+    stored = np.concatenate([first_components(np.asarray(documents[block]), size.dim) for block in blocks])
     # One more than the depth takes the place of a self-match.
     candidates = (depth + 1) * (RESCORED if size.rescored else 1)
     candidates = min(candidates, len(stored))

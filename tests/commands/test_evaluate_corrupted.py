@@ -160,7 +160,7 @@ def test_mistakes_are_one_line(
         assert message in failure(capsys, *given, "--out", out), message
         assert not (out / "metrics.json").exists()
     np.save(folder / "fog.npy", np.zeros((10, 32, 32, 3), np.uint8))
-    assert "fog.npy: 10 images but labels.npy has 30" in failure(capsys, image_model, folder, "--out", out)
+    assert "uint8 (30, H, W, 3) belongs" in failure(capsys, image_model, folder, "--out", out)
 
 
 def _json(line: str) -> dict:

@@ -106,7 +106,7 @@ def test_mistakes_are_told(
 ) -> None:
     words = ("mine", toy_text, beir, "--out", tmp_path / "mined.jsonl")
     assert failure(capsys, *words, "--num-negatives", 0).startswith("num_negatives is 0; ask for at least 1")
-    assert failure(capsys, *words, "--last-rank", 0).startswith("--last-rank is 0")
+    assert failure(capsys, *words, "--last-rank", 0).startswith("ranks 1 to 0 are no window")
     assert failure(capsys, *words, "--percentile", 101) == "percentile is 101.0; give a number from 0 to 100"
     assert failure(capsys, *words, "--plot", "x.docx").endswith("name such a file")
     assert "is a folder; name a file" in failure(capsys, "mine", toy_text, beir, "--out", tmp_path)
